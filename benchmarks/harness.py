@@ -1,0 +1,87 @@
+"""Runs cases interleaved, each in a process of its own, and puts the results into files: JSON, a table, a plot."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+_PACKAGES = ("torch", "tensorizer", "torch_checkpointing", "safetensors", "fsspec", "xxhash", "numpy")
+_CASE_SECONDS = 600
+
+Case = dict[str, Any]
+
+
+def run_cases(module: str, cases: Sequence[Case], rounds: int) -> list[dict[str, Any]]:
+    """Runs every case once a round, so that a drift of the machine's speed meets all of them alike."""
+    results = []
+    for number in range(rounds):
+        for case in cases:
+            label = " | ".join(str(value) for key, value in case.items() if key not in ("folder", "scale"))
+            print(f"round {number + 1}/{rounds}  {label}", file=sys.stderr, flush=True)
+            done = subprocess.run(
+                [sys.executable, "-m", module, json.dumps(case)],
+                capture_output=True,
+                text=True,
+                timeout=_CASE_SECONDS,
+                cwd=Path(__file__).parent.parent,
+            )
+            if done.returncode:
+                error = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit {done.returncode}"
+                print(f"  FAILED: {error}", file=sys.stderr)
+                results.append({"case": case, "round": number, "error": error})
+                continue
+            results.append({"case": case, "round": number, "ranks": json.loads(done.stdout.strip().splitlines()[-1])})
+    return results
+
+
+def machine() -> dict[str, Any]:
+    """What the results were measured on, and with."""
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory / 2**30, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "packages": versions,
+    }
+
+
+def spread(values: Iterable[float]) -> dict[str, float] | None:
+    """Median, least and greatest; None without values."""
+    found = sorted(values)
+    return {"median": statistics.median(found), "min": found[0], "max": found[-1]} if found else None
+
+
+def cell(values: dict[str, float] | None, form: Callable[[float], str]) -> str:
+    """``median (least-greatest)``."""
+    if values is None:
+        return "-"
+    return f"{form(values['median'])} ({form(values['min'])}-{form(values['max'])})"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def store(name: str, content: dict[str, Any], text: str) -> None:
+    """Writes ``results/{name}.json`` and ``results/{name}.md``, and prints the latter."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    (RESULTS / f"{name}.md").write_text(text + "\n")
+    print(text)

@@ -1,0 +1,144 @@
+"""What this machine can do at best, measured in the same run: the yardsticks of the other benchmarks."""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensorizer import TensorSerializer
+
+_STEP = 8 << 20
+
+
+class Discard(io.RawIOBase):
+    """A seekable file that forgets what is written: what is left is tensorizer's own work, its hashes."""
+
+    def __init__(self) -> None:
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._position = offset
+        return offset
+
+    def write(self, data: Any) -> int:
+        count = memoryview(data).nbytes
+        self._position += count
+        return count
+
+
+def copy_seconds(state: dict[str, torch.Tensor], rounds: int = 3) -> float:
+    """The best of a few plain copies into warm memory."""
+    sources = list(state.values())
+    targets = [torch.empty_like(tensor) for tensor in sources]
+    times = []
+    for _ in range(rounds + 1):
+        started = time.perf_counter()
+        torch._foreach_copy_(targets, sources)
+        times.append(time.perf_counter() - started)
+    return sorted(times[1:])[len(times[1:]) // 2]
+
+
+def hash_seconds(state: dict[str, torch.Tensor], cores: int) -> float:
+    """``TensorSerializer`` into a sink that discards, on so many cores."""
+    available = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(available)[:cores])
+    try:
+        started = time.perf_counter()
+        serializer = TensorSerializer(Discard(), limit_cpu_concurrency=cores)
+        serializer.write_state_dict(dict(state))
+        serializer.close()
+        return time.perf_counter() - started
+    finally:
+        os.sched_setaffinity(0, available)
+
+
+def direct_write_seconds(folder: Path, nbytes: int) -> float:
+    """Aligned O_DIRECT writes of 8 MiB from one buffer, and an fsync."""
+    path = folder / "limit.bin"
+    buffer = mmap.mmap(-1, _STEP)
+    np.frombuffer(buffer, dtype=np.uint8)[:] = 7
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+        started = time.perf_counter()
+        for offset in range(0, nbytes // _STEP * _STEP, _STEP):
+            os.pwrite(descriptor, buffer, offset)
+        os.fsync(descriptor)
+        return time.perf_counter() - started
+    finally:
+        os.close(descriptor)
+        path.unlink()
+
+
+def cached_read_seconds(path: Path, target: memoryview, threads: int) -> float:
+    """Parallel ``preadv`` of a file that is in the page cache, into warm memory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    starts = range(0, target.nbytes, _STEP)
+    try:
+        times = []
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in range(3):
+                started = time.perf_counter()
+                list(pool.map(lambda start: os.preadv(descriptor, [target[start : start + _STEP]], start), starts))
+                times.append(time.perf_counter() - started)
+        return sorted(times)[1]
+    finally:
+        os.close(descriptor)
+
+
+def direct_read_seconds(path: Path, nbytes: int, threads: int) -> float:
+    """Parallel O_DIRECT reads of 8 MiB into a buffer a thread."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    local = threading.local()
+
+    def read(start: int) -> None:
+        if not hasattr(local, "buffer"):
+            local.buffer = mmap.mmap(-1, _STEP)
+        os.preadv(descriptor, [local.buffer], start)
+
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            started = time.perf_counter()
+            list(pool.map(read, range(0, nbytes, _STEP)))
+            return time.perf_counter() - started
+    finally:
+        os.close(descriptor)
+
+
+def evict(folder: Path) -> None:
+    """Drops a folder's files from the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def fill_cache(folder: Path) -> None:
+    """Reads a folder's files into the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                while file.read(_STEP):
+                    pass

@@ -1,0 +1,110 @@
+"""The contenders of the load benchmark: each writes a state in its own format once, and loads it many times."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from tensorizer import TensorDeserializer, TensorSerializer
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+
+from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
+
+State = dict[str, torch.Tensor]
+Write = Callable[[State, Path], None]
+Load = Callable[[State, Path], Any]
+
+
+def _write_ours(state: State, folder: Path) -> None:
+    with TensorizerStorageWriter() as writer:
+        dcp.save(state, storage_writer=writer, checkpoint_id=str(folder))
+
+
+def _load_ours(state: State, folder: Path) -> None:
+    dcp.load(state, storage_reader=TensorizerStorageReader(str(folder)))
+
+
+def _load_ours_unverified(state: State, folder: Path) -> None:
+    dcp.load(state, storage_reader=TensorizerStorageReader(str(folder), verify=False))
+
+
+def _write_torch(state: State, folder: Path) -> None:
+    dcp.save(state, storage_writer=FileSystemWriter(folder))
+
+
+def _load_torch(state: State, folder: Path) -> None:
+    dcp.load(state, storage_reader=FileSystemReader(folder))
+
+
+def _manager() -> Any:
+    from torch_checkpointing import CheckpointManager
+    from torch_checkpointing.config import SyncCheckpointSaverConfig
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    return CheckpointManager.Config(
+        save=SyncCheckpointSaverConfig(), storage_config=LocalFileSystemStorageConfig(use_direct_io=False)
+    ).build()
+
+
+def _write_checkpointing(state: State, folder: Path) -> None:
+    manager = _manager()
+    manager.save(str(folder), {"state": state})
+    manager.close()
+
+
+def _load_checkpointing(state: State, folder: Path) -> None:
+    manager = _manager()
+    loaded = manager.load(str(folder), {"state": state})["state"]
+    _into(state, loaded)
+    manager.close()
+
+
+def _write_tensorizer(state: State, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    serializer = TensorSerializer(str(folder / "state.tensors"))
+    serializer.write_state_dict(dict(state))
+    serializer.close()
+
+
+def _load_tensorizer(state: State, folder: Path) -> Any:
+    return dict(TensorDeserializer(str(folder / "state.tensors"), device="cpu"))
+
+
+def _load_tensorizer_verified(state: State, folder: Path) -> Any:
+    return dict(TensorDeserializer(str(folder / "state.tensors"), device="cpu", verify_hash=True))
+
+
+def _write_safetensors(state: State, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    save_file(state, folder / "state.safetensors")
+
+
+def _load_safetensors(state: State, folder: Path) -> None:
+    # It maps the file: the pages are read when they are used, as they are here.
+    _into(state, load_file(folder / "state.safetensors"))
+
+
+def _into(state: State, loaded: State) -> None:
+    for key, tensor in state.items():
+        if loaded[key].data_ptr() != tensor.data_ptr():
+            tensor.copy_(loaded[key])
+
+
+LOADERS: dict[str, tuple[Write, Load]] = {
+    "dcp_tensorizer": (_write_ours, _load_ours),
+    "dcp_tensorizer, verify=False": (_write_ours, _load_ours_unverified),
+    "torch FileSystemReader": (_write_torch, _load_torch),
+    "torch_checkpointing": (_write_checkpointing, _load_checkpointing),
+    "TensorDeserializer": (_write_tensorizer, _load_tensorizer),
+    "TensorDeserializer, verified": (_write_tensorizer, _load_tensorizer_verified),
+    "safetensors load_file": (_write_safetensors, _load_safetensors),
+}
+
+
+def quiet() -> None:
+    warnings.simplefilter("ignore")

@@ -1,0 +1,158 @@
+"""One contender on one workload, in a process of its own: prints its measurements as one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from .limits import copy_seconds, direct_write_seconds, hash_seconds
+from .savers import SAVERS, State, discard
+from .workloads import WORKLOADS, nbytes
+
+_IDLE_SECONDS = 2.0
+_MATRIX = 192
+
+
+class TrainingLoop:
+    """Small matrix products on one thread: a stand-in for training that shows every hold-up of the interpreter."""
+
+    def __init__(self) -> None:
+        self._a = torch.randn(_MATRIX, _MATRIX)
+        self._b = torch.randn(_MATRIX, _MATRIX)
+
+    def run(self, stop: Any) -> dict[str, float]:
+        """Runs until ``stop()``; iterations a second, and the longest time between two."""
+        count, longest = 0, 0.0
+        started = last = time.perf_counter()
+        while not stop():
+            torch.mm(self._a, self._b)
+            now = time.perf_counter()
+            longest = max(longest, now - last)
+            last = now
+            count += 1
+        return {"rate": count / max(last - started, 1e-9), "gap": longest}
+
+
+def measure(case: dict[str, Any], group: dist.ProcessGroup | None, state: State, folder: Path) -> dict[str, Any]:
+    """Saves several times with the loop running and several times without."""
+    torch.set_num_threads(1)
+    loop = TrainingLoop()
+    loop.run(_after(0.3))
+    idle = loop.run(_after(_IDLE_SECONDS))
+    base = psutil.Process().memory_info().rss
+    saver = SAVERS[case["saver"]](group, state)
+    result: dict[str, Any] = {"idle": idle, "saves": [], "quiet": []}
+    for number in range(case["saves"]):
+        result["saves"].append(_save(saver, state, folder / f"loop{number}", group, loop))
+    for number in range(case["quiet"]):
+        result["quiet"].append(_save(saver, state, folder / f"quiet{number}", group, None))
+    result["trainer_bytes"] = psutil.Process().memory_info().rss - base
+    saver.close()
+    return result
+
+
+def _save(saver: Any, state: State, folder: Path, group: Any, loop: TrainingLoop | None) -> dict[str, float]:
+    if group is not None:
+        dist.barrier(group)
+    cpu = _cpu_seconds()
+    started = time.perf_counter()
+    future = saver.save(state, folder)
+    stall = time.perf_counter() - started
+    durable: list[float] = []
+    future.add_done_callback(lambda _: durable.append(time.perf_counter()))
+    measured = loop.run(lambda: bool(durable)) if loop is not None and not durable else {}
+    future.result()
+    result = {"stall": stall, "durable": durable[0] - started, **measured}
+    result["cpu"] = _cpu_seconds() - cpu - (durable[0] - started - stall if loop is not None else 0.0)
+    result["child_bytes"] = max((c.memory_full_info().uss for c in psutil.Process().children()), default=0)
+    if group is None or dist.get_rank() == 0:
+        discard(folder)
+    return result
+
+
+def _cpu_seconds() -> float:
+    times = os.times()
+    children = sum(sum(c.cpu_times()[:2]) for c in psutil.Process().children(recursive=True))
+    return times.user + times.system + times.children_user + times.children_system + children
+
+
+def _after(seconds: float) -> Any:
+    deadline = time.perf_counter() + seconds
+    return lambda: time.perf_counter() > deadline
+
+
+def _limits(state: State, folder: Path) -> dict[str, float]:
+    size = nbytes(state)
+    torch.set_num_threads(1)
+    return {
+        "copy": copy_seconds(state),
+        "hashes, 1 core": hash_seconds(state, 1),
+        "hashes, 2 cores": hash_seconds(state, 2),
+        "O_DIRECT write": direct_write_seconds(folder, size),
+    }
+
+
+def _rank(rank: int, case: dict[str, Any], folder: str) -> None:
+    _quiet()
+    world = case["ranks"]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": str(rank), "WORLD_SIZE": str(world)}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    group = dist.new_group(backend="gloo")
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (world,))
+    full = WORKLOADS[case["workload"]](case["scale"])
+    state = {}
+    for key in list(full):
+        state[key] = distribute_tensor(full.pop(key), mesh, [Shard(0)])
+    result = measure(case, group, state, Path(folder))
+    gathered: list[Any] = [None] * world
+    dist.all_gather_object(gathered, result, group=group)
+    if rank == 0:
+        (Path(folder) / "result.json").write_text(json.dumps(gathered))
+    dist.barrier(group)
+    dist.destroy_process_group()
+
+
+def _quiet() -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+
+
+def main() -> None:
+    case = json.loads(sys.argv[1])
+    _quiet()
+    with tempfile.TemporaryDirectory(dir=case["folder"]) as folder:
+        if case["ranks"] > 1:
+            mp.spawn(_rank, args=(case, folder), nprocs=case["ranks"])
+            print((Path(folder) / "result.json").read_text())
+            return
+        state = WORKLOADS[case["workload"]](case["scale"])
+        if case["saver"] == "limits":
+            print(json.dumps([_limits(state, Path(folder))]))
+            return
+        group = None
+        if "PROCESS" in case["saver"] or "torch_checkpointing" in case["saver"]:
+            # Those two need a process group even for one rank.
+            dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+            group = dist.group.WORLD
+        print(json.dumps([measure(case, group, state, Path(folder))]))
+        if group is not None:
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

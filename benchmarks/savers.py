@@ -1,0 +1,167 @@
+"""The contenders of the save benchmark, behind one interface: save, and tell when it is durable."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from tensorizer import TensorSerializer
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from dcp_tensorizer import TensorizerStorageWriter
+
+State = dict[str, torch.Tensor]
+
+
+class Saver(Protocol):
+    """Saves a state into a fresh folder."""
+
+    def save(self, state: State, folder: Path) -> Future[Any]: ...
+    def close(self) -> None: ...
+
+
+class _Dcp:
+    """Anything that ``dcp.async_save`` takes."""
+
+    def __init__(self, group: dist.ProcessGroup | None, **options: Any) -> None:
+        self._options = options | ({"process_group": group} if group is not None else {"no_dist": True})
+
+    def save(self, state: State, folder: Path) -> Future[Any]:
+        response = dcp.async_save(
+            {"model": state}, checkpoint_id=str(folder), storage_writer=self._writer(folder), **self._options
+        )
+        return response if isinstance(response, Future) else response.upload_completion
+
+    def _writer(self, folder: Path) -> Any:
+        return FileSystemWriter(folder)
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+class Ours(_Dcp):
+    """This package, prewarmed or not."""
+
+    def __init__(self, group: dist.ProcessGroup | None, state: State, *, prewarm: bool) -> None:
+        super().__init__(group)
+        self._shared = TensorizerStorageWriter()
+        if prewarm:
+            self._shared.prewarm({"model": state})
+
+    def _writer(self, folder: Path) -> Any:
+        return self._shared
+
+    def close(self) -> None:
+        self._shared.close()
+
+
+class TorchProcess(_Dcp):
+    """torch's writer in PROCESS mode, with torch's shared-memory stager."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
+            )
+        )
+        super().__init__(
+            group or dist.group.WORLD, async_checkpointer_type=AsyncCheckpointerType.PROCESS, async_stager=self._stager
+        )
+
+    def close(self) -> None:
+        self._stager.close()
+
+
+class TorchSync:
+    """torch's writer, without a thread: training waits for all of it."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._options: dict[str, Any] = {"process_group": group} if group is not None else {"no_dist": True}
+
+    def save(self, state: State, folder: Path) -> Future[Any]:
+        dcp.save({"model": state}, storage_writer=FileSystemWriter(folder), **self._options)
+        return _done()
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+class TorchCheckpointing:
+    """Meta's torch_checkpointing, staging while training waits, or in the background."""
+
+    def __init__(self, *, background: bool) -> None:
+        from torch_checkpointing import CheckpointManager, ItemSpec
+        from torch_checkpointing.config import AsyncCheckpointSaverConfig
+        from torch_checkpointing.staging import CheckpointStagerConfig
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+        staging = CheckpointStagerConfig(
+            use_pinned_memory=False,
+            use_shared_memory=True,
+            use_async_staging=background,
+            use_non_blocking_copy=False,
+        )
+        self._manager = CheckpointManager.Config(
+            default=ItemSpec(requires_copy=True),
+            save=AsyncCheckpointSaverConfig(staging_config=staging),
+            # Its direct I/O fails with EINVAL on ext4 and XFS: the sizes it writes are not aligned.
+            storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
+        ).build()
+
+    def save(self, state: State, folder: Path) -> Future[Any]:
+        future = self._manager.save(str(folder), {"state": state})
+        assert future is not None
+        return future
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+class StockTensorizer:
+    """tensorizer by itself, in the training thread, with an fsync."""
+
+    def save(self, state: State, folder: Path) -> Future[Any]:
+        folder.mkdir(parents=True)
+        with open(folder / "state.tensors", "wb+") as file:
+            keep = os.dup(file.fileno())  # the serializer closes the file
+            serializer = TensorSerializer(file)
+            serializer.write_state_dict(dict(state))
+            serializer.close()
+        os.fsync(keep)
+        os.close(keep)
+        return _done()
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+SAVERS: dict[str, Callable[[dist.ProcessGroup | None, State], Saver]] = {
+    "dcp_tensorizer": lambda group, state: Ours(group, state, prewarm=False),
+    "dcp_tensorizer, prewarmed": lambda group, state: Ours(group, state, prewarm=True),
+    "torch FileSystemWriter, THREAD": lambda group, state: _Dcp(group),
+    "torch FileSystemWriter, PROCESS": lambda group, state: TorchProcess(group),
+    "torch_checkpointing": lambda group, state: TorchCheckpointing(background=False),
+    "torch_checkpointing, background": lambda group, state: TorchCheckpointing(background=True),
+    "torch FileSystemWriter, dcp.save": lambda group, state: TorchSync(group),
+    "tensorizer alone": lambda group, state: StockTensorizer(),
+}
+
+
+def discard(folder: Path) -> None:
+    """Removes a checkpoint, so that the disk does not fill up."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _done() -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(None)
+    return future

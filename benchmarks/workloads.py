@@ -1,0 +1,47 @@
+"""The states that are saved and loaded: deterministic values that no file system can compress away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+MIB = 1 << 20
+
+
+def many_medium(scale: float = 1.0) -> dict[str, torch.Tensor]:
+    """300 tensors of 7 MB, as the layers of a medium model: 2.1 GB."""
+    return _tensors(int(300 * scale), 7 * MIB)
+
+
+def many_small(scale: float = 1.0) -> dict[str, torch.Tensor]:
+    """5,000 tensors of 215 kB, as an optimizer's states: 1.07 GB."""
+    return _tensors(int(5000 * scale), 1024 * MIB // 5000 // 4 * 4)
+
+
+def one_large(scale: float = 1.0) -> dict[str, torch.Tensor]:
+    """One tensor of 2.1 GB, as a flat parameter."""
+    return _tensors(1, int(2048 * MIB * scale) // 4 * 4)
+
+
+WORKLOADS: dict[str, Callable[[float], dict[str, torch.Tensor]]] = {
+    "300 x 7 MB": many_medium,
+    "5,000 small": many_small,
+    "one 2 GB": one_large,
+}
+
+
+def nbytes(state: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in state.values())
+
+
+def _tensors(count: int, size: int) -> dict[str, torch.Tensor]:
+    # Random bits are made once and rotated: making 2 GB of them would take longer than a save.
+    generator = torch.Generator().manual_seed(0)
+    pattern = torch.randint(-(1 << 31), 1 << 31, (size // 4,), generator=generator, dtype=torch.int64).to(torch.int32)
+    state = {}
+    for number in range(count):
+        tensor = torch.empty(size // 4, dtype=torch.float32)
+        tensor.view(torch.int32).copy_(pattern).add_(number)
+        state[f"model.layers.{number}.weight"] = tensor.view(-1, 256) if tensor.numel() % 256 == 0 else tensor
+    return state

@@ -1,0 +1,225 @@
+"""The staging buffer: one block of memory that the trainer fills and the writer process reads.
+
+An anonymous memory file rather than /dev/shm, which containers size at 64 MB and answer with SIGBUS, and one
+descriptor rather than one per tensor. Its pages are made before the first copy, so that a shortage is an error here
+and not a signal later.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import mmap
+import os
+import sys
+import tempfile
+import warnings
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from .errors import StagingError
+
+__all__ = ["Arena", "attach"]
+
+# Vector loads and the largest element both divide it, and so does a cache line.
+_ALIGNMENT = 64
+_PAGE = mmap.PAGESIZE
+_MADV_POPULATE_WRITE = 23  # Linux 5.14, <asm-generic/mman-common.h>; not named in the mmap module
+_POPULATE_STEP = 16 << 20
+_ids = itertools.count()
+
+# A forked child does not have an arena's pages (MADV_DONTFORK), but it inherits the Python objects, and freeing one
+# there would unmap whatever the child has put at that address since. So a child keeps them for good.
+_mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+_inherited: list[mmap.mmap] = []
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: _inherited.extend(_mappings))
+
+
+class Arena:
+    """Shared memory of a fixed size, filled from the start and emptied as a whole.
+
+    Args:
+        nbytes: Capacity in bytes, rounded up to whole pages. All of it is allocated here.
+        pin: Register the memory with CUDA where there is one, so that copies from a GPU run at full speed.
+
+    Raises:
+        StagingError: there is not enough memory; nothing has been allocated.
+    """
+
+    def __init__(self, nbytes: int, *, pin: bool = False) -> None:
+        self.id = next(_ids)
+        self.nbytes = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
+        _check_headroom(self.nbytes)
+        self.fd = _anonymous_file()
+        try:
+            _reserve(self.fd, self.nbytes)
+            self._map: mmap.mmap | None = _map(self.fd, self.nbytes)
+        except (OSError, MemoryError) as error:
+            os.close(self.fd)
+            raise StagingError(
+                f"no {self.nbytes:,} bytes of memory for the staging buffer ({error}): free memory, raise the memory "
+                f"limit, or shard the state dict over more ranks"
+            ) from error
+        _mappings.add(self._map)
+        self._base = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
+        self._used = 0
+        self._release = weakref.finalize(self, _release, self.fd, self._register() if pin else None, os.getpid())
+
+    def reset(self) -> None:
+        """Empties the arena; tensors made before share their memory with those made after."""
+        self._used = 0
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a tensor made by `allocate` is left: each holds a reference to the mapping."""
+        return self._map is not None and sys.getrefcount(self._map) > 2
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether a whole arena's worth of ``nbytes`` bytes, alignment included, fits in."""
+        return nbytes <= self.nbytes
+
+    def allocate(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """An uninitialised C-contiguous tensor in the arena, with a storage of its own.
+
+        Of its own, because whoever pickles one of several views through torch.multiprocessing moves the storage
+        they share, the arena, to other memory.
+        """
+        count = math.prod(shape)
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        assert self._map is not None, "the arena is closed"
+        nbytes = count * dtype.itemsize
+        offset = self._used
+        self._used += aligned(nbytes)
+        if self._used > self.nbytes:
+            raise StagingError(f"the staging buffer of {self.nbytes:,} bytes is full")
+        flat = torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset)
+        return flat if len(shape) == 1 else flat.view(shape)
+
+    def locate(self, tensor: torch.Tensor) -> int | None:
+        """Offset of a tensor's bytes in the arena; None if they are not in it, or are not its values in C order."""
+        offset = tensor.data_ptr() - self._base
+        inside = offset >= 0 and offset + tensor.nbytes <= self.nbytes
+        plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        return offset if inside and plain else None
+
+    def close(self) -> None:
+        """Gives the memory back, as soon as no tensor made by `allocate` is left. Idempotent."""
+        self._release()
+        self._map = None
+
+    def _register(self) -> int | None:
+        """Registers the memory with CUDA on the current device; returns the address to unregister."""
+        if not torch.cuda.is_available():
+            return None
+        status = torch.cuda.cudart().cudaHostRegister(self._base, self.nbytes, 0)
+        if int(status) != 0:
+            warnings.warn(
+                f"the staging buffer ({self.nbytes:,} bytes) could not be pinned (cudaHostRegister: {status}); copies "
+                f"from the GPU will be slower. Raise the locked-memory limit (ulimit -l).",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return None
+        return self._base
+
+
+def aligned(nbytes: int) -> int:
+    """Bytes that a tensor of ``nbytes`` bytes takes in an arena."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def attach(fd: int, nbytes: int) -> mmap.mmap:
+    """Maps another process's arena read-only; takes over the descriptor."""
+    try:
+        return mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+    finally:
+        os.close(fd)
+
+
+def _release(fd: int, registered: int | None, pid: int) -> None:
+    if os.getpid() != pid:  # a forked child must not undo its parent's registration
+        return
+    if registered is not None:
+        torch.cuda.cudart().cudaHostUnregister(registered)
+    os.close(fd)
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("dcp_tensorizer", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, nbytes)
+    else:
+        os.ftruncate(fd, nbytes)
+
+
+def _map(fd: int, nbytes: int) -> mmap.mmap:
+    mapping = mmap.mmap(fd, nbytes)
+    if hasattr(mmap, "MADV_DONTFORK"):
+        mapping.madvise(mmap.MADV_DONTFORK)
+        try:
+            # The page table ahead of the first copy: faulting page by page takes three times as long. In pieces,
+            # because mmap.madvise keeps the interpreter lock (16 MiB take about 4 ms).
+            for start in range(0, nbytes, _POPULATE_STEP):
+                mapping.madvise(_MADV_POPULATE_WRITE, start, min(_POPULATE_STEP, nbytes - start))
+        except OSError:
+            pass  # an older kernel: the first copy faults the pages in
+    return mapping
+
+
+def _check_headroom(nbytes: int) -> None:
+    """Fails while a shortage is still an error: past a cgroup's limit the kernel kills the process."""
+    available = _available_memory()
+    if available is not None and nbytes > available:
+        raise StagingError(
+            f"the staging buffer needs {nbytes:,} bytes and {available:,} bytes of memory are available: free memory, "
+            f"raise the memory limit, or shard the state dict over more ranks"
+        )
+
+
+def _available_memory() -> int | None:
+    """Bytes that can still be allocated on this machine and in this cgroup; None where that is unknown."""
+    bounds = [bound for bound in (_machine_headroom(), _cgroup_headroom()) if bound is not None]
+    return min(bounds, default=None)
+
+
+def _machine_headroom() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def _cgroup_headroom(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Room below the tightest memory limit of the cgroup (v2) and its ancestors; page cache counts as room."""
+    try:
+        own = Path("/proc/self/cgroup").read_text().split("0::", 1)[1].split("\n", 1)[0]
+    except (OSError, IndexError):
+        return None
+    bounds = []
+    group = root / own.lstrip("/")
+    while group.is_relative_to(root):
+        try:
+            limit = (group / "memory.max").read_text().strip()
+            if limit != "max":
+                used = int((group / "memory.current").read_text())
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                cached = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+                bounds.append(max(0, int(limit) - used + cached))
+        except (OSError, ValueError):
+            pass
+        group = group.parent
+    return min(bounds, default=None)

@@ -1,0 +1,219 @@
+"""The commit: ``.metadata`` is read with care, replaced atomically, and only then what it replaced is removed."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint.metadata as dcp_metadata
+import xxhash
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from ._layout import FORMAT, FORMAT_VERSION, StoredItem, is_data_file_name, metadata_file_name
+from ._storage import Storage
+from .errors import CheckpointError, MetadataError, UntrustedObject, WriteError
+
+__all__ = ["commit", "decode", "encode", "item_key", "read_metadata", "remove_uncommitted"]
+
+# Behind the pickle's STOP opcode, where ``pickle.load`` does not look.
+_TRAILER = b"\x00DCPTZR1"
+
+_ItemKey = tuple[str, tuple[int, ...] | None]
+
+
+def item_key(index: MetadataIndex) -> _ItemKey:
+    """The key of an item in ``storage_data["items"]``: builtin types only."""
+    return index.fqn, None if index.offset is None else tuple(index.offset)
+
+
+def commit(
+    storage: Storage,
+    metadata: Metadata,
+    items: Iterable[tuple[MetadataIndex, StoredItem, int]],
+    *,
+    save_id: str,
+    rank: int | None,
+    sync: bool,
+) -> None:
+    """Makes a save the checkpoint at its path. All of its data must be durable by now.
+
+    Args:
+        storage: The checkpoint's directory.
+        metadata: DCP's; it is not changed, because with plan caching the planner hands the same one out again.
+        items: Index, place and size of its file for every item written, of all ranks.
+        save_id: Identifies the save.
+        rank: None, or the rank that commits its own part when ranks save without collectives.
+        sync: Make the metadata durable.
+
+    Raises:
+        WriteError: nothing has been committed, and what was committed before is untouched.
+    """
+    files: dict[str, int] = {}
+    places: dict[_ItemKey, tuple[Any, ...]] = {}
+    for index, item, file_nbytes in items:
+        places[item_key(index)] = tuple(item)
+        if item.file:
+            files[item.file] = file_nbytes
+    content = {"format": FORMAT, "version": FORMAT_VERSION, "save_id": save_id, "files": files, "items": places}
+    try:
+        data = encode(dataclasses.replace(metadata, storage_data=content))
+    except Exception as error:
+        raise WriteError(f"{storage.path}: the checkpoint's metadata cannot be stored: {error}") from error
+    replaced = _files_of_replaced(storage, rank)
+    storage.publish(metadata_file_name(rank), data, sync=sync)
+    for name in replaced - files.keys():
+        with suppress(Exception):  # the save is committed; what cannot be removed only costs space
+            storage.remove(name)
+
+
+def read_metadata(storage: Storage, rank: int | None = None) -> Metadata | None:
+    """Reads and checks a checkpoint's metadata; None if there is none.
+
+    Raises:
+        MetadataError: it is damaged, or of another format.
+        UntrustedObject: it names something that a checkpoint's metadata has no use for.
+        ReadError: it cannot be read.
+    """
+    name = metadata_file_name(rank)
+    data = storage.read(name)
+    return None if data is None else decode(data, f"{storage.path}/{name}")
+
+
+def encode(metadata: Metadata) -> bytes:
+    """The contents of ``.metadata``: the pickle that DCP's tools expect, and a digest of it."""
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=4).dump(metadata)
+    body = stream.getvalue()
+    return body + _TRAILER + xxhash.xxh3_128_digest(body)
+
+
+def decode(data: bytes, path: str) -> Metadata:
+    """Checks and reads what `encode` made; ``path`` is for messages."""
+    body, trailer = data[:-24], data[-24:]
+    if trailer[:8] != _TRAILER:
+        raise MetadataError(
+            f"{path} was not written by dcp_tensorizer, or is damaged at its end. A checkpoint of torch's own "
+            f"FileSystemWriter is loaded with FileSystemReader."
+        )
+    if xxhash.xxh3_128_digest(body) != trailer[8:]:
+        raise MetadataError(f"{path} is damaged: its checksum does not match. Load another checkpoint.")
+    try:
+        metadata = _Unpickler(io.BytesIO(body), path).load()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise MetadataError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    if not isinstance(metadata, Metadata):
+        raise MetadataError(f"{path} does not hold a checkpoint's metadata")
+    content = metadata.storage_data
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise MetadataError(f"{path} does not describe a dcp_tensorizer checkpoint")
+    if content.get("version") != FORMAT_VERSION:
+        raise MetadataError(
+            f"{path} is of format version {content.get('version')}, and this release reads version {FORMAT_VERSION}: "
+            f"install the release of dcp_tensorizer that wrote it, or a newer one"
+        )
+    _check_content(content, path)
+    return metadata
+
+
+def _check_content(content: dict[str, Any], path: str) -> None:
+    """Checks what readers rely on, so that they need not."""
+    files, items = content.get("files"), content.get("items")
+    if not isinstance(files, dict) or not isinstance(items, dict):
+        raise MetadataError(f"{path} lacks its lists of files and items")
+    for name, nbytes in files.items():
+        if not isinstance(name, str) or not is_data_file_name(name) or not isinstance(nbytes, int):
+            raise MetadataError(f"{path} names a data file {name!r} that no dcp_tensorizer would write")
+    for (key, *_), place in items.items():
+        if not _makes_sense(place, files):
+            raise MetadataError(f"{path} describes the data of {key!r} in a way that no dcp_tensorizer would")
+
+
+def _makes_sense(place: Any, files: dict[str, int]) -> bool:
+    if not isinstance(place, tuple) or len(place) != len(StoredItem._fields):
+        return False
+    item = StoredItem(*place)
+    return (
+        (item.file in files or (not item.file and not item.length))
+        and isinstance(item.offset, int)
+        and item.offset >= 0
+        and isinstance(item.length, int)
+        and item.length >= 0
+        and isinstance(getattr(torch, str(item.dtype), None), torch.dtype)
+        and item.kind in ("tensor", "object", "wrapper")
+        and isinstance(item.digests, bytes)
+    )
+
+
+def remove_uncommitted(storage: Storage, rank: int | None, names: set[str]) -> None:
+    """Removes the files of a save that is over, unless it is the checkpoint at its path; leaves them if unsure."""
+    with suppress(Exception):
+        metadata = read_metadata(storage, rank)
+        for name in names - set(metadata.storage_data["files"] if metadata is not None else ()):
+            storage.remove(name)
+
+
+def _files_of_replaced(storage: Storage, rank: int | None) -> set[str]:
+    """The data files of the checkpoint that is about to be replaced; none if it is not one of ours."""
+    try:
+        old = read_metadata(storage, rank)
+    except CheckpointError:
+        return set()
+    return set() if old is None else set(old.storage_data["files"])
+
+
+# The handful of names that a checkpoint's metadata is made of; none of them runs code.
+_CLASSES = {(cls.__module__, cls.__qualname__): cls for cls in (OrderedDict, torch.Size)} | {
+    (dcp_metadata.__name__, name): getattr(dcp_metadata, name)
+    for name in (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    )
+}
+_STORABLE = (*_CLASSES.values(), torch.dtype, torch.layout)
+
+
+class _Pickler(pickle.Pickler):
+    """Refuses what `_Unpickler` would refuse, so that a planner's own data cannot make a checkpoint unreadable."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        # Called for whatever is not of a builtin type; a class or function is itself what would be looked up.
+        known = obj in _CLASSES.values() if isinstance(obj, type) else isinstance(obj, _STORABLE)
+        if not known and obj is not torch.serialization._get_layout:
+            kind = obj if isinstance(obj, type) or callable(obj) else type(obj)
+            raise WriteError(
+                f"the planner put a {kind.__module__}.{kind.__qualname__} into it, which no reader would load: "
+                f"planner data must be of builtin types"
+            )
+        return NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    """Resolves the names in `_CLASSES`, dtypes and layouts, and nothing else."""
+
+    def __init__(self, file: io.BytesIO, path: str) -> None:
+        super().__init__(file)
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (known := _CLASSES.get((module, name))) is not None:
+            return known
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return torch.serialization._get_layout  # looks a layout up by its name
+        raise UntrustedObject(
+            f"{self._path} refers to {module}.{name}, which has no place in a checkpoint's metadata; it was not loaded"
+        )

@@ -1,0 +1,239 @@
+"""Carries out a read plan: parallel range reads into the targets' own memory, checked against their digests.
+
+What cannot be read in place (other dtypes, devices, strides, parts of blocks) goes through a scratch buffer, one a
+thread, of an operation's size at most.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ._layout import block_size
+from ._plan import Box, ReadOperation, ReadRequest, Segment, boxes_of_range, plan_reads
+from ._storage import RangeReader, Storage
+from ._tensorfile import check_blocks, host_bytes
+from .errors import ChecksumMismatch, ReadError
+
+__all__ = ["Wanted", "fetch", "is_direct"]
+
+_ALIGNMENT = 64  # of each segment in the scratch buffer: views of any dtype need their element's
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A read request and where its box goes.
+
+    Attributes:
+        key: FQN, for messages.
+        request: What to read.
+        target: A tensor of the box's shape; of any dtype, device and strides unless the request is direct.
+    """
+
+    key: str
+    request: ReadRequest
+    target: torch.Tensor
+
+
+def is_direct(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether stored elements of ``dtype`` can be read into a target's memory as they are."""
+    return (
+        target.device.type == "cpu"
+        and target.dtype == dtype
+        and target.is_contiguous()
+        and not target.is_conj()
+        and not target.is_neg()
+    )
+
+
+def fetch(
+    storage: Storage,
+    wanted: Sequence[Wanted],
+    *,
+    threads: int,
+    verify: bool,
+    progress: Callable[[int, int], object] = lambda done, total: None,
+) -> int:
+    """Reads everything that is wanted into its targets.
+
+    Args:
+        storage: The checkpoint's directory.
+        wanted: What to read.
+        threads: Parallel reads.
+        verify: Compare what is read with its digests.
+        progress: Called with the bytes that are done and the bytes in all, by one reading thread at a time.
+
+    Returns:
+        Bytes read.
+
+    Raises:
+        ReadError: a file is missing, too short or unreadable; names file, key and offset.
+        ChecksumMismatch: stored bytes are not the ones that were saved; names file, key and offset.
+    """
+    operations = plan_reads([w.request for w in wanted], verify=verify)
+    total = sum(operation.nbytes for operation in operations)
+    job = _Job(storage, wanted, verify, Counter(operation.file for operation in operations))
+    counting = threading.Lock()
+    done_bytes = 0
+
+    def run(operation: ReadOperation) -> None:
+        nonlocal done_bytes
+        job.run(operation)
+        with counting:
+            done_bytes += operation.nbytes
+            progress(done_bytes, total)
+
+    try:
+        with ThreadPoolExecutor(threads, thread_name_prefix="dcp-read") as pool:
+            futures = [pool.submit(run, operation) for operation in operations]
+            done, pending = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in pending:
+                future.cancel()
+        for future in done:
+            future.result()
+    finally:
+        job.close()
+    return total
+
+
+class _Job:
+    def __init__(self, storage: Storage, wanted: Sequence[Wanted], verify: bool, uses: Counter[str]) -> None:
+        self._storage = storage
+        self._wanted = wanted
+        self._verify = verify
+        self._uses = uses
+        self._files: dict[str, RangeReader] = {}
+        self._opening = threading.Lock()
+        self._scratch = threading.local()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[RangeReader]:
+        """A file, open from its first use to its last; operations are in the order of files, so few are at once."""
+        with self._opening:
+            if name not in self._files:
+                try:
+                    self._files[name] = self._storage.open(name)
+                except OSError as error:
+                    raise ReadError(f"cannot open {self._storage.path}/{name}: {error}") from error
+            file = self._files[name]
+        yield file
+        with self._opening:
+            self._uses[name] -= 1
+            if not self._uses[name]:
+                self._files.pop(name).close()
+
+    def run(self, operation: ReadOperation) -> None:
+        """Reads, checks and copies out one operation's segments."""
+        places = self._places(operation)
+        buffers = []
+        position = operation.offset
+        gap = self._gap(operation)
+        for segment, place in zip(operation.segments, places, strict=True):
+            if position < segment.offset:
+                buffers.append(gap[: segment.offset - position])
+            buffers.append(place)
+            position = segment.offset + segment.nbytes
+        try:
+            with self._opened(operation.file) as file:
+                file.read_into(buffers, operation.offset)
+        except ReadError:
+            raise
+        except Exception as error:
+            key = self._wanted[operation.segments[0].requests[0]].key
+            raise ReadError(
+                self._storage.scrub(
+                    f"cannot read {operation.nbytes:,} bytes at {operation.offset:,} of {self._storage.path}/"
+                    f"{operation.file} (for {key!r}): {type(error).__name__}: {error}"
+                )
+            ) from error
+        for segment, place in zip(operation.segments, places, strict=True):
+            if self._verify:
+                self._check(segment, place)
+            if segment.direct is None:
+                self._copy_out(segment, place)
+
+    def _places(self, operation: ReadOperation) -> list[memoryview]:
+        """Where each segment is read to: its target, or a part of this thread's scratch buffer."""
+        indirect = [segment for segment in operation.segments if segment.direct is None]
+        scratch = iter(self._scratch_views([segment.nbytes for segment in indirect]))
+        return [
+            next(scratch)
+            if segment.direct is None
+            else host_bytes(self._wanted[segment.requests[0]].target)[segment.direct : segment.direct + segment.nbytes]
+            for segment in operation.segments
+        ]
+
+    def _scratch_views(self, sizes: Sequence[int]) -> list[memoryview]:
+        starts, total = [], 0
+        for size in sizes:
+            starts.append(total)
+            total += -(-size // _ALIGNMENT) * _ALIGNMENT
+        buffer = getattr(self._scratch, "buffer", None)
+        if buffer is None or buffer.numel() < total:
+            self._scratch.buffer = buffer = torch.empty(total, dtype=torch.uint8)
+        view = buffer.numpy().data
+        return [view[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
+    def _gap(self, operation: ReadOperation) -> memoryview:
+        """Room for bytes that nobody asked for; all gaps of an operation share it."""
+        pairs = zip(operation.segments, operation.segments[1:], strict=False)
+        return memoryview(bytearray(max((b.offset - a.offset - a.nbytes for a, b in pairs), default=0)))
+
+    def _check(self, segment: Segment, data: memoryview) -> None:
+        step = block_size(segment.item.length)
+        try:
+            check_blocks(data, segment.start // step, step, segment.item.digests)
+        except ChecksumMismatch as mismatch:
+            keys = ", ".join(repr(self._wanted[number].key) for number in segment.requests)
+            raise ChecksumMismatch(
+                f"{keys} in {self._storage.path}/{segment.item.file}: {mismatch} of the tensor at byte "
+                f"{segment.item.offset:,} are not what was saved. The file is damaged: load another checkpoint, or "
+                f"pass verify=False to read it as it is."
+            ) from None
+
+    def _copy_out(self, segment: Segment, data: memoryview) -> None:
+        """Copies to the targets whatever they want of a segment."""
+        for number in segment.requests:
+            request, target = self._wanted[number].request, self._wanted[number].target
+            dtype = getattr(torch, request.item.dtype)
+            elements = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
+            first = segment.start // request.itemsize
+            strides = _strides(request.shape)
+            for piece in boxes_of_range(first, first + elements.numel(), request.shape):
+                box = piece.intersect(request.box)
+                if box is None:
+                    continue
+                offset = sum(a * b for a, b in zip(box.start, strides, strict=True)) - first
+                source = elements.as_strided(box.size, strides, elements.storage_offset() + offset)
+                _copy(_part(target, box, request.box), source)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    if target.dtype == source.dtype and source.itemsize == 1:  # some one-byte dtypes have no copy kernel
+        target, source = target.view(torch.uint8), source.view(torch.uint8)
+    target.copy_(source)
+
+
+def _part(target: torch.Tensor, box: Box, whole: Box) -> torch.Tensor:
+    for dim, (start, size, origin) in enumerate(zip(box.start, box.size, whole.start, strict=True)):
+        target = target.narrow(dim, start - origin, size)
+    return target
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= extent
+    return tuple(reversed(strides))

@@ -1,0 +1,105 @@
+"""The items of a save: what DCP's plan asks for, resolved to tensors and objects, and what becomes of each."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ._layout import StoredItem
+from ._plan import stored_names
+from ._protocol import FileRequest, TensorSource, WriteDone
+from ._tensors import check_supported, is_wrapper
+from .errors import CheckpointError, WriteError
+
+__all__ = ["Item", "resolve", "sources", "write_results"]
+
+Place = tuple[int, int]
+"""Number of a shared buffer, offset in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One write item.
+
+    Attributes:
+        index: DCP's name for it.
+        name: Its name in a tensorizer file.
+        kind: See `StoredItem.kind`.
+        tensor: Its elements, or the bytes of what ``torch.save`` made of it.
+    """
+
+    index: MetadataIndex
+    name: str
+    kind: str
+    tensor: torch.Tensor
+
+    @property
+    def dtype(self) -> str:
+        return str(self.tensor.dtype).removeprefix("torch.")
+
+
+def resolve(plan: SavePlan, planner: SavePlanner) -> list[Item]:
+    """The items of a plan, in its order.
+
+    Raises:
+        CheckpointError: an item cannot be saved; names its key.
+    """
+    names = stored_names([item.index.fqn for item in plan.items])
+    return [Item(item.index, name, *_resolve(item, planner)) for item, name in zip(plan.items, names, strict=True)]
+
+
+def sources(items: Sequence[Item], place: Callable[[Item], Place]) -> list[TensorSource]:
+    """What is to be written. Items without elements are not: tensorizer cannot read some of them back."""
+    return [
+        TensorSource(i.name, i.dtype, tuple(i.tensor.shape), *place(i), i.tensor.nbytes, i.kind)
+        for i in items
+        if i.tensor.numel()
+    ]
+
+
+def write_results(items: Sequence[Item], files: Sequence[FileRequest], done: WriteDone) -> list[WriteResult]:
+    """What DCP carries to the coordinator: for each item its place and the size of the file that it is in."""
+    written = {
+        source.name: (file.name, file.nbytes, tensor)
+        for request, file in zip(files, done.files, strict=True)
+        for source, tensor in zip(request.tensors, file.tensors, strict=True)
+    }
+    results = []
+    for item in items:
+        stored, file_nbytes = StoredItem("", "", 0, 0, item.dtype, item.kind, b""), 0
+        if item.name in written:
+            file, file_nbytes, tensor = written[item.name]
+            stored = StoredItem(file, item.name, tensor.offset, tensor.length, item.dtype, item.kind, tensor.digests)
+        results.append(WriteResult(item.index, stored.length, (tuple(stored), file_nbytes)))
+    return results
+
+
+def _resolve(item: WriteItem, planner: SavePlanner) -> tuple[str, torch.Tensor]:
+    key = item.index.fqn
+    try:
+        data = planner.resolve_data(item)
+        if item.type == WriteItemType.BYTE_IO:
+            return "object", _blob(data)
+        assert isinstance(data, torch.Tensor)
+        if is_wrapper(data):
+            pickled = io.BytesIO()
+            torch.save(data, pickled)
+            return "wrapper", _blob(pickled)
+        check_supported(key, data)
+        return "tensor", data.detach()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise WriteError(f"{key!r} cannot be saved: {type(error).__name__}: {error}") from error
+
+
+def _blob(data: object) -> torch.Tensor:
+    assert isinstance(data, io.BytesIO)
+    content = data.getbuffer()
+    return torch.frombuffer(content, dtype=torch.uint8) if content.nbytes else torch.empty(0, dtype=torch.uint8)

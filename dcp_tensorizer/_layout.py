@@ -1,0 +1,85 @@
+"""What a checkpoint looks like on storage: names, the contents of ``.metadata``, block sizes, the version."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+__all__ = [
+    "FORMAT",
+    "FORMAT_VERSION",
+    "INDEX_CAPACITY",
+    "StoredItem",
+    "block_size",
+    "data_file_name",
+    "index_entry_size",
+    "is_data_file_name",
+    "metadata_file_name",
+]
+
+FORMAT = "dcp_tensorizer"
+FORMAT_VERSION = 1
+
+# tensorizer reserves 256 KiB for the index of a file and fails on the first entry past it
+# (``TensorSerializer.__init__``, ``metadata_size``).
+INDEX_CAPACITY = 256 * 1024
+
+# Digests are per block, so that a partial read can be verified too. 64 blocks a tensor bound the metadata to
+# 512 bytes a tensor, and what a row slice reads beyond its need to two blocks; below 64 KiB a block costs more to
+# request than to read.
+_MAX_BLOCKS = 64
+_MIN_BLOCK = 64 * 1024
+# Blocks start at a multiple of the largest element (complex128), so that no element straddles two of them.
+_BLOCK_ALIGNMENT = 16
+
+_DATA_FILE = re.compile(r"__\d+_\d+_[0-9a-f]{32}\.tensors")
+
+
+class StoredItem(NamedTuple):
+    """Where the bytes of one write item are; kept in ``.metadata`` as a plain tuple of builtin types."""
+
+    file: str
+    """Data file, relative to the checkpoint's directory; empty for an item without bytes."""
+    name: str
+    """Name of the tensor in that file; the item's FQN unless a tensorizer file cannot hold that."""
+    offset: int
+    """First byte of the data in the file."""
+    length: int
+    """Bytes of data."""
+    dtype: str
+    """dtype of the data as it was stored, without ``torch.``: ``bfloat16``; ``uint8`` for objects."""
+    kind: str
+    """``tensor``: C-contiguous elements; ``object``: what ``torch.save`` made of a value; ``wrapper``: what it
+    made of a tensor subclass that has no bytes of its own."""
+    digests: bytes
+    """XXH3-64 of each block, 8 bytes each, big-endian, in order (see `block_size`)."""
+
+
+def block_size(nbytes: int) -> int:
+    """Bytes that one digest covers in an item of ``nbytes`` bytes; the last block may be shorter."""
+    per_block = -(-nbytes // _MAX_BLOCKS)
+    return max(_MIN_BLOCK, -(-per_block // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT)
+
+
+def metadata_file_name(rank: int | None = None) -> str:
+    """``.metadata``, or one rank's own where ranks save without collectives."""
+    return ".metadata" if rank is None else f"__{rank}.metadata"
+
+
+def data_file_name(rank: int, number: int, save_id: str) -> str:
+    """Name of a rank's ``number``-th data file in one save; no two saves share a name."""
+    return f"__{rank}_{number}_{save_id}.tensors"
+
+
+def is_data_file_name(name: str) -> bool:
+    """Whether ``name`` is one that `data_file_name` makes, and so cannot lead out of the checkpoint's directory."""
+    return _DATA_FILE.fullmatch(name) is not None
+
+
+def index_entry_size(name: str, ndim: int) -> int:
+    """Upper bound, in bytes, of a tensor's entry in a tensorizer file's index.
+
+    tensorizer's layout: version tag (4), name length (2) and name, type (1), dtype length (1) and dtype (at most
+    48 here), rank (1) and dimensions (8 each at most), three 64-bit locations.
+    """
+    return 4 + 2 + len(name.encode()) + 1 + 1 + 48 + 1 + 8 * ndim + 24

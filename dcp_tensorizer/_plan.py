@@ -1,0 +1,285 @@
+"""From DCP's plans to bytes, without any I/O: which tensors go into which file, which bytes a load reads and when.
+
+Reading: each request names a box of a stored tensor. Its bytes become segments, each a run of bytes of one tensor
+that is read once, either straight into the target (when target and run have the same shape in memory) or into a
+scratch buffer from which boxes are copied out. Segments that lie close together in a file are read in one operation.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ._layout import INDEX_CAPACITY, StoredItem, block_size, data_file_name, index_entry_size
+from ._protocol import FileRequest, TensorSource
+
+__all__ = [
+    "Box",
+    "ReadOperation",
+    "ReadRequest",
+    "Segment",
+    "boxes_of_range",
+    "plan_files",
+    "plan_reads",
+    "stored_names",
+]
+
+_MAX_NAME = 1024  # longer ones would fill a file's index with a few entries
+_MAX_OPERATION = 8 << 20  # enough to reach the disk's speed, small enough to keep several threads busy
+_MAX_SEGMENTS = 512  # half of what one preadv takes, because gaps take a buffer each
+_MAX_GAP = 64 << 10  # reading this much for nothing costs less than another request
+_Interval = tuple[int, int]
+
+
+def stored_names(keys: Sequence[str]) -> list[str]:
+    """Names for tensors in tensorizer files: the keys themselves where those are unique and can be stored."""
+    used: set[str] = set()
+    names = []
+    for number, key in enumerate(keys):
+        name = key if _storable(key) and key not in used else f"__item_{number}__"
+        while name in used:
+            name += "_"
+        used.add(name)
+        names.append(name)
+    return names
+
+
+def plan_files(sources: Iterable[TensorSource], rank: int, save_id: str) -> tuple[FileRequest, ...]:
+    """Distributes tensors over files, beginning another one when the index of a tensorizer file is full."""
+    files: list[list[TensorSource]] = []
+    room = 0
+    for source in sources:
+        entry = index_entry_size(source.name, len(source.shape))
+        if entry > room:
+            files.append([])
+            room = INDEX_CAPACITY
+        files[-1].append(source)
+        room -= entry
+    return tuple(FileRequest(data_file_name(rank, n, save_id), tuple(file)) for n, file in enumerate(files))
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangular part of a tensor: ``start`` and ``size`` have an entry for each dimension."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    def intersect(self, other: Box) -> Box | None:
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(
+            min(a + m, b + n) for a, m, b, n in zip(self.start, self.size, other.start, other.size, strict=True)
+        )
+        size = tuple(e - s for s, e in zip(start, stop, strict=True))
+        return Box(start, size) if all(n > 0 for n in size) else None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """A box of a stored tensor that is wanted.
+
+    Attributes:
+        item: Where the tensor is.
+        shape: Its shape.
+        itemsize: Bytes of an element.
+        box: What is wanted of it; not empty.
+        direct: The target holds the box in C order and in the stored dtype, so that a run of the stored bytes which
+            is also a run of the box can be read into it as it is.
+    """
+
+    item: StoredItem
+    shape: tuple[int, ...]
+    itemsize: int
+    box: Box
+    direct: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of bytes of one stored tensor.
+
+    Attributes:
+        item: The tensor.
+        start, stop: Bytes, relative to the tensor's data.
+        requests: Numbers of the requests that want some of it.
+        direct: Read into the target of the only request, ``direct`` bytes from its beginning; None: into scratch.
+    """
+
+    item: StoredItem
+    start: int
+    stop: int
+    requests: tuple[int, ...]
+    direct: int | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def offset(self) -> int:
+        """First byte in the file."""
+        return self.item.offset + self.start
+
+
+@dataclass(slots=True)
+class ReadOperation:
+    """One read of consecutive bytes of a file: segments in order, with small gaps between them."""
+
+    file: str
+    segments: list[Segment] = field(default_factory=list)
+
+    @property
+    def offset(self) -> int:
+        return self.segments[0].offset
+
+    @property
+    def nbytes(self) -> int:
+        last = self.segments[-1]
+        return last.offset + last.nbytes - self.offset
+
+
+def plan_reads(requests: Sequence[ReadRequest], *, verify: bool) -> list[ReadOperation]:
+    """Which bytes to read, in the order of files and offsets, no byte twice.
+
+    Args:
+        requests: What is wanted.
+        verify: Read whole blocks, so that their digests can be checked.
+    """
+    by_tensor: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for number, request in enumerate(requests):
+        by_tensor[request.item.file, request.item.offset].append(number)
+    operations: list[ReadOperation] = []
+    for (file, _), numbers in sorted(by_tensor.items()):
+        for segment in _segments(requests, numbers, verify):
+            current = operations[-1] if operations else None
+            if current is None or current.file != file or not _joins(current, segment):
+                current = ReadOperation(file)
+                operations.append(current)
+            current.segments.append(segment)
+    return operations
+
+
+def boxes_of_range(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
+    """Cuts the elements ``start`` to ``stop`` of a C-ordered array into boxes: two a dimension at most, less one."""
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    inner = math.prod(shape[1:])
+    first, head = divmod(start, inner)
+    last, tail = divmod(stop, inner)
+    if first == last:
+        yield from _at(first, boxes_of_range(head, tail, shape[1:]))
+        return
+    if head:
+        yield from _at(first, boxes_of_range(head, inner, shape[1:]))
+        first += 1
+    if first < last:
+        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+    if tail:
+        yield from _at(last, boxes_of_range(0, tail, shape[1:]))
+
+
+def _storable(key: str) -> bool:
+    """Whether tensorizer can hold a name and give it back: not empty, and not taken for its own JSON paths."""
+    try:
+        return 0 < len(key.encode()) <= _MAX_NAME and not key.startswith("\x1e")
+    except UnicodeEncodeError:
+        return False
+
+
+def _joins(operation: ReadOperation, segment: Segment) -> bool:
+    gap = segment.offset - (operation.offset + operation.nbytes)
+    return (
+        gap <= _MAX_GAP
+        and operation.nbytes + gap + segment.nbytes <= _MAX_OPERATION
+        and len(operation.segments) < _MAX_SEGMENTS
+    )
+
+
+def _at(row: int, boxes: Iterable[Box]) -> Iterator[Box]:
+    return (Box((row, *box.start), (1, *box.size)) for box in boxes)
+
+
+def _segments(requests: Sequence[ReadRequest], numbers: Sequence[int], verify: bool) -> list[Segment]:
+    """The runs of one stored tensor that the given requests need, in order."""
+    item = requests[numbers[0]].item
+    step = block_size(item.length) if verify else 1
+    whole = _MAX_OPERATION if not verify else max(step, _MAX_OPERATION // step * step)
+    if len(numbers) == 1 and (alone := _contiguous(requests[numbers[0]])) is not None and requests[numbers[0]].direct:
+        return _direct_segments(item, alone, numbers[0], step, whole)
+    intervals = {n: _runs(requests[n].shape, requests[n].box, requests[n].itemsize) for n in numbers}
+    wanted = _merge(_widen(run, step, item.length) for runs in intervals.values() for run in runs)
+    segments = []
+    for start, stop in ((a, min(a + whole, e)) for s, e in wanted for a in range(s, e, whole)):
+        users = tuple(n for n in numbers if _touches(intervals[n], start, stop))
+        segments.append(Segment(item, start, stop, users, None))
+    return segments
+
+
+def _direct_segments(item: StoredItem, wanted: _Interval, number: int, step: int, whole: int) -> list[Segment]:
+    """A run that goes straight to its target, but for the blocks at its ends of which it needs only a part."""
+    first, last = wanted
+    start, stop = _widen(wanted, step, item.length)
+    inner_start = start if start == first else min(start + step, stop)
+    inner_stop = stop if stop == last else max(last // step * step, inner_start)
+    runs: list[tuple[int, int, int | None]] = [(start, inner_start, None)] if start < inner_start else []
+    runs += [(a, min(a + whole, inner_stop), a - first) for a in range(inner_start, inner_stop, whole)]
+    runs += [(inner_stop, stop, None)] if inner_stop < stop else []
+    return [Segment(item, a, e, (number,), direct) for a, e, direct in runs]
+
+
+def _contiguous(request: ReadRequest) -> _Interval | None:
+    """The bytes of a box that is one run of its tensor, None if it is several."""
+    first, last = _enclosing(request)
+    return (first, last) if last - first == math.prod(request.box.size) * request.itemsize else None
+
+
+def _enclosing(request: ReadRequest) -> _Interval:
+    """The bytes from a box's first element to its last."""
+    first = last = 0
+    for start, size, extent in zip(request.box.start, request.box.size, request.shape, strict=True):
+        first = first * extent + start
+        last = last * extent + start + size - 1
+    return first * request.itemsize, (last + 1) * request.itemsize
+
+
+def _runs(shape: Sequence[int], box: Box, itemsize: int) -> list[_Interval]:
+    """The runs of bytes to read for a box of an array, with the small gaps between its rows and without the large."""
+    if not shape:
+        return [(0, itemsize)]
+    inner = _runs(shape[1:], Box(box.start[1:], box.size[1:]), itemsize)
+    pitch = math.prod(shape[1:]) * itemsize
+    rows = range(box.start[0], box.start[0] + box.size[0])
+    gap = pitch - inner[-1][1] + inner[0][0]
+    if gap > _MAX_GAP:
+        return [(row * pitch + start, row * pitch + stop) for row in rows for start, stop in inner]
+    if len(inner) == 1:
+        return [(rows[0] * pitch + inner[0][0], rows[-1] * pitch + inner[0][1])]
+    joined = [(row * pitch + start, row * pitch + stop) for row in rows for start, stop in inner]
+    return _merge(joined, _MAX_GAP)
+
+
+def _widen(interval: _Interval, step: int, length: int) -> _Interval:
+    return interval[0] // step * step, min(-(-interval[1] // step) * step, length)
+
+
+def _touches(runs: Sequence[_Interval], start: int, stop: int) -> bool:
+    """Whether one of some sorted, disjoint runs has bytes in a range."""
+    first = bisect_right(runs, start, key=lambda run: run[1])
+    return first < len(runs) and runs[first][0] < stop
+
+
+def _merge(intervals: Iterable[_Interval], gap: int = 0) -> list[_Interval]:
+    """Joins intervals that overlap or touch, or lie no more than ``gap`` apart."""
+    merged: list[_Interval] = []
+    for start, stop in sorted(intervals):
+        if merged and start - merged[-1][1] <= gap:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+        else:
+            merged.append((start, stop))
+    return merged

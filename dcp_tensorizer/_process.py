@@ -1,0 +1,196 @@
+"""`WriterProcess`: the trainer's side of its writer process: start, request, liveness, end."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Protocol
+
+from ._protocol import ArenaInfo, Channel, Progress, Ready, WriteDone, WriteFailed, WriteRequest
+from .errors import WriteError, WriterProcessDied
+
+__all__ = ["WriterProcess"]
+
+_END_SECONDS = 5.0  # an idle process ends in milliseconds; this is for one that is in the middle of a write
+_STDERR_TAIL = 4000
+
+
+class SharedBuffer(Protocol):
+    """What of an arena crosses to the writer process."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def fd(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+class WriterProcess:
+    """A process that writes files from shared memory, started at once and ended with `close`.
+
+    Not `multiprocessing`: that imports the user's ``__main__`` again and is forbidden in daemonic processes.
+    """
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        trainer = os.pidfd_open(os.getpid()) if hasattr(os, "pidfd_open") else -1
+        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        try:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", f"{__package__}._worker", str(theirs.fileno()), str(trainer)],
+                stdin=subprocess.DEVNULL,
+                stdout=self._stderr,
+                stderr=self._stderr,
+                pass_fds=[fd for fd in (theirs.fileno(), trainer) if fd >= 0],
+                env=_environment(),
+            )
+        finally:
+            theirs.close()
+            if trainer >= 0:
+                os.close(trainer)
+        self._channel = Channel(ours)
+        self._attached: set[int] = set()
+        self._lock = threading.Lock()
+        self._end = weakref.finalize(self, _end, self._popen, self._channel, self._stderr, os.getpid())
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether a request can be sent."""
+        return self._end.alive and self._popen.poll() is None
+
+    def write(self, request: WriteRequest, buffers: Sequence[SharedBuffer], timeout: float) -> WriteDone:
+        """Has a request written, and waits for it.
+
+        Args:
+            request: What to write; its ``arenas`` are filled in here.
+            buffers: The shared memory that it refers to.
+            timeout: Seconds without progress after which the process is killed.
+
+        Raises:
+            WriterProcessDied: it ended meanwhile, or was killed because it made no progress.
+            WriteError: it could not fulfil the request.
+        """
+        with self._lock:
+            infos = tuple(ArenaInfo(b.id, b.nbytes, b.id in self._attached) for b in buffers)
+            fds = [b.fd for b in buffers if b.id not in self._attached]
+            try:
+                self._channel.send(dataclasses.replace(request, arenas=infos), fds, timeout)
+                self._attached = {info.id for info in infos}
+                answer = self._wait(timeout)
+            except TimeoutError:
+                raise self._hung(timeout) from None
+            except (EOFError, OSError):
+                raise WriterProcessDied(self._obituary()) from None
+        if isinstance(answer, WriteFailed):
+            self._attached = set()  # it may have failed before it attached them
+            raise WriteError(answer.message) from _RemoteTraceback(answer.details)
+        return answer
+
+    def close(self, timeout: float = _END_SECONDS) -> None:
+        """Ends the process: it finishes what it is doing, but is killed after ``timeout`` seconds. Idempotent."""
+        if self._end.detach():
+            idle = self._lock.acquire(blocking=False)  # then it has nothing to finish, and may still be importing
+            _stop(self._popen, self._channel, 0.0 if idle else timeout)
+            if not idle:
+                self._lock.acquire()  # whoever waited for it has read its last words
+            self._channel.close()
+            self._stderr.close()
+            self._lock.release()
+
+    def _wait(self, timeout: float) -> WriteDone | WriteFailed:
+        progress = -1
+        deadline = time.monotonic() + timeout
+        while True:
+            if not self._readable(deadline - time.monotonic()):
+                raise self._hung(timeout)
+            message, _ = self._channel.receive()
+            if isinstance(message, WriteDone | WriteFailed):
+                return message
+            if isinstance(message, Ready) or (isinstance(message, Progress) and message.nbytes != progress):
+                progress = message.nbytes if isinstance(message, Progress) else progress
+                deadline = time.monotonic() + timeout
+
+    def _hung(self, timeout: float) -> WriterProcessDied:
+        self._popen.kill()
+        self._popen.wait()
+        return WriterProcessDied(
+            f"the writer process (pid {self.pid}) made no progress for {timeout:g} s and was killed: the "
+            f"destination hangs, or is slower than the writer's timeout allows"
+        )
+
+    def _readable(self, timeout: float) -> bool:
+        """Waits for a message or the end of the process, whichever is first."""
+        poll = select.poll()
+        poll.register(self._channel.fileno(), select.POLLIN)
+        deadline = time.monotonic() + timeout
+        while (left := deadline - time.monotonic()) > 0:
+            # A process that dies closes its end, which wakes the poll, unless a child of its own holds it open.
+            if poll.poll(min(left, 1.0) * 1000):
+                return True
+            if self._popen.poll() is not None:
+                raise EOFError
+        return False
+
+    def _obituary(self) -> str:
+        try:
+            code = self._popen.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            code = self._popen.wait()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        self._stderr.seek(0, os.SEEK_END)
+        self._stderr.seek(max(0, self._stderr.tell() - _STDERR_TAIL))
+        words = self._stderr.read().decode(errors="replace").strip()
+        return f"the writer process (pid {self.pid}) {how}" + (f"; its last words:\n{words}" if words else "")
+
+
+class _RemoteTraceback(Exception):
+    """Carries a traceback from the writer process as text, as the cause of an error here."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def _environment() -> dict[str, str]:
+    """The trainer's environment, less its GPU, and the modules the trainer sees."""
+    return os.environ | {
+        "CUDA_VISIBLE_DEVICES": "",  # no CUDA context, no GPU memory
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path),
+        "PYTHONWARNINGS": "ignore",
+        "PYTHONSAFEPATH": "1",  # not the working directory: -m would put it first
+    }
+
+
+def _end(popen: subprocess.Popen[bytes], channel: Channel, stderr: IO[bytes], pid: int) -> None:
+    if os.getpid() != pid:  # a forked child must not end its parent's writer
+        return
+    _stop(popen, channel, 0.0)
+    channel.close()
+    stderr.close()
+
+
+def _stop(popen: subprocess.Popen[bytes], channel: Channel, timeout: float) -> None:
+    channel.shut_down()
+    try:
+        popen.wait(timeout)
+    except subprocess.TimeoutExpired:
+        popen.kill()
+        popen.wait()

@@ -1,0 +1,195 @@
+"""The messages between a trainer and its writer process, and the socket that carries them.
+
+Only offsets into shared memory cross, never tensors: a request stays small, and one descriptor serves any number
+of tensors. Both ends are the same installation on the same machine, so frames are plain pickles.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "ArenaInfo",
+    "Channel",
+    "FileRequest",
+    "FileResult",
+    "Progress",
+    "Ready",
+    "TensorResult",
+    "TensorSource",
+    "WriteDone",
+    "WriteFailed",
+    "WriteRequest",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """A tensor to be written: C-contiguous bytes at an offset of a shared buffer."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    arena: int
+    offset: int
+    nbytes: int
+    kind: str = "tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class FileRequest:
+    """One tensorizer file, its tensors in file order."""
+
+    name: str
+    tensors: tuple[TensorSource, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaInfo:
+    """A shared buffer; its descriptor travels with the message when the writer process has not seen it yet."""
+
+    id: int
+    nbytes: int
+    attached: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRequest:
+    """Write ``files`` below ``path`` and make them durable. Buffers not in ``arenas`` are let go."""
+
+    path: str
+    storage_options: Mapping[str, Any]
+    files: tuple[FileRequest, ...]
+    arenas: tuple[ArenaInfo, ...]
+    sync: bool
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorResult:
+    """Where a tensor's bytes are in its file, and the digests of their blocks."""
+
+    offset: int
+    length: int
+    digests: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FileResult:
+    """A file that is complete, and durable where that was asked for; results in the request's order."""
+
+    name: str
+    nbytes: int
+    tensors: tuple[TensorResult, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The writer process has imported what it needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Bytes written so far in the running request; sent about once a second."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteDone:
+    """The request is fulfilled."""
+
+    files: tuple[FileResult, ...]
+    seconds: float
+    """Wall-clock time for all of it."""
+    hash_seconds: float
+    """Until all hashes were known; it writes meanwhile."""
+    write_seconds: float
+    """In write calls and fsync."""
+    unsafe_globals: Mapping[str, tuple[str, ...]]
+    """For each object (by tensor name) that the weights-only loader refuses: the globals it would need."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFailed:
+    """The request failed and left no file behind; the original traceback travels as text."""
+
+    message: str
+    details: str
+
+
+_HEADER = struct.Struct("<QI")  # length of the pickle, number of descriptors
+
+
+class Channel:
+    """Whole messages, with descriptors, over a connected Unix stream socket.
+
+    Raises:
+        EOFError: the other end is gone.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def send(self, message: object, fds: Sequence[int] = (), timeout: float | None = None) -> None:
+        """Sends a message; raises `TimeoutError` if the other end does not take it in time."""
+        body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        header = _HEADER.pack(len(body), len(fds))
+        self._sock.settimeout(timeout)
+        try:
+            # Descriptors ride on the first byte of the header: SCM_RIGHTS needs at least one byte of data.
+            if fds:
+                socket.send_fds(self._sock, [header[:1]], list(fds))
+                self._sock.sendall(header[1:])
+            else:
+                self._sock.sendall(header)
+            self._sock.sendall(body)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise EOFError("the other end of the channel is gone") from error
+        finally:
+            self._sock.settimeout(None)
+
+    def receive(self) -> tuple[Any, list[int]]:
+        try:
+            first, fds, _flags, _address = socket.recv_fds(self._sock, 1, 16)
+            if not first:
+                raise EOFError("the other end of the channel is gone")
+            length, count = _HEADER.unpack(first + self._read(_HEADER.size - 1))
+            body = self._read(length)
+            if count != len(fds):
+                for fd in fds:
+                    os.close(fd)
+                raise OSError(f"{count} descriptors were sent and {len(fds)} arrived: the descriptor limit is reached")
+            return pickle.loads(body), list(fds)
+        except ConnectionResetError as error:
+            raise EOFError("the other end of the channel is gone") from error
+
+    def _read(self, count: int) -> bytearray:
+        buffer = bytearray(count)
+        view = memoryview(buffer)
+        while view:
+            received = self._sock.recv_into(view)
+            if not received:
+                raise EOFError("the other end of the channel closed in the middle of a message")
+            view = view[received:]
+        return buffer
+
+    def shut_down(self) -> None:
+        """Ends the conversation for both ends, and for whoever waits in `receive`."""
+        with suppress(OSError):
+            # Closing alone would not tell the other end, while a forked child holds a copy of the descriptor.
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.shut_down()
+        self._sock.close()

@@ -1,0 +1,42 @@
+"""Which tensors can be saved: those whose elements are plain bytes, and subclasses made of such tensors."""
+
+from __future__ import annotations
+
+import torch
+
+from .errors import StagingError
+
+__all__ = ["check_supported", "is_wrapper"]
+
+
+def check_supported(key: str, tensor: torch.Tensor) -> None:
+    """Fails for tensors whose elements are not plain bytes.
+
+    Raises:
+        StagingError: naming the key and the kind.
+    """
+    kind = None
+    if tensor.layout is not torch.strided:
+        kind = f"of layout {tensor.layout}"
+    elif tensor.is_meta:
+        kind = "on the meta device: it has no data"
+    elif tensor.is_quantized:
+        kind = f"of a quantised dtype ({tensor.dtype})"
+    elif tensor.is_nested:
+        kind = "nested"
+    elif type(tensor) not in (torch.Tensor, torch.nn.Parameter) and tensor.numel() and not _has_memory(tensor):
+        kind = f"of type {type(tensor).__qualname__}, which has no storage and no __tensor_flatten__,"
+    if kind is not None:
+        raise StagingError(f"{key!r}: a tensor {kind} cannot be saved. Convert it to a dense one, or leave it out.")
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.untyped_storage().nbytes() > 0 and tensor.data_ptr() != 0
+    except Exception:  # whatever a subclass makes of the question
+        return False
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a subclass that has no storage of its own but is made of other tensors."""
+    return type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__")

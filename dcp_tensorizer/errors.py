@@ -1,0 +1,63 @@
+"""Every exception this package raises on purpose.
+
+    CheckpointError
+    ├── StagingError              a state dict could not be copied into the staging buffer
+    ├── WriteError                data or metadata could not be made durable
+    │   └── WriterProcessDied     the process that writes went away in the middle of a save
+    ├── ReadError                 stored bytes could not be brought back
+    │   └── ChecksumMismatch      stored bytes are not the ones that were saved
+    └── MetadataError             a checkpoint's ``.metadata`` is unusable
+        ├── NotCommitted          there is no committed checkpoint (also a ``FileNotFoundError``)
+        └── UntrustedObject       loading would run code that nobody allowed
+
+All of them are built from one message, so that they survive pickling: DCP hands them from rank to rank,
+wrapped in ``torch.distributed.checkpoint.api.CheckpointException``, and the message must be enough there.
+"""
+
+__all__ = [
+    "CheckpointError",
+    "ChecksumMismatch",
+    "MetadataError",
+    "NotCommitted",
+    "ReadError",
+    "StagingError",
+    "UntrustedObject",
+    "WriteError",
+    "WriterProcessDied",
+]
+
+
+class CheckpointError(Exception):
+    """Base of all errors of this package."""
+
+
+class StagingError(CheckpointError):
+    """A state dict could not be copied into the staging buffer; the message names the key."""
+
+
+class WriteError(CheckpointError):
+    """Data or metadata could not be made durable; the message names path, rank and, where known, key."""
+
+
+class WriterProcessDied(WriteError):
+    """The writer process ended in the middle of a save; the message carries its exit and last words."""
+
+
+class ReadError(CheckpointError):
+    """Stored bytes could not be brought back; the message names file, key and offset."""
+
+
+class ChecksumMismatch(ReadError):
+    """Stored bytes differ from what was saved; the message names key, file and offset."""
+
+
+class MetadataError(CheckpointError):
+    """A checkpoint's ``.metadata`` is damaged, or of a format this version does not read."""
+
+
+class NotCommitted(MetadataError, FileNotFoundError):
+    """The path holds no committed checkpoint."""
+
+
+class UntrustedObject(MetadataError):
+    """A stored object would need code to run on load; the message names key and type, and how to allow it."""

@@ -1,0 +1,333 @@
+"""Loading: `TensorizerStorageReader`, the storage reader for ``torch.distributed.checkpoint``.
+
+.metadata --DCP planner--> LoadPlan --_plan--> byte ranges, sorted and coalesced
+          --_fetch--> parallel reads into the targets' memory --> block digests --> planner.commit_tensor
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ._commit import item_key, read_metadata
+from ._fetch import Wanted, fetch, is_direct
+from ._layout import StoredItem, metadata_file_name
+from ._plan import Box, ReadRequest
+from ._storage import Storage, open_storage, redact
+from ._tensorfile import unsafe_globals
+from .errors import CheckpointError, MetadataError, NotCommitted, ReadError, UntrustedObject
+
+__all__ = ["TensorizerStorageReader"]
+
+logger = logging.getLogger("dcp_tensorizer")
+_LOG_SECONDS = 10.0
+
+
+class TensorizerStorageReader(StorageReader):
+    """Loads what `TensorizerStorageWriter` saved, onto any number of ranks and any sharding.
+
+    Each rank reads the bytes it needs and no others, in parallel, straight into its tensors where their dtype and
+    memory layout allow.
+
+    Args:
+        path: The checkpoint: a local path, or any URL that fsspec opens. The ``checkpoint_id`` of ``dcp.load``
+            overrides it.
+        storage_options: Passed to the fsspec filesystem.
+        verify: Compare everything that is read with the digests that were stored with it. Without it, lengths,
+            coverage and the metadata's own digest are still checked.
+        allow_pickle: Load objects that the weights-only rules of ``torch.load`` refuse. They can run any code:
+            only for checkpoints that you trust as you trust a program.
+        thread_count: Parallel reads; None for a number that suits the storage.
+        on_progress: Called while tensors are read, with the bytes that are done and the bytes in all; by several
+            threads, one at a time.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        verify: bool = True,
+        allow_pickle: bool = False,
+        thread_count: int | None = None,
+        on_progress: Callable[[int, int], object] | None = None,
+    ) -> None:
+        super().__init__()
+        self._path = path
+        self._options = dict(storage_options or {})
+        self._verify = verify
+        self._allow_pickle = allow_pickle
+        self._threads = thread_count
+        self._on_progress = on_progress
+        self._storage: Storage | None = None
+        self._metadata: Metadata | None = None
+        self._error: CheckpointError | None = None
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The checkpoint that is loaded."""
+        return self._path
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Called by DCP before a load that is given a ``checkpoint_id``."""
+        if checkpoint_id:
+            self._path = checkpoint_id
+        self._storage = self._metadata = self._error = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Reads the checkpoint's metadata, or with ``rank=`` that rank's own.
+
+        DCP swallows what is raised here and asks again for the rank's own; on the rank that answers it skips the
+        collectives that the other ranks wait in. So a checkpoint of all ranks never answers that, and an error is
+        kept for `set_up_storage_reader`, where DCP hands it to every rank.
+
+        Raises:
+            NotCommitted: there is no metadata of all ranks, and ``rank`` was not given.
+        """
+        rank = kwargs.get("rank")
+        self._error = None
+        try:
+            self._storage = open_storage(self._path, self._options)
+            metadata = read_metadata(self._storage, rank)
+            if metadata is None and rank is None:
+                raise NotCommitted(f"{self._storage.path} has no {metadata_file_name()}")
+            if rank is not None:
+                self._check_world(metadata)
+        except NotCommitted as error:
+            if rank is None:
+                raise
+            self._error = error
+        except CheckpointError as error:
+            self._error = error
+        except Exception as error:
+            self._error = MetadataError(f"{redact(str(self._path))} cannot be read: {type(error).__name__}: {error}")
+        else:
+            assert metadata is not None
+            self._metadata = metadata
+            return metadata
+        return Metadata({}, planner_data={}, storage_meta=StorageMeta())
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Raises what `read_metadata` could not; keeps what it found."""
+        if self._error is not None:
+            raise self._error
+        self._metadata = metadata
+        self._per_rank = not kwargs.get("use_collectives", True)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Checks, before any target changes, that everything the plan asks for is there.
+
+        Raises:
+            MetadataError: the stored chunks of a tensor do not cover it; names the key.
+            ReadError: a file is missing or has another size than when it was saved.
+        """
+        items = [self._stored(read_item.storage_index) for read_item in plan.items]
+        if not self._per_rank:
+            for key in {read_item.storage_index.fqn for read_item in plan.items}:
+                self._check_coverage(key)
+        self._check_files({item.file for item in items if item.file})
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Every rank reads for itself; nothing to arrange."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads everything in the plan into the targets that the planner gives.
+
+        Raises:
+            ReadError: stored bytes cannot be read, or do not fit their target; names key and file.
+            ChecksumMismatch: stored bytes are not the ones that were saved; names key, file and offset.
+            UntrustedObject: an object would need code to run; names key and type.
+        """
+        started = time.monotonic()
+        blobs = [i for i in plan.items if self._stored(i.storage_index).kind != "tensor"]
+        tensors = [i for i in plan.items if self._stored(i.storage_index).kind == "tensor"]
+        targets = [planner.resolve_tensor(i).detach() for i in tensors]
+        wanted = [self._wanted(i, target) for i, target in zip(tensors, targets, strict=True)]
+        contents, moved = self._read_blobs(blobs)
+        moved += self._fetch([w for w in wanted if w is not None], self._progress(started))
+        for read_item, target in zip(tensors, targets, strict=True):
+            planner.commit_tensor(read_item, target)
+        for read_item, content in zip(blobs, contents, strict=True):
+            self._deliver(read_item, content, planner)
+        seconds = time.monotonic() - started
+        logger.info(
+            "loaded %s: %d items, %.1f MB in %.2f s (%.2f GB/s)",
+            self._opened.path,
+            len(plan.items),
+            moved / 1e6,
+            seconds,
+            moved / 1e9 / max(seconds, 1e-9),
+        )
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any path or URL may be a checkpoint; whether it is shows when it is read."""
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+    @property
+    def _opened(self) -> Storage:
+        assert self._storage is not None, "read_metadata comes first"
+        return self._storage
+
+    @property
+    def _content(self) -> dict[str, Any]:
+        assert self._metadata is not None, "read_metadata comes first"
+        return self._metadata.storage_data  # type: ignore[no-any-return]
+
+    def _check_world(self, metadata: Metadata | None) -> None:
+        """Every rank of a checkpoint saved without collectives must be there, seen alike by all ranks."""
+        world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        storage = self._opened
+        if storage.size(metadata_file_name(0)) is None:
+            raise NotCommitted(
+                f"{storage.path} holds no committed checkpoint: there is no {metadata_file_name()}. The path is wrong, "
+                f"or the save that wrote there never finished."
+            )
+        alike = storage.size(metadata_file_name(world - 1)) is not None
+        if metadata is None or not alike or storage.size(metadata_file_name(world)) is not None:
+            raise MetadataError(
+                f"{storage.path} was saved with use_collectives=False, each rank for itself, by another number of "
+                f"ranks than the {world} that load it: load it with as many"
+            )
+
+    def _stored(self, index: MetadataIndex) -> StoredItem:
+        stored = self._content["items"].get(item_key(index))
+        if stored is None:
+            raise MetadataError(f"{self._opened.path} has no data for {index.fqn!r} at offset {index.offset}")
+        return StoredItem(*stored)
+
+    def _check_coverage(self, key: str) -> None:
+        assert self._metadata is not None
+        entry = self._metadata.state_dict_metadata[key]
+        if isinstance(entry, TensorStorageMetadata):
+            covered = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+            if covered != math.prod(entry.size):
+                raise MetadataError(
+                    f"{self._opened.path}: the stored chunks of {key!r} hold {covered:,} of its "
+                    f"{math.prod(entry.size):,} elements"
+                )
+
+    def _check_files(self, names: set[str]) -> None:
+        for name in sorted(names):
+            expected = self._content["files"][name]
+            found = self._opened.size(name)
+            if found != expected:
+                state = "is missing" if found is None else f"has {found:,} bytes instead of {expected:,}"
+                raise ReadError(
+                    f"{self._opened.path}/{name} {state}. The checkpoint is damaged, or is being overwritten: "
+                    f"load another one."
+                )
+
+    def _wanted(self, read_item: ReadItem, target: torch.Tensor) -> Wanted | None:
+        """What to fetch for a tensor; None where there is nothing to."""
+        key = read_item.dest_index.fqn
+        stored = self._stored(read_item.storage_index)
+        dtype = getattr(torch, stored.dtype)
+        box = Box(tuple(read_item.storage_offsets), tuple(read_item.lengths))
+        if tuple(target.shape) != box.size:
+            raise ReadError(f"{key!r}: stored {box.size} do not fit a target of {tuple(target.shape)}")
+        if any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)):
+            raise ReadError(
+                f"{key!r}: the elements of its target share memory (it is expanded): load into a clone of it"
+            )
+        if target.dtype != dtype and not torch.can_cast(dtype, target.dtype):
+            raise ReadError(
+                f"{key!r} is stored as {dtype}, which does not convert to the {target.dtype} of its target: "
+                f"load it into a tensor of {dtype}"
+            )
+        if target.dtype != dtype:
+            logger.warning("%r is stored as %s and is converted to the %s of its target", key, dtype, target.dtype)
+        if not math.prod(box.size):
+            return None
+        shape = self._chunk_shape(read_item.storage_index)
+        if math.prod(shape) * dtype.itemsize != stored.length:
+            raise MetadataError(f"{self._opened.path}: {key!r} of shape {shape} has {stored.length:,} bytes stored")
+        return Wanted(key, ReadRequest(stored, shape, dtype.itemsize, box, is_direct(target, dtype)), target)
+
+    def _chunk_shape(self, index: MetadataIndex) -> tuple[int, ...]:
+        assert self._metadata is not None
+        entry = self._metadata.state_dict_metadata[index.fqn]
+        assert isinstance(entry, TensorStorageMetadata)
+        hint = entry.chunks[index.index : index.index + 1] if index.index is not None else []
+        for chunk in (*hint, *entry.chunks):
+            if chunk.offsets == index.offset:
+                return tuple(chunk.sizes)
+        raise MetadataError(f"{self._opened.path} has no chunk of {index.fqn!r} at offset {index.offset}")
+
+    def _fetch(self, wanted: list[Wanted], progress: Callable[[int, int], object]) -> int:
+        threads = self._threads or self._opened.read_threads
+        return fetch(self._opened, wanted, threads=threads, verify=self._verify, progress=progress)
+
+    def _progress(self, started: float) -> Callable[[int, int], None]:
+        """Tells the user's callback, and the log of a load that takes long."""
+        said = started
+
+        def progress(done: int, total: int) -> None:
+            nonlocal said
+            if self._on_progress is not None:
+                self._on_progress(done, total)
+            now = time.monotonic()
+            if now - said >= _LOG_SECONDS:
+                said = now
+                rate = done / 1e9 / (now - started)
+                logger.info("loading %s: %.1f of %.1f GB, %.2f GB/s", self._opened.path, done / 1e9, total / 1e9, rate)
+
+        return progress
+
+    def _read_blobs(self, read_items: list[ReadItem]) -> tuple[list[bytes], int]:
+        """The contents of what `torch.save` made, all of them checked before any is unpickled."""
+        wanted = []
+        for read_item in read_items:
+            stored = self._stored(read_item.storage_index)
+            box = Box((0,), (stored.length,))
+            request = ReadRequest(stored, (stored.length,), 1, box, direct=True)
+            target = torch.empty(stored.length, dtype=torch.uint8)
+            wanted.append(Wanted(read_item.dest_index.fqn, request, target))
+        moved = self._fetch([w for w in wanted if w.request.item.length], lambda done, total: None)
+        contents = [bytes(w.target.numpy().data) for w in wanted]
+        if not self._allow_pickle:
+            checked: set[bytes] = set()
+            for w, content in zip(wanted, contents, strict=True):
+                if content not in checked:
+                    self._check_trust(w.key, content)
+                    checked.add(content)
+        return contents, moved
+
+    def _check_trust(self, key: str, content: bytes) -> None:
+        try:
+            torch.load(io.BytesIO(content), weights_only=True)
+        except Exception as error:
+            refused = ", ".join(unsafe_globals(content)) or f"{type(error).__name__}: {error}"
+            raise UntrustedObject(
+                f"{key!r} in {self._opened.path} is an object that could run code when it is loaded ({refused}). If "
+                f"you trust it, pass those types to torch.serialization.add_safe_globals, or allow_pickle=True to "
+                f"TensorizerStorageReader."
+            ) from None
+
+    def _deliver(self, read_item: ReadItem, content: bytes, planner: LoadPlanner) -> None:
+        if read_item.type == LoadItemType.BYTE_IO:
+            planner.load_bytes(read_item, io.BytesIO(content))
+            return
+        tensor = torch.load(io.BytesIO(content), weights_only=not self._allow_pickle)
+        for dim, (start, length) in enumerate(zip(read_item.storage_offsets, read_item.lengths, strict=True)):
+            tensor = tensor.narrow(dim, start, length)
+        target = planner.resolve_tensor(read_item).detach()
+        target.copy_(tensor)
+        planner.commit_tensor(read_item, target)

@@ -1,0 +1,498 @@
+"""Saving: `TensorizerStorageWriter`, the storage writer and stager for ``torch.distributed.checkpoint``.
+
+state dict --stage()--> Arena                              training thread     [all that training waits for]
+           --DCP planner--> SavePlan --write_data()-->     the save's thread
+           WriteRequest (offsets only) --> writer process  hashes and writes
+           --WriteResults--> finish() --> .metadata        coordinator         [the commit]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import multiprocessing
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from ._arena import Arena, aligned
+from ._commit import commit, remove_uncommitted
+from ._items import Item, resolve, sources, write_results
+from ._layout import StoredItem, metadata_file_name
+from ._outcomes import Outcomes
+from ._plan import plan_files
+from ._process import WriterProcess
+from ._protocol import FileRequest, WriteDone, WriteRequest
+from ._report import SaveReport
+from ._storage import Storage, open_storage, redact
+from ._worker import FileJob
+from .errors import CheckpointError, StagingError, WriteError, WriterProcessDied
+from .staging import ArenaStager, Lease
+
+__all__ = ["TensorizerStorageWriter"]
+
+logger = logging.getLogger("dcp_tensorizer")
+
+
+@dataclasses.dataclass(slots=True)
+class _Save:
+    """One save, as one rank sees it, from DCP's first hook to its last; all of them run on the save's thread."""
+
+    storage: Storage
+    lease: Lease | None
+    id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+    rank: int = 0
+    is_coordinator: bool = True
+    use_collectives: bool = True
+    attempts: int = 1
+    began: float = dataclasses.field(default_factory=time.perf_counter)
+    report: SaveReport | None = None
+    files: frozenset[str] = frozenset()
+    committed: bool = False
+
+    @property
+    def metadata_rank(self) -> int | None:
+        return None if self.use_collectives else self.rank
+
+
+class TensorizerStorageWriter(StorageWriter, AsyncStager):
+    """Writes checkpoints as tensorizer files, without training noticing.
+
+    Pass it as ``storage_writer`` to ``dcp.async_save`` (or ``dcp.save``), the same one for every save of a job, and
+    close it before ``destroy_process_group()``::
+
+        with TensorizerStorageWriter("checkpoints/latest") as writer:
+            for step in ...:
+                future = dcp.async_save(state_dict, storage_writer=writer, process_group=gloo_group)
+
+    ``async_save`` copies the rank's state into a buffer of shared memory and returns; a process that belongs to this
+    writer, started here, hashes and writes the buffer. The checkpoint appears, whole, when every rank's data is
+    durable. Saves run one at a time: a save that is requested while another is under way waits for it.
+
+    Memory: one buffer of the size of the rank's state (allocated by `prewarm`, or else in the first save; again when
+    the state outgrows it), and about 250 MB for the writer process. ``dcp.save`` needs no buffer: it writes from the
+    tensors themselves.
+
+    Args:
+        path: Where to save: a local directory that all ranks share, or any URL that fsspec opens. A save's
+            ``checkpoint_id`` overrides it for that save.
+        cache_staged_state_dict: Keep the staging buffer between saves.
+        overwrite: Replace a checkpoint at the path; if False, that is an error.
+        sync_files: Return only when data is on permanent storage (fsync). Without it a checkpoint can be lost or
+            damaged when the machine fails, not when the job does.
+        thread_count: Threads that hash, in the writer process; None for as many as there are cores, up to four.
+        storage_options: Passed to the fsspec filesystem. They reach the writer process through a socket: they are
+            written nowhere.
+        max_consecutive_failures: From that many failed saves in a row on, ``stage()`` raises on the coordinator, so
+            that a job that looks at no future does not train on without checkpoints. None for never.
+        timeout: Seconds without progress after which a write is given up.
+        on_report: Called with the `SaveReport` of each save that this rank has written, and on the coordinator
+            committed, on the save's thread; the report is logged (logger ``dcp_tensorizer``) in any case.
+    """
+
+    _synchronize_after_execute = False
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        cache_staged_state_dict: bool = True,
+        overwrite: bool = True,
+        sync_files: bool = True,
+        thread_count: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        max_consecutive_failures: int | None = 3,
+        timeout: float = 600.0,
+        on_report: Callable[[SaveReport], object] | None = None,
+    ) -> None:
+        super().__init__()
+        self._path = path
+        self._cache = cache_staged_state_dict
+        self._overwrite = overwrite
+        self._sync = sync_files
+        self._threads = thread_count or min(4, _cores())
+        self._options = dict(storage_options or {})
+        self._max_failures = max_consecutive_failures
+        self._timeout = timeout
+        self._on_report = on_report
+        self._closed = False
+        self._error_of_trainer: StagingError | None = None
+        self._set_up()
+        self._living_process()  # its imports overlap with whatever the trainer does next
+
+    def _set_up(self) -> None:
+        self._stager = ArenaStager(cache=self._cache)
+        self._spill: Arena | None = None
+        self._outcomes = Outcomes(self._max_failures)
+        self._local = threading.local()
+        self._process: WriterProcess | None = None
+        self._last_report: SaveReport | None = None
+        self._previous: _Save | None = None
+
+    # --- lifetime -----------------------------------------------------------------------------------------------
+
+    def prewarm(self, state_dict: Mapping[str, Any]) -> None:
+        """Allocates the staging buffer for state dicts of this size, ahead of the first save.
+
+        ``Stateful`` values are asked for their state, as a save does. To be called when there is one: before the
+        first optimizer step, ``get_optimizer_state_dict`` makes the optimizer's state by a step of its own, which
+        Adam counts.
+
+        Raises:
+            StagingError: memory is short, or the state dict holds what cannot be saved; names the key.
+        """
+        self._stager.prewarm({k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()})
+
+    def close(self, timeout: float | None = None) -> None:
+        """Waits for the save under way, then ends the writer process and gives the memory back. Idempotent.
+
+        To be called before ``destroy_process_group()``, which would fail that save.
+
+        Args:
+            timeout: Seconds to wait for the save; then it is abandoned, and the checkpoint before it stays.
+        """
+        if self._closed:
+            return
+        if not self._stager.drain(timeout):
+            logger.error("the save under way was not over after %s s and is abandoned", timeout)
+        self._closed = True
+        if self._process is not None:
+            self._process.close()
+        self._outcomes.settle()
+        if self._spill is not None:
+            self._spill.close()
+        self._stager.close()
+
+    @property
+    def last_report(self) -> SaveReport | None:
+        """What the last save that this rank wrote cost; None before the first."""
+        return self._last_report
+
+    def __enter__(self) -> TensorizerStorageWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy in another process needs: in PROCESS mode DCP sends one with every save."""
+        lease = self._stager.begin_save()
+        state = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
+        return state | {"_error_of_trainer": None if lease is None else lease.error}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy writes in its own process, unless it comes to stage something: then it is a trainer's writer."""
+        self.__dict__.update(state, _on_report=None)
+        self._set_up()
+
+    # --- AsyncStager: on the training thread --------------------------------------------------------------------
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copies the state dict into the staging buffer, once the saves before are over.
+
+        Raises:
+            WriteError: on the coordinator, when ``max_consecutive_failures`` saves in a row were not committed.
+        """
+        self._stager.wait_turn()
+        self._outcomes.settle()
+        self._outcomes.check()
+        if self._closed:
+            return self._stager.refuse(StagingError(_CLOSED))
+        self._living_process()
+        started = time.perf_counter()
+        staged = self._stager.stage(state_dict)
+        staged.lease.stage_seconds = time.perf_counter() - started
+        if staged.lease.error is not None:
+            logger.error("staging failed, and so will the save: %s", staged.lease.error)
+        return staged
+
+    def synchronize_staging(self) -> None:
+        """`stage` returns when everything is copied."""
+
+    # --- StorageWriter: on the save's thread --------------------------------------------------------------------
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str] | None:
+        """Where the save of the calling thread goes, or else the next one that is given no ``checkpoint_id``."""
+        return getattr(self._local, "path", None) or self._path
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Called by DCP before a save that is given a ``checkpoint_id``: it holds for the calling thread's save."""
+        self._local.path = checkpoint_id
+
+    def storage_meta(self) -> StorageMeta:
+        """DCP's first hook in every save, inside the step in which it hands errors round: the save begins here.
+
+        Raises:
+            StagingError: this rank could not stage its state dict.
+            WriteError: there is no path, or the writer is closed.
+        """
+        lease = self._stager.begin_save()
+        if lease is None:
+            self._stager.wait_turn()  # a synchronous save, or one that was staged by another stager
+        path, self._local.path = self.checkpoint_id, None
+        self._outcomes.begin(redact(str(path)))
+        try:
+            if error := self._error_of_trainer or (lease and lease.error):
+                raise error
+            if self._closed:
+                raise WriteError(_CLOSED)
+            if lease is not None and lease.distributed and not torch.distributed.is_initialized():
+                raise WriteError(
+                    f"the process group was destroyed before the save to {path} had begun: each rank would save alone, "
+                    f"over the others. Close the writer before destroy_process_group()."
+                )
+            if path is None:
+                raise WriteError("nowhere to save: give the writer a path, or the save a checkpoint_id")
+            storage = open_storage(path, self._options)
+        except CheckpointError as error:
+            self._outcomes.failed(error)
+            raise
+        self._local.save = _Save(storage, lease)
+        return StorageMeta(checkpoint_id=storage.path, save_id=self._local.save.id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Called by DCP with this rank's part in the save."""
+        save = self._save
+        save.is_coordinator = is_coordinator
+        save.rank = kwargs.get("rank") or 0
+        save.use_collectives = kwargs.get("use_collectives", True)
+        self._outcomes.set_coordinator(is_coordinator)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Creates the directory.
+
+        Raises:
+            WriteError: it cannot be created, or holds a checkpoint that must not be overwritten.
+        """
+        save = self._save
+        try:
+            save.storage.make_directory()
+            if not self._overwrite and (save.is_coordinator or not save.use_collectives):
+                name = metadata_file_name(save.metadata_rank)
+                if save.storage.size(name) is not None:
+                    raise WriteError(f"{save.storage.path} holds a checkpoint already, and overwrite=False")
+        except CheckpointError as error:
+            self._outcomes.failed(error)
+            raise
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Nothing of one save goes into plans: the planner may keep them for the next one."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's items and makes them durable.
+
+        Raises:
+            WriteError: naming path, rank and, where known, key; nothing of this rank's is left behind.
+        """
+        save = self._save
+        planned = time.perf_counter()
+        self._clean_up_after_previous(save)
+        try:
+            items = resolve(plan, planner)
+            files, done = self._write(save, items)
+        except CheckpointError as error:
+            self._outcomes.failed(error)
+            raise type(error)(f"rank {save.rank}: {error}") from error
+        _warn_of_objects(items, done)
+        save.files = frozenset(file.name for file in files)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(write_results(items, files, done))
+        save.report = SaveReport(
+            path=save.storage.path,
+            save_id=save.id,
+            rank=save.rank,
+            nbytes=sum(item.tensor.nbytes for item in items),
+            files=len(files),
+            attempts=save.attempts,
+            stage_seconds=save.lease.stage_seconds if save.lease is not None else 0.0,
+            plan_seconds=planned - save.began,
+            resolve_seconds=max(0.0, time.perf_counter() - planned - done.seconds),
+            hash_seconds=done.hash_seconds,
+            write_seconds=done.write_seconds,
+            commit_seconds=None,
+            durable_at=time.time(),
+        )
+        if save.use_collectives and not save.is_coordinator:
+            self._publish(save.report)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commits the save, on the coordinator (without collectives: every rank its own part).
+
+        Raises:
+            WriteError: it is not committed, and what was committed before is untouched.
+        """
+        save = self._save
+        started = time.perf_counter()
+        meta = StorageMeta(checkpoint_id=save.storage.path, save_id=save.id)
+        places = ((r.index, StoredItem(*r.storage_data[0]), r.storage_data[1]) for part in results for r in part)
+        try:
+            _check_trainer_lives(save.storage)
+            commit(
+                save.storage,
+                dataclasses.replace(metadata, storage_meta=meta),
+                places,
+                save_id=save.id,
+                rank=save.metadata_rank,
+                sync=self._sync,
+            )
+        except CheckpointError as error:
+            self._outcomes.failed(error)
+            raise
+        self._outcomes.committed()
+        save.committed = True
+        assert save.report is not None, "write_data comes first"
+        seconds = time.perf_counter() - started
+        self._publish(dataclasses.replace(save.report, commit_seconds=seconds, durable_at=time.time()))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any local path and any URL will do."""
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+    # --- writing ------------------------------------------------------------------------------------------------
+
+    @property
+    def _save(self) -> _Save:
+        return self._local.save  # type: ignore[no-any-return]
+
+    def _write(self, save: _Save, items: Sequence[Item]) -> tuple[tuple[FileRequest, ...], WriteDone]:
+        """Writes the items: what was staged, in the writer process; what was not, or cannot be seen there, here."""
+        arena = save.lease.arena if save.lease is not None else None
+        if arena is None or self._process is None or save.storage.in_process:
+            tensors = {item.name: item.tensor for item in items}
+            files = plan_files(sources(items, lambda item: (-1, 0)), save.rank, save.id)
+            job = FileJob(save.storage, files, lambda s: tensors[s.name], sync=self._sync, threads=self._threads)
+            return files, job.run()
+        places = self._place(items, arena)
+        files = plan_files(sources(items, lambda item: places[item.name]), save.rank, save.id)
+        request = WriteRequest(save.storage.location, self._options, files, (), self._sync, self._threads)
+        return files, self._send(save, request, [arena] if self._spill is None else [arena, self._spill])
+
+    def _clean_up_after_previous(self, save: _Save) -> None:
+        """Removes what this rank wrote for the save before, if another rank failed that one.
+
+        Every rank is past the planning of this save, so the one before is over on all of them. Not so without
+        collectives, where nothing is known of the others; and there a rank that has written has committed.
+        """
+        previous, self._previous = self._previous, save
+        if previous is not None and save.use_collectives and previous.use_collectives and not previous.committed:
+            remove_uncommitted(previous.storage, previous.metadata_rank, set(previous.files))
+
+    def _place(self, items: Sequence[Item], arena: Arena) -> dict[str, tuple[int, int]]:
+        """Where each item's bytes are in shared memory; those that the planner made anew are copied there."""
+        places: dict[str, tuple[int, int]] = {}
+        made = []
+        for item in items:
+            offset = arena.locate(item.tensor)
+            if offset is not None:
+                places[item.name] = arena.id, offset
+            else:
+                made.append(item)
+        needed = sum(aligned(item.tensor.nbytes) for item in made)
+        if self._spill is not None and (not needed or not self._spill.fits(needed)):
+            self._spill.close()
+            self._spill = None
+        if needed:
+            self._spill = self._spill or Arena(needed)
+            self._spill.reset()
+        for item in made:
+            if item.tensor.numel():
+                assert self._spill is not None
+                copied = self._spill.allocate(item.tensor.dtype, item.tensor.shape)
+                copied.copy_(item.tensor)
+                places[item.name] = self._spill.id, self._spill.locate(copied) or 0
+        return places
+
+    def _send(self, save: _Save, request: WriteRequest, arenas: Sequence[Arena]) -> WriteDone:
+        """Has the writer process write; if it dies, once more by a fresh one, for the staged buffer is still there."""
+        for attempt in (1, 2):
+            process = self._living_process()
+            try:
+                return process.write(request, arenas, self._timeout)
+            except WriterProcessDied as error:
+                save.attempts += 1
+                _remove(save.storage, request.files)
+                if self._closed:
+                    raise WriteError(
+                        f"the writer was closed before the save to {save.storage.path} was over"
+                    ) from error
+                if attempt == 2:
+                    raise WriterProcessDied(f"the save to {save.storage.path} failed twice: {error}") from error
+                logger.warning("rank %d: %s; writing once more with a fresh process", save.rank, error)
+        raise AssertionError("unreachable")
+
+    def _publish(self, report: SaveReport) -> None:
+        self._last_report = report
+        logger.info("%s", report)
+        if self._on_report is not None:
+            try:
+                self._on_report(report)
+            except Exception:
+                logger.exception("on_report failed; the save did not")
+
+    def _living_process(self) -> WriterProcess:
+        if self._process is None or not self._process.alive:
+            if self._process is not None:
+                self._process.close()
+            self._process = WriterProcess()
+        return self._process
+
+
+_CLOSED = "the writer is closed: make a new one, or close it after the last save"
+# Tied to this process, or to one of its threads.
+_NOT_COPIED = {"_stager", "_spill", "_outcomes", "_local", "_process", "_last_report", "_on_report", "_previous"}
+
+
+def _check_trainer_lives(storage: Storage) -> None:
+    """In PROCESS mode: a save whose trainer has died must not be committed late."""
+    trainer = multiprocessing.parent_process()
+    if trainer is not None and multiprocessing.current_process().daemon and not trainer.is_alive():
+        raise WriteError(f"the trainer (pid {trainer.pid}) is gone: its save to {storage.path} is not committed")
+
+
+def _remove(storage: Storage, files: Sequence[FileRequest]) -> None:
+    for file in files:
+        try:
+            storage.remove(file.name)
+        except Exception as error:
+            logger.warning("%s/%s is left over from a failed save: %s", storage.path, file.name, error)
+
+
+def _warn_of_objects(items: Sequence[Item], done: WriteDone) -> None:
+    """Says at once what would fail at load time."""
+    allowed = {f"{getattr(g, '__module__', '')}.{getattr(g, '__qualname__', g)}" for g in _safe_globals()}
+    keys = {item.name: item.index.fqn for item in items}
+    for name, needed in done.unsafe_globals.items():
+        if refused := [g for g in needed if g not in allowed]:
+            logger.warning(
+                "%r is an object that a reader loads only with allow_pickle=True, or after "
+                "torch.serialization.add_safe_globals: it needs %s",
+                keys[name],
+                ", ".join(refused),
+            )
+
+
+def _safe_globals() -> list[Any]:
+    return torch.serialization.get_safe_globals()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,67 @@
+"""After every test nothing may be left: no process, no shared memory, no temporary file."""
+
+import os
+import tempfile
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+from .ranks import MARK, eventually
+
+_SECONDS = 10.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _mark():
+    """Marks this process and, through the environment, all that descend from it."""
+    os.environ[MARK] = uuid.uuid4().hex
+    yield
+    del os.environ[MARK]
+
+
+@pytest.fixture(scope="session")
+def _leftovers_before(_mark):
+    return _leftovers()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(_leftovers_before):
+    """Fails the test that leaves a process, a file in /dev/shm or a spool file behind."""
+    yield
+    _, alive = psutil.wait_procs(_processes(), timeout=_SECONDS)
+    left = [f"{process.pid}: {' '.join(process.cmdline())}" for process in alive if process.is_running()]
+    for process in alive:
+        process.kill()
+    assert not left, left
+    eventually(lambda: _leftovers() <= _leftovers_before, _SECONDS)
+    assert _leftovers() <= _leftovers_before
+
+
+def _processes():
+    """Everything that descends from this process, also what has been orphaned since."""
+    found = {process for process in psutil.process_iter() if process.pid != os.getpid() and _is_ours(process)}
+    found.update(psutil.Process().children(recursive=True))
+    return [process for process in found if not _is_resource_tracker(process)]
+
+
+def _is_ours(process):
+    try:
+        return process.environ().get(MARK) == os.environ[MARK]
+    except psutil.Error:
+        return False
+
+
+def _is_resource_tracker(process):
+    """multiprocessing keeps one for the life of the interpreter that first spawned something."""
+    try:
+        return any("multiprocessing.resource_tracker" in argument for argument in process.cmdline())
+    except psutil.Error:
+        return True
+
+
+def _leftovers():
+    shared_memory = Path("/dev/shm")
+    spools = set(Path(tempfile.gettempdir()).glob("dcp_tensorizer-*"))
+    return spools | (set(shared_memory.iterdir()) if shared_memory.exists() else set())

@@ -1,0 +1,135 @@
+"""Values and small helpers that several unit tests need."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dcp_tensorizer._layout import StoredItem
+from dcp_tensorizer._plan import Box, ReadRequest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "dcp_tensorizer"
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch.empty(0, dtype=torch.complex32)  # torch warns, once a process, that complex32 is experimental
+
+
+def _plain_dtypes() -> list[torch.dtype]:
+    """Every dtype whose elements are plain bytes: all but torch's own quantised ones and opaque bits."""
+    found = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    plain = {dtype for dtype in found if not re.match(r"torch\.(q|bits)", str(dtype))}
+    return sorted(plain, key=str)
+
+
+ALL_DTYPES = _plain_dtypes()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def filled(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """A tensor of arbitrary but repeatable bytes; NaNs and infinities occur."""
+    count = 1
+    for extent in shape:
+        count *= extent
+    generator = torch.Generator().manual_seed(seed)
+    high = 2 if dtype is torch.bool else 256
+    raw = torch.randint(0, high, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    return raw.view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """The elements of a tensor in C order, conjugation and negation carried out."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu()
+    if not plain.numel():
+        return b""
+    if plain.numel() == 1:  # contiguous whatever its strides are
+        plain = plain.as_strided((1,), (1,))
+    if not plain.is_contiguous():
+        plain = plain.view(torch.uint8).contiguous() if plain.itemsize == 1 else plain.contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same dtype, shape and bits (NaNs are equal to themselves)."""
+    return a.dtype == b.dtype and a.shape == b.shape and raw(a) == raw(b)
+
+
+def stored_item(length: int, *, offset: int = 0, dtype: str = "uint8", digests: bytes = b"") -> StoredItem:
+    return StoredItem(f"__0_0_{'a' * 32}.tensors", "t", offset, length, dtype, "tensor", digests)
+
+
+def read_request(item: StoredItem, shape: tuple[int, ...], box: Box, *, direct: bool = False) -> ReadRequest:
+    return ReadRequest(item, shape, getattr(torch, item.dtype).itemsize, box, direct)
+
+
+class BufferSink(io.BytesIO):
+    """A sink that keeps its contents after it is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+        self.bytes_written = 0
+        self.write_seconds = self.close_seconds = 0.0
+        self.content: bytes | None = None
+        self.aborted = False
+
+    def write(self, data: Any) -> int:
+        count = super().write(data)
+        self.nbytes = max(self.nbytes, self.tell())
+        self.bytes_written += count
+        return count
+
+    def close(self) -> None:
+        if not self.closed:
+            self.content = self.getvalue()
+        super().close()
+
+    def abort(self) -> None:
+        if not self.closed:
+            self.aborted = True
+        super().close()
+
+
+def run_python(script: str, *arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """Runs a script in an interpreter of its own, and fails with its stderr if it fails."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def open_descriptors() -> dict[int, str]:
+    """The descriptors of this process and what they refer to."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue  # the one that listed them
+    return found
+
+
+def memory_files() -> set[int]:
+    """The inodes of the arenas' memory files that this process has open or mapped."""
+    mark = "memfd:dcp_tensorizer"
+    found = {os.stat(f"/proc/self/fd/{fd}").st_ino for fd, target in open_descriptors().items() if mark in target}
+    return found | {int(line.split()[4]) for line in Path("/proc/self/maps").read_text().splitlines() if mark in line}

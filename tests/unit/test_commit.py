@@ -1,0 +1,211 @@
+"""`.metadata`: what is written, what is refused, what a commit replaces."""
+
+import dataclasses
+import os
+import pickle
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from dcp_tensorizer._commit import commit, decode, encode, item_key, read_metadata
+from dcp_tensorizer._layout import FORMAT, FORMAT_VERSION, StoredItem, data_file_name
+from dcp_tensorizer._storage import open_storage
+from dcp_tensorizer.errors import MetadataError, UntrustedObject, WriteError
+
+INDEX = MetadataIndex("w", torch.Size([0]))
+
+
+def metadata_of(**planner_data):
+    size = torch.Size([4])
+    entry = TensorStorageMetadata(
+        TensorProperties(dtype=torch.bfloat16), size, [ChunkStorageMetadata(torch.Size([0]), size)]
+    )
+    return Metadata({"w": entry}, planner_data={"w": ("w",), **planner_data}, storage_meta=StorageMeta("/x", "id"))
+
+
+def item_in(file):
+    return StoredItem(file, "w", 300_000, 8, "bfloat16", "tensor", b"12345678")
+
+
+def commit_file(storage, name, **options):
+    """Commits a checkpoint of one data file, which it makes."""
+    with open(os.path.join(storage.path, name), "wb") as file:
+        file.write(b"data")
+    options = {"save_id": "s", "rank": None, "sync": True} | options
+    commit(storage, metadata_of(), [(INDEX, item_in(name), 4)], **options)
+
+
+@pytest.fixture
+def storage(tmp_path):
+    return open_storage(tmp_path)
+
+
+def test_what_is_committed_can_be_read(storage):
+    """Entries, planner data, files and places come back as they were."""
+    name = data_file_name(0, 0, "a" * 32)
+    commit_file(storage, name)
+    found = read_metadata(storage)
+    assert found.state_dict_metadata == metadata_of().state_dict_metadata
+    assert found.planner_data == {"w": ("w",)}
+    assert found.storage_data == {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "save_id": "s",
+        "files": {name: 4},
+        "items": {("w", (0,)): tuple(item_in(name))},
+    }
+    assert item_key(MetadataIndex("obj")) == ("obj", None)
+
+
+def test_the_metadata_given_is_not_changed(storage):
+    """With plan caching DCP hands the same object to every save."""
+    given = metadata_of()
+    before = dataclasses.replace(given)
+    commit(storage, given, [], save_id="s", rank=None, sync=False)
+    assert given == before
+
+
+def test_torch_can_read_the_pickle(storage):
+    """The digest is behind the end of the pickle, where `pickle.load` does not look."""
+    commit_file(storage, data_file_name(0, 0, "a" * 32))
+    with open(os.path.join(storage.path, ".metadata"), "rb") as file:
+        assert isinstance(pickle.load(file), Metadata)
+
+
+def test_every_flipped_byte_is_found():
+    """Whichever byte of `.metadata` changes, it is refused."""
+    content = {"format": FORMAT, "version": FORMAT_VERSION, "save_id": "s", "files": {}, "items": {}}
+    data = encode(dataclasses.replace(metadata_of(), storage_data=content))
+    assert decode(data, "x").storage_data == content
+    for position in range(len(data)):
+        damaged = bytearray(data)
+        damaged[position] ^= 0x20
+        with pytest.raises(MetadataError):
+            decode(bytes(damaged), "x")
+    for length in range(len(data)):
+        with pytest.raises(MetadataError):
+            decode(data[:length], "x")
+
+
+def test_code_is_not_run(tmp_path):
+    """A pickle that names a function is refused by name, with a right digest too, and it is not called."""
+    marker = tmp_path / "ran"
+
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(marker),)
+
+    body = pickle.dumps(Evil())
+    data = body + b"\x00DCPTZR1" + xxhash.xxh3_128_digest(body)
+    with pytest.raises(UntrustedObject, match="mkdir"):
+        decode(data, "x")
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 99}, "version 99"),
+        ({"format": "other"}, "does not describe"),
+        ({"files": {"../../etc/passwd": 1}}, "passwd"),
+        ({"files": {"/etc/passwd": 1}}, "passwd"),
+    ],
+)
+def test_foreign_contents_are_refused(change, message):
+    """Another version, another format, and files outside the checkpoint's directory are errors that say so."""
+    content = {"format": FORMAT, "version": FORMAT_VERSION, "save_id": "s", "files": {}, "items": {}} | change
+    with pytest.raises(MetadataError, match=message):
+        decode(encode(dataclasses.replace(metadata_of(), storage_data=content)), "x")
+
+
+ITEM = (data_file_name(0, 0, "a" * 32), "w", 300_000, 8, "bfloat16", "tensor", b"12345678")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": None},
+        {"files": 5},
+        {"files": {5: 5}},
+        {"items": None},
+        {"items": []},
+        {"version": None},
+        {"items": {("w", (0,)): ITEM[:5]}},
+        {"items": {("w", (0,)): ("../../etc/passwd", *ITEM[1:])}},
+        {"items": {("w", (0,)): (data_file_name(0, 0, "b" * 32), *ITEM[1:])}},
+        {"items": {("w", (0,)): (*ITEM[:4], "nonsense", *ITEM[5:])}},
+        {"items": {("w", (0,)): (*ITEM[:4], "load", *ITEM[5:])}},
+        {"items": {("w", (0,)): (*ITEM[:5], "nonsense", *ITEM[6:])}},
+        {"items": {("w", (0,)): (*ITEM[:2], -1, *ITEM[3:])}},
+        {"items": {("w", (0,)): (*ITEM[:2], "1", *ITEM[3:])}},
+    ],
+    ids=repr,
+)
+def test_contents_that_make_no_sense_are_refused(change):
+    """What has a right digest and is not what a writer writes is a MetadataError, not whatever it leads to later."""
+    content = {"format": FORMAT, "version": FORMAT_VERSION, "save_id": "s", "files": {ITEM[0]: 300_008}}
+    content |= {"items": {("w", (0,)): ITEM}}
+    assert decode(encode(dataclasses.replace(metadata_of(), storage_data=content)), "x").storage_data == content
+    content |= change
+    content = {key: value for key, value in content.items() if value is not None}
+    with pytest.raises(MetadataError):
+        decode(encode(dataclasses.replace(metadata_of(), storage_data=content)), "x")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_of_torch_is_told_apart(tmp_path):
+    """`.metadata` of torch's own writer is refused with the name of the reader to use."""
+    dcp.save({"w": torch.zeros(3)}, storage_writer=FileSystemWriter(tmp_path))
+    with pytest.raises(MetadataError, match="FileSystemReader"):
+        read_metadata(open_storage(tmp_path))
+
+
+def test_only_what_is_replaced_is_removed(storage, tmp_path):
+    """The files that the old metadata names go, after the new one is in place; others stay."""
+    first, second = (data_file_name(0, 0, letter * 32) for letter in "ab")
+    foreign = [data_file_name(7, 0, "c" * 32), "notes.txt"]
+    for name in foreign:
+        (tmp_path / name).write_text("keep")
+    commit_file(storage, first)
+    commit_file(storage, second)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([".metadata", second, *foreign])
+
+
+def test_each_rank_commits_its_own_without_collectives(storage, tmp_path):
+    """A rank's own metadata has its own name, and replaces only that rank's."""
+    names = [data_file_name(rank, 0, letter * 32) for rank, letter in ((0, "a"), (1, "b"))]
+    for rank, name in enumerate(names):
+        commit_file(storage, name, rank=rank)
+    assert read_metadata(storage) is None
+    assert list(read_metadata(storage, 1).storage_data["files"]) == [names[1]]
+    assert {path.name for path in tmp_path.iterdir()} == {"__0.metadata", "__1.metadata", *names}
+
+
+def test_planner_data_that_no_reader_would_load(storage, tmp_path):
+    """A foreign class in a planner's data fails the commit by name, and nothing is committed."""
+    with pytest.raises(WriteError, match="MetadataIndex"):
+        commit(storage, metadata_of(extra=INDEX), [], save_id="s", rank=None, sync=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_commit_leaves_the_old_checkpoint(storage, tmp_path):
+    """When `.metadata` cannot be written, the old one and its files are as they were."""
+    name = data_file_name(0, 0, "a" * 32)
+    commit_file(storage, name)
+    before = (tmp_path / ".metadata").read_bytes()
+    (tmp_path / ".metadata").unlink()
+    (tmp_path / ".metadata").mkdir()  # a directory cannot be replaced by a file
+    with pytest.raises(WriteError, match=r"\.metadata"):
+        storage.publish(".metadata", before, sync=True)
+    assert {path.name for path in tmp_path.iterdir()} == {".metadata", name}

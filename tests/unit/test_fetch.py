@@ -1,0 +1,391 @@
+"""Reads into targets of every kind are exact, and damage is found, named, and never silent."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcp_tensorizer import ChecksumMismatch, ReadError, _layout, _plan
+from dcp_tensorizer._fetch import Wanted, fetch, is_direct
+from dcp_tensorizer._layout import StoredItem
+from dcp_tensorizer._plan import Box, ReadRequest
+from dcp_tensorizer._storage import Storage, open_storage
+from dcp_tensorizer._tensorfile import block_digests, encode, host_bytes
+
+from .support import ALL_DTYPES, dtype_name, filled, open_descriptors, same
+
+Tensors = dict[str, torch.Tensor]
+Items = dict[str, StoredItem]
+
+
+def write_file(storage: Storage, name: str, tensors: Tensors) -> Items:
+    """Makes a data file and says where everything is in it."""
+    sink = storage.create(name, 0, sync=False)
+    index = encode(list(tensors.items()), sink, threads=1)
+    return {
+        key: StoredItem(name, key, entry.offset, entry.length, dtype_name(tensor.dtype), "tensor", digests)
+        for (key, tensor), entry in zip(tensors.items(), index, strict=True)
+        for digests in [block_digests(host_bytes(tensor))]
+    }
+
+
+def whole(tensor: torch.Tensor) -> Box:
+    return Box((0,) * tensor.ndim, tuple(tensor.shape))
+
+
+def wanted(key: str, item: StoredItem, stored: torch.Tensor, target: torch.Tensor, box: Box | None = None) -> Wanted:
+    request = ReadRequest(
+        item, tuple(stored.shape), stored.itemsize, box or whole(stored), is_direct(target, stored.dtype)
+    )
+    return Wanted(key, request, target)
+
+
+def part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    return tensor[tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    return open_storage(tmp_path)
+
+
+@pytest.fixture(params=[True, False], ids=["verify", "trust"])
+def verify(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+# --- targets ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
+def test_every_dtype_comes_back_in_whole_and_in_parts(storage: Storage, dtype: torch.dtype, verify: bool) -> None:
+    """Bit-exact into contiguous memory, into strided memory, and as a box of it."""
+    stored = filled(dtype, (9, 14))
+    (item,) = write_file(storage, "f", {"t": stored}).values()
+    box = Box((2, 3), (5, 8))
+    contiguous = filled(dtype, (9, 14), seed=1)
+    transposed = filled(dtype, (14, 9), seed=1).t()
+    slice_ = filled(dtype, (5, 8), seed=1)
+    columns = filled(dtype, (5, 16), seed=1)[:, 3:11]
+    scalar = filled(dtype, (1, 1), seed=1)
+    moved = fetch(
+        storage,
+        [
+            wanted("contiguous", item, stored, contiguous),
+            wanted("transposed", item, stored, transposed),
+            wanted("slice", item, stored, slice_, box),
+            wanted("columns", item, stored, columns, box),
+            wanted("scalar", item, stored, scalar, Box((8, 13), (1, 1))),
+        ],
+        threads=2,
+        verify=verify,
+    )
+    assert moved == stored.nbytes
+    assert same(contiguous, stored)
+    assert same(transposed.view(torch.uint8) if dtype.itemsize == 1 else transposed, as_plain(stored))
+    assert same(slice_, part(stored, box))
+    assert same(as_plain(columns), as_plain(part(stored, box)))
+    assert same(scalar, stored[8:, 13:])
+
+
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes instead of one-byte elements, some of which cannot be copied from strided memory."""
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+
+
+def test_zero_dimensional_tensors(storage: Storage, verify: bool) -> None:
+    """A scalar goes into a scalar."""
+    stored = torch.tensor(2.5)
+    (item,) = write_file(storage, "f", {"t": stored}).values()
+    target = torch.tensor(0.0)
+    assert fetch(storage, [wanted("t", item, stored, target)], threads=1, verify=verify) == 4
+    assert target.item() == 2.5
+
+
+def test_other_dtypes_are_converted(storage: Storage, verify: bool) -> None:
+    """As ``Tensor.copy_`` converts."""
+    stored = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
+    (item,) = write_file(storage, "f", {"t": stored}).values()
+    targets = [torch.empty(50, 3, dtype=dtype) for dtype in (torch.bfloat16, torch.float64, torch.complex64)]
+    fetch(storage, [wanted("t", item, stored, target) for target in targets], threads=1, verify=verify)
+    assert all(torch.equal(target, stored.to(target.dtype)) for target in targets)
+
+
+def test_lazily_conjugated_and_negated_targets(storage: Storage, verify: bool) -> None:
+    """What the target reads as afterwards is what was stored; its memory holds the conjugate."""
+    stored = torch.randn(4, 5, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    items = write_file(storage, "f", {"z": stored, "imag": stored.imag.contiguous()})
+    base, other = torch.zeros(4, 5, dtype=torch.complex64), torch.zeros(4, 5, dtype=torch.complex64)
+    conjugated, negated = base.conj(), other.conj().imag
+    assert not is_direct(conjugated, torch.complex64)
+    assert not is_direct(torch._neg_view(torch.zeros(3)), torch.float32)
+    fetch(
+        storage,
+        [wanted("z", items["z"], stored, conjugated), wanted("imag", items["imag"], stored.imag, negated)],
+        threads=1,
+        verify=verify,
+    )
+    assert torch.equal(conjugated, stored)
+    assert torch.equal(base, stored.conj())
+    assert torch.equal(other.imag, -stored.imag)
+
+
+def test_only_plain_host_memory_is_read_into_directly() -> None:
+    """Same dtype, C order, on the CPU; anything else goes through scratch memory."""
+    assert is_direct(torch.empty(3, 4), torch.float32)
+    assert is_direct(torch.empty(6, 4)[2:], torch.float32)
+    assert not is_direct(torch.empty(3, 4), torch.float64)
+    assert not is_direct(torch.empty(3, 4).t(), torch.float32)
+    assert not is_direct(torch.empty(1, 4).expand(3, 4), torch.float32)
+    assert not is_direct(torch.empty(3, device="meta"), torch.float32)
+
+
+def test_memory_around_a_target_is_left_alone(storage: Storage, verify: bool) -> None:
+    """A direct read of a row slice writes the slice and nothing beside it."""
+    stored = filled(torch.uint8, (300, 1000))
+    (item,) = write_file(storage, "f", {"t": stored}).values()
+    base = torch.full((302, 1000), 7, dtype=torch.uint8)
+    target = base[1:101]
+    fetch(storage, [wanted("t", item, stored, target, Box((100, 0), (100, 1000)))], threads=3, verify=verify)
+    assert torch.equal(target, stored[100:200])
+    assert int((base[0] != 7).sum()) == int((base[101:] != 7).sum()) == 0
+
+
+@st.composite
+def loads(draw: st.DrawFn) -> list[tuple[int, Box, str]]:
+    """Which boxes of the tensors below to load, and into what."""
+    chosen = []
+    for _ in range(draw(st.integers(1, 5))):
+        number = draw(st.integers(0, len(SHAPES) - 1))
+        bounds = [sorted(draw(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)))) for n in SHAPES[number]]
+        box = Box(tuple(a for a, _ in bounds), tuple(b - a + 1 for a, b in bounds))
+        chosen.append((number, box, draw(st.sampled_from(["plain", "transposed", "wide", "converted"]))))
+    return chosen
+
+
+SHAPES = [(), (50,), (7, 11), (3, 5, 8), (2, 3, 2, 4)]
+DTYPES = [torch.int64, torch.uint8, torch.float32, torch.bfloat16, torch.int16]
+
+
+def target_for(box: Box, dtype: torch.dtype, kind: str) -> torch.Tensor:
+    if kind == "transposed":
+        return torch.zeros(box.size[::-1], dtype=dtype).permute(tuple(reversed(range(len(box.size)))))
+    if kind == "wide":
+        return torch.zeros((*box.size, 3), dtype=dtype)[..., 1]
+    return torch.zeros(box.size, dtype=torch.float64 if kind == "converted" else dtype)
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[Storage, Tensors, Items]:
+    """Two files of tensors whose blocks are of 16 bytes."""
+    storage = open_storage(tmp_path_factory.mktemp("several"))
+    tensors = {str(n): torch.arange(math.prod(shape)).view(shape).to(DTYPES[n]) for n, shape in enumerate(SHAPES)}
+    with small_limits():
+        items = write_file(storage, "a", {k: t for k, t in tensors.items() if int(k) % 2})
+        items |= write_file(storage, "b", {k: t for k, t in tensors.items() if not int(k) % 2})
+    return storage, tensors, items
+
+
+@contextmanager
+def small_limits() -> Iterator[None]:
+    """Blocks and operations of a few bytes, so that small tensors have many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_layout, "_MIN_BLOCK", 16)
+        patch.setattr(_plan, "_MAX_OPERATION", 64)
+        patch.setattr(_plan, "_MAX_GAP", 8)
+        yield
+
+
+@settings(max_examples=150)
+@given(chosen=loads(), check=st.booleans())
+def test_any_boxes_into_any_targets(
+    several: tuple[Storage, Tensors, Items], chosen: list[tuple[int, Box, str]], check: bool
+) -> None:
+    """Many at once, of two files, overlapping, in operations of a few bytes: each target holds its box."""
+    storage, tensors, items = several
+    with small_limits():
+        wants = []
+        for number, box, kind in chosen:
+            stored = tensors[str(number)]
+            target = target_for(box, stored.dtype, kind)
+            wants.append(wanted(str(number), items[str(number)], stored, target, box))
+        fetch(storage, wants, threads=2, verify=check)
+    for want, (number, box, _) in zip(wants, chosen, strict=True):
+        assert torch.equal(want.target, part(tensors[str(number)], box).to(want.target.dtype))
+
+
+# --- progress and limits ---------------------------------------------------------------------------------------------
+
+
+def test_progress_counts_up_to_the_total(storage: Storage) -> None:
+    """One call at a time, each with more bytes than the last, until all are done."""
+    stored = torch.zeros(20 << 20, dtype=torch.uint8)
+    (item,) = write_file(storage, "f", {"t": stored}).values()
+    calls: list[tuple[int, int]] = []
+    moved = fetch(
+        storage,
+        [wanted("t", item, stored, torch.empty_like(stored))],
+        threads=4,
+        verify=False,
+        progress=lambda done, total: calls.append((done, total)),
+    )
+    assert moved == 20 << 20
+    assert calls == sorted(calls)
+    assert calls[-1] == (20 << 20, 20 << 20)
+    assert len(calls) == 3
+
+
+def test_nothing_wanted(storage: Storage) -> None:
+    """No file is opened, no byte read."""
+    assert fetch(storage, [], threads=1, verify=True) == 0
+
+
+def test_scratch_memory_is_bounded(storage: Storage) -> None:
+    """A strided load of 40 MiB by one thread never holds more than an operation of it besides the target."""
+    stored = torch.zeros(40 << 10, 1 << 10, dtype=torch.uint8)
+    (item,) = write_file(storage, "f", {"t": stored}).values()
+    target = torch.ones(1 << 10, 40 << 10, dtype=torch.uint8).t()
+    largest = 0
+    make = torch.empty
+
+    def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal largest
+        tensor: torch.Tensor = make(*args, **kwargs)
+        largest = max(largest, tensor.nbytes)
+        return tensor
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", watched)
+        fetch(storage, [wanted("t", item, stored, target)], threads=1, verify=True)
+    assert int(target.sum()) == 0
+    assert 0 < largest <= 8 << 20
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Iterator[tuple[Storage, torch.Tensor, StoredItem, Path]]:
+    """A tensor of three blocks in a file that a test may damage; no descriptor may be left open afterwards."""
+    storage = open_storage(tmp_path)
+    stored = filled(torch.uint8, (150_000,))
+    (item,) = write_file(storage, "f", {"layer.weight": stored}).values()
+    before = open_descriptors()
+    yield storage, stored, item, tmp_path / "f"
+    assert open_descriptors() == before
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("dcp-read")]
+
+
+def flip(path: Path, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("position", [0, 65_535, 65_536, 149_999])
+@pytest.mark.parametrize("kind", ["direct", "strided"])
+def test_a_damaged_byte_is_found_and_named(
+    damaged: tuple[Storage, torch.Tensor, StoredItem, Path], position: int, kind: str
+) -> None:
+    """The error has the key, the file and the place of the block; without verifying, the byte is read as it is."""
+    storage, stored, item, path = damaged
+    flip(path, item.offset + position)
+    target = torch.empty_like(stored) if kind == "direct" else torch.empty(150_000, 2, dtype=torch.uint8)[:, 0]
+    want = wanted("model.weight", item, stored, target)
+    with pytest.raises(ChecksumMismatch) as caught:
+        fetch(storage, [want], threads=2, verify=True)
+    start = position // 65_536 * 65_536
+    for word in ("'model.weight'", str(path), f"bytes {start:,} to {start + 65_536:,}", f"{item.offset:,}"):
+        assert word in str(caught.value)
+    fetch(storage, [want], threads=2, verify=False)
+    assert (target != stored).nonzero().tolist() == [[position]]
+
+
+def test_damage_outside_of_what_is_wanted_does_not_matter(
+    damaged: tuple[Storage, torch.Tensor, StoredItem, Path],
+) -> None:
+    """Blocks that nobody asks for are not read, so not checked."""
+    storage, stored, item, path = damaged
+    flip(path, item.offset + 100_000)
+    target = torch.empty(1000, dtype=torch.uint8)
+    fetch(storage, [wanted("t", item, stored, target, Box((10,), (1000,)))], threads=1, verify=True)
+    assert torch.equal(target, stored[10:1010])
+    with pytest.raises(ChecksumMismatch):
+        fetch(storage, [wanted("t", item, stored, target, Box((90_000,), (1000,)))], threads=1, verify=True)
+
+
+def test_metadata_without_digests_verifies_nothing(damaged: tuple[Storage, torch.Tensor, StoredItem, Path]) -> None:
+    """Missing digests are a mismatch, not a pass."""
+    storage, stored, item, _ = damaged
+    with pytest.raises(ChecksumMismatch):
+        fetch(
+            storage,
+            [wanted("t", item._replace(digests=b""), stored, torch.empty_like(stored))],
+            threads=1,
+            verify=True,
+        )
+
+
+@pytest.mark.parametrize("verify_", [True, False])
+def test_a_truncated_file_is_an_error_and_never_zeros(
+    damaged: tuple[Storage, torch.Tensor, StoredItem, Path], verify_: bool
+) -> None:
+    """The error has the key, the file and the offset."""
+    storage, stored, item, path = damaged
+    os.truncate(path, item.offset + 100_000)
+    with pytest.raises(ReadError) as caught:
+        fetch(storage, [wanted("w", item, stored, torch.empty_like(stored))], threads=1, verify=verify_)
+    assert not isinstance(caught.value, ChecksumMismatch)
+    for word in ("'w'", str(path), f"{item.offset:,}", "too early"):
+        assert word in str(caught.value)
+
+
+def test_a_missing_file_is_an_error(damaged: tuple[Storage, torch.Tensor, StoredItem, Path]) -> None:
+    """The error has the file; files that were opened before it are closed."""
+    storage, stored, item, path = damaged
+    target = torch.full_like(stored, 7)
+    wants = [wanted("w", item._replace(file=name), stored, target) for name in ("f", "missing")]
+    with pytest.raises(ReadError, match="missing"):
+        fetch(storage, wants, threads=1, verify=True)
+    path.unlink()
+
+
+def test_one_damaged_tensor_among_many_is_the_error(storage: Storage, tmp_path: Path) -> None:
+    """The first failure stops what has not begun, and is what is raised."""
+    tensors = {f"layer.{n}": filled(torch.float32, (100_000,), seed=n) for n in range(30)}
+    items = write_file(storage, "f", tensors)
+    flip(tmp_path / "f", items["layer.17"].offset + 5)
+    wants = [wanted(key, items[key], tensor, torch.empty_like(tensor)) for key, tensor in tensors.items()]
+    with pytest.raises(ChecksumMismatch, match=r"'layer\.17'"):
+        fetch(storage, wants, threads=3, verify=True)
+
+
+def test_an_unknown_failure_of_the_storage_is_a_read_error(storage: Storage) -> None:
+    """Whatever a backend raises is translated, with its text and without credentials."""
+    stored = torch.zeros(10)
+    (item,) = write_file(storage, "f", {"t": stored}).values()
+
+    class Broken:
+        def read_into(self, buffers: Any, offset: int) -> None:
+            raise RuntimeError("token expired for https://user:hunter2@host/x")
+
+        def close(self) -> None:
+            pass
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "open", lambda name: Broken())
+        with pytest.raises(ReadError, match=r"'t'.*RuntimeError: token expired") as caught:
+            fetch(storage, [wanted("t", item, stored, torch.empty(10))], threads=1, verify=True)
+    assert "hunter2" not in str(caught.value)

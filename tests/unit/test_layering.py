@@ -1,0 +1,117 @@
+"""The module table of the design, held against what the modules import."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+from .support import PACKAGE, run_python
+
+LAYERS = {
+    0: ["errors", "_layout", "_report"],
+    1: ["_protocol", "_arena", "_tensors", "_direct_io", "_storage", "_tensorfile"],
+    2: ["_plan", "_items", "staging", "_commit", "_worker", "_outcomes"],
+    3: ["_process", "_fetch"],
+    4: ["writer", "reader"],
+    5: ["cli"],
+}
+LAYER = {module: layer for layer, modules in LAYERS.items() for module in modules}
+PUBLIC = {"errors", "staging", "writer", "reader", "cli"}
+MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem not in ("__init__", "__main__"))
+
+
+def imports(path: Path) -> tuple[set[str], set[str]]:
+    """The modules of this package, and the top-level names of all others, that a file imports anywhere in it."""
+    own: set[str] = set()
+    foreign: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level:
+                own |= {module.split(".")[0]} if module else {alias.name for alias in node.names}
+                continue
+            names = [module]
+        else:
+            continue
+        for name in names:
+            if name.split(".")[0] == "dcp_tensorizer":
+                own.add([*name.split("."), "__init__"][1])
+            else:
+                foreign.add(name.split(".")[0])
+    return own, foreign
+
+
+OWN = {module: imports(PACKAGE / f"{module}.py")[0] for module in MODULES}
+FOREIGN = {module: imports(PACKAGE / f"{module}.py")[1] for module in MODULES}
+
+
+def test_every_module_has_a_layer() -> None:
+    """A new module must be put into the table above, and into the design."""
+    assert sorted(set(MODULES) - LAYER.keys()) == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_module_imports_a_higher_layer(module: str) -> None:
+    """Lower layers know nothing of higher ones, and no module imports the package's root."""
+    assert {name: LAYER.get(name) for name in OWN[module] if LAYER.get(name, 99) > LAYER[module]} == {}
+
+
+def test_there_are_no_import_cycles() -> None:
+    """The modules can be put in an order in which each imports only those before it."""
+    remaining = {module: OWN[module] & set(MODULES) for module in MODULES}
+    while remaining:
+        free = {module for module, needed in remaining.items() if not needed & remaining.keys()}
+        assert free, f"these import each other in a circle: {sorted(remaining)}"
+        remaining = {module: needed for module, needed in remaining.items() if module not in free}
+
+
+def test_writer_and_reader_do_not_know_each_other() -> None:
+    """Saving and loading share nothing but the layers below them."""
+    assert "reader" not in OWN["writer"]
+    assert "writer" not in OWN["reader"]
+
+
+@pytest.mark.parametrize(("library", "module"), [("tensorizer", "_tensorfile"), ("fsspec", "_storage")])
+def test_a_foreign_library_is_imported_in_one_place(library: str, module: str) -> None:
+    """tensorizer and fsspec are known to one module each, which translates their errors."""
+    assert [name for name in MODULES if library in FOREIGN[name]] == [module]
+
+
+def test_private_modules_begin_with_an_underscore() -> None:
+    """Only the modules that users may import have public names."""
+    assert {module for module in MODULES if not module.startswith("_")} <= PUBLIC
+
+
+def test_the_root_only_re_exports() -> None:
+    """``__init__`` holds imports, ``__all__`` and ``__version__``, and nothing else."""
+    body = ast.parse((PACKAGE / "__init__.py").read_text()).body
+    assigned = {node.targets[0].id for node in body if isinstance(node, ast.Assign) and hasattr(node.targets[0], "id")}
+    other = [type(n) for n in body if not isinstance(n, ast.Assign | ast.ImportFrom | ast.Expr)]
+    own, foreign = imports(PACKAGE / "__init__.py")
+    assert (assigned, other) == ({"__all__", "__version__"}, [])
+    assert own <= set(MODULES)
+    assert foreign <= {"importlib", "__future__"}
+
+
+def test_importing_changes_neither_the_environment_nor_the_root_logger() -> None:
+    """An import of this package leaves process-wide state as torch's and fsspec's own imports leave it."""
+    script = """
+import json, logging, os, signal
+import torch.distributed.checkpoint, fsspec, tensorizer
+def state():
+    root = logging.getLogger()
+    own = logging.getLogger("dcp_tensorizer")
+    return [dict(os.environ), root.level, len(root.handlers), root.disabled, logging.raiseExceptions,
+            [signal.getsignal(n) is not None and str(signal.getsignal(n)) for n in (2, 15)], torch.get_num_threads(),
+            own.level, len(own.handlers), own.propagate]
+before = state()
+import dcp_tensorizer
+print(json.dumps([before, state()]))
+"""
+    before, after = json.loads(run_python(script).stdout)
+    assert after == before

@@ -1,0 +1,251 @@
+"""The writer process, from the trainer's side: requests, death, hangs, ends."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import psutil
+import pytest
+import torch
+from tensorizer import TensorDeserializer
+
+from dcp_tensorizer._arena import Arena
+from dcp_tensorizer._layout import data_file_name
+from dcp_tensorizer._process import WriterProcess
+from dcp_tensorizer._protocol import FileRequest, TensorSource, WriteRequest
+from dcp_tensorizer.errors import WriteError, WriterProcessDied
+
+NAME = data_file_name(0, 0, "a" * 32)
+
+
+class Foreign:
+    """Not importable in the writer process: this module is none of its."""
+
+
+@pytest.fixture
+def arena():
+    arena = Arena(1 << 20)
+    yield arena
+    arena.close()
+
+
+@pytest.fixture(scope="module")
+def processes():
+    started = []
+    yield started
+    for process in started:
+        process.close()
+
+
+@pytest.fixture
+def process(processes):
+    """A process that works: the one before, unless a test has ended it (a start takes two seconds)."""
+    if not processes or not processes[-1].alive:
+        processes.append(WriterProcess())
+    return processes[-1]
+
+
+def request(path, arena, count=1000, options=None):
+    tensor = arena.allocate(torch.float32, (count,))
+    tensor.copy_(torch.arange(count, dtype=torch.float32))
+    source = TensorSource("w", "float32", (count,), arena.id, arena.locate(tensor), tensor.nbytes)
+    return WriteRequest(str(path), options or {}, (FileRequest(NAME, (source,)),), (), True, 2)
+
+
+def test_requests_are_written(process, arena, tmp_path):
+    """Two requests over one buffer: the second needs no descriptor, and both files hold the tensor."""
+    for number in range(2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        arena.reset()
+        done = process.write(request(folder, arena), [arena], 60)
+        assert [file.name for file in done.files] == [NAME]
+        assert done.files[0].nbytes == (folder / NAME).stat().st_size
+        place = done.files[0].tensors[0]
+        assert (place.length, len(place.digests)) == (4000, 8)
+        with TensorDeserializer(str(folder / NAME), verify_hash=True, device="cpu") as stock:
+            assert torch.equal(stock["w"].data, torch.arange(1000, dtype=torch.float32))
+
+
+def test_a_failed_request_leaves_no_file(process, arena, tmp_path):
+    """An error names the path, comes with the traceback of the other process, and the next request works."""
+    with pytest.raises(WriteError, match="nowhere") as caught:
+        process.write(request(tmp_path / "nowhere", arena), [arena], 60)
+    assert "Traceback" in str(caught.value.__cause__)
+    arena.reset()
+    process.write(request(tmp_path, arena), [arena], 60)
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
+def test_storage_options_that_cannot_be_understood(process, arena, tmp_path):
+    """A class that the writer process cannot import is an error, not the end of the process."""
+    options = {"option": Foreign()}
+    Foreign.__module__ = "a_module_of_nobody"
+    sys.modules["a_module_of_nobody"] = sys.modules[__name__]
+    try:
+        with pytest.raises(WriteError, match="a_module_of_nobody"):
+            process.write(request(tmp_path, arena, options=options), [arena], 60)
+    finally:
+        del sys.modules["a_module_of_nobody"]
+    assert process.alive
+
+
+def test_a_buffer_that_never_arrived_is_sent_again(process, arena, tmp_path):
+    """A request that failed before it was understood leaves nothing assumed: the next one has what it needs."""
+    Foreign.__module__ = "a_module_of_nobody"
+    sys.modules["a_module_of_nobody"] = sys.modules[__name__]
+    try:
+        with pytest.raises(WriteError, match="a_module_of_nobody"):
+            process.write(request(tmp_path, arena, options={"option": Foreign()}), [arena], 60)
+    finally:
+        del sys.modules["a_module_of_nobody"]
+    arena.reset()
+    process.write(request(tmp_path, arena), [arena], 60)
+    assert (tmp_path / NAME).exists()
+
+
+def test_death_is_noticed(process, arena, tmp_path):
+    """A process that was killed is not alive, and a request to it is WriterProcessDied with the signal's name."""
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(WriterProcessDied, match="SIGKILL"):
+        process.write(request(tmp_path, arena), [arena], 60)
+    assert not process.alive
+
+
+def test_death_in_the_middle_of_a_request_is_noticed(process, arena, tmp_path):
+    """A process that is killed while it has a request is WriterProcessDied at once, in its own words only."""
+    process.write(request(tmp_path, arena), [arena], 60)
+    os.kill(process.pid, signal.SIGSTOP)
+    killer = threading.Timer(0.2, os.kill, (process.pid, signal.SIGKILL))
+    killer.start()
+    arena.reset()
+    with pytest.raises(WriterProcessDied) as caught:
+        process.write(request(tmp_path, arena), [arena], 60)
+    killer.join()
+    assert str(caught.value) == f"the writer process (pid {process.pid}) was killed by SIGKILL"
+
+
+def test_a_process_that_takes_no_request_is_killed(process, arena, tmp_path):
+    """A request larger than the socket's buffer waits for its reader no longer than any other."""
+    process.write(request(tmp_path, arena), [arena], 60)
+    os.kill(process.pid, signal.SIGSTOP)
+    rescue = threading.Timer(20, os.kill, (process.pid, signal.SIGKILL))
+    rescue.start()
+    source = TensorSource("w" * 200, "float32", (1,), arena.id, 0, 4)
+    large = WriteRequest(str(tmp_path), {}, (FileRequest(NAME, (source,) * 20_000),), (), True, 1)
+    large = dataclasses.replace(large, storage_options={"padding": os.urandom(4 << 20)})
+    try:
+        with pytest.raises(WriterProcessDied, match="made no progress for 1 s"):
+            process.write(large, [arena], 1)
+    finally:
+        rescue.cancel()
+    assert not process.alive
+
+
+def test_warnings_as_errors_do_not_keep_it_from_starting(arena, tmp_path, monkeypatch):
+    """PYTHONWARNINGS=error is for the trainer's own code."""
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    process = WriterProcess()
+    try:
+        process.write(request(tmp_path, arena), [arena], 60)
+    finally:
+        process.close()
+    assert (tmp_path / NAME).exists()
+
+
+def test_a_process_that_hangs_is_killed(process, arena, tmp_path):
+    """Without progress for the timeout, the process is killed and the error says so."""
+    process.write(request(tmp_path, arena), [arena], 60)
+    os.kill(process.pid, signal.SIGSTOP)
+    arena.reset()
+    with pytest.raises(WriterProcessDied, match="made no progress for 2 s"):
+        process.write(request(tmp_path, arena), [arena], 2)
+    assert not process.alive
+
+
+def test_terminal_signals_are_the_trainers(process, arena, tmp_path):
+    """SIGINT and SIGTERM do not end the process: the trainer decides."""
+    process.write(request(tmp_path, arena), [arena], 60)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(process.pid, number)
+    (tmp_path / NAME).unlink()
+    arena.reset()
+    process.write(request(tmp_path, arena), [arena], 60)
+    assert (tmp_path / NAME).exists()
+
+
+def test_closing_twice(process):
+    """`close` ends the process; again it does nothing."""
+    pid = process.pid
+    process.close()
+    process.close()
+    assert not process.alive
+    assert not psutil.pid_exists(pid)
+
+
+def test_nothing_secret_in_the_process_list(process, arena, tmp_path):
+    """The command line shows the module and two descriptors."""
+    process.write(request(tmp_path, arena, options={"secret": "hunter2-secret"}), [arena], 60)
+    command = psutil.Process(process.pid).cmdline()
+    assert command[1:3] == ["-m", "dcp_tensorizer._worker"]
+    assert all(argument.lstrip("-").isdigit() for argument in command[3:])
+
+
+def test_no_gpu_and_low_priority(process, arena, tmp_path):
+    """The process sees no GPU and gives way to training."""
+    process.write(request(tmp_path, arena), [arena], 60)
+    seen = psutil.Process(process.pid)
+    assert seen.environ()["CUDA_VISIBLE_DEVICES"] == ""
+    assert seen.nice() == min(19, psutil.Process().nice() + 10)
+
+
+def test_it_ends_with_its_trainer():
+    """A trainer that is killed takes its idle writer process along, although a forked child holds the socket."""
+    script = textwrap.dedent(
+        """
+        import os, sys, signal
+        from dcp_tensorizer._process import WriterProcess
+        process = WriterProcess()
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        print(process.pid, child, flush=True)
+        signal.pause()
+        """
+    )
+    trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    writer, forked = (psutil.Process(int(pid)) for pid in trainer.stdout.readline().split())
+    try:
+        trainer.kill()
+        gone, _ = psutil.wait_procs([writer], timeout=30)
+        assert [p.pid for p in gone] == [writer.pid]
+    finally:
+        forked.kill()
+        trainer.wait()
+        trainer.stdout.close()
+        psutil.wait_procs([forked], timeout=10)
+
+
+def test_started_from_several_threads(tmp_path):
+    """Writers of one trainer do not get in each other's way."""
+    arenas = [Arena(1 << 16) for _ in range(2)]
+    processes = [WriterProcess() for _ in range(2)]
+    folders = [tmp_path / str(number) for number in range(2)]
+
+    def write(number):
+        folders[number].mkdir()
+        processes[number].write(request(folders[number], arenas[number]), [arenas[number]], 60)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for arena, process in zip(arenas, processes, strict=True):
+        process.close()
+        arena.close()
+    assert all((folder / NAME).exists() for folder in folders)

@@ -1,0 +1,156 @@
+"""What users and torch rely on: names, signatures, the exception tree."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import pickle
+
+import pytest
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+
+import dcp_tensorizer
+from dcp_tensorizer import (
+    CheckpointError,
+    ChecksumMismatch,
+    MetadataError,
+    NotCommitted,
+    ReadError,
+    SaveReport,
+    StagingError,
+    TensorizerStorageReader,
+    TensorizerStorageWriter,
+    UntrustedObject,
+    WriteError,
+    WriterProcessDied,
+    errors,
+)
+
+EXCEPTIONS = [
+    CheckpointError,
+    ChecksumMismatch,
+    MetadataError,
+    NotCommitted,
+    ReadError,
+    StagingError,
+    UntrustedObject,
+    WriteError,
+    WriterProcessDied,
+]
+
+
+def test_exported_names_are_pinned() -> None:
+    """Adding or removing a public name is a decision, not an accident."""
+    assert dcp_tensorizer.__all__ == [
+        "CheckpointError",
+        "ChecksumMismatch",
+        "MetadataError",
+        "NotCommitted",
+        "ReadError",
+        "SaveReport",
+        "StagingError",
+        "TensorizerStorageReader",
+        "TensorizerStorageWriter",
+        "UntrustedObject",
+        "WriteError",
+        "WriterProcessDied",
+        "__version__",
+    ]
+    assert [name for name in dcp_tensorizer.__all__ if not hasattr(dcp_tensorizer, name)] == []
+
+
+def test_version_is_that_of_the_installed_distribution() -> None:
+    """``__version__`` and the package's metadata agree."""
+    assert dcp_tensorizer.__version__ == importlib.metadata.version("dcp_tensorizer")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        TensorizerStorageWriter.set_up_storage_writer,
+        TensorizerStorageReader.set_up_storage_reader,
+        TensorizerStorageReader.read_metadata,
+    ],
+    ids=lambda method: method.__name__,
+)
+def test_torch_finds_a_parameter_named_kwargs(method: object) -> None:
+    """torch passes rank and use_collectives only to methods with a parameter of literally that name."""
+    parameter = inspect.signature(method).parameters["kwargs"]  # type: ignore[arg-type]
+    assert parameter.kind is inspect.Parameter.VAR_KEYWORD
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(TensorizerStorageWriter, StorageWriter), (TensorizerStorageReader, StorageReader)],
+    ids=["writer", "reader"],
+)
+def test_overridden_methods_take_what_torch_passes(ours: type, theirs: type) -> None:
+    """Each method of torch's interface can be called here with the same positional arguments and names."""
+    for name, method in inspect.getmembers(theirs, inspect.isfunction):
+        if name.startswith("_"):
+            continue
+        expected = [p for p in inspect.signature(method).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        found = list(inspect.signature(getattr(ours, name)).parameters.values())
+        assert [p.name for p in found[: len(expected)]] == [p.name for p in expected], name
+        assert not [p for p in found[len(expected) :] if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
+def test_the_writer_is_a_stager_and_a_storage_writer() -> None:
+    """``dcp.async_save`` looks for an AsyncStager with ``isinstance``, which checks the protocol's members."""
+    with TensorizerStorageWriter() as writer:
+        assert isinstance(writer, StorageWriter)
+        assert isinstance(writer, AsyncStager)
+        assert writer.should_synchronize_after_execute is False
+
+
+def test_the_reader_is_a_storage_reader() -> None:
+    """``dcp.load`` takes it as its storage reader."""
+    assert isinstance(TensorizerStorageReader("nowhere"), StorageReader)
+
+
+def _tree(cls: type) -> dict[str, object]:
+    return {child.__name__: _tree(child) for child in cls.__subclasses__() if child.__module__ == errors.__name__}
+
+
+def test_the_exception_tree_is_the_one_in_the_docstring() -> None:
+    """The drawing at the top of errors.py is true."""
+    assert _tree(CheckpointError) == {
+        "StagingError": {},
+        "WriteError": {"WriterProcessDied": {}},
+        "ReadError": {"ChecksumMismatch": {}},
+        "MetadataError": {"NotCommitted": {}, "UntrustedObject": {}},
+    }
+    drawn = [line.split("── ")[1].split()[0] for line in (errors.__doc__ or "").splitlines() if "── " in line]
+    assert sorted([*drawn, "CheckpointError"]) == sorted(errors.__all__)
+
+
+@pytest.mark.parametrize("cls", EXCEPTIONS, ids=lambda cls: cls.__name__)
+def test_exceptions_survive_pickling(cls: type[CheckpointError]) -> None:
+    """DCP hands errors from rank to rank: type and message arrive."""
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        copy = pickle.loads(pickle.dumps(cls("rank 3: 'layer.0' and why: \N{SNOWMAN}"), protocol))
+        assert type(copy) is cls
+        assert str(copy) == "rank 3: 'layer.0' and why: \N{SNOWMAN}"
+        assert isinstance(copy, Exception)
+
+
+def test_not_committed_is_a_file_not_found_error() -> None:
+    """Code that looks for a checkpoint to resume from catches what it catches for any missing file."""
+    assert issubclass(NotCommitted, FileNotFoundError)
+    assert str(NotCommitted("no checkpoint")) == "no checkpoint"
+
+
+@pytest.mark.parametrize(
+    "cls", [TensorizerStorageReader, TensorizerStorageWriter, SaveReport, *EXCEPTIONS], ids=lambda c: c.__name__
+)
+def test_everything_public_is_documented(cls: type) -> None:
+    """Each public class, and each public method that it defines, has a docstring of its own."""
+    assert cls.__doc__
+    for name, member in vars(cls).items():
+        if name.startswith("_"):
+            continue
+        if inspect.ismemberdescriptor(member):
+            continue  # a field: its class's docstring describes it
+        function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        assert function.__doc__, f"{cls.__name__}.{name}"

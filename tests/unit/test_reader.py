@@ -1,0 +1,200 @@
+"""Loading in one process: targets, conversions, trust, damage, coverage."""
+
+import dataclasses
+import logging
+import os
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+from dcp_tensorizer import (
+    ChecksumMismatch,
+    MetadataError,
+    NotCommitted,
+    ReadError,
+    TensorizerStorageReader,
+    TensorizerStorageWriter,
+    UntrustedObject,
+)
+from dcp_tensorizer._commit import decode, encode
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Custom:
+    """An object that the weights-only rules refuse."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+def save(path, state):
+    with TensorizerStorageWriter(path) as writer:
+        dcp.save(state, storage_writer=writer)
+
+
+def load(path, state, **options):
+    dcp.load(state, storage_reader=TensorizerStorageReader(path, **options))
+
+
+def cause(caught):
+    return caught.value.failures[0][0]
+
+
+@pytest.fixture
+def weights(tmp_path):
+    state = {"w": torch.arange(100_000, dtype=torch.float32).view(200, 500)}
+    save(tmp_path, state)
+    return tmp_path, state["w"]
+
+
+def test_targets_of_any_layout(weights):
+    """A transposed target and a strided one receive the values; one that requires grad keeps its identity."""
+    path, expected = weights
+    target = {"w": torch.zeros(500, 200).t()}
+    load(path, target)
+    assert torch.equal(target["w"], expected)
+    strided = {"w": torch.zeros(400, 1000)[::2, ::2]}
+    load(path, strided)
+    assert torch.equal(strided["w"], expected)
+    parameter = torch.nn.Parameter(torch.zeros(200, 500))
+    load(path, {"w": parameter})
+    assert torch.equal(parameter.detach(), expected)
+    assert parameter.requires_grad
+
+
+def test_targets_of_one_element(tmp_path):
+    """An element of a larger tensor is saved from where it is, and loaded to where it belongs."""
+    base = torch.arange(15.0).view(5, 3)
+    save(tmp_path, {"w": base[1:2, 1]})
+    other = torch.zeros(5, 3)
+    load(tmp_path, {"w": other[3:4, 2]})
+    assert other.nonzero().tolist() == [[3, 2]]
+    assert other[3, 2] == 4.0
+
+
+def test_a_safe_conversion_is_done_and_said(weights, caplog):
+    """float32 is converted to a bfloat16 target, with a warning that names the key."""
+    path, expected = weights
+    target = {"w": torch.zeros(200, 500, dtype=torch.bfloat16)}
+    load(path, target)
+    assert torch.equal(target["w"], expected.to(torch.bfloat16))
+    assert "'w' is stored as torch.float32 and is converted" in caplog.text
+
+
+def test_a_lossy_conversion_is_an_error(weights):
+    """float32 does not go into an integer target, which stays as it was."""
+    path, _ = weights
+    target = {"w": torch.full((200, 500), 7, dtype=torch.int32)}
+    with pytest.raises(CheckpointException) as caught:
+        load(path, target)
+    assert isinstance(cause(caught), ReadError)
+    assert "'w'" in str(cause(caught))
+    assert bool((target["w"] == 7).all())
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_flipped_byte_is_found(weights, verify):
+    """A damaged block is a ChecksumMismatch naming key and file; verify=False reads it as it is."""
+    path, expected = weights
+    file = next(path.glob("*.tensors"))
+    with open(file, "r+b") as stream:
+        stream.seek(file.stat().st_size - 1000)
+        byte = stream.read(1)
+        stream.seek(-1, os.SEEK_CUR)
+        stream.write(bytes([byte[0] ^ 0x40]))
+    target = {"w": torch.zeros(200, 500)}
+    if verify:
+        with pytest.raises(CheckpointException) as caught:
+            load(path, target)
+        assert isinstance(cause(caught), ChecksumMismatch)
+        assert "'w'" in str(cause(caught))
+        assert file.name in str(cause(caught))
+    else:
+        load(path, target, verify=False)
+        assert int((target["w"] != expected).sum()) == 1
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "long"])
+def test_files_are_checked_before_a_target_changes(weights, damage):
+    """A file that is missing or has another size is an error naming it, and no target has changed."""
+    path, _ = weights
+    file = next(path.glob("*.tensors"))
+    if damage == "missing":
+        file.unlink()
+    else:
+        os.truncate(file, file.stat().st_size + (1 if damage == "long" else -1))
+    target = {"w": torch.full((200, 500), 7.0)}
+    with pytest.raises(CheckpointException) as caught:
+        load(path, target)
+    assert isinstance(cause(caught), ReadError)
+    assert file.name in str(cause(caught))
+    assert bool((target["w"] == 7).all())
+
+
+def test_incomplete_chunks_are_an_error(weights):
+    """Metadata whose chunks do not cover a tensor names it, before its target changes."""
+    path, _ = weights
+    metadata = decode((path / ".metadata").read_bytes(), "x")
+    entry = metadata.state_dict_metadata["w"]
+    half = dataclasses.replace(entry, chunks=[ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([100, 500]))])
+    metadata.state_dict_metadata["w"] = half
+    (path / ".metadata").write_bytes(encode(metadata))
+    target = {"w": torch.full((200, 500), 7.0)}
+    with pytest.raises(CheckpointException) as caught:
+        load(path, target)
+    assert isinstance(cause(caught), MetadataError)
+    assert "'w'" in str(cause(caught))
+    assert bool((target["w"] == 7).all())
+
+
+def test_objects_need_trust(tmp_path, caplog):
+    """An object of a foreign class is said when it is saved, refused by name when it is loaded, and can be allowed."""
+    save(tmp_path, {"extra": Custom(5)})
+    assert "'extra'" in caplog.text
+    assert "Custom" in caplog.text
+    with pytest.raises(CheckpointException) as caught:
+        load(tmp_path, {"extra": None})
+    assert isinstance(cause(caught), UntrustedObject)
+    for part in ("'extra'", "Custom", "add_safe_globals", "allow_pickle=True"):
+        assert part in str(cause(caught))
+    state = {"extra": None}
+    load(tmp_path, state, allow_pickle=True)
+    assert state["extra"].value == 5
+    with torch.serialization.safe_globals([Custom]):
+        state = {"extra": None}
+        load(tmp_path, state)
+    assert state["extra"].value == 5
+
+
+def test_no_checkpoint(tmp_path):
+    """A path without a checkpoint is NotCommitted and named, also when it does not exist."""
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(CheckpointException) as caught:
+            load(path, {"w": torch.zeros(1)})
+        assert isinstance(cause(caught), NotCommitted)
+        assert str(path) in str(cause(caught))
+
+
+def test_progress(weights, caplog):
+    """The callback counts up to the total, and the load is logged with its rate."""
+    path, expected = weights
+    calls = []
+    with caplog.at_level(logging.INFO, "dcp_tensorizer"):
+        load(path, {"w": torch.zeros(200, 500)}, on_progress=lambda done, total: calls.append((done, total)))
+    assert calls[-1] == (expected.nbytes, expected.nbytes)
+    assert "GB/s" in caplog.text
+
+
+def test_a_reader_is_used_again(tmp_path):
+    """One reader loads several checkpoints, by checkpoint_id."""
+    reader = TensorizerStorageReader(tmp_path / "a")
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        save(tmp_path / name, {"w": torch.full((4,), value)})
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        state = {"w": torch.zeros(4)}
+        dcp.load(state, storage_reader=reader, checkpoint_id=str(tmp_path / name))
+        assert state["w"].tolist() == [value] * 4

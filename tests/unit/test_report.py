@@ -1,0 +1,54 @@
+"""What a save cost: the report, its log record, and the callback."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dcp_tensorizer import TensorizerStorageWriter
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+STATE = {"weight": torch.arange(1000, dtype=torch.float32), "step": torch.tensor(3)}
+NBYTES = 4000 + 8
+
+
+def test_each_save_is_reported_once(tmp_path, caplog):
+    """The report counts this save's bytes, files and seconds, and is given to the callback, the log and the writer."""
+    reports = []
+    with (
+        caplog.at_level(logging.INFO, "dcp_tensorizer"),
+        TensorizerStorageWriter(tmp_path, on_report=reports.append) as writer,
+    ):
+        dcp.async_save(STATE, storage_writer=writer).result()
+        assert reports == [writer.last_report]
+    report = reports[0]
+    assert (report.path, report.rank, report.nbytes, report.files, report.attempts) == (str(tmp_path), 0, NBYTES, 1, 1)
+    assert report.save_id in next(path.name for path in tmp_path.glob("*.tensors"))
+    assert min(report.stage_seconds, report.plan_seconds, report.hash_seconds, report.write_seconds) > 0
+    assert report.commit_seconds is not None
+    assert (tmp_path / ".metadata").stat().st_mtime <= report.durable_at + 1
+    assert [r.getMessage() for r in caplog.records if "rank 0 wrote" in r.getMessage()] == [str(report)]
+
+
+def test_a_synchronous_save_has_no_staging(tmp_path):
+    """`dcp.save` writes from the tensors themselves, so that nothing is staged."""
+    with TensorizerStorageWriter(tmp_path) as writer:
+        dcp.save(STATE, storage_writer=writer)
+        assert writer.last_report is not None
+        assert writer.last_report.stage_seconds == 0
+        assert writer.last_report.nbytes == NBYTES
+
+
+def test_a_callback_that_fails_does_not_fail_the_save(tmp_path, caplog):
+    """An exception from `on_report` is logged, and the checkpoint is committed all the same."""
+
+    def fail(report):
+        raise RuntimeError("metrics are down")
+
+    with TensorizerStorageWriter(tmp_path, on_report=fail) as writer:
+        dcp.async_save(STATE, storage_writer=writer).result()
+    assert (tmp_path / ".metadata").exists()
+    assert "metrics are down" in caplog.text
+    caplog.clear()  # its traceback holds the staged state dict

@@ -1,0 +1,262 @@
+"""What is particular to one backend, and what messages may not show. The rest: test_storage_contract.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_tensorizer import ReadError, WriteError
+from dcp_tensorizer._storage import open_storage, redact
+
+from .support import open_descriptors
+
+NAME = f"__0_0_{'a' * 32}.tensors"
+
+
+# --- paths -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["a*b", "[1]", "a b", "\N{SNOWMAN}", "%41", "~", "#x?y", "a:b", "memory:", "-"])
+def test_local_paths_are_literal(tmp_path: Path, path: str) -> None:
+    """As string, as path and as file URL, the same directory of exactly that name."""
+    for given_path in (f"{tmp_path}/{path}", tmp_path / path, f"file://{tmp_path}/{path}"):
+        storage = open_storage(given_path)
+        assert storage.path == storage.location == f"{tmp_path}/{path}"
+        storage.make_directory()
+        storage.publish("f", b"x", sync=False)
+    assert os.listdir(tmp_path) == [path]
+
+
+def test_a_path_like_with_a_colon_pair_is_local(tmp_path: Path) -> None:
+    """A string with ``::`` is a chain of URLs; a path never is."""
+    assert open_storage(tmp_path / "a::b").path == f"{tmp_path}/a::b"
+
+
+def test_relative_paths_are_those_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer process, and a later change of directory, see the same place."""
+    monkeypatch.chdir(tmp_path)
+    storage = open_storage("checkpoints/last")
+    assert storage.location == f"{tmp_path}/checkpoints/last"
+    assert not storage.in_process
+
+
+def test_remote_locations_are_opened_by_another_process_as_they_were_given() -> None:
+    """The location keeps what the path for messages leaves out."""
+    storage = open_storage("memory://user:hunter2@bucket/checkpoint")
+    assert storage.location == "memory://user:hunter2@bucket/checkpoint"
+    assert storage.path == "memory://bucket/checkpoint"
+
+
+# --- secrets ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("s3://key:secret@bucket/a", "s3://bucket/a"),
+        ("ftp://user@host/a", "ftp://host/a"),
+        ("ftp://user:p@ss@host/a", "ftp://host/a"),
+        ("ftp://user:p%40ss@host", "ftp://host"),
+        ("simplecache::ftp://u:p@h/a and s3://k:s@b", "simplecache::ftp://h/a and s3://b"),
+        ("https://host/a@b", "https://host/a@b"),
+        ("/local/a@b and user@host", "/local/a@b and user@host"),
+        ("(s3+http://u:p@h/x)", "(s3+http://h/x)"),
+        ("", ""),
+    ],
+)
+def test_credentials_in_urls_are_removed(text: str, clean: str) -> None:
+    """All of the user and the password, also one that holds an ``@``; nothing else."""
+    assert redact(text) == clean
+
+
+secret = st.text("abcdefghijklmnopqrstuvwxyz0123456789!@:+=-_.", min_size=1, max_size=20)
+
+
+@given(secret, secret)
+def test_no_password_survives_in_a_url(user: str, password: str) -> None:
+    """Whatever it is made of, as long as the URL can be parsed."""
+    assert redact(f"error at ftp://{user}:{password}@host.name/path/x: 403") == "error at ftp://host.name/path/x: 403"
+
+
+OPTIONS = {
+    "key": "AKIA-123456",
+    "client_kwargs": {
+        "endpoint_url": "http://minio.local:9000",
+        "region_name": "eu-central-1",
+        "headers": [{"x": "Bearer t0ken-region"}],
+    },
+    "secret": "sup3r-s3cret",
+    "anon": False,
+    "short": "abc",
+}
+
+
+def test_options_are_scrubbed_from_messages() -> None:
+    """Every longer string among them, however deep; endpoints and regions stay, for they help."""
+    storage = open_storage("memory://bucket", OPTIONS)
+    text = "key AKIA-123456 at http://minio.local:9000 in eu-central-1: Bearer t0ken-region sup3r-s3cret abc"
+    assert storage.scrub(text) == "key *** at http://minio.local:9000 in eu-central-1: *** *** abc"
+
+
+def test_a_secret_within_another_is_scrubbed_whole() -> None:
+    """The longer one first, so that no rest of it is left."""
+    storage = open_storage("memory://bucket", {"a": "abcdef", "b": "abcdef-ghijkl"})
+    assert storage.scrub("abcdef-ghijkl abcdef") == "*** ***"
+
+
+@pytest.mark.parametrize("url", ["nonsense://u:hunter2@h/x", "simplecache::nonsense://u:hunter2@h/x"])
+def test_an_error_while_opening_shows_no_secret(url: str) -> None:
+    """Neither in its text nor in the exceptions behind it."""
+    with pytest.raises(WriteError) as caught:
+        open_storage(url, {"password": "correct-horse"})
+    error: BaseException | None = caught.value
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+    assert "hunter2" not in str(error)
+    assert "correct-horse" not in str(error)
+
+
+@contextmanager
+def failing(storage: Any, method: str) -> Iterator[None]:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise PermissionError("403 Forbidden: token correct-horse for s3://k:hunter2@bucket")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage._filesystem, method, fail)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("method", "call", "error"),
+    [
+        ("makedirs", lambda s: s.make_directory(), WriteError),
+        ("pipe_file", lambda s: s.publish("f", b"x", sync=True), WriteError),
+        ("cat_file", lambda s: s.read("f"), ReadError),
+        ("info", lambda s: s.size("f"), ReadError),
+    ],
+    ids=["makedirs", "publish", "read", "size"],
+)
+def test_errors_of_a_backend_are_translated(method: str, call: Any, error: type[Exception]) -> None:
+    """Ours, with the path and the backend's text, without what is secret in it."""
+    storage = open_storage("memory://translated", {"token": "correct-horse"})
+    with failing(storage, method), pytest.raises(error, match=r"memory://translated.*PermissionError: 403") as caught:
+        call(storage)
+    assert "correct-horse" not in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+# --- local files -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_the_umask_is_respected(tmp_path: Path, mask: int, mode: int) -> None:
+    """Data files, published files and directories have the modes that any program's would have."""
+    before = os.umask(mask)
+    try:
+        storage = open_storage(tmp_path / "new" / "checkpoint")
+        storage.make_directory()
+        storage.create(NAME, 0, sync=False).close()
+        storage.publish(".metadata", b"x", sync=False)
+    finally:
+        os.umask(before)
+    folder = tmp_path / "new" / "checkpoint"
+    assert [(folder / name).stat().st_mode & 0o777 for name in (NAME, ".metadata")] == [mode, mode]
+    assert folder.stat().st_mode & 0o777 == 0o777 & ~mask
+
+
+def test_publishing_replaces_the_file_not_its_contents(tmp_path: Path) -> None:
+    """Whoever has the old one open reads the old one to its end."""
+    storage = open_storage(tmp_path)
+    storage.publish("f", b"old" * 1000, sync=True)
+    with open(tmp_path / "f", "rb") as file:
+        assert file.read(3) == b"old"
+        storage.publish("f", b"new", sync=True)
+        assert file.read() == (b"old" * 1000)[3:]
+    assert storage.read("f") == b"new"
+    assert os.listdir(tmp_path) == ["f"]
+
+
+def test_a_file_in_the_place_of_a_directory(tmp_path: Path) -> None:
+    """There is nothing below it to read, and nothing can be written there."""
+    (tmp_path / "file").write_bytes(b"x")
+    storage = open_storage(tmp_path / "file")
+    assert storage.read(".metadata") is None
+    assert storage.size(".metadata") is None
+    with pytest.raises(WriteError, match="file"):
+        storage.make_directory()
+    with pytest.raises(WriteError, match="file"):
+        storage.publish(".metadata", b"x", sync=True)
+
+
+def test_a_directory_in_the_place_of_a_file(tmp_path: Path) -> None:
+    """What cannot be read is an error, not a missing file."""
+    (tmp_path / ".metadata").mkdir()
+    with pytest.raises(ReadError, match="metadata"):
+        open_storage(tmp_path).read(".metadata")
+
+
+def test_opening_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
+    """And leaves no descriptor open."""
+    before = open_descriptors()
+    with pytest.raises(FileNotFoundError):
+        open_storage(tmp_path).open(NAME)
+    assert open_descriptors() == before
+
+
+# --- spooled files ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    storage = open_storage("memory://spooled")
+    storage.make_directory()
+    yield storage
+    fsspec.filesystem("memory").rm("/spooled", recursive=True)
+
+
+def test_nothing_appears_before_a_file_is_complete(memory: Any, temporary_directory: Path) -> None:
+    """It is spooled on local disk, put as a whole, and the spool is removed."""
+    sink = memory.create(NAME, 0, sync=True)
+    sink.write(b"abc")
+    sink.seek(1)
+    sink.write(b"B")
+    assert memory.size(NAME) is None
+    assert (sink.nbytes, sink.bytes_written, sink.tell()) == (3, 4, 2)
+    sink.close()
+    sink.close()
+    assert memory.read(NAME) == b"aBc"
+    assert not list(temporary_directory.glob("*.spool"))
+
+
+def test_an_aborted_spool_leaves_nothing(memory: Any, temporary_directory: Path) -> None:
+    """Neither at the destination nor on local disk; nor does closing put it after all."""
+    before = open_descriptors()
+    sink = memory.create(NAME, 0, sync=True)
+    sink.write(b"abc")
+    sink.abort()
+    sink.abort()
+    sink.close()
+    assert memory.size(NAME) is None
+    assert not list(temporary_directory.glob("*.spool"))
+    assert open_descriptors() == before
+
+
+def test_a_failed_put_leaves_no_spool(memory: Any, temporary_directory: Path) -> None:
+    """The error comes out of close, where the data was to become durable."""
+    before = open_descriptors()
+    sink = memory.create(NAME, 0, sync=True)
+    sink.write(b"abc")
+    with failing(memory, "put_file"), pytest.raises(PermissionError, match="403"):
+        sink.close()
+    sink.abort()
+    assert not list(temporary_directory.glob("*.spool"))
+    assert open_descriptors() == before
+    assert memory.size(NAME) is None
