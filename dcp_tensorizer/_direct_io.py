@@ -1,56 +1,50 @@
-"""Local files: a seekable sink that writes aligned blocks past the page cache with O_DIRECT, and range reads.
+"""Local files: a sink that writes aligned parts past the page cache with O_DIRECT, and range reads.
 
-tensorizer hands tensor data over as views and goes on hashing meanwhile; large runs leave through an aligned bounce
-buffer, which costs a tenth of the CPU of a buffered write and leaves the page cache to the training data. What is
-unaligned or small (headers, the index, the edges of a tensor) is buffered. Where O_DIRECT is refused, all of it is.
+O_DIRECT costs a tenth of the CPU of a buffered write and leaves the page cache to the training data. Where it is
+refused (tmpfs before Linux 6.6, some network mounts), parts are written through the page cache, and dropped from it.
 """
 
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 __all__ = ["LocalFile", "LocalSink", "read_into"]
 
 _BLOCK = 4096  # O_DIRECT's unit: no file system in use asks for more
-_BOUNCE = 4 << 20
-_DIRECT_MIN = 1 << 20  # below it, two edges and a system call cost more than the page cache does
+_PART = 4 << 20  # 1 to 8 MiB are equally fast; a larger one costs less Python a byte, and more memory
+_WRITERS = 2
 _IOV_MAX = 1024  # Linux's limit on the buffers of one preadv
 
 
 class LocalSink:
-    """A new local file, for one writer thread at a time.
+    """A new local file of known size, written in parts, in any order and by several threads.
 
     Args:
         path: Where to create it; it must not exist.
-        nbytes: Bytes to preallocate, so that a full disk is known before the work begins.
+        nbytes: Its size. It is preallocated, so that a full disk is known before the work begins.
         sync: Make the data durable in `close`.
 
     Raises:
         OSError: the file cannot be created or written.
     """
 
+    part_bytes = _PART
+    concurrency = _WRITERS
+
     def __init__(self, path: Path, nbytes: int, *, sync: bool) -> None:
         self.path = path
-        self.nbytes = 0
         self.bytes_written = 0
         self.write_seconds = 0.0
         self.close_seconds = 0.0
         self._sync = sync
-        self._position = 0
-        self._failure: OSError | None = None
-        self._lock = threading.Lock()  # so that `abort` never closes a descriptor that a write is about to use
+        self._lock = threading.Lock()
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._direct_fd = _open_direct(path, os.O_WRONLY)
-        self._bounce = mmap.mmap(-1, _BOUNCE) if self._direct_fd is not None else None
         try:
             # Without O_DIRECT the file system may be one where glibc imitates fallocate by writing zeros.
             if self._direct_fd is not None and hasattr(os, "posix_fallocate") and nbytes:
@@ -59,53 +53,24 @@ class LocalSink:
             self.abort()
             raise
 
-    def readable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.nbytes}[whence]
-        self._position = base + offset
-        return self._position
-
-    def flush(self) -> None:
-        """Nothing is kept back."""
-
-    def write(self, data: Any) -> int:
-        view = np.frombuffer(data, dtype=np.uint8)
+    def put(self, number: int, data: memoryview) -> None:
+        """Writes part ``number``; ``data`` begins on a page, and is not kept."""
         started = time.perf_counter()
-        try:
-            with self._lock:
-                if self._failure is not None:  # the rest of the file is lost: stop whoever still writes to it
-                    raise self._failure
-                self._write_at(view, self._position)
-        except OSError as error:
-            self._failure = error
-            raise
-        finally:
+        offset = number * _PART
+        whole = data.nbytes // _BLOCK * _BLOCK
+        if self._direct_fd is None or not self._put_direct(data[:whole], offset):
+            whole = 0
+        _put(self._fd, data[whole:], offset + whole)
+        with self._lock:
+            self.bytes_written += data.nbytes
             self.write_seconds += time.perf_counter() - started
-        if view.nbytes:
-            self._position += view.nbytes
-            self.nbytes = max(self.nbytes, self._position)
-        return view.nbytes
 
     def close(self) -> None:
-        """Cuts the file to what was written and makes it durable; removes it if that fails. Idempotent."""
+        """Makes what was written durable; removes the file if that fails. Idempotent."""
         if self._fd < 0:
             return
         started = time.perf_counter()
         try:
-            if self._failure is not None:
-                raise self._failure
-            os.ftruncate(self._fd, self.nbytes)
             if self._sync:
                 os.fsync(self._fd)
                 if hasattr(os, "posix_fadvise"):
@@ -118,49 +83,34 @@ class LocalSink:
             self.close_seconds += time.perf_counter() - started
 
     def abort(self) -> None:
-        """Removes the file. Idempotent; does nothing after `close`."""
-        with self._lock:
-            if self._fd >= 0:
-                self._failure = self._failure or OSError(errno.ECANCELED, "the file was given up", str(self.path))
-                self._close_descriptors()
-                self.path.unlink(missing_ok=True)
+        """Removes the file, when no thread writes to it any more. Idempotent; does nothing after `close`."""
+        if self._fd >= 0:
+            self._close_descriptors()
+            self.path.unlink(missing_ok=True)
+
+    def _put_direct(self, data: memoryview, offset: int) -> bool:
+        """Writes whole blocks past the page cache; False if the file system does not take them after all."""
+        assert self._direct_fd is not None
+        try:
+            _put(self._direct_fd, data, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False
+        return True
 
     def _close_descriptors(self) -> None:
         os.close(self._fd)
         if self._direct_fd is not None:
             os.close(self._direct_fd)
-        self._fd, self._direct_fd, self._bounce = -1, None, None
+        self._fd, self._direct_fd = -1, None
 
-    def _write_at(self, view: np.ndarray, offset: int) -> None:
-        start = -(-offset // _BLOCK) * _BLOCK
-        stop = (offset + view.nbytes) // _BLOCK * _BLOCK
-        if self._direct_fd is None or stop - start < _DIRECT_MIN:
-            self._put(self._fd, view, offset)
-            return
-        self._put(self._fd, view[: start - offset], offset)
-        self._write_direct(view[start - offset : stop - offset], start)
-        self._put(self._fd, view[stop - offset :], stop)
 
-    def _write_direct(self, view: np.ndarray, offset: int) -> None:
-        assert self._direct_fd is not None and self._bounce is not None
-        bounce = np.frombuffer(self._bounce, dtype=np.uint8)
-        for begin in range(0, view.nbytes, _BOUNCE):
-            piece = view[begin : begin + _BOUNCE]
-            bounce[: piece.nbytes] = piece
-            try:
-                self._put(self._direct_fd, bounce[: piece.nbytes], offset + begin)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                # A file system that opens files for O_DIRECT and then refuses to write so.
-                self._put(self._fd, view[begin:], offset + begin)
-                return
-
-    def _put(self, fd: int, view: np.ndarray, offset: int) -> None:
-        while view.nbytes:
-            count = os.pwrite(fd, view[:_BOUNCE].data, offset)
-            view, offset = view[count:], offset + count
-            self.bytes_written += count
+def _put(fd: int, data: memoryview, offset: int) -> None:
+    while data.nbytes:
+        count = os.pwrite(fd, data, offset)
+        offset += count
+        data = data[count:]
 
 
 class LocalFile:

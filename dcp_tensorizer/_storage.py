@@ -23,26 +23,27 @@ __all__ = ["RangeReader", "Sink", "Storage", "open_storage", "redact"]
 
 
 class Sink(Protocol):
-    """A seekable file to be written by tensorizer; complete and durable after `close`."""
+    """A file that is written in parts of equal size, in any order and by several threads."""
 
-    nbytes: int
-    """Size of the file so far."""
+    part_bytes: int
+    """Size of every part but the last."""
+    concurrency: int
+    """Parts that are worth writing at once."""
     bytes_written: int
-    """Bytes taken so far, rewrites included: it grows as long as the write makes progress."""
+    """Bytes taken so far: it grows as long as the write makes progress."""
     write_seconds: float
-    """Time spent in `write`."""
+    """Time spent in `put`, added up over threads."""
     close_seconds: float
     """Time spent in `close`, when everything else is done."""
 
-    def readable(self) -> bool: ...
-    def writable(self) -> bool: ...
-    def seekable(self) -> bool: ...
-    def tell(self) -> int: ...
-    def seek(self, offset: int, whence: int = 0) -> int: ...
-    def flush(self) -> None: ...
-    def write(self, data: Any) -> int: ...
-    def close(self) -> None: ...
-    def abort(self) -> None: ...
+    def put(self, number: int, data: memoryview) -> None:
+        """Takes a part; ``data`` begins on a page, and is the caller's again afterwards. Raises `OSError`."""
+
+    def close(self) -> None:
+        """Completes the file, and makes it durable; raises `OSError`, and then there is no file."""
+
+    def abort(self) -> None:
+        """Drops the file."""
 
 
 class RangeReader(Protocol):
@@ -75,7 +76,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def create(self, name: str, nbytes: int, *, sync: bool) -> Sink:
-        """Opens a new file of about ``nbytes`` bytes for writing."""
+        """Creates a new file of ``nbytes`` bytes."""
 
     @abc.abstractmethod
     def sync_directory(self) -> None:
@@ -280,39 +281,22 @@ class _FsspecReader:
 class _SpoolSink:
     """A temporary local file that is put to its destination as a whole when it is closed."""
 
+    part_bytes = 4 << 20
+    concurrency = 1
+
     def __init__(self, put: Callable[[str], object]) -> None:
         self._spool = tempfile.NamedTemporaryFile(prefix="dcp_tensorizer-", suffix=".spool")  # noqa: SIM115
         self._put = put
-        self.nbytes = 0
         self.bytes_written = 0
         self.write_seconds = 0.0
         self.close_seconds = 0.0
 
-    def readable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._spool.tell()
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return self._spool.seek(offset, whence)
-
-    def flush(self) -> None:
-        """Flushed when it is complete."""
-
-    def write(self, data: Any) -> int:
+    def put(self, number: int, data: memoryview) -> None:
         started = time.perf_counter()
-        count = self._spool.write(data)
+        self._spool.seek(number * self.part_bytes)
+        self._spool.write(data)
         self.write_seconds += time.perf_counter() - started
-        self.nbytes = max(self.nbytes, self._spool.tell())
-        self.bytes_written += count
-        return count
+        self.bytes_written += data.nbytes
 
     def close(self) -> None:
         """Puts the file. Idempotent."""

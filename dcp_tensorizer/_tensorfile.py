@@ -1,110 +1,162 @@
-"""Tensorizer files: encoding tensors into a sink, the index of a file, block digests; the only use of tensorizer.
+"""The tensorizer file format: where everything goes, the headers, block digests.
 
-Every file is one that stock ``tensorizer.TensorDeserializer`` opens.
+A file's layout follows from the names, dtypes and shapes of its tensors alone, so it is known before a byte has been
+hashed: parts of a file can be made in any order and by several threads. The files are byte for byte those that
+``tensorizer.TensorSerializer`` writes (the tests compare them), which hashes each tensor in two passes over memory
+with several queued tasks a tensor; here every byte is fetched from memory once (see `_encoder`).
+
+    head      magic, version, flags, bytes and number of tensors, then an index in a region of 256 KiB
+    entries   for each tensor a header (name, dtype, shape, CRC-32 and SHA-256 of header and data), then the data
+    end       eight zero bytes
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import struct
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-import numpy as np
 import torch
 import xxhash
-from tensorizer import TensorSerializer
 
 from ._layout import INDEX_CAPACITY, block_size
-from ._storage import Sink
 from .errors import ChecksumMismatch
 
 __all__ = [
-    "IndexEntry",
-    "block_digests",
+    "END",
+    "BlockDigester",
+    "Entry",
+    "FileLayout",
     "check_blocks",
-    "encode",
     "host_bytes",
-    "read_index",
+    "lay_out",
     "unsafe_globals",
 ]
 
-# magic, then: data version, feature flags, tensor bytes, unused, tensor count, length of the index
-# (tensorizer's ``_FileHeader``)
-_PROLOGUE = struct.Struct("<5sI32sQ8xQQ")
 _MAGIC = b"|TZR|"
-_HEAD = _PROLOGUE.size + INDEX_CAPACITY
-_VERSIONED = 2  # ``_FileFeatureFlags.versioned_headers``: each index entry is preceded by its own version
-_LONG_DIMENSIONS = 5  # from this entry version on dimensions have 64 bits (``LONG_TENSOR_TENSORIZER_VERSION``)
+# Data version, feature flags, bytes of tensors, unused, number of tensors, length of the index's region.
+_HEAD = struct.Struct("<I32sQ8xQQ")
+_START = struct.Struct("<QHBH")  # length of the header, module index, kind of tensor, length of the name
+_HASHES = struct.Struct("<HBBBIBB32s")  # bytes that follow, number of hashes; of each: kind, length, value
+_CRC32, _SHA256 = 0, 1
+_STATE_DICT = 2  # kind of tensor: neither a module's parameter nor its buffer
+END = bytes(8)
 
-# Tensors that are not in the staging buffer may need a copy each while they are written (from a GPU, or to make
-# them contiguous); in batches, that is never more than this.
-_BATCH_BYTES = 256 << 20
+# The least data version that can hold a file: plain, with dtypes that numpy lacks, with dimensions of over 32 bits.
+_PLAIN, _OPAQUE, _LONG = 1, 2, 5
+_VERSIONED_INDEX = 2  # feature flag: a version precedes each entry of the index
 
 
-class IndexEntry(NamedTuple):
-    """Where a tensor's bytes are in a tensorizer file."""
+class TensorInfo(Protocol):
+    """What the layout of a file depends on."""
 
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor in a file.
+
+    Attributes:
+        header_offset: First byte of its header in the file.
+        header: The header as it is hashed: with zeros in place of the hashes.
+        hashes_offset: Of the hashes in the header.
+        offset: First byte of the data in the file.
+        length: Bytes of data.
+    """
+
+    header_offset: int
+    header: bytes
+    hashes_offset: int
     offset: int
     length: int
 
+    def sealed(self, crc32: int, sha256: bytes) -> bytes:
+        """The header as it is stored."""
+        header = bytearray(self.header)
+        _pack_hashes(header, self.hashes_offset, crc32, sha256)
+        return bytes(header)
 
-def encode(tensors: Sequence[tuple[str, torch.Tensor]], sink: Sink, threads: int) -> list[IndexEntry]:
-    """Writes a complete tensorizer file and closes the sink.
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """A file: its first bytes, its entries in order, and its size; `END` follows the last entry."""
+
+    head: bytes
+    entries: tuple[Entry, ...]
+    nbytes: int
+
+
+def lay_out(tensors: Sequence[TensorInfo]) -> FileLayout:
+    """Where everything goes in the file of some tensors.
 
     Args:
-        tensors: Names, unique within the file, and tensors with at least one element each, in file order.
-        sink: Where to; aborted when anything fails.
-        threads: Upper bound on hashing threads.
-
-    Returns:
-        Where each tensor's data is, in the order given.
+        tensors: In file order; names are unique, and none has zero bytes.
 
     Raises:
-        OSError: the sink failed.
+        ValueError: the index does not hold so many names.
     """
-    recorder = _HeadRecorder(sink)
-    try:
-        serializer = TensorSerializer(recorder, limit_cpu_concurrency=threads)
-        for batch in _batches(tensors):
-            serializer.write_state_dict({name: _on_host(tensor) for name, tensor in batch})
-        serializer.close()
-    except BaseException:
-        # Before the serializer is collected: its finalizer closes the file, which would complete it.
-        sink.abort()
-        raise
-    index = read_index(bytes(recorder.head))
-    return [index[name] for name, _ in tensors]
+    position = len(_MAGIC) + _HEAD.size + INDEX_CAPACITY
+    entries = []
+    index: list[tuple[int, bytes]] = []
+    version = _PLAIN
+    for tensor in tensors:
+        name, dtype = tensor.name.encode(), _dtype_name(tensor.dtype)
+        is_long = any(extent >> 32 for extent in tensor.shape)
+        version = max(version, _LONG if is_long else _OPAQUE if b"\0" in dtype else _PLAIN)
+        shape = struct.pack(f"<B{len(tensor.shape)}{'Q' if is_long else 'I'}", len(tensor.shape), *tensor.shape)
+        header, hashes_offset = _header(name, dtype, shape, tensor.nbytes)
+        entry = Entry(position, header, hashes_offset, position + len(header), tensor.nbytes)
+        entries.append(entry)
+        index.append((_LONG if is_long else _PLAIN, _index_entry(name, dtype, shape, entry)))
+        position = entry.offset + entry.length
+    is_versioned = version == _LONG
+    listing = b"".join((struct.pack("<I", v) if is_versioned else b"") + record for v, record in index)
+    if len(listing) > INDEX_CAPACITY:
+        raise ValueError(f"{len(tensors):,} names do not fit into the index of one tensorizer file")
+    flags = (_VERSIONED_INDEX if is_versioned else 0).to_bytes(32, "little")
+    total = sum(entry.length for entry in entries)
+    head = _MAGIC + _HEAD.pack(version, flags, total, len(entries), INDEX_CAPACITY)
+    return FileLayout(head + listing.ljust(INDEX_CAPACITY, b"\0"), tuple(entries), position + len(END))
 
 
-def read_index(head: bytes) -> dict[str, IndexEntry]:
-    """Reads the index from the first 256 KiB and a few bytes of a tensorizer file.
+class BlockDigester:
+    """XXH3-64 of each block (see `_layout.block_size`) of data that comes in pieces of any size."""
 
-    Raises:
-        ValueError: those are not a tensorizer file's.
-    """
-    if len(head) < _PROLOGUE.size or not head.startswith(_MAGIC):
-        raise ValueError("not a tensorizer file")
-    _, _, flags, _, count, _ = _PROLOGUE.unpack_from(head)
-    versioned = flags[0] & _VERSIONED
-    stream = io.BytesIO(head)
-    stream.seek(_PROLOGUE.size)
-    index = {}
-    for _ in range(count):
-        version = _unpack(stream, "<I") if versioned else 1
-        name = stream.read(_unpack(stream, "<H")).decode()
-        _unpack(stream, "<B")  # kind of tensor
-        stream.read(_unpack(stream, "<B"))  # dtype
-        stream.read(_unpack(stream, "<B") * (8 if version >= _LONG_DIMENSIONS else 4))
-        _header, offset, length = struct.unpack("<QQQ", stream.read(24))
-        index[name] = IndexEntry(offset, length)
-    return index
+    def __init__(self, nbytes: int) -> None:
+        self._step = self._left = block_size(nbytes)
+        self._hash = xxhash.xxh3_64()
+        self._digests: list[bytes] = []
 
+    def update(self, data: memoryview) -> None:
+        while data.nbytes:
+            part = data[: self._left]
+            self._hash.update(part)
+            self._left -= part.nbytes
+            data = data[part.nbytes :]
+            if not self._left:
+                self._close_block()
 
-def block_digests(data: memoryview) -> bytes:
-    """XXH3-64 of each block of a tensor's bytes (see `_layout.block_size`)."""
-    step = block_size(data.nbytes)
-    return b"".join(xxhash.xxh3_64_digest(data[start : start + step]) for start in range(0, data.nbytes, step))
+    def digests(self) -> bytes:
+        """8 bytes for each block, in order, after all data."""
+        if self._left < self._step:
+            self._close_block()
+        return b"".join(self._digests)
+
+    def _close_block(self) -> None:
+        self._digests.append(self._hash.digest())
+        self._hash.reset()
+        self._left = self._step
 
 
 def check_blocks(data: memoryview, first: int, step: int, digests: bytes) -> None:
@@ -128,44 +180,48 @@ def unsafe_globals(data: bytes) -> tuple[str, ...]:
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor in C order, in host memory; a copy only where they are not so already."""
-    return _on_host(tensor).contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-class _HeadRecorder:
-    """Passes everything on to a sink and remembers the head of the file, where the index is."""
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-        self.head = bytearray(_HEAD)
-        self.tell, self.seek, self.flush, self.close = sink.tell, sink.seek, sink.flush, sink.close
-        self.readable, self.writable, self.seekable = sink.readable, sink.writable, sink.seekable
-
-    def write(self, data: Any) -> int:
-        position = self._sink.tell()
-        if position < _HEAD:
-            head = bytes(np.frombuffer(data, dtype=np.uint8)[: _HEAD - position])
-            self.head[position : position + len(head)] = head
-        return self._sink.write(data)
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg().cpu()
-    # One element is contiguous whatever its strides are, but cannot be viewed as bytes with all of them.
-    return plain.as_strided(plain.shape, (1,) * plain.ndim) if plain.numel() == 1 else plain
+    if plain.numel() == 1:  # contiguous whatever its strides are, but not viewed as bytes with all of them
+        plain = plain.as_strided(plain.shape, (1,) * plain.ndim)
+    return plain.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _batches(tensors: Sequence[tuple[str, torch.Tensor]]) -> Iterable[list[tuple[str, torch.Tensor]]]:
-    batch: list[tuple[str, torch.Tensor]] = []
-    nbytes = 0
-    for name, tensor in tensors:
-        copied = tensor.device.type != "cpu" or not tensor.is_contiguous()
-        if batch and copied and nbytes + tensor.nbytes > _BATCH_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append((name, tensor))
-        nbytes += tensor.nbytes if copied else 0
-    yield batch
+def _header(name: bytes, dtype: bytes, shape: bytes, length: int) -> tuple[bytes, int]:
+    """A tensor's header without its hashes, and where they go."""
+    described = name + struct.pack("<B", len(dtype)) + dtype + shape
+    hashes_offset = _START.size + len(described)
+    nbytes = hashes_offset + _HASHES.size + 8
+    header = bytearray(nbytes)
+    _START.pack_into(header, 0, nbytes, 0, _STATE_DICT, len(name))
+    header[_START.size : hashes_offset] = described
+    _pack_hashes(header, hashes_offset, 0, b"")
+    struct.pack_into("<q", header, nbytes - 8, length)
+    return bytes(header), hashes_offset
 
 
-def _unpack(stream: io.BytesIO, fmt: str) -> int:
-    return int(struct.unpack(fmt, stream.read(struct.calcsize(fmt)))[0])
+def _pack_hashes(header: bytearray, offset: int, crc32: int, sha256: bytes) -> None:
+    _HASHES.pack_into(header, offset, _HASHES.size - 2, 2, _CRC32, 4, crc32, _SHA256, 32, sha256)
+
+
+def _index_entry(name: bytes, dtype: bytes, shape: bytes, entry: Entry) -> bytes:
+    return b"".join(
+        (
+            struct.pack("<H", len(name)),
+            name,
+            struct.pack("<BB", _STATE_DICT, len(dtype)),
+            dtype,
+            shape,
+            struct.pack("<QQQ", entry.header_offset, entry.offset, entry.length),
+        )
+    )
+
+
+@functools.cache
+def _dtype_name(name: str) -> bytes:
+    """A dtype as tensorizer stores it: numpy's name, or an opaque one with torch's where numpy has none."""
+    sample = torch.empty(0, dtype=getattr(torch, name))
+    try:
+        return str(sample.numpy().dtype.str).encode()
+    except TypeError:
+        order = "|" if sample.itemsize == 1 else "<"
+        return f"{order}V{sample.itemsize}\0torch.{name}".encode()

@@ -17,115 +17,20 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import torch
 
 from ._arena import attach
-from ._layout import INDEX_CAPACITY
-from ._protocol import (
-    Channel,
-    FileRequest,
-    FileResult,
-    Progress,
-    Ready,
-    TensorResult,
-    TensorSource,
-    WriteDone,
-    WriteFailed,
-    WriteRequest,
-)
-from ._storage import Sink, Storage, open_storage
-from ._tensorfile import block_digests, encode, host_bytes, unsafe_globals
-from .errors import CheckpointError, WriteError
+from ._job import FileJob
+from ._protocol import Channel, Progress, Ready, TensorSource, WriteDone, WriteFailed, WriteRequest
+from ._storage import open_storage
+from .errors import CheckpointError
 
-__all__ = ["FileJob"]
+__all__: list[str] = []
 
 _NICENESS = 10  # also lowers the I/O priority, which follows it unless set apart
 _PROGRESS_SECONDS = 1.0
-
-
-class FileJob:
-    """Writes the files of one request, all of them or none.
-
-    Args:
-        storage: The checkpoint's directory.
-        files: What to write.
-        tensors: Gives the tensor that a source describes.
-        sync: Make files and directory durable.
-        threads: Upper bound on hashing threads.
-    """
-
-    def __init__(
-        self,
-        storage: Storage,
-        files: Sequence[FileRequest],
-        tensors: Callable[[TensorSource], torch.Tensor],
-        *,
-        sync: bool,
-        threads: int,
-    ) -> None:
-        self._storage = storage
-        self._files = files
-        self._tensors = tensors
-        self._sync = sync
-        self._threads = threads
-        self._sinks: list[Sink] = []
-
-    @property
-    def bytes_written(self) -> int:
-        """Grows as long as there is progress; may be read from another thread."""
-        return sum(sink.bytes_written for sink in self._sinks)
-
-    def run(self) -> WriteDone:
-        """Writes everything.
-
-        Raises:
-            WriteError: naming file and cause; what had been written is removed.
-        """
-        name = ""
-        try:
-            results = []
-            unsafe: dict[str, tuple[str, ...]] = {}
-            started = time.perf_counter()
-            for file in self._files:
-                name = file.name
-                results.append(self._write(file, unsafe))
-            if self._sync:
-                self._storage.sync_directory()
-            writing = sum(sink.write_seconds for sink in self._sinks)
-            closing = sum(sink.close_seconds for sink in self._sinks)
-            seconds = time.perf_counter() - started
-            return WriteDone(tuple(results), seconds, seconds - closing, writing + closing, unsafe)
-        except Exception as error:
-            self.remove()
-            cause = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-            raise WriteError(self._storage.scrub(f"cannot write {self._storage.path}/{name}: {cause}")) from error
-
-    def remove(self) -> None:
-        """Removes the files of this job, as far as there are any."""
-        for file in self._files:
-            with suppress(Exception):
-                self._storage.remove(file.name)
-
-    def _write(self, file: FileRequest, unsafe: dict[str, tuple[str, ...]]) -> FileResult:
-        tensors = [self._tensors(source) for source in file.tensors]
-        nbytes = sum(source.nbytes for source in file.tensors)
-        sink = self._storage.create(file.name, nbytes + INDEX_CAPACITY, sync=self._sync)
-        self._sinks.append(sink)
-        # The digests (3% of the hashing that tensorizer does) on a thread of their own, beside it.
-        with ThreadPoolExecutor(1, thread_name_prefix="digests") as pool:
-            digests = pool.submit(lambda: [block_digests(host_bytes(tensor)) for tensor in tensors])
-            index = encode([(s.name, t) for s, t in zip(file.tensors, tensors, strict=True)], sink, self._threads)
-            results = tuple(
-                TensorResult(entry.offset, entry.length, digest)
-                for entry, digest in zip(index, digests.result(), strict=True)
-            )
-        for source, tensor in zip(file.tensors, tensors, strict=True):
-            if source.kind == "object" and (refused := unsafe_globals(bytes(host_bytes(tensor)))):
-                unsafe[source.name] = refused
-        return FileResult(file.name, sink.nbytes, results)
 
 
 class _Worker:

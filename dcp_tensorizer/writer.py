@@ -30,6 +30,7 @@ from torch.futures import Future
 from ._arena import Arena, aligned
 from ._commit import commit, remove_uncommitted
 from ._items import Item, resolve, sources, write_results
+from ._job import FileJob
 from ._layout import StoredItem, metadata_file_name
 from ._outcomes import Outcomes
 from ._plan import plan_files
@@ -37,7 +38,6 @@ from ._process import WriterProcess
 from ._protocol import FileRequest, WriteDone, WriteRequest
 from ._report import SaveReport
 from ._storage import Storage, open_storage, redact
-from ._worker import FileJob
 from .errors import CheckpointError, StagingError, WriteError, WriterProcessDied
 from .staging import ArenaStager, Lease
 

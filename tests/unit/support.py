@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import io
+import mmap
 import os
 import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
+import xxhash
 
-from dcp_tensorizer._layout import StoredItem
+from dcp_tensorizer._layout import StoredItem, block_size
 from dcp_tensorizer._plan import Box, ReadRequest
+from dcp_tensorizer._protocol import TensorSource
+from dcp_tensorizer._storage import Storage
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "dcp_tensorizer"
@@ -74,32 +77,62 @@ def read_request(item: StoredItem, shape: tuple[int, ...], box: Box, *, direct: 
     return ReadRequest(item, shape, getattr(torch, item.dtype).itemsize, box, direct)
 
 
-class BufferSink(io.BytesIO):
-    """A sink that keeps its contents after it is closed."""
+class BufferSink:
+    """A sink that keeps its contents, in parts of a few bytes if a test wants many."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes = 0
+    concurrency = 2
+
+    def __init__(self, part_bytes: int = 4 << 20) -> None:
+        self.part_bytes = part_bytes
         self.bytes_written = 0
         self.write_seconds = self.close_seconds = 0.0
-        self.content: bytes | None = None
-        self.aborted = False
+        self.parts: dict[int, bytes] = {}
+        self.closed = self.aborted = False
 
-    def write(self, data: Any) -> int:
-        count = super().write(data)
-        self.nbytes = max(self.nbytes, self.tell())
-        self.bytes_written += count
-        return count
+    def put(self, number: int, data: memoryview) -> None:
+        assert number not in self.parts
+        self.parts[number] = bytes(data)
+        self.bytes_written += data.nbytes
 
     def close(self) -> None:
-        if not self.closed:
-            self.content = self.getvalue()
-        super().close()
+        self.closed = True
 
     def abort(self) -> None:
-        if not self.closed:
-            self.aborted = True
-        super().close()
+        self.aborted = True
+
+    @property
+    def content(self) -> bytes:
+        """The file; every part but the last has the same size."""
+        assert sorted(self.parts) == list(range(len(self.parts)))
+        assert all(len(self.parts[number]) == self.part_bytes for number in range(len(self.parts) - 1))
+        return b"".join(self.parts[number] for number in sorted(self.parts))
+
+
+def put_file(storage: Storage, name: str, content: bytes, *, sync: bool = True) -> None:
+    """Writes a whole file through a sink."""
+    sink = storage.create(name, len(content), sync=sync)
+    for number, start in enumerate(range(0, len(content), sink.part_bytes)):
+        sink.put(number, on_a_page(content[start : start + sink.part_bytes]))
+    sink.close()
+
+
+def on_a_page(content: bytes) -> memoryview:
+    """A copy that begins on a page, as a sink wants it."""
+    memory = mmap.mmap(-1, max(1, len(content)))
+    memory[: len(content)] = content
+    return memoryview(memory)[: len(content)]
+
+
+def sources(tensors: Iterable[tuple[str, torch.Tensor]], kind: str = "tensor") -> tuple[TensorSource, ...]:
+    """What a request says of tensors."""
+    return tuple(TensorSource(n, dtype_name(t.dtype), tuple(t.shape), 0, 0, t.nbytes, kind) for n, t in tensors)
+
+
+def block_digests(tensor: torch.Tensor) -> bytes:
+    """XXH3-64 of each block of a tensor's bytes."""
+    data = raw(tensor)
+    step = block_size(len(data))
+    return b"".join(xxhash.xxh3_64_digest(data[start : start + step]) for start in range(0, len(data), step))
 
 
 def run_python(script: str, *arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:

@@ -3,39 +3,29 @@
 from __future__ import annotations
 
 import errno
-import io
+import fcntl
 import os
 import resource
-import threading
+import shutil
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dcp_tensorizer import _direct_io
 from dcp_tensorizer._direct_io import LocalFile, LocalSink, read_into
 
-from .support import open_descriptors
+from .support import on_a_page, open_descriptors
 
 MIB = 1 << 20
 PATTERN = np.random.default_rng(0).integers(0, 256, 9 * MIB, dtype=np.uint8).tobytes()
 
 shared_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-
-
-@contextmanager
-def small_limits() -> Iterator[None]:
-    """Direct I/O from two blocks on, through a bounce buffer of four, so that small files meet every edge."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_direct_io, "_BOUNCE", 4 * 4096)
-        patch.setattr(_direct_io, "_DIRECT_MIN", 2 * 4096)
-        yield
 
 
 @contextmanager
@@ -49,78 +39,77 @@ def file_size_limit(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def same_writes(path: Path, writes: list[tuple[int, int, int]], nbytes: int) -> None:
-    """Carries out seeks (offset, whence) and writes of a number of bytes on a sink and on a BytesIO, and compares."""
-    sink, reference = LocalSink(path, nbytes, sync=False), io.BytesIO()
+PART = LocalSink.part_bytes
+
+
+def put_parts(sink: LocalSink, content: bytes, order: list[int]) -> None:
+    for number in order:
+        sink.put(number, on_a_page(content[number * PART : (number + 1) * PART]))
+
+
+@settings(shared_folder, max_examples=25)
+@given(
+    parts=st.integers(0, 2),
+    rest=st.sampled_from([0, 1, 100, 4095, 4096, 4097, 8192, MIB + 5, PART - 1]),
+    data=st.data(),
+    sync=st.booleans(),
+)
+def test_parts_make_the_file_they_should(
+    tmp_path: Path, parts: int, rest: int, data: st.DataObject, sync: bool
+) -> None:
+    """Of any size, in any order, synced or not: the file has exactly the bytes of its parts."""
+    content = PATTERN[: parts * PART + rest]
+    order = data.draw(st.permutations(range(parts + bool(rest))))
+    path = tmp_path / "file"
+    sink = LocalSink(path, len(content), sync=sync)
     try:
-        for number, (offset, whence, count) in enumerate(writes):
-            data = memoryview(PATTERN)[number : number + count]
-            base = {os.SEEK_SET: 0, os.SEEK_CUR: reference.tell(), os.SEEK_END: len(reference.getvalue())}[whence]
-            moved = max(offset, -base)
-            assert sink.seek(moved, whence) == reference.seek(moved, whence)
-            assert sink.write(data) == reference.write(data) == count
-            assert sink.tell() == reference.tell()
-            assert sink.nbytes == len(reference.getvalue())
-        assert sink.bytes_written == sum(count for _, _, count in writes)
+        put_parts(sink, content, order)
+        assert sink.bytes_written == len(content)
         sink.close()
-        assert path.read_bytes() == reference.getvalue()
+        assert path.read_bytes() == content
     finally:
         sink.abort()
         path.unlink(missing_ok=True)
 
 
-around_blocks = st.builds(lambda blocks, more: max(0, 4096 * blocks + more), st.integers(0, 12), st.integers(-2, 2))
-whences = st.sampled_from([os.SEEK_SET, os.SEEK_SET, os.SEEK_CUR, os.SEEK_END])
-
-
-def moves(sizes: st.SearchStrategy[int]) -> st.SearchStrategy[tuple[int, int, int]]:
-    forward = st.tuples(sizes, st.just(os.SEEK_SET), sizes)
-    relative = st.tuples(sizes.flatmap(lambda n: st.sampled_from([n, -n])), whences.filter(bool), sizes)
-    return forward | relative
-
-
-@shared_folder
-@given(writes=st.lists(moves(around_blocks), max_size=8), nbytes=around_blocks)
-def test_any_seeks_and_writes_make_the_file_they_should(
-    tmp_path: Path, writes: list[tuple[int, int, int]], nbytes: int
-) -> None:
-    """Aligned and unaligned, overlapping, past the end: the same bytes as in a BytesIO, whatever was preallocated."""
-    with small_limits():
-        same_writes(tmp_path / "file", writes, nbytes)
-
-
-large_sizes = st.sampled_from([0, 1, 100, 4095, 4096, MIB - 1, MIB + 4096, MIB + 5000, 5 * MIB + 7])
-
-
-@settings(shared_folder, max_examples=15)
-@given(writes=st.lists(moves(large_sizes), min_size=1, max_size=4))
-def test_large_writes_make_the_file_they_should(tmp_path: Path, writes: list[tuple[int, int, int]]) -> None:
-    """The same with the real limits and writes above and below one MiB."""
-    same_writes(tmp_path / "file", writes, 8 * MIB)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [b"", b"abc", bytearray(b"abc"), memoryview(b"abc"), np.arange(3.0), np.arange(6, dtype=np.int16).reshape(2, 3)],
-    ids=["empty", "bytes", "bytearray", "memoryview", "floats", "matrix"],
-)
-def test_whatever_has_a_buffer_can_be_written(tmp_path: Path, data: Any) -> None:
-    """Counts are in bytes, whatever the type of the elements."""
-    sink = LocalSink(tmp_path / "file", 0, sync=True)
-    assert sink.write(data) == memoryview(data).nbytes
+def test_several_threads_write_parts(tmp_path: Path) -> None:
+    """Every part lands in its place, and all bytes are counted."""
+    content = PATTERN * 3
+    sink = LocalSink(tmp_path / "file", len(content), sync=True)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: put_parts(sink, content, [number]), range(-(-len(content) // PART))))
     sink.close()
-    assert (tmp_path / "file").read_bytes() == bytes(data)
-
-
-def test_preallocated_space_that_is_not_used_is_cut_off(tmp_path: Path) -> None:
-    """The file has the size of what was written; closing again does nothing."""
-    sink = LocalSink(tmp_path / "file", 10 * MIB, sync=True)
-    sink.write(b"abc")
-    sink.close()
-    sink.close()
-    assert (tmp_path / "file").read_bytes() == b"abc"
+    assert sink.bytes_written == len(content)
     assert sink.write_seconds > 0
     assert sink.close_seconds > 0
+    assert (tmp_path / "file").read_bytes() == content
+
+
+def cached_pages(path: Path) -> int:
+    """How many of a file's pages are in the page cache."""
+    done = subprocess.run(["fincore", "-nbo", "RES", str(path)], capture_output=True, text=True, check=True)
+    return int(done.stdout) // 4096
+
+
+@pytest.mark.skipif(shutil.which("fincore") is None, reason="needs util-linux's fincore")
+def test_a_save_leaves_the_page_cache_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither with O_DIRECT nor without it does a written file stay in the cache."""
+    for name in ("direct", "buffered"):
+        sink = LocalSink(tmp_path / name, len(PATTERN), sync=True)
+        put_parts(sink, PATTERN, [0, 1, 2])
+        sink.close()
+        assert cached_pages(tmp_path / name) == 0
+        monkeypatch.delattr(os, "O_DIRECT", raising=False)
+
+
+def test_closing_twice_does_nothing(tmp_path: Path) -> None:
+    """Nor does an abort after the close remove a complete file."""
+    sink = LocalSink(tmp_path / "file", 3, sync=True)
+    sink.put(0, on_a_page(b"abc"))
+    sink.close()
+    sink.close()
+    sink.abort()
+    assert (tmp_path / "file").read_bytes() == b"abc"
 
 
 def test_an_existing_file_is_not_touched(tmp_path: Path) -> None:
@@ -133,64 +122,26 @@ def test_an_existing_file_is_not_touched(tmp_path: Path) -> None:
 
 
 def test_abort_removes_the_file_and_its_descriptors(tmp_path: Path) -> None:
-    """Nothing is left, a second abort does nothing, and writing on is an error that says so."""
+    """Nothing is left, and a second abort does nothing."""
     before = open_descriptors()
     sink = LocalSink(tmp_path / "file", 4 * MIB, sync=True)
-    sink.write(PATTERN[: 2 * MIB])
+    put_parts(sink, PATTERN[: 4 * MIB], [0])
     sink.abort()
     sink.abort()
     assert list(tmp_path.iterdir()) == []
     assert open_descriptors() == before
-    with pytest.raises(OSError, match="given up") as caught:
-        sink.write(b"more")
-    assert caught.value.errno == errno.ECANCELED
 
 
-def test_abort_after_close_keeps_the_file(tmp_path: Path) -> None:
-    """A complete file is not removed by a late abort."""
-    sink = LocalSink(tmp_path / "file", 0, sync=True)
-    sink.write(b"abc")
-    sink.close()
-    sink.abort()
-    assert (tmp_path / "file").read_bytes() == b"abc"
-
-
-@pytest.mark.parametrize("sizes", [[1000] * 200, [64 * 1024 + 1] * 10, [4 * MIB]], ids=["small", "middle", "direct"])
-def test_a_failed_write_fails_all_that_follow(tmp_path: Path, sizes: list[int]) -> None:
-    """What is lost stays lost: later writes and the close raise the first error, and abort removes the file."""
-    sink = LocalSink(tmp_path / "file", 0, sync=True)
-
-    def write_all() -> None:
-        for size in sizes:
-            sink.write(PATTERN[:size])
-
-    with file_size_limit(150_000), pytest.raises(OSError, match="File too large") as first:
-        write_all()
-    assert first.value.errno == errno.EFBIG
-    sink.seek(0)
-    for _ in range(2):
-        with pytest.raises(OSError, match="File too large"):
-            sink.write(b"x")
+@pytest.mark.parametrize("nbytes", [5000, 2 * MIB], ids=["buffered", "direct"])
+def test_a_failed_write_raises(tmp_path: Path, nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operating system's own error comes out, and the file can be given up."""
+    monkeypatch.delattr(os, "posix_fallocate")  # which would have failed before
+    sink = LocalSink(tmp_path / "file", nbytes, sync=True)
+    with file_size_limit(1000), pytest.raises(OSError, match="File too large") as caught:
+        put_parts(sink, PATTERN[:nbytes], [0])
+    assert caught.value.errno == errno.EFBIG
     sink.abort()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_closing_after_a_failed_write_fails_and_leaves_no_file(tmp_path: Path) -> None:
-    """A file that lacks data must not look complete."""
-    before = open_descriptors()
-    sink = LocalSink(tmp_path / "file", 0, sync=True)
-    with file_size_limit(1000), pytest.raises(OSError, match="File too large"):
-        sink.write(PATTERN[:5000])
-    with pytest.raises(OSError, match="File too large"):
-        sink.close()
-    sink.abort()
-    assert open_descriptors() == before
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_writing_nothing_past_the_end_does_not_lengthen_the_file(tmp_path: Path) -> None:
-    """As with any file, only bytes count."""
-    same_writes(tmp_path / "file", [(0, os.SEEK_SET, 10), (5000, os.SEEK_SET, 0)], 0)
 
 
 def test_a_full_disk_is_known_before_the_work_begins(tmp_path: Path) -> None:
@@ -202,32 +153,29 @@ def test_a_full_disk_is_known_before_the_work_begins(tmp_path: Path) -> None:
     assert open_descriptors() == before
 
 
-def test_abort_while_another_thread_writes(tmp_path: Path) -> None:
-    """The writing thread gets an error, never another file's descriptor, and the file is gone."""
-    sink = LocalSink(tmp_path / "file", 0, sync=False)
-    started = threading.Event()
-
-    def write() -> OSError:
-        while True:
-            try:
-                sink.seek(0)
-                sink.write(PATTERN[: 2 * MIB])
-            except OSError as error:
-                return error
-            started.set()
-
-    with ThreadPoolExecutor(1) as pool:
-        writing = pool.submit(write)
-        assert started.wait(10)
-        sink.abort()
-        assert writing.result(10).errno == errno.ECANCELED
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_without_direct_io_the_file_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where O_DIRECT is not to be had, everything is buffered."""
+    """Where O_DIRECT is not to be had, or is refused by the first write, everything goes through the page cache."""
+    real = os.pwrite
+    direct = set()
+
+    def refusing(fd: int, data: memoryview, offset: int) -> int:
+        if os.get_blocking(fd) and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            direct.add(fd)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, data, offset)
+
+    content = PATTERN[: PART + 5000]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", refusing)
+        sink = LocalSink(tmp_path / "refused", len(content), sync=True)
+        put_parts(sink, content, [1, 0])
+        sink.close()
+    assert direct
     monkeypatch.delattr(os, "O_DIRECT")
-    same_writes(tmp_path / "file", [(5, os.SEEK_SET, 3 * MIB), (0, os.SEEK_SET, 100)], 0)
+    sink = LocalSink(tmp_path / "unknown", len(content), sync=True)
+    put_parts(sink, content, [1, 0])
+    sink.close()
+    assert (tmp_path / "refused").read_bytes() == (tmp_path / "unknown").read_bytes() == content
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -250,7 +198,7 @@ def forget(path: Path) -> None:
 @settings(shared_folder)
 @given(
     offset=st.integers(0, 101 * 4096),
-    sizes=st.lists(st.integers(0, 3 * 4096) | around_blocks, max_size=12),
+    sizes=st.lists(st.integers(0, 3 * 4096), max_size=12),
     cached=st.booleans(),
 )
 def test_any_range_is_read_into_any_buffers(stored: Path, offset: int, sizes: list[int], cached: bool) -> None:
@@ -259,17 +207,16 @@ def test_any_range_is_read_into_any_buffers(stored: Path, offset: int, sizes: li
     if not cached:
         forget(stored)
     buffers = [memoryview(bytearray(size)) for size in sizes]
-    with small_limits():
-        file = LocalFile(stored)
-        try:
-            if offset + sum(sizes) > len(content) and sum(sizes):
-                with pytest.raises(EOFError, match="too early"):
-                    file.read_into(buffers, offset)
-            else:
+    file = LocalFile(stored)
+    try:
+        if offset + sum(sizes) > len(content) and sum(sizes):
+            with pytest.raises(EOFError, match="too early"):
                 file.read_into(buffers, offset)
-                assert b"".join(buffers) == content[offset : offset + sum(sizes)]
-        finally:
-            file.close()
+        else:
+            file.read_into(buffers, offset)
+            assert b"".join(buffers) == content[offset : offset + sum(sizes)]
+    finally:
+        file.close()
 
 
 def test_large_cold_reads_are_exact(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import threading
@@ -16,13 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp_tensorizer import ChecksumMismatch, ReadError, _layout, _plan
+from dcp_tensorizer._encoder import encode
 from dcp_tensorizer._fetch import Wanted, fetch, is_direct
 from dcp_tensorizer._layout import StoredItem
 from dcp_tensorizer._plan import Box, ReadRequest
 from dcp_tensorizer._storage import Storage, open_storage
-from dcp_tensorizer._tensorfile import block_digests, encode, host_bytes
+from dcp_tensorizer._tensorfile import lay_out
 
-from .support import ALL_DTYPES, dtype_name, filled, open_descriptors, same
+from .support import ALL_DTYPES, dtype_name, filled, open_descriptors, same, sources
 
 Tensors = dict[str, torch.Tensor]
 Items = dict[str, StoredItem]
@@ -30,12 +32,13 @@ Items = dict[str, StoredItem]
 
 def write_file(storage: Storage, name: str, tensors: Tensors) -> Items:
     """Makes a data file and says where everything is in it."""
-    sink = storage.create(name, 0, sync=False)
-    index = encode(list(tensors.items()), sink, threads=1)
+    described = sources(tensors.items())
+    layout = lay_out(described)
+    sink = storage.create(name, layout.nbytes, sync=False)
+    digests = encode(layout, [functools.partial(tensors.__getitem__, key) for key in tensors], sink, threads=1)
     return {
-        key: StoredItem(name, key, entry.offset, entry.length, dtype_name(tensor.dtype), "tensor", digests)
-        for (key, tensor), entry in zip(tensors.items(), index, strict=True)
-        for digests in [block_digests(host_bytes(tensor))]
+        source.name: StoredItem(name, source.name, entry.offset, entry.length, source.dtype, "tensor", digest)
+        for source, entry, digest in zip(described, layout.entries, digests, strict=True)
     }
 
 

@@ -17,9 +17,9 @@ from dcp_tensorizer._layout import (
     is_data_file_name,
     metadata_file_name,
 )
-from dcp_tensorizer._tensorfile import encode
+from dcp_tensorizer._tensorfile import lay_out
 
-from .support import ALL_DTYPES, BufferSink, dtype_name, filled
+from .support import ALL_DTYPES, dtype_name, filled, sources
 
 SAVE = "0123456789abcdef" * 2
 PROLOGUE = 5 + 4 + 32 + 8 + 8 + 8 + 8
@@ -98,10 +98,9 @@ def test_a_stored_item_is_a_plain_tuple() -> None:
 
 def index_length(name: str, tensor: torch.Tensor) -> int:
     """Bytes of the index of a tensorizer file of one tensor: it ends with the place of the data."""
-    sink = BufferSink()
-    (entry,) = encode([(name, tensor)], sink, threads=1)
-    assert sink.content is not None
-    return sink.content.index(struct.pack("<QQ", *entry)) + 16 - PROLOGUE
+    layout = lay_out(sources([(name, tensor)]))
+    (entry,) = layout.entries
+    return layout.head.index(struct.pack("<QQ", entry.offset, entry.length)) + 16 - PROLOGUE
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -18,10 +19,11 @@ from hypothesis import strategies as st
 from tensorizer import TensorDeserializer
 
 from dcp_tensorizer import _layout, _plan
+from dcp_tensorizer._encoder import encode
 from dcp_tensorizer._layout import INDEX_CAPACITY, StoredItem, block_size, index_entry_size, is_data_file_name
 from dcp_tensorizer._plan import Box, ReadOperation, ReadRequest, boxes_of_range, plan_files, plan_reads, stored_names
 from dcp_tensorizer._protocol import TensorSource
-from dcp_tensorizer._tensorfile import encode
+from dcp_tensorizer._tensorfile import lay_out
 
 from .support import BufferSink, filled, same
 
@@ -390,9 +392,9 @@ def test_3000_tensors_with_long_names_fit_their_files(tmp_path: Path) -> None:
     assert all(is_data_file_name(file.name) for file in files)
     file = max(files, key=lambda file: len(file.tensors))
     tensors = [(s.name, filled(getattr(torch, s.dtype), s.shape, seed=n)) for n, s in enumerate(file.tensors)]
+    layout = lay_out(file.tensors)
     sink = BufferSink()
-    encode(tensors, sink, threads=1)
-    assert sink.content is not None
+    encode(layout, [functools.partial(torch.clone, tensor) for _, tensor in tensors], sink, threads=1)
     path = tmp_path / "full.tensors"
     path.write_bytes(sink.content)
     with TensorDeserializer(path, device="cpu", verify_hash=True) as loaded:

@@ -8,6 +8,8 @@ from dcp_tensorizer._layout import data_file_name
 from dcp_tensorizer._storage import open_storage, redact
 from dcp_tensorizer.errors import WriteError
 
+from .support import on_a_page, put_file
+
 NAME = data_file_name(0, 0, "a" * 32)
 ODD = ["a*b", "[1]", "with space", "ünïcødé ✓", "q?x", "per%20cent", "semi;colon"]
 
@@ -22,26 +24,27 @@ class Contract:
         return storage
 
     def write(self, storage, name, content):
-        sink = storage.create(name, len(content), sync=True)
-        sink.write(content)
-        sink.close()
+        put_file(storage, name, content)
         storage.sync_directory()
 
     def test_write_and_read_ranges(self, storage):
-        """A sink takes writes anywhere, and ranges are read into several buffers at once."""
+        """A sink takes its parts in any order, and ranges are read into several buffers at once."""
         sink = storage.create(NAME, 100, sync=True)
-        sink.seek(10)
-        sink.write(b"world")
-        sink.seek(0)
-        sink.write(b"hello, big")
-        assert sink.nbytes == 15
+        size = sink.part_bytes
+        content = (bytes(range(251)) * (2 * size // 251 + 2))[: 2 * size + 5]
+        sink.abort()
+        sink = storage.create(NAME, len(content), sync=True)
+        for number in (2, 0, 1):
+            sink.put(number, on_a_page(content[number * size : (number + 1) * size]))
+        assert sink.bytes_written == len(content)
         sink.close()
-        assert storage.size(NAME) == 15
+        assert storage.size(NAME) == len(content)
+        assert storage.read(NAME) == content
         reader = storage.open(NAME)
         first, second = bytearray(5), bytearray(3)
-        reader.read_into([memoryview(first), memoryview(second)], 7)
+        reader.read_into([memoryview(first), memoryview(second)], size - 2)
         reader.close()
-        assert (bytes(first), bytes(second)) == (b"bigwo", b"rld")
+        assert bytes(first) + bytes(second) == content[size - 2 : size + 6]
 
     def test_reading_past_the_end(self, storage):
         """A range that the file does not have is an EOFError."""
@@ -54,7 +57,7 @@ class Contract:
     def test_a_failed_write_leaves_nothing(self, storage):
         """After `abort` there is no file, and closing does nothing."""
         sink = storage.create(NAME, 100, sync=True)
-        sink.write(b"half")
+        sink.put(0, on_a_page(b"half"))
         sink.abort()
         sink.close()
         assert storage.size(NAME) is None

@@ -1,0 +1,99 @@
+"""One rank's files of one save, written all of them or none: in the writer process, or where there is none, here."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+
+from ._encoder import encode
+from ._protocol import FileRequest, FileResult, TensorResult, TensorSource, WriteDone
+from ._storage import Sink, Storage
+from ._tensorfile import host_bytes, lay_out, unsafe_globals
+from .errors import CheckpointError, WriteError
+
+__all__ = ["FileJob"]
+
+
+class FileJob:
+    """Writes the files of one request.
+
+    Args:
+        storage: The checkpoint's directory.
+        files: What to write.
+        tensors: Gives the tensor that a source describes.
+        sync: Make files and directory durable.
+        threads: Hashing threads.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        files: Sequence[FileRequest],
+        tensors: Callable[[TensorSource], torch.Tensor],
+        *,
+        sync: bool,
+        threads: int,
+    ) -> None:
+        self._storage = storage
+        self._files = files
+        self._tensors = tensors
+        self._sync = sync
+        self._threads = threads
+        self._sinks: list[Sink] = []
+
+    @property
+    def bytes_written(self) -> int:
+        """Grows as long as there is progress; may be read from another thread."""
+        return sum(sink.bytes_written for sink in self._sinks)
+
+    def run(self) -> WriteDone:
+        """Writes everything.
+
+        Raises:
+            WriteError: naming file and cause; what had been written is removed.
+        """
+        name = ""
+        try:
+            results = []
+            started = time.perf_counter()
+            for file in self._files:
+                name = file.name
+                results.append(self._write(file))
+            if self._sync:
+                self._storage.sync_directory()
+            writing = sum(sink.write_seconds for sink in self._sinks)
+            closing = sum(sink.close_seconds for sink in self._sinks)
+            seconds = time.perf_counter() - started
+            return WriteDone(tuple(results), seconds, seconds - closing, writing + closing, self._unsafe())
+        except Exception as error:
+            self.remove()
+            cause = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            raise WriteError(self._storage.scrub(f"cannot write {self._storage.path}/{name}: {cause}")) from error
+
+    def remove(self) -> None:
+        """Removes the files of this job, as far as there are any."""
+        for file in self._files:
+            with suppress(Exception):
+                self._storage.remove(file.name)
+
+    def _write(self, file: FileRequest) -> FileResult:
+        layout = lay_out(file.tensors)
+        sink = self._storage.create(file.name, layout.nbytes, sync=self._sync)
+        self._sinks.append(sink)
+        tensors = [functools.partial(self._tensors, source) for source in file.tensors]
+        digests = encode(layout, tensors, sink, self._threads)
+        results = (
+            TensorResult(entry.offset, entry.length, digest)
+            for entry, digest in zip(layout.entries, digests, strict=True)
+        )
+        return FileResult(file.name, layout.nbytes, tuple(results))
+
+    def _unsafe(self) -> dict[str, tuple[str, ...]]:
+        """The objects that the weights-only loader refuses, with what they would need."""
+        objects = (source for file in self._files for source in file.tensors if source.kind == "object")
+        found = {source.name: unsafe_globals(bytes(host_bytes(self._tensors(source)))) for source in objects}
+        return {name: needed for name, needed in found.items() if needed}

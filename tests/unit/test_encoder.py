@@ -1,0 +1,206 @@
+"""Every file is the one that stock tensorizer would have written, and its digests are right."""
+
+from __future__ import annotations
+
+import io
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensorizer import TensorDeserializer, TensorSerializer
+
+from dcp_tensorizer import _encoder
+from dcp_tensorizer._encoder import encode
+from dcp_tensorizer._tensorfile import lay_out
+
+from .support import ALL_DTYPES, BufferSink, block_digests, dtype_name, filled, raw, same, sources
+
+Tensors = list[tuple[str, torch.Tensor]]
+
+
+def encoded(tensors: Tensors, threads: int = 1, part_bytes: int = 1 << 20) -> bytes:
+    """A whole file, with its digests checked."""
+    sink = BufferSink(part_bytes)
+    layout = lay_out(sources(tensors))
+    digests = encode(layout, [lambda t=tensor: t for _, tensor in tensors], sink, threads)  # type: ignore[misc]
+    assert (sink.closed, sink.aborted) == (True, False)
+    assert digests == [block_digests(tensor) for _, tensor in tensors]
+    content = sink.content
+    assert sink.bytes_written == len(content) == layout.nbytes
+    for (_, tensor), entry in zip(tensors, layout.entries, strict=True):
+        assert content[entry.offset : entry.offset + entry.length] == raw(tensor)
+    return content
+
+
+class Kept(io.BytesIO):
+    """Gives its contents when it is closed, as tensorizer closes it."""
+
+    content = b""
+
+    def close(self) -> None:
+        if not self.closed:
+            self.content = self.getvalue()
+        super().close()
+
+
+def stock(tensors: Tensors) -> bytes:
+    """What tensorizer itself makes of tensors."""
+    file = Kept()
+    serializer = TensorSerializer(file)
+    for name, tensor in tensors:  # one at a time, so that names that it would nest stay as they are
+        plain = torch.frombuffer(bytearray(raw(tensor)), dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+        serializer.write_state_dict({name: plain})
+    serializer.close()
+    return file.content
+
+
+def check_file(tensors: Tensors, folder: Path, threads: int = 1) -> None:
+    """Compares a file with stock tensorizer's, and has stock tensorizer verify and read it."""
+    content = encoded(tensors, threads)
+    assert content == stock(tensors)
+    path = folder / "file.tensors"
+    path.write_bytes(content)
+    with TensorDeserializer(path, device="cpu", verify_hash=True) as loaded:
+        assert list(loaded.keys()) == [name for name, _ in tensors]
+        assert [name for name, tensor in tensors if not same(loaded[name], tensor)] == []
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
+def test_stock_tensorizer_reads_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Bit-exact, with tensorizer's own hashes verified: 0-dim, one element, several dimensions."""
+    check_file(
+        [("scalar", filled(dtype, ())), ("one", filled(dtype, (1,))), ("many", filled(dtype, (3, 4, 5)))], tmp_path
+    )
+
+
+NAMES = [
+    "model.layers.0.self_attn.q_proj.weight",
+    "nul\0inside",
+    "a/b",
+    "/absolute",
+    "../up",
+    "emoji \N{GRINNING FACE}",
+    "n" * 1000,
+    " ",
+    "\n",
+    ".",
+    "0",
+    "a\x1eb",
+    "\x1f",
+    "e\u0301",
+    "\xe9",
+    "__metadata__",
+]
+
+
+def test_stock_tensorizer_reads_odd_names(tmp_path: Path) -> None:
+    """Whatever is stored under its own name comes back under it."""
+    check_file([(name, torch.tensor([number])) for number, name in enumerate(NAMES)], tmp_path, threads=2)
+
+
+def test_tied_and_overlapping_tensors_are_stored_each(tmp_path: Path) -> None:
+    """Two names for one memory are two entries with the same bytes."""
+    base = torch.arange(100.0)
+    check_file([("a", base), ("b", base), ("tail", base[50:])], tmp_path)
+
+
+def test_tensors_that_are_not_contiguous_are_stored_in_c_order(tmp_path: Path) -> None:
+    """Strides, conjugation and negation are carried out; the tensors themselves are not changed."""
+    base = torch.randn(6, 8, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    before = base.clone()
+    tensors = [("t", base.t()), ("conj", base.conj()), ("imag", base.conj().imag), ("step", base[::2, 1::3])]
+    check_file(tensors, tmp_path)
+    assert same(base, before)
+
+
+def test_single_elements_of_larger_tensors_are_stored(tmp_path: Path) -> None:
+    """One element is contiguous whatever its strides are; its bytes are found all the same."""
+    base = torch.arange(15.0).view(5, 3)
+    check_file([("one", base[1:2, 1]), ("two", base[1:2, 1:2].t()), ("bf16", base.bfloat16()[3:4, 2])], tmp_path)
+
+
+def test_a_file_without_tensors_is_a_file() -> None:
+    """Nothing to write makes an empty index."""
+    assert encoded([]) == stock([])
+
+
+shapes = st.lists(st.integers(1, 40), max_size=3).map(tuple)
+
+
+@settings(max_examples=60)
+@given(
+    tensors=st.lists(st.tuples(st.sampled_from(ALL_DTYPES), shapes), max_size=12),
+    threads=st.integers(1, 5),
+    part_bytes=st.sampled_from([4096, 8192, 1 << 16, 1 << 20]),
+    piece=st.sampled_from([1, 7, 64, 4096, 1 << 19]),
+)
+def test_threads_parts_and_pieces_change_nothing(
+    tensors: list[tuple[torch.dtype, tuple[int, ...]]], threads: int, part_bytes: int, piece: int
+) -> None:
+    """Whatever the number of threads and the sizes of parts and pieces, the file is the same."""
+    named = [(f"t{n}", filled(dtype, shape, seed=n)) for n, (dtype, shape) in enumerate(tensors)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_encoder, "_PIECE", max(piece, 64))
+        assert encoded(named, threads, part_bytes) == stock(named)
+
+
+def test_a_large_tensor_is_hashed_by_two_threads() -> None:
+    """With fewer tensors than threads, and with more."""
+    large = [("large", filled(torch.float32, (1 << 20,)))]
+    assert encoded(large, 1) == encoded(large, 2) == encoded(large, 4) == stock(large)
+
+
+class FailingSink(BufferSink):
+    """Takes a number of bytes, then fails."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(1 << 16)
+        self.limit = limit
+
+    def put(self, number: int, data: memoryview) -> None:
+        if self.bytes_written >= self.limit:
+            raise OSError(28, "No space left on device")
+        super().put(number, data)
+
+
+@pytest.mark.parametrize("limit", [0, 100, 300_000, 2_000_000])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_failing_sink_fails_the_encoding_and_is_aborted(limit: int, threads: int) -> None:
+    """The sink's own error comes out, no thread is left, and the file is never completed."""
+    before = set(threading.enumerate())
+    sink = FailingSink(limit)
+    tensors = [(f"{n}", torch.zeros(100_000)) for n in range(10)]
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        encode(lay_out(sources(tensors)), [lambda t=tensor: t for _, tensor in tensors], sink, threads)  # type: ignore[misc]
+    assert caught.value.errno == 28
+    assert (sink.closed, sink.aborted) == (False, True)
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_tensor_that_cannot_be_had_fails_the_encoding(threads: int) -> None:
+    """Its error comes out, also while other threads wait for memory."""
+    sink = BufferSink(4096)
+    tensors = [(f"{n}", torch.zeros(10_000)) for n in range(20)]
+
+    def gone() -> Any:
+        raise KeyError("gone")
+
+    suppliers = [gone if n == 7 else (lambda t=tensor: t) for n, (_, tensor) in enumerate(tensors)]  # type: ignore[misc]
+    with pytest.raises(KeyError, match="gone"):
+        encode(lay_out(sources(tensors)), suppliers, sink, threads)
+    assert (sink.closed, sink.aborted) == (False, True)
+
+
+def test_the_memory_for_parts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the sink is, and however many parts a file has."""
+    made = []
+    real = _encoder._new_buffer
+    monkeypatch.setattr(_encoder, "_new_buffer", lambda nbytes: made.append(nbytes) or real(nbytes))
+    tensors = [(f"{n}", filled(torch.uint8, (n * 997 % 50_000 + 1,))) for n in range(200)]
+    assert encoded(tensors, threads=3, part_bytes=4096) == stock(tensors)
+    assert len(made) <= 3 * 3 + BufferSink.concurrency + 2
