@@ -17,10 +17,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 import numpy as np
-import torch
 
 from ._storage import Sink
-from ._tensorfile import END, BlockDigester, Entry, FileLayout, host_bytes
+from ._tensorfile import END, BlockDigester, Entry, FileLayout
 
 __all__ = ["encode"]
 
@@ -29,15 +28,15 @@ __all__ = ["encode"]
 _PIECE = 512 << 10
 
 
-def encode(layout: FileLayout, tensors: Sequence[Callable[[], torch.Tensor]], sink: Sink, threads: int) -> list[bytes]:
+def encode(layout: FileLayout, contents: Sequence[Callable[[], memoryview]], sink: Sink, threads: int) -> list[bytes]:
     """Writes a complete tensorizer file and closes the sink.
 
-    Holds ``3 * threads + sink.concurrency + 2`` parts in memory at most, and one tensor a thread where it must be
-    copied first (from a GPU, or into C order).
+    Holds ``3 * threads + sink.concurrency + 2`` parts in memory at most, and what is asked of ``contents``: one
+    tensor's bytes a thread.
 
     Args:
         layout: Of the file.
-        tensors: Give the tensors, in the layout's order.
+        contents: Give the tensors' bytes, in the layout's order.
         sink: Where to; aborted when anything fails.
         threads: Hashing threads.
 
@@ -50,7 +49,7 @@ def encode(layout: FileLayout, tensors: Sequence[Callable[[], torch.Tensor]], si
     try:
         with ThreadPoolExecutor(sink.concurrency, thread_name_prefix="parts") as io:
             parts = _Parts(layout.nbytes, sink, io, 3 * threads + sink.concurrency + 2)
-            digests = _Encoding(layout, tensors, parts, threads).run()
+            digests = _Encoding(layout, contents, parts, threads).run()
             parts.finish()
         sink.close()
     except BaseException:
@@ -61,13 +60,13 @@ def encode(layout: FileLayout, tensors: Sequence[Callable[[], torch.Tensor]], si
 
 class _Encoding:
     def __init__(
-        self, layout: FileLayout, tensors: Sequence[Callable[[], torch.Tensor]], parts: _Parts, threads: int
+        self, layout: FileLayout, contents: Sequence[Callable[[], memoryview]], parts: _Parts, threads: int
     ) -> None:
         self._layout = layout
-        self._tensors = tensors
+        self._contents = contents
         self._parts = parts
         self._threads = threads
-        self._digests = [b""] * len(tensors)
+        self._digests = [b""] * len(contents)
         # With fewer tensors than threads, the slowest hash of a tensor gets a thread of its own.
         self._apart: ThreadPoolExecutor | None = None
 
@@ -88,7 +87,7 @@ class _Encoding:
     def _work(self, numbers: Iterator[int]) -> None:
         try:
             while (number := next(numbers, None)) is not None:
-                self._digests[number] = self._encode(self._layout.entries[number], host_bytes(self._tensors[number]()))
+                self._digests[number] = self._encode(self._layout.entries[number], self._contents[number]())
         except BaseException as error:
             self._parts.fail(error)
             raise

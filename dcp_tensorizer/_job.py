@@ -7,12 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-import torch
-
 from ._encoder import encode
 from ._protocol import FileRequest, FileResult, TensorResult, TensorSource, WriteDone
 from ._storage import Sink, Storage
-from ._tensorfile import host_bytes, lay_out, unsafe_globals
+from ._tensorfile import lay_out, unsafe_globals
 from .errors import CheckpointError, WriteError
 
 __all__ = ["FileJob"]
@@ -24,7 +22,7 @@ class FileJob:
     Args:
         storage: The checkpoint's directory.
         files: What to write.
-        tensors: Gives the tensor that a source describes.
+        contents: Gives the bytes that a source describes.
         sync: Make files and directory durable.
         threads: Hashing threads.
     """
@@ -33,14 +31,14 @@ class FileJob:
         self,
         storage: Storage,
         files: Sequence[FileRequest],
-        tensors: Callable[[TensorSource], torch.Tensor],
+        contents: Callable[[TensorSource], memoryview],
         *,
         sync: bool,
         threads: int,
     ) -> None:
         self._storage = storage
         self._files = files
-        self._tensors = tensors
+        self._contents = contents
         self._sync = sync
         self._threads = threads
         self._sinks: list[Sink] = []
@@ -84,8 +82,8 @@ class FileJob:
         layout = lay_out(file.tensors)
         sink = self._storage.create(file.name, layout.nbytes, sync=self._sync)
         self._sinks.append(sink)
-        tensors = [functools.partial(self._tensors, source) for source in file.tensors]
-        digests = encode(layout, tensors, sink, self._threads)
+        contents = [functools.partial(self._contents, source) for source in file.tensors]
+        digests = encode(layout, contents, sink, self._threads)
         results = (
             TensorResult(entry.offset, entry.length, digest)
             for entry, digest in zip(layout.entries, digests, strict=True)
@@ -95,5 +93,5 @@ class FileJob:
     def _unsafe(self) -> dict[str, tuple[str, ...]]:
         """The objects that the weights-only loader refuses, with what they would need."""
         objects = (source for file in self._files for source in file.tensors if source.kind == "object")
-        found = {source.name: unsafe_globals(bytes(host_bytes(self._tensors(source)))) for source in objects}
+        found = {source.name: unsafe_globals(bytes(self._contents(source))) for source in objects}
         return {name: needed for name, needed in found.items() if needed}

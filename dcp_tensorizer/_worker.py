@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -67,20 +66,15 @@ class _Worker:
             for info, fd in zip((i for i in request.arenas if not i.attached), fds, strict=True)
         }
         storage = open_storage(request.path, request.storage_options)
-        job = FileJob(storage, request.files, self._tensor, sync=request.sync, threads=request.threads)
+        job = FileJob(storage, request.files, self._bytes, sync=request.sync, threads=request.threads)
         self._job = job
         try:
             return job.run()
         finally:
             self._job = None
 
-    def _tensor(self, source: TensorSource) -> torch.Tensor:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the mapping is read-only on purpose, and nobody writes to the tensor
-            flat = torch.frombuffer(
-                self._arenas[source.arena], dtype=torch.uint8, count=source.nbytes, offset=source.offset
-            )
-        return flat.view(getattr(torch, source.dtype)).view(source.shape)
+    def _bytes(self, source: TensorSource) -> memoryview:
+        return memoryview(self._arenas[source.arena])[source.offset : source.offset + source.nbytes]
 
     def _send(self, message: object) -> None:
         with self._sending, suppress(EOFError):

@@ -12,6 +12,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ from .errors import StagingError
 __all__ = ["ArenaStager", "Lease", "StagedStateDict"]
 
 _ATOMIC = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_Pair = tuple[torch.Tensor, torch.Tensor]
+_COPY_PIECE = 32 << 20
+_SHARED_COPY = 8 << 20  # below it, starting a thread costs more than it saves
 # The save's thread starts when `async_save` returns and takes its staged state dict first of all: a second is a
 # thousand times what that takes, and bounds what a staged state dict that nobody saves can cost.
 _CLAIM_SECONDS = 1.0
@@ -136,10 +140,12 @@ class ArenaStager:
 
     Args:
         cache: Keep the buffer after a save. Without it, memory is given back between saves, and each save allocates.
+        threads: That copy on the host, where torch itself has only one (as ``torchrun`` sets it).
     """
 
-    def __init__(self, *, cache: bool = True) -> None:
+    def __init__(self, *, cache: bool = True, threads: int = 1) -> None:
         self._cache = cache
+        self._threads = threads
         self._leases: list[Lease] = []
         self._idle: Arena | None = None
 
@@ -219,7 +225,7 @@ class ArenaStager:
                 sources = list(_dense_tensors(state_dict, ""))
                 lease.arena, self._idle = self._arena_for(_nbytes(sources)), None
                 twins = [lease.arena.allocate(tensor.dtype, tensor.shape) for _, tensor in sources]
-                _copy(sources, twins)
+                _copy(sources, twins, self._threads)
                 remaining = iter(twins)
                 return {key: _rebuild(value, key, remaining) for key, value in state_dict.items()}
         except StagingError:
@@ -289,16 +295,55 @@ def _inner_tensors(tensor: torch.Tensor, key: str) -> Iterator[tuple[str, torch.
         yield key, tensor.detach()
 
 
-def _copy(sources: list[tuple[str, torch.Tensor]], twins: list[torch.Tensor]) -> None:
-    """Copies all tensors, in one call for those that a copy kernel exists for."""
+def _copy(sources: list[tuple[str, torch.Tensor]], twins: list[torch.Tensor], threads: int) -> None:
+    """Copies all tensors, in few calls for those that a copy kernel exists for."""
     pairs = [(twin, source) for (_, source), twin in zip(sources, twins, strict=True) if source.numel()]
     plain = [(twin, source) for twin, source in pairs if source.dtype not in _WITHOUT_COPY_KERNEL]
     if plain:
         with _staging_stream():
-            torch._foreach_copy_([twin for twin, _ in plain], [source for _, source in plain], non_blocking=True)
+            _copy_plain(plain, threads)
     for twin, source in pairs:
         if source.dtype in _WITHOUT_COPY_KERNEL:
             twin.view(torch.uint8).copy_(source.view(torch.uint8))
+
+
+def _copy_plain(pairs: list[_Pair], threads: int) -> None:
+    """Training waits for this, so its cores are free: torch's threads copy, or where it has only one, ours."""
+    total = sum(twin.nbytes for twin, _ in pairs)
+    on_host = all(source.device.type == "cpu" for _, source in pairs)
+    if threads == 1 or torch.get_num_threads() > 1 or total < _SHARED_COPY or not on_host:
+        _copy_some(pairs)
+        return
+    with ThreadPoolExecutor(threads - 1, thread_name_prefix="stage") as pool:
+        first, *others = _shares([piece for pair in pairs for piece in _pieces(pair)], total, threads)
+        copies = [pool.submit(_copy_some, share) for share in others]
+        _copy_some(first)
+        for copied in copies:
+            copied.result()
+
+
+def _copy_some(pairs: list[_Pair]) -> None:
+    with torch.no_grad():  # of its own in each thread
+        torch._foreach_copy_([twin for twin, _ in pairs], [source for _, source in pairs], non_blocking=True)
+
+
+def _pieces(pair: _Pair) -> list[_Pair]:
+    """A large tensor in pieces that several threads can share."""
+    twin, source = pair
+    count = -(-twin.nbytes // _COPY_PIECE)
+    if count < 2 or not source.is_contiguous():
+        return [pair]
+    return list(zip(twin.view(-1).tensor_split(count), source.view(-1).tensor_split(count), strict=True))
+
+
+def _shares(pairs: list[_Pair], total: int, count: int) -> list[list[_Pair]]:
+    """Divides pairs among threads: about as many bytes for each."""
+    shares: list[list[_Pair]] = [[] for _ in range(count)]
+    done = 0
+    for pair in pairs:
+        shares[min(count - 1, done * count // total)].append(pair)
+        done += pair[0].nbytes
+    return [share for share in shares if share]
 
 
 _WITHOUT_COPY_KERNEL = {

@@ -38,6 +38,7 @@ from ._process import WriterProcess
 from ._protocol import FileRequest, WriteDone, WriteRequest
 from ._report import SaveReport
 from ._storage import Storage, open_storage, redact
+from ._tensorfile import host_bytes
 from .errors import CheckpointError, StagingError, WriteError, WriterProcessDied
 from .staging import ArenaStager, Lease
 
@@ -92,7 +93,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         overwrite: Replace a checkpoint at the path; if False, that is an error.
         sync_files: Return only when data is on permanent storage (fsync). Without it a checkpoint can be lost or
             damaged when the machine fails, not when the job does.
-        thread_count: Threads that hash, in the writer process; None for as many as there are cores, up to four.
+        thread_count: Threads that copy while training waits, and that hash in the writer process; None for as many as
+            there are cores, up to four.
         storage_options: Passed to the fsspec filesystem. They reach the writer process through a socket: they are
             written nowhere.
         max_consecutive_failures: From that many failed saves in a row on, ``stage()`` raises on the coordinator, so
@@ -133,7 +135,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._living_process()  # its imports overlap with whatever the trainer does next
 
     def _set_up(self) -> None:
-        self._stager = ArenaStager(cache=self._cache)
+        self._stager = ArenaStager(cache=self._cache, threads=self._threads)
         self._spill: Arena | None = None
         self._outcomes = Outcomes(self._max_failures)
         self._local = threading.local()
@@ -379,7 +381,9 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         if arena is None or self._process is None or save.storage.in_process:
             tensors = {item.name: item.tensor for item in items}
             files = plan_files(sources(items, lambda item: (-1, 0)), save.rank, save.id)
-            job = FileJob(save.storage, files, lambda s: tensors[s.name], sync=self._sync, threads=self._threads)
+            job = FileJob(
+                save.storage, files, lambda s: host_bytes(tensors[s.name]), sync=self._sync, threads=self._threads
+            )
             return files, job.run()
         places = self._place(items, arena)
         files = plan_files(sources(items, lambda item: places[item.name]), save.rank, save.id)

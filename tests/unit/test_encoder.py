@@ -15,7 +15,7 @@ from tensorizer import TensorDeserializer, TensorSerializer
 
 from dcp_tensorizer import _encoder
 from dcp_tensorizer._encoder import encode
-from dcp_tensorizer._tensorfile import lay_out
+from dcp_tensorizer._tensorfile import host_bytes, lay_out
 
 from .support import ALL_DTYPES, BufferSink, block_digests, dtype_name, filled, raw, same, sources
 
@@ -26,7 +26,7 @@ def encoded(tensors: Tensors, threads: int = 1, part_bytes: int = 1 << 20) -> by
     """A whole file, with its digests checked."""
     sink = BufferSink(part_bytes)
     layout = lay_out(sources(tensors))
-    digests = encode(layout, [lambda t=tensor: t for _, tensor in tensors], sink, threads)  # type: ignore[misc]
+    digests = encode(layout, [lambda t=tensor: host_bytes(t) for _, tensor in tensors], sink, threads)  # type: ignore[misc]
     assert (sink.closed, sink.aborted) == (True, False)
     assert digests == [block_digests(tensor) for _, tensor in tensors]
     content = sink.content
@@ -175,7 +175,7 @@ def test_a_failing_sink_fails_the_encoding_and_is_aborted(limit: int, threads: i
     sink = FailingSink(limit)
     tensors = [(f"{n}", torch.zeros(100_000)) for n in range(10)]
     with pytest.raises(OSError, match="No space left on device") as caught:
-        encode(lay_out(sources(tensors)), [lambda t=tensor: t for _, tensor in tensors], sink, threads)  # type: ignore[misc]
+        encode(lay_out(sources(tensors)), [lambda t=tensor: host_bytes(t) for _, tensor in tensors], sink, threads)  # type: ignore[misc]
     assert caught.value.errno == 28
     assert (sink.closed, sink.aborted) == (False, True)
     assert set(threading.enumerate()) <= before
@@ -190,7 +190,7 @@ def test_a_tensor_that_cannot_be_had_fails_the_encoding(threads: int) -> None:
     def gone() -> Any:
         raise KeyError("gone")
 
-    suppliers = [gone if n == 7 else (lambda t=tensor: t) for n, (_, tensor) in enumerate(tensors)]  # type: ignore[misc]
+    suppliers = [gone if n == 7 else (lambda t=tensor: host_bytes(t)) for n, (_, tensor) in enumerate(tensors)]  # type: ignore[misc]
     with pytest.raises(KeyError, match="gone"):
         encode(lay_out(sources(tensors)), suppliers, sink, threads)
     assert (sink.closed, sink.aborted) == (False, True)

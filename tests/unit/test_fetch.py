@@ -22,7 +22,7 @@ from dcp_tensorizer._fetch import Wanted, fetch, is_direct
 from dcp_tensorizer._layout import StoredItem
 from dcp_tensorizer._plan import Box, ReadRequest
 from dcp_tensorizer._storage import Storage, open_storage
-from dcp_tensorizer._tensorfile import lay_out
+from dcp_tensorizer._tensorfile import host_bytes, lay_out
 
 from .support import ALL_DTYPES, dtype_name, filled, open_descriptors, same, sources
 
@@ -35,7 +35,7 @@ def write_file(storage: Storage, name: str, tensors: Tensors) -> Items:
     described = sources(tensors.items())
     layout = lay_out(described)
     sink = storage.create(name, layout.nbytes, sync=False)
-    digests = encode(layout, [functools.partial(tensors.__getitem__, key) for key in tensors], sink, threads=1)
+    digests = encode(layout, [functools.partial(host_bytes, tensor) for tensor in tensors.values()], sink, threads=1)
     return {
         source.name: StoredItem(name, source.name, entry.offset, entry.length, source.dtype, "tensor", digest)
         for source, entry, digest in zip(described, layout.entries, digests, strict=True)

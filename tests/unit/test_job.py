@@ -18,6 +18,7 @@ from dcp_tensorizer._job import FileJob
 from dcp_tensorizer._layout import data_file_name
 from dcp_tensorizer._protocol import FileRequest, TensorSource
 from dcp_tensorizer._storage import Storage, open_storage
+from dcp_tensorizer._tensorfile import host_bytes
 
 from .support import block_digests, filled, raw, same, sources
 
@@ -40,7 +41,9 @@ def job(
     """A job for the given tensors, by file."""
     tensors = {name: tensor for file in files.values() for name, tensor in file.items()}
     requests = [FileRequest(file, sources(content.items(), kind)) for file, content in files.items()]
-    return FileJob(storage, requests, lambda source: tensors[source.name], **({"sync": True, "threads": 2} | options))
+    return FileJob(
+        storage, requests, lambda source: host_bytes(tensors[source.name]), **({"sync": True, "threads": 2} | options)
+    )
 
 
 @contextmanager
@@ -108,7 +111,7 @@ def test_a_missing_tensor_fails_the_job(tmp_path: Path) -> None:
     """An error before anything is written is told in the same way."""
     source = TensorSource("gone", "float32", (1,), 0, 0, 4)
 
-    def gone(source: TensorSource) -> torch.Tensor:
+    def gone(source: TensorSource) -> memoryview:
         raise KeyError(source.name)
 
     work = FileJob(open_storage(tmp_path), [FileRequest(NAMES[0], (source,))], gone, sync=True, threads=1)

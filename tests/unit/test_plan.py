@@ -23,7 +23,7 @@ from dcp_tensorizer._encoder import encode
 from dcp_tensorizer._layout import INDEX_CAPACITY, StoredItem, block_size, index_entry_size, is_data_file_name
 from dcp_tensorizer._plan import Box, ReadOperation, ReadRequest, boxes_of_range, plan_files, plan_reads, stored_names
 from dcp_tensorizer._protocol import TensorSource
-from dcp_tensorizer._tensorfile import lay_out
+from dcp_tensorizer._tensorfile import host_bytes, lay_out
 
 from .support import BufferSink, filled, same
 
@@ -394,7 +394,7 @@ def test_3000_tensors_with_long_names_fit_their_files(tmp_path: Path) -> None:
     tensors = [(s.name, filled(getattr(torch, s.dtype), s.shape, seed=n)) for n, s in enumerate(file.tensors)]
     layout = lay_out(file.tensors)
     sink = BufferSink()
-    encode(layout, [functools.partial(torch.clone, tensor) for _, tensor in tensors], sink, threads=1)
+    encode(layout, [functools.partial(host_bytes, tensor) for _, tensor in tensors], sink, threads=1)
     path = tmp_path / "full.tensors"
     path.write_bytes(sink.content)
     with TensorDeserializer(path, device="cpu", verify_hash=True) as loaded:
