@@ -55,6 +55,7 @@ def measure(case: dict[str, Any], group: dist.ProcessGroup | None, state: State,
     idle = loop.run(_after(_IDLE_SECONDS))
     base = psutil.Process().memory_info().rss
     saver = SAVERS[case["saver"]](group, state)
+    loop.run(_after(_IDLE_SECONDS))  # training before the first save: what was prewarmed is ready by then
     result: dict[str, Any] = {"idle": idle, "saves": [], "quiet": []}
     for number in range(case["saves"]):
         result["saves"].append(_save(saver, state, folder / f"loop{number}", group, loop))

@@ -7,6 +7,7 @@ and not a signal later.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 import mmap
@@ -22,13 +23,13 @@ import torch
 
 from .errors import StagingError
 
-__all__ = ["Arena", "attach"]
+__all__ = ["Arena", "aligned", "attach", "check_headroom"]
 
 # Vector loads and the largest element both divide it, and so does a cache line.
 _ALIGNMENT = 64
 _PAGE = mmap.PAGESIZE
 _MADV_POPULATE_WRITE = 23  # Linux 5.14, <asm-generic/mman-common.h>; not named in the mmap module
-_POPULATE_STEP = 16 << 20
+_POPULATE_STEP = 256 << 20
 _ids = itertools.count()
 
 # A forked child does not have an arena's pages (MADV_DONTFORK), but it inherits the Python objects, and freeing one
@@ -53,11 +54,11 @@ class Arena:
     def __init__(self, nbytes: int, *, pin: bool = False) -> None:
         self.id = next(_ids)
         self.nbytes = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
-        _check_headroom(self.nbytes)
+        check_headroom(self.nbytes)
         self.fd = _anonymous_file()
         try:
             _reserve(self.fd, self.nbytes)
-            self._map: mmap.mmap | None = _map(self.fd, self.nbytes)
+            self._map: mmap.mmap | None = mmap.mmap(self.fd, self.nbytes)
         except (OSError, MemoryError) as error:
             os.close(self.fd)
             raise StagingError(
@@ -65,7 +66,10 @@ class Arena:
                 f"limit, or shard the state dict over more ranks"
             ) from error
         _mappings.add(self._map)
+        if hasattr(mmap, "MADV_DONTFORK"):
+            self._map.madvise(mmap.MADV_DONTFORK)
         self._base = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
+        _populate(self._base, self.nbytes)
         self._used = 0
         self._release = weakref.finalize(self, _release, self.fd, self._register() if pin else None, os.getpid())
 
@@ -163,22 +167,25 @@ def _reserve(fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)
 
 
-def _map(fd: int, nbytes: int) -> mmap.mmap:
-    mapping = mmap.mmap(fd, nbytes)
-    if hasattr(mmap, "MADV_DONTFORK"):
-        mapping.madvise(mmap.MADV_DONTFORK)
-        try:
-            # The page table ahead of the first copy: faulting page by page takes three times as long. In pieces,
-            # because mmap.madvise keeps the interpreter lock (16 MiB take about 4 ms).
-            for start in range(0, nbytes, _POPULATE_STEP):
-                mapping.madvise(_MADV_POPULATE_WRITE, start, min(_POPULATE_STEP, nbytes - start))
-        except OSError:
-            pass  # an older kernel: the first copy faults the pages in
-    return mapping
+def _populate(address: int, nbytes: int) -> None:
+    """Makes the page table ahead of the first copy: faulting page by page takes three times as long.
+
+    By ctypes, because `mmap.madvise` keeps the interpreter lock, and this runs while training goes on. An older kernel
+    refuses, and then the first copy faults the pages in.
+    """
+    if sys.platform == "linux":
+        madvise = ctypes.CDLL(None).madvise
+        for start in range(0, nbytes, _POPULATE_STEP):
+            length = min(_POPULATE_STEP, nbytes - start)
+            madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
 
 
-def _check_headroom(nbytes: int) -> None:
-    """Fails while a shortage is still an error: past a cgroup's limit the kernel kills the process."""
+def check_headroom(nbytes: int) -> None:
+    """Fails while a shortage is still an error: past a cgroup's limit the kernel kills the process.
+
+    Raises:
+        StagingError: ``nbytes`` are not available.
+    """
     available = _available_memory()
     if available is not None and nbytes > available:
         raise StagingError(

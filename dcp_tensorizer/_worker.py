@@ -28,7 +28,9 @@ from .errors import CheckpointError
 
 __all__: list[str] = []
 
-_NICENESS = 10  # also lowers the I/O priority, which follows it unless set apart
+# Beside a training loop on two cores: 10 costs the loop 7% of its speed, 19 costs 1-5%, and the save is as fast. It
+# also lowers the I/O priority, which follows it unless set apart.
+_NICENESS = 19
 _PROGRESS_SECONDS = 1.0
 
 

@@ -12,7 +12,8 @@ import copy
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.remote_device import _remote_device
 
-from ._arena import Arena, aligned
+from ._arena import Arena, aligned, check_headroom
 from ._tensors import check_supported, is_wrapper
 from .errors import StagingError
 
@@ -148,16 +149,26 @@ class ArenaStager:
         self._threads = threads
         self._leases: list[Lease] = []
         self._idle: Arena | None = None
+        self._warming: Future[Arena] | None = None
 
     def prewarm(self, state_dict: Mapping[str, Any]) -> None:
-        """Allocates the buffer for state dicts of this size ahead of the first save.
+        """Allocates the buffer for state dicts of this size ahead of the first save, in the background.
 
         Raises:
             StagingError: memory is short, or a tensor is of a kind that cannot be saved; names the key.
         """
         self._reclaim()
-        if not self._leases:
-            self._idle = self._arena_for(_nbytes(list(_dense_tensors(state_dict, ""))))
+        nbytes = _nbytes(list(_dense_tensors(state_dict, "")))
+        self._settle_warming()
+        if self._leases or (self._idle is not None and self._idle.fits(nbytes)):
+            return
+        if self._idle is not None:
+            self._idle.close()
+            self._idle = None
+        check_headroom(nbytes)
+        self._warming = Future()
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+        threading.Thread(target=_warm, args=(nbytes, device, self._warming), name="prewarm", daemon=True).start()
 
     def wait_turn(self, before: Lease | None = None) -> None:
         """Waits until the saves that were staged earlier, all or those before a given one, are over.
@@ -235,13 +246,22 @@ class ArenaStager:
 
     def close(self) -> None:
         """Gives the buffers back; those that a save still uses follow when it lets go of its state dict."""
+        self._settle_warming()
         for arena in (self._idle, *(lease.arena for lease in self._leases)):
             if arena is not None:
                 arena.close()
         self._idle = None
         self._leases.clear()
 
+    def _settle_warming(self) -> None:
+        """Waits for the buffer that `prewarm` has begun."""
+        warming, self._warming = self._warming, None
+        if warming is not None:
+            with suppress(StagingError):  # memory has become short since; staging says so, if it still is
+                self._idle = warming.result()
+
     def _arena_for(self, nbytes: int) -> Arena:
+        self._settle_warming()
         arena = self._idle
         if arena is not None and arena.fits(nbytes):
             arena.reset()
@@ -260,6 +280,14 @@ class ArenaStager:
                 spare, self._idle = self._idle, spare
             if spare is not None:
                 spare.close()
+
+
+def _warm(nbytes: int, device: int, future: Future[Arena]) -> None:
+    try:
+        with torch.cuda.device(device):  # what is pinned is pinned for a device; -1 for none
+            future.set_result(Arena(nbytes, pin=True))
+    except Exception as error:
+        future.set_exception(error)
 
 
 def _nbytes(sources: list[tuple[str, torch.Tensor]]) -> int:

@@ -82,9 +82,10 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     writer, started here, hashes and writes the buffer. The checkpoint appears, whole, when every rank's data is
     durable. Saves run one at a time: a save that is requested while another is under way waits for it.
 
-    Memory: one buffer of the size of the rank's state (allocated by `prewarm`, or else in the first save; again when
-    the state outgrows it), and about 250 MB for the writer process. ``dcp.save`` needs no buffer: it writes from the
-    tensors themselves.
+    Memory: one buffer of the size of the rank's state (allocated by `prewarm` in the background, or else in the first
+    save, which then takes longer; again when the state outgrows it), kept between saves; and in the writer process up
+    to 64 MB for the parts of a file that are being made, over some 200 MB for its imports. ``dcp.save`` needs no
+    buffer: it writes from the tensors themselves.
 
     Args:
         path: Where to save: a local directory that all ranks share, or any URL that fsspec opens. A save's
@@ -147,6 +148,9 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
     def prewarm(self, state_dict: Mapping[str, Any]) -> None:
         """Allocates the staging buffer for state dicts of this size, ahead of the first save.
+
+        It returns at once: memory is made ready in the background (a second for some GiB), and the first save waits
+        for it if need be.
 
         ``Stateful`` values are asked for their state, as a save does. To be called when there is one: before the
         first optimizer step, ``get_optimizer_state_dict`` makes the optimizer's state by a step of its own, which

@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.masked import masked_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from dcp_tensorizer import StagingError
+from dcp_tensorizer import StagingError, staging
+from dcp_tensorizer._arena import Arena
 from dcp_tensorizer.staging import ArenaStager, Lease, StagedStateDict
 
 from .support import ALL_DTYPES, dtype_name, filled, memory_files, raw, same
@@ -649,10 +650,40 @@ def test_prewarming_makes_the_buffer_of_the_first_save(stager: ArenaStager) -> N
     """The first staging of that size allocates nothing."""
     state = {"a": torch.ones(5000), "b": [torch.ones(3)]}
     stager.prewarm(state)
+    stager._settle_warming()
     before = memory_files()
     result = stager.stage(state)
     assert memory_files() == before
     assert dict(result)["b"][0].tolist() == [1.0] * 3
+
+
+def test_staging_waits_for_a_buffer_that_is_being_prewarmed(
+    stager: ArenaStager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`prewarm` returns at once; the first staging gets the buffer it began, and not a second one."""
+    began, release = threading.Event(), threading.Event()
+    made: list[Arena] = []
+
+    class Slow(Arena):
+        def __init__(self, nbytes: int, *, pin: bool = False) -> None:
+            began.set()
+            assert release.wait(WAIT)
+            super().__init__(nbytes, pin=pin)
+            made.append(self)
+
+    monkeypatch.setattr(staging, "Arena", Slow)
+    stager.prewarm({"a": torch.ones(5000)})
+    assert began.wait(WAIT)
+    releasing = in_thread(release.set)
+    result = stager.stage({"a": torch.ones(5000)})
+    assert [result.lease.arena] == made
+    releasing.join(WAIT)
+
+
+def test_memory_that_is_short_fails_prewarming_at_once(stager: ArenaStager) -> None:
+    """The error comes from `prewarm`, not from a thread that nobody looks at."""
+    with pytest.raises(StagingError, match="bytes of memory are available"):
+        stager.prewarm({"a": torch.empty(1).expand(1 << 44)})
 
 
 def test_prewarming_names_what_cannot_be_saved(stager: ArenaStager) -> None:
