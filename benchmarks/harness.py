@@ -26,7 +26,8 @@ def run_cases(module: str, cases: Sequence[Case], rounds: int) -> list[dict[str,
     for number in range(rounds):
         first = number * len(cases) // rounds  # each round begins elsewhere: whoever is first warms the machine up
         for case in (*cases[first:], *cases[:first]):
-            label = " | ".join(str(value) for key, value in case.items() if key not in ("folder", "scale"))
+            shown = {key: value for key, value in case.items() if key != "folder"}
+            label = " | ".join(str(value) for key, value in shown.items() if key != "scale")
             print(f"round {number + 1}/{rounds}  {label}", file=sys.stderr, flush=True)
             done = subprocess.run(
                 [sys.executable, "-m", module, json.dumps(case)],
@@ -38,9 +39,9 @@ def run_cases(module: str, cases: Sequence[Case], rounds: int) -> list[dict[str,
             if done.returncode:
                 error = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit {done.returncode}"
                 print(f"  FAILED: {error}", file=sys.stderr)
-                results.append({"case": case, "round": number, "error": error})
+                results.append({"case": shown, "round": number, "error": error})
                 continue
-            results.append({"case": case, "round": number, "ranks": json.loads(done.stdout.strip().splitlines()[-1])})
+            results.append({"case": shown, "round": number, "ranks": json.loads(done.stdout.strip().splitlines()[-1])})
     return results
 
 

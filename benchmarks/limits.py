@@ -16,6 +16,7 @@ import torch
 from tensorizer import TensorSerializer
 
 _STEP = 8 << 20
+_MAX_NAMES = 2000  # that the index of one of its files holds
 
 
 class Discard(io.RawIOBase):
@@ -64,9 +65,11 @@ def hash_seconds(state: dict[str, torch.Tensor], cores: int) -> float:
     os.sched_setaffinity(0, sorted(available)[:cores])
     try:
         started = time.perf_counter()
-        serializer = TensorSerializer(Discard(), limit_cpu_concurrency=cores)
-        serializer.write_state_dict(dict(state))
-        serializer.close()
+        names = list(state)
+        for first in range(0, len(names), _MAX_NAMES):
+            serializer = TensorSerializer(Discard(), limit_cpu_concurrency=cores)
+            serializer.write_state_dict({name: state[name] for name in names[first : first + _MAX_NAMES]})
+            serializer.close()
         return time.perf_counter() - started
     finally:
         os.sched_setaffinity(0, available)

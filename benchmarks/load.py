@@ -175,8 +175,6 @@ def main() -> None:
             for cases, rounds in groups
             for result in run_cases("benchmarks.load_case", cases, options.rounds or rounds)
         ]
-    for result in results:
-        result["case"].pop("folder")
     summary = summarise(results)
     text = f"{render(summary)}\n\n## Ratios of medians\n\n{table(('figure', 'wanted', 'measured'), ratios(summary))}"
     name = "load-quick" if options.quick else "load"

@@ -15,11 +15,19 @@ import torch.distributed.checkpoint.metadata as dcp_metadata
 import xxhash
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from ._layout import FORMAT, FORMAT_VERSION, StoredItem, is_data_file_name, metadata_file_name
-from ._storage import Storage
+from ._layout import (
+    FORMAT,
+    FORMAT_VERSION,
+    StoredItem,
+    is_data_file_name,
+    is_metadata_file_name,
+    is_temporary_file_name,
+    metadata_file_name,
+)
+from ._storage import Claim, Storage
 from .errors import CheckpointError, MetadataError, UntrustedObject, WriteError
 
-__all__ = ["commit", "decode", "encode", "item_key", "read_metadata", "remove_uncommitted"]
+__all__ = ["begin", "commit", "decode", "encode", "item_key", "read_metadata"]
 
 # Behind the pickle's STOP opcode, where ``pickle.load`` does not look.
 _TRAILER = b"\x00DCPTZR1"
@@ -30,6 +38,23 @@ _ItemKey = tuple[str, tuple[int, ...] | None]
 def item_key(index: MetadataIndex) -> _ItemKey:
     """The key of an item in ``storage_data["items"]``: builtin types only."""
     return index.fqn, None if index.offset is None else tuple(index.offset)
+
+
+def begin(storage: Storage) -> Claim:
+    """Claims a directory for a save, on the coordinator, before any rank writes; removes what dead saves left there.
+
+    A save belongs to its coordinator: files that no metadata names, in a directory where no coordinator has a save
+    under way, can never become part of a checkpoint.
+
+    Raises:
+        WriteError: the directory cannot be opened, or is never free.
+    """
+    claim = storage.claim()
+    names = claim.leftovers()
+    if names:
+        _remove_leftovers(storage, names)
+    claim.share()
+    return claim
 
 
 def commit(
@@ -152,12 +177,17 @@ def _makes_sense(place: Any, files: dict[str, int]) -> bool:
     )
 
 
-def remove_uncommitted(storage: Storage, rank: int | None, names: set[str]) -> None:
-    """Removes the files of a save that is over, unless it is the checkpoint at its path; leaves them if unsure."""
+def _remove_leftovers(storage: Storage, names: list[str]) -> None:
+    """Removes the files of saves that were never committed. When in doubt, everything stays."""
     with suppress(Exception):
-        metadata = read_metadata(storage, rank)
-        for name in names - set(metadata.storage_data["files"] if metadata is not None else ()):
-            storage.remove(name)
+        kept: set[str] = set()
+        for name in names:
+            if is_metadata_file_name(name):
+                data = storage.read(name)
+                kept |= set(decode(data, name).storage_data["files"]) if data is not None else set()
+        for name in names:
+            if (is_data_file_name(name) and name not in kept) or is_temporary_file_name(name):
+                storage.remove(name)
 
 
 def _files_of_replaced(storage: Storage, rank: int | None) -> set[str]:

@@ -141,6 +141,8 @@ def read_into(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         EOFError: the file ends before that.
         OSError: it cannot be read.
     """
+    if len(buffers) <= _IOV_MAX and os.preadv(fd, buffers, offset) == sum(buffer.nbytes for buffer in buffers):
+        return
     pending = [buffer for buffer in buffers if buffer.nbytes]
     while pending:
         count = os.preadv(fd, pending[:_IOV_MAX], offset)

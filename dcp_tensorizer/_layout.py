@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import uuid
 from typing import NamedTuple
 
 __all__ = [
@@ -14,7 +15,10 @@ __all__ = [
     "data_file_name",
     "index_entry_size",
     "is_data_file_name",
+    "is_metadata_file_name",
+    "is_temporary_file_name",
     "metadata_file_name",
+    "temporary_file_name",
 ]
 
 FORMAT = "dcp_tensorizer"
@@ -33,6 +37,8 @@ _MIN_BLOCK = 64 * 1024
 _BLOCK_ALIGNMENT = 16
 
 _DATA_FILE = re.compile(r"__\d+_\d+_[0-9a-f]{32}\.tensors")
+_METADATA_FILE = re.compile(r"(__\d+)?\.metadata")
+_TEMPORARY_FILE = re.compile(r"(__\d+)?\.metadata\.[0-9a-f]{32}\.tmp")
 
 
 class StoredItem(NamedTuple):
@@ -64,6 +70,21 @@ def block_size(nbytes: int) -> int:
 def metadata_file_name(rank: int | None = None) -> str:
     """``.metadata``, or one rank's own where ranks save without collectives."""
     return ".metadata" if rank is None else f"__{rank}.metadata"
+
+
+def is_metadata_file_name(name: str) -> bool:
+    """Whether ``name`` is one that `metadata_file_name` makes."""
+    return _METADATA_FILE.fullmatch(name) is not None
+
+
+def temporary_file_name(name: str) -> str:
+    """Where a metadata file is written before it is put in place; no two are the same."""
+    return f"{name}.{uuid.uuid4().hex}.tmp"
+
+
+def is_temporary_file_name(name: str) -> bool:
+    """Whether ``name`` is one that `temporary_file_name` makes of a metadata file's."""
+    return _TEMPORARY_FILE.fullmatch(name) is not None
 
 
 def data_file_name(rank: int, number: int, save_id: str) -> str:

@@ -21,9 +21,9 @@ from contextlib import suppress
 import torch
 
 from ._arena import attach
+from ._destination import open_storage
 from ._job import FileJob
 from ._protocol import Channel, Progress, Ready, TensorSource, WriteDone, WriteFailed, WriteRequest
-from ._storage import open_storage
 from .errors import CheckpointError
 
 __all__: list[str] = []

@@ -22,10 +22,11 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ._commit import item_key, read_metadata
+from ._destination import open_storage
 from ._fetch import Wanted, fetch, is_direct
 from ._layout import StoredItem, metadata_file_name
 from ._plan import Box, ReadRequest
-from ._storage import Storage, open_storage, redact
+from ._storage import Storage, redact
 from ._tensorfile import unsafe_globals
 from .errors import CheckpointError, MetadataError, NotCommitted, ReadError, UntrustedObject
 
@@ -133,11 +134,11 @@ class TensorizerStorageReader(StorageReader):
             MetadataError: the stored chunks of a tensor do not cover it; names the key.
             ReadError: a file is missing or has another size than when it was saved.
         """
-        items = [self._stored(read_item.storage_index) for read_item in plan.items]
         if not self._per_rank:
             for key in {read_item.storage_index.fqn for read_item in plan.items}:
                 self._check_coverage(key)
-        self._check_files({item.file for item in items if item.file})
+        files = {self._stored(read_item.storage_index).file for read_item in plan.items}
+        self._check_files(files - {""})
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -153,15 +154,16 @@ class TensorizerStorageReader(StorageReader):
             UntrustedObject: an object would need code to run; names key and type.
         """
         started = time.monotonic()
-        blobs = [i for i in plan.items if self._stored(i.storage_index).kind != "tensor"]
-        tensors = [i for i in plan.items if self._stored(i.storage_index).kind == "tensor"]
-        targets = [planner.resolve_tensor(i).detach() for i in tensors]
-        wanted = [self._wanted(i, target) for i, target in zip(tensors, targets, strict=True)]
+        stored = [self._stored(read_item.storage_index) for read_item in plan.items]
+        blobs = [(i, item) for i, item in zip(plan.items, stored, strict=True) if item.kind != "tensor"]
+        tensors = [(i, item) for i, item in zip(plan.items, stored, strict=True) if item.kind == "tensor"]
+        targets = [planner.resolve_tensor(i).detach() for i, _ in tensors]
+        wanted = [self._wanted(i, item, target) for (i, item), target in zip(tensors, targets, strict=True)]
         contents, moved = self._read_blobs(blobs)
         moved += self._fetch([w for w in wanted if w is not None], self._progress(started))
-        for read_item, target in zip(tensors, targets, strict=True):
+        for (read_item, _), target in zip(tensors, targets, strict=True):
             planner.commit_tensor(read_item, target)
-        for read_item, content in zip(blobs, contents, strict=True):
+        for (read_item, _), content in zip(blobs, contents, strict=True):
             self._deliver(read_item, content, planner)
         seconds = time.monotonic() - started
         logger.info(
@@ -235,10 +237,9 @@ class TensorizerStorageReader(StorageReader):
                     f"load another one."
                 )
 
-    def _wanted(self, read_item: ReadItem, target: torch.Tensor) -> Wanted | None:
+    def _wanted(self, read_item: ReadItem, stored: StoredItem, target: torch.Tensor) -> Wanted | None:
         """What to fetch for a tensor; None where there is nothing to."""
         key = read_item.dest_index.fqn
-        stored = self._stored(read_item.storage_index)
         dtype = getattr(torch, stored.dtype)
         box = Box(tuple(read_item.storage_offsets), tuple(read_item.lengths))
         if tuple(target.shape) != box.size:
@@ -291,11 +292,10 @@ class TensorizerStorageReader(StorageReader):
 
         return progress
 
-    def _read_blobs(self, read_items: list[ReadItem]) -> tuple[list[bytes], int]:
+    def _read_blobs(self, blobs: list[tuple[ReadItem, StoredItem]]) -> tuple[list[bytes], int]:
         """The contents of what `torch.save` made, all of them checked before any is unpickled."""
         wanted = []
-        for read_item in read_items:
-            stored = self._stored(read_item.storage_index)
+        for read_item, stored in blobs:
             box = Box((0,), (stored.length,))
             request = ReadRequest(stored, (stored.length,), 1, box, direct=True)
             target = torch.empty(stored.length, dtype=torch.uint8)

@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ._arena import Arena, aligned
-from ._commit import commit, remove_uncommitted
+from ._commit import begin, commit
+from ._destination import open_storage
 from ._items import Item, resolve, sources, write_results
 from ._job import FileJob
 from ._layout import StoredItem, metadata_file_name
@@ -37,7 +38,7 @@ from ._plan import plan_files
 from ._process import WriterProcess
 from ._protocol import FileRequest, WriteDone, WriteRequest
 from ._report import SaveReport
-from ._storage import Storage, open_storage, redact
+from ._storage import Claim, Storage, redact
 from ._tensorfile import host_bytes
 from .errors import CheckpointError, StagingError, WriteError, WriterProcessDied
 from .staging import ArenaStager, Lease
@@ -60,8 +61,6 @@ class _Save:
     attempts: int = 1
     began: float = dataclasses.field(default_factory=time.perf_counter)
     report: SaveReport | None = None
-    files: frozenset[str] = frozenset()
-    committed: bool = False
 
     @property
     def metadata_rank(self) -> int | None:
@@ -142,7 +141,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._local = threading.local()
         self._process: WriterProcess | None = None
         self._last_report: SaveReport | None = None
-        self._previous: _Save | None = None
+        self._claim: Claim | None = None
 
     # --- lifetime -----------------------------------------------------------------------------------------------
 
@@ -177,6 +176,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         if self._process is not None:
             self._process.close()
         self._outcomes.settle()
+        self._release_claim()
         if self._spill is not None:
             self._spill.close()
         self._stager.close()
@@ -250,6 +250,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         lease = self._stager.begin_save()
         if lease is None:
             self._stager.wait_turn()  # a synchronous save, or one that was staged by another stager
+        self._release_claim()
         path, self._local.path = self.checkpoint_id, None
         self._outcomes.begin(redact(str(path)))
         try:
@@ -280,7 +281,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._outcomes.set_coordinator(is_coordinator)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Creates the directory.
+        """Creates the directory; the coordinator claims it, and removes what dead saves left there.
 
         Raises:
             WriteError: it cannot be created, or holds a checkpoint that must not be overwritten.
@@ -292,6 +293,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
                 name = metadata_file_name(save.metadata_rank)
                 if save.storage.size(name) is not None:
                     raise WriteError(f"{save.storage.path} holds a checkpoint already, and overwrite=False")
+            if save.is_coordinator and save.use_collectives:
+                self._claim = begin(save.storage)
         except CheckpointError as error:
             self._outcomes.failed(error)
             raise
@@ -309,7 +312,6 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         """
         save = self._save
         planned = time.perf_counter()
-        self._clean_up_after_previous(save)
         try:
             items = resolve(plan, planner)
             files, done = self._write(save, items)
@@ -317,7 +319,6 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             self._outcomes.failed(error)
             raise type(error)(f"rank {save.rank}: {error}") from error
         _warn_of_objects(items, done)
-        save.files = frozenset(file.name for file in files)
         future: Future[list[WriteResult]] = Future()
         future.set_result(write_results(items, files, done))
         save.report = SaveReport(
@@ -363,7 +364,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             self._outcomes.failed(error)
             raise
         self._outcomes.committed()
-        save.committed = True
+        self._release_claim()
         assert save.report is not None, "write_data comes first"
         seconds = time.perf_counter() - started
         self._publish(dataclasses.replace(save.report, commit_seconds=seconds, durable_at=time.time()))
@@ -393,16 +394,6 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         files = plan_files(sources(items, lambda item: places[item.name]), save.rank, save.id)
         request = WriteRequest(save.storage.location, self._options, files, (), self._sync, self._threads)
         return files, self._send(save, request, [arena] if self._spill is None else [arena, self._spill])
-
-    def _clean_up_after_previous(self, save: _Save) -> None:
-        """Removes what this rank wrote for the save before, if another rank failed that one.
-
-        Every rank is past the planning of this save, so the one before is over on all of them. Not so without
-        collectives, where nothing is known of the others; and there a rank that has written has committed.
-        """
-        previous, self._previous = self._previous, save
-        if previous is not None and save.use_collectives and previous.use_collectives and not previous.committed:
-            remove_uncommitted(previous.storage, previous.metadata_rank, set(previous.files))
 
     def _place(self, items: Sequence[Item], arena: Arena) -> dict[str, tuple[int, int]]:
         """Where each item's bytes are in shared memory; those that the planner made anew are copied there."""
@@ -447,6 +438,11 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
                 logger.warning("rank %d: %s; writing once more with a fresh process", save.rank, error)
         raise AssertionError("unreachable")
 
+    def _release_claim(self) -> None:
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            claim.release()
+
     def _publish(self, report: SaveReport) -> None:
         self._last_report = report
         logger.info("%s", report)
@@ -466,7 +462,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
 _CLOSED = "the writer is closed: make a new one, or close it after the last save"
 # Tied to this process, or to one of its threads.
-_NOT_COPIED = {"_stager", "_spill", "_outcomes", "_local", "_process", "_last_report", "_on_report", "_previous"}
+_NOT_COPIED = {"_stager", "_spill", "_outcomes", "_local", "_process", "_last_report", "_on_report", "_claim"}
 
 
 def _check_trainer_lives(storage: Storage) -> None:

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from tqdm import tqdm
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 
@@ -179,7 +180,13 @@ def load(app: App, checkpoint: Path, report: Reporter) -> None:
     """Loads a checkpoint onto however many ranks there are now: each reads the bytes of its own shards."""
     dist.barrier()  # so that the time is that of the loading, not of waiting for ranks that have yet to start
     started = time.monotonic()
-    dcp.load({"app": app}, storage_reader=TensorizerStorageReader(checkpoint))
+    with tqdm(desc="   loading", unit="B", unit_scale=True, leave=False, disable=dist.get_rank() != 0) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        dcp.load({"app": app}, storage_reader=TensorizerStorageReader(checkpoint, on_progress=show))
     report(Loaded(app.step, time.monotonic() - started, state_digest(app)))
 
 

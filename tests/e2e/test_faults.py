@@ -1,6 +1,7 @@
 """Processes that are killed: the writer's, and the trainer itself."""
 
 import os
+import shutil
 import signal
 
 import psutil
@@ -123,9 +124,12 @@ def _die(rank, folder):
             signal.pause()
         (folder / "child").write_text(str(child))
         kill_self()
-    future = dcp.async_save(_state(0, 2, BIG if point == "writing" else 100), storage_writer=writer)
-    if point == "writing":
-        _stop_in_mid_write(folder / "checkpoint", 0, future, files=2)
+    in_mid_write = point in ("writing", "writing, with its writer")
+    future = dcp.async_save(_state(0, 2, BIG if in_mid_write else 100), storage_writer=writer)
+    if in_mid_write:
+        process = _stop_in_mid_write(folder / "checkpoint", 0, future, files=2)
+        if point == "writing, with its writer":
+            process.kill()
         kill_self()
     if point == "never, and nothing is closed":
         return
@@ -133,7 +137,14 @@ def _die(rank, folder):
     raise AssertionError("not killed")
 
 
-POINTS = ("writing", "before the commit", "right after the commit", "idle", "never, and nothing is closed")
+POINTS = (
+    "writing",
+    "writing, with its writer",
+    "before the commit",
+    "right after the commit",
+    "idle",
+    "never, and nothing is closed",
+)
 
 
 def _die_among_others(rank, folder):
@@ -241,6 +252,7 @@ def test_no_writer_process_outlives_its_trainer(killed_trainers):
     ("point", "seed"),
     [
         ("writing", 1),
+        ("writing, with its writer", 1),
         ("before the commit", 1),
         ("right after the commit", 2),
         ("idle", 2),
@@ -257,6 +269,17 @@ def test_a_writer_process_without_a_trainer_removes_what_it_has_written(killed_t
     """Of a save that nobody is left to commit, no data stays."""
     folder, _ = killed_trainers
     assert len(list((folder / "writing" / "checkpoint").glob("*.tensors"))) == 1
+
+
+def test_what_a_killed_job_left_is_removed_by_the_next_save(killed_trainers, tmp_path):
+    """When trainer and writer process are killed at once, nobody removes what they wrote; the next job does."""
+    folder, _ = killed_trainers
+    path = shutil.copytree(folder / "writing, with its writer" / "checkpoint", tmp_path / "checkpoint")
+    assert len(list(path.glob("*.tensors"))) == 2
+    with TensorizerStorageWriter(path) as writer:
+        dcp.save(_state(0, 3), storage_writer=writer)
+    assert sorted(name.name.rpartition("_")[0] or name.name for name in path.iterdir()) == [".metadata", "__0_0"]
+    assert_same(_loaded(path, 0), _state(0, 3))
 
 
 def test_a_rank_that_dies_fails_the_save_of_the_others(tmp_path):

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_tensorizer._commit import commit, decode, encode, item_key, read_metadata
-from dcp_tensorizer._layout import FORMAT, FORMAT_VERSION, StoredItem, data_file_name
-from dcp_tensorizer._storage import open_storage
+from dcp_tensorizer._commit import begin, commit, decode, encode, item_key, read_metadata
+from dcp_tensorizer._destination import open_storage
+from dcp_tensorizer._layout import FORMAT, FORMAT_VERSION, StoredItem, data_file_name, temporary_file_name
 from dcp_tensorizer.errors import MetadataError, UntrustedObject, WriteError
 
 INDEX = MetadataIndex("w", torch.Size([0]))
@@ -209,3 +209,37 @@ def test_a_failed_commit_leaves_the_old_checkpoint(storage, tmp_path):
     with pytest.raises(WriteError, match=r"\.metadata"):
         storage.publish(".metadata", before, sync=True)
     assert {path.name for path in tmp_path.iterdir()} == {".metadata", name}
+
+
+@pytest.mark.parametrize("rank", [None, 3])
+def test_what_dead_saves_left_is_removed(storage, tmp_path, rank):
+    """Data files that no metadata names, and metadata that was never put in place; nothing of anybody else's."""
+    kept = data_file_name(0, 0, "a" * 32)
+    commit_file(storage, kept, rank=rank)
+    for name in ("model.tensors", "notes.txt"):
+        (tmp_path / name).touch()
+    before = set(os.listdir(tmp_path))
+    for name in (data_file_name(0, 0, "b" * 32), data_file_name(7, 2, "b" * 32), temporary_file_name(".metadata")):
+        (tmp_path / name).write_bytes(b"left over")
+    begin(storage).release()
+    assert set(os.listdir(tmp_path)) == before
+    assert kept in before
+
+
+def test_beside_a_save_under_way_nothing_is_removed(storage, tmp_path):
+    """What looks left over may be that save's; once it is over, it is removed."""
+    other = begin(storage)
+    (tmp_path / data_file_name(0, 0, "b" * 32)).touch()
+    begin(storage).release()
+    assert len(os.listdir(tmp_path)) == 1
+    other.release()
+    begin(storage).release()
+    assert os.listdir(tmp_path) == []
+
+
+def test_beside_metadata_that_cannot_be_read_nothing_is_removed(storage, tmp_path):
+    """Whatever it names might be what looks left over."""
+    (tmp_path / ".metadata").write_bytes(b"damaged")
+    (tmp_path / data_file_name(0, 0, "b" * 32)).touch()
+    begin(storage).release()
+    assert len(os.listdir(tmp_path)) == 2

@@ -17,11 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp_tensorizer import ChecksumMismatch, ReadError, _layout, _plan
+from dcp_tensorizer._destination import open_storage
 from dcp_tensorizer._encoder import encode
 from dcp_tensorizer._fetch import Wanted, fetch, is_direct
 from dcp_tensorizer._layout import StoredItem
 from dcp_tensorizer._plan import Box, ReadRequest
-from dcp_tensorizer._storage import Storage, open_storage
+from dcp_tensorizer._storage import Storage
 from dcp_tensorizer._tensorfile import host_bytes, lay_out
 
 from .support import ALL_DTYPES, dtype_name, filled, open_descriptors, same, sources

@@ -14,10 +14,11 @@ import torch
 from tensorizer import TensorDeserializer
 
 from dcp_tensorizer import WriteError
+from dcp_tensorizer._destination import open_storage
 from dcp_tensorizer._job import FileJob
 from dcp_tensorizer._layout import data_file_name
 from dcp_tensorizer._protocol import FileRequest, TensorSource
-from dcp_tensorizer._storage import Storage, open_storage
+from dcp_tensorizer._storage import Storage
 from dcp_tensorizer._tensorfile import host_bytes
 
 from .support import block_digests, filled, raw, same, sources

@@ -12,8 +12,18 @@ from .support import PACKAGE, run_python
 
 LAYERS = {
     0: ["errors", "_layout", "_report"],
-    1: ["_protocol", "_arena", "_tensors", "_direct_io", "_storage", "_tensorfile"],
-    2: ["_plan", "_items", "staging", "_commit", "_encoder", "_outcomes"],
+    1: [
+        "_protocol",
+        "_arena",
+        "_tensors",
+        "_tensorfile",
+        "_storage",
+        "_direct_io",
+        "_local",
+        "_remote",
+        "_destination",
+    ],
+    2: ["_destination", "_plan", "_items", "staging", "_commit", "_encoder", "_outcomes"],
     3: ["_job", "_worker", "_process", "_fetch"],
     4: ["writer", "reader"],
     5: ["cli"],
@@ -76,7 +86,7 @@ def test_writer_and_reader_do_not_know_each_other() -> None:
     assert "writer" not in OWN["reader"]
 
 
-@pytest.mark.parametrize(("library", "modules"), [("tensorizer", []), ("fsspec", ["_storage"])])
+@pytest.mark.parametrize(("library", "modules"), [("tensorizer", []), ("fsspec", ["_remote"])])
 def test_a_foreign_library_is_imported_in_one_place(library: str, modules: list[str]) -> None:
     """fsspec is known to the module that translates its errors; the files are tensorizer's, made without it."""
     assert [name for name in MODULES if library in FOREIGN[name]] == modules

@@ -1,8 +1,10 @@
 """Loading in one process: targets, conversions, trust, damage, coverage."""
 
+import copy
 import dataclasses
 import logging
 import os
+from collections import Counter
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from dcp_tensorizer import (
+    CheckpointError,
     ChecksumMismatch,
     MetadataError,
     NotCommitted,
@@ -20,6 +23,7 @@ from dcp_tensorizer import (
     UntrustedObject,
 )
 from dcp_tensorizer._commit import decode, encode
+from dcp_tensorizer._layout import StoredItem
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -116,6 +120,56 @@ def test_a_flipped_byte_is_found(weights, verify):
     else:
         load(path, target, verify=False)
         assert int((target["w"] != expected).sum()) == 1
+
+
+def damage(path, offset):
+    """Flips one bit of a file."""
+    with open(path, "r+b") as stream:
+        stream.seek(offset)
+        byte = stream.read(1)[0]
+        stream.seek(offset)
+        stream.write(bytes([byte ^ 1 << offset % 8]))
+
+
+def test_a_flip_of_any_byte_is_an_error_or_changes_nothing(tmp_path):
+    """Of every byte that a load reads, `.metadata` included, and of a sample of the others."""
+    state = {
+        "model": {"w": torch.arange(60.0).view(6, 10), "half": torch.ones(7, dtype=torch.bfloat16)},
+        "step": torch.tensor(3),
+        "extra": {"name": "run", "rate": 0.1},
+    }
+    save(tmp_path, state)
+    (data,) = tmp_path.glob("*.tensors")
+    metadata = tmp_path / ".metadata"
+    items = [StoredItem(*item) for item in decode(metadata.read_bytes(), "m").storage_data["items"].values()]
+    read = {offset for item in items for offset in range(item.offset, item.offset + item.length)}
+    others = sorted(set(range(data.stat().st_size)) - read)
+    places = [(metadata, offset) for offset in range(metadata.stat().st_size)]
+    places += [(data, offset) for offset in [*sorted(read), *others[:100], *others[100::1009], *others[-300:]]]
+    outcomes = Counter()
+    for path, offset in places:
+        damage(path, offset)
+        loaded = copy.deepcopy(state)
+        loaded["model"]["w"].zero_()
+        loaded["model"]["half"].zero_()
+        loaded["step"].zero_()
+        loaded["extra"] = {"name": "", "rate": 0.0}
+        error = None
+        try:
+            load(tmp_path, loaded)
+        except CheckpointException as raised:
+            error = raised.failures[0][0]
+        if error is not None:
+            assert isinstance(error, CheckpointError)
+            outcomes["error", path == metadata or offset in read] += 1
+        else:
+            assert torch.equal(loaded["model"]["w"], state["model"]["w"])
+            assert torch.equal(loaded["model"]["half"], state["model"]["half"])
+            assert (int(loaded["step"]), loaded["extra"]) == (3, state["extra"])
+            outcomes["identical", path == metadata or offset in read] += 1
+        damage(path, offset)
+    assert outcomes["error", True] == len(read) + metadata.stat().st_size
+    assert outcomes["identical", False] == len(places) - outcomes["error", True]
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "long"])

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_tensorizer import ReadError, WriteError
-from dcp_tensorizer._storage import open_storage, redact
+from dcp_tensorizer._destination import open_storage
+from dcp_tensorizer._storage import redact
 
 from .support import open_descriptors
 

@@ -4,8 +4,9 @@ import uuid
 
 import pytest
 
+from dcp_tensorizer._destination import open_storage
 from dcp_tensorizer._layout import data_file_name
-from dcp_tensorizer._storage import open_storage, redact
+from dcp_tensorizer._storage import redact
 from dcp_tensorizer.errors import WriteError
 
 from .support import on_a_page, put_file

@@ -1,0 +1,151 @@
+"""A checkpoint's directory on a file system."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from ._direct_io import LocalFile, LocalSink
+from ._layout import temporary_file_name
+from ._storage import Claim, RangeReader, Sink, Storage
+from .errors import ReadError, WriteError
+
+__all__ = ["LocalStorage"]
+
+# Where a lock that one process holds is seen by every other that can reach the directory. On network file systems it
+# may be this machine's alone.
+_LOCAL_TYPES = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}
+_CLAIM_SECONDS = 30.0
+
+
+class LocalStorage(Storage):
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.path = self.location = str(root)
+        self.read_threads = min(8, 2 * len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4)
+
+    def make_directory(self) -> None:
+        created = [folder for folder in (self._root, *self._root.parents) if not folder.exists()]
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            for folder in created:
+                _sync_directory(folder.parent)
+        except OSError as error:
+            raise WriteError(f"cannot create the checkpoint directory {self.path}: {error}") from error
+
+    def create(self, name: str, nbytes: int, *, sync: bool) -> Sink:
+        return LocalSink(self._root / name, nbytes, sync=sync)
+
+    def sync_directory(self) -> None:
+        _sync_directory(self._root)
+
+    def publish(self, name: str, data: bytes, *, sync: bool) -> None:
+        temporary = self._root / temporary_file_name(name)
+        try:
+            with open(temporary, "xb") as file:
+                file.write(data)
+                file.flush()
+                if sync:
+                    os.fsync(file.fileno())
+            os.replace(temporary, self._root / name)
+        except OSError as error:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise WriteError(f"cannot write {self._root / name}: {error}") from error
+        if sync:
+            self.sync_directory()
+
+    def read(self, name: str) -> bytes | None:
+        try:
+            return (self._root / name).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise ReadError(f"cannot read {self._root / name}: {error}") from error
+
+    def size(self, name: str) -> int | None:
+        try:
+            return (self._root / name).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise ReadError(f"cannot read {self._root / name}: {error}") from error
+
+    def open(self, name: str) -> RangeReader:
+        return LocalFile(self._root / name)
+
+    def claim(self) -> Claim:
+        return _DirectoryClaim(self._root)
+
+    def remove(self, name: str) -> None:
+        (self._root / name).unlink(missing_ok=True)
+
+
+class _DirectoryClaim(Claim):
+    """A lock on the directory: exclusive for whoever finds nobody else there, then shared while the save lasts.
+
+    The kernel drops it when the process ends, however it ends.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        try:
+            self._fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise WriteError(f"cannot open the checkpoint directory {root}: {error}") from error
+        self._alone = _is_local(root) and self._lock(fcntl.LOCK_EX)
+
+    def leftovers(self) -> list[str] | None:
+        return os.listdir(self._root) if self._alone else None
+
+    def share(self) -> None:
+        self._alone = False
+        deadline = time.monotonic() + _CLAIM_SECONDS
+        while not self._lock(fcntl.LOCK_SH):  # another save is cleaning up: milliseconds, unless it was stopped there
+            if time.monotonic() > deadline:
+                self.release()
+                raise WriteError(
+                    f"another save has been cleaning up {self._root} for {_CLAIM_SECONDS:g} s: is its process stopped?"
+                )
+            time.sleep(0.01)
+
+    def release(self) -> None:
+        if self._fd >= 0:
+            self._lock(fcntl.LOCK_UN)  # a forked child may hold the descriptor, and with it the lock
+            os.close(self._fd)
+            self._fd = -1
+
+    def _lock(self, operation: int) -> bool:
+        """Whether the lock was got, or is none on this file system (and then shared ones are as good)."""
+        try:
+            fcntl.flock(self._fd, operation | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return operation != fcntl.LOCK_EX
+        return True
+
+
+def _is_local(path: Path) -> bool:
+    """Whether a path is on a file system of this machine's own."""
+    real = os.path.realpath(path)
+    found = ("", "")
+    with suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8") as mounts:
+        for line in mounts:
+            fields, _, rest = line.partition(" - ")
+            mount = fields.split()[4].encode().decode("unicode_escape")
+            inside = real == mount or real.startswith(mount.rstrip("/") + "/")
+            if inside and len(mount) >= len(found[0]):
+                found = mount, rest.split()[0]
+    return found[1] in _LOCAL_TYPES
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

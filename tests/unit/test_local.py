@@ -1,0 +1,122 @@
+"""A directory is claimed by the saves under way in it, and only who is alone there may say what is left over."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dcp_tensorizer import WriteError, _local
+from dcp_tensorizer._local import LocalStorage
+
+from .support import open_descriptors
+
+
+def test_the_first_claim_sees_what_is_there(tmp_path: Path) -> None:
+    """Until it shares the directory, nobody else can be writing there."""
+    (tmp_path / "file").touch()
+    claim = LocalStorage(tmp_path).claim()
+    assert claim.leftovers() == ["file"]
+    claim.share()
+    assert claim.leftovers() is None
+    claim.release()
+
+
+def test_a_second_claim_knows_nothing(tmp_path: Path) -> None:
+    """Where another save is under way, no file can be told to be left over; when it is over, they can."""
+    first = LocalStorage(tmp_path).claim()
+    first.share()
+    second = LocalStorage(tmp_path).claim()
+    assert second.leftovers() is None
+    second.share()
+    first.release()
+    first.release()
+    second.release()
+    third = LocalStorage(tmp_path).claim()
+    assert third.leftovers() == []
+    third.release()
+
+
+def test_a_claim_ends_with_its_process(tmp_path: Path) -> None:
+    """However it ends: the kernel drops the lock."""
+    script = """
+import sys
+from pathlib import Path
+from dcp_tensorizer._local import LocalStorage
+claim = LocalStorage(Path(sys.argv[1])).claim()
+claim.share()
+print("claimed", flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"claimed\n"
+        claim = LocalStorage(tmp_path).claim()
+        assert claim.leftovers() is None
+        claim.release()
+        other.kill()
+    claim = LocalStorage(tmp_path).claim()
+    assert claim.leftovers() == []
+    claim.release()
+
+
+def test_a_save_that_cleans_up_for_ever_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped process may hold the directory: the error names it, and no descriptor stays open."""
+    monkeypatch.setattr(_local, "_CLAIM_SECONDS", 0.05)
+    before = open_descriptors()
+    holder = LocalStorage(tmp_path).claim()
+    other = LocalStorage(tmp_path).claim()
+    with pytest.raises(WriteError, match=str(tmp_path)):
+        other.share()
+    holder.release()
+    assert open_descriptors() == before
+
+
+@pytest.mark.parametrize("case", ["no locks", "a network mount"])
+def test_where_locks_say_nothing_nothing_is_left_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """Network file systems refuse locks on directories, or keep them to one machine; a save goes on without."""
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(9, "Bad file descriptor")
+
+    if case == "no locks":
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    else:
+        monkeypatch.setattr(_local, "_LOCAL_TYPES", {"something"})
+    claim = LocalStorage(tmp_path).claim()
+    assert claim.leftovers() is None
+    claim.share()
+    claim.release()
+
+
+def test_a_forked_child_does_not_keep_the_claim(tmp_path: Path) -> None:
+    """A data loader that outlives the save holds a copy of the descriptor, and no lock."""
+    claim = LocalStorage(tmp_path).claim()
+    claim.share()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    claim.release()
+    again = LocalStorage(tmp_path).claim()
+    assert again.leftovers() == []
+    again.release()
+    os.close(writing)
+    os.waitpid(child, 0)
+    os.close(reading)
+
+
+def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    """It was made a moment ago: somebody removed it."""
+    with pytest.raises(WriteError, match="nowhere"):
+        LocalStorage(tmp_path / "nowhere").claim()
