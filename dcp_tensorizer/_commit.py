@@ -87,14 +87,17 @@ def commit(
             files[item.file] = file_nbytes
     content = {"format": FORMAT, "version": FORMAT_VERSION, "save_id": save_id, "files": files, "items": places}
     try:
-        data = encode(dataclasses.replace(metadata, storage_data=content))
-    except Exception as error:
-        raise WriteError(f"{storage.path}: the checkpoint's metadata cannot be stored: {error}") from error
-    replaced = _files_of_replaced(storage, rank)
-    storage.publish(metadata_file_name(rank), data, sync=sync)
-    for name in replaced - files.keys():
-        with suppress(Exception):  # the save is committed; what cannot be removed only costs space
-            storage.remove(name)
+        try:
+            data = encode(dataclasses.replace(metadata, storage_data=content))
+        except Exception as error:
+            raise WriteError(f"{storage.path}: the checkpoint's metadata cannot be stored: {error}") from error
+        replaced = _files_of_replaced(storage, rank)
+        storage.publish(metadata_file_name(rank), data, sync=sync)
+    except CheckpointError:
+        if not _is_committed(storage, rank, save_id):
+            _remove(storage, files)
+        raise
+    _remove(storage, replaced - files.keys())  # the save is committed; what cannot be removed only costs space
 
 
 def read_metadata(storage: Storage, rank: int | None = None) -> Metadata | None:
@@ -188,6 +191,21 @@ def _remove_leftovers(storage: Storage, names: list[str]) -> None:
         for name in names:
             if (is_data_file_name(name) and name not in kept) or is_temporary_file_name(name):
                 storage.remove(name)
+
+
+def _is_committed(storage: Storage, rank: int | None, save_id: str) -> bool:
+    """Whether a save's metadata is in place, although publishing it failed; True where that cannot be told."""
+    try:
+        metadata = read_metadata(storage, rank)
+    except CheckpointError:
+        return True
+    return metadata is not None and metadata.storage_data["save_id"] == save_id
+
+
+def _remove(storage: Storage, names: Iterable[str]) -> None:
+    for name in names:
+        with suppress(Exception):
+            storage.remove(name)
 
 
 def _files_of_replaced(storage: Storage, rank: int | None) -> set[str]:

@@ -9,6 +9,15 @@ from .errors import StagingError
 __all__ = ["check_supported", "is_wrapper"]
 
 
+# Integers of less than a byte each: DCP's planner fails on them, and does not say for which key.
+_SUB_BYTE = {
+    dtype
+    for bits in range(1, 8)
+    for name in (f"int{bits}", f"uint{bits}")
+    if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+}
+
+
 def check_supported(key: str, tensor: torch.Tensor) -> None:
     """Fails for tensors whose elements are not plain bytes.
 
@@ -22,6 +31,8 @@ def check_supported(key: str, tensor: torch.Tensor) -> None:
         kind = "on the meta device: it has no data"
     elif tensor.is_quantized:
         kind = f"of a quantised dtype ({tensor.dtype})"
+    elif tensor.dtype in _SUB_BYTE:
+        kind = f"of dtype {tensor.dtype}, which DCP cannot plan (view it as torch.uint8),"
     elif tensor.is_nested:
         kind = "nested"
     elif type(tensor) not in (torch.Tensor, torch.nn.Parameter) and tensor.numel() and not _has_memory(tensor):

@@ -324,18 +324,14 @@ def _inner_tensors(tensor: torch.Tensor, key: str) -> Iterator[tuple[str, torch.
 
 
 def _copy(sources: list[tuple[str, torch.Tensor]], twins: list[torch.Tensor], threads: int) -> None:
-    """Copies all tensors, in few calls for those that a copy kernel exists for."""
+    """Copies all tensors, in few calls."""
     pairs = [(twin, source) for (_, source), twin in zip(sources, twins, strict=True) if source.numel()]
-    plain = [(twin, source) for twin, source in pairs if source.dtype not in _WITHOUT_COPY_KERNEL]
-    if plain:
+    if pairs:
         with _staging_stream():
-            _copy_plain(plain, threads)
-    for twin, source in pairs:
-        if source.dtype in _WITHOUT_COPY_KERNEL:
-            twin.view(torch.uint8).copy_(source.view(torch.uint8))
+            _copy_pairs(pairs, threads)
 
 
-def _copy_plain(pairs: list[_Pair], threads: int) -> None:
+def _copy_pairs(pairs: list[_Pair], threads: int) -> None:
     """Training waits for this, so its cores are free: torch's threads copy, or where it has only one, ours."""
     total = sum(twin.nbytes for twin, _ in pairs)
     on_host = all(source.device.type == "cpu" for _, source in pairs)
@@ -372,13 +368,6 @@ def _shares(pairs: list[_Pair], total: int, count: int) -> list[list[_Pair]]:
         shares[min(count - 1, done * count // total)].append(pair)
         done += pair[0].nbytes
     return [share for share in shares if share]
-
-
-_WITHOUT_COPY_KERNEL = {
-    dtype
-    for name in (*(f"uint{bits}" for bits in range(1, 8)), *(f"int{bits}" for bits in range(1, 8)))
-    if isinstance(dtype := getattr(torch, name, None), torch.dtype)
-}
 
 
 class _staging_stream:  # noqa: N801

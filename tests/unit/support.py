@@ -28,9 +28,9 @@ with warnings.catch_warnings():
 
 
 def _plain_dtypes() -> list[torch.dtype]:
-    """Every dtype whose elements are plain bytes: all but torch's own quantised ones and opaque bits."""
+    """Every dtype that can be saved: all but torch's own quantised ones, opaque bits, and integers below a byte."""
     found = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-    plain = {dtype for dtype in found if not re.match(r"torch\.(q|bits)", str(dtype))}
+    plain = {dtype for dtype in found if not re.match(r"torch\.(q|bits|u?int[1-7]$)", str(dtype))}
     return sorted(plain, key=str)
 
 

@@ -3,6 +3,8 @@
 import dataclasses
 import os
 import pickle
+import resource
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -199,16 +201,40 @@ def test_planner_data_that_no_reader_would_load(storage, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@contextmanager
+def full_disk():
+    """The operating system refuses every file of more than a few bytes, as a full disk would."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def test_a_failed_commit_leaves_the_old_checkpoint(storage, tmp_path):
-    """When `.metadata` cannot be written, the old one and its files are as they were."""
-    name = data_file_name(0, 0, "a" * 32)
-    commit_file(storage, name)
+    """When `.metadata` cannot be written, the old one is as it was, and nothing is left of the new save."""
+    old, new = data_file_name(0, 0, "a" * 32), data_file_name(0, 0, "b" * 32)
+    commit_file(storage, old, save_id="a" * 32)
     before = (tmp_path / ".metadata").read_bytes()
-    (tmp_path / ".metadata").unlink()
-    (tmp_path / ".metadata").mkdir()  # a directory cannot be replaced by a file
-    with pytest.raises(WriteError, match=r"\.metadata"):
-        storage.publish(".metadata", before, sync=True)
-    assert {path.name for path in tmp_path.iterdir()} == {".metadata", name}
+    with full_disk(), pytest.raises(WriteError, match=r"\.metadata.*File too large"):
+        commit_file(storage, new, save_id="b" * 32)
+    assert set(os.listdir(tmp_path)) == {".metadata", old}
+    assert (tmp_path / ".metadata").read_bytes() == before
+
+
+def test_a_commit_that_fails_when_it_is_in_place_keeps_its_files(storage, tmp_path, monkeypatch):
+    """The rename has happened, making it durable fails: the save is an error, and the checkpoint is whole."""
+    name = data_file_name(0, 0, "a" * 32)
+
+    def fail():
+        raise WriteError("the directory cannot be synced")
+
+    monkeypatch.setattr(storage, "sync_directory", fail)
+    with pytest.raises(WriteError, match="synced"):
+        commit_file(storage, name)
+    assert set(os.listdir(tmp_path)) == {".metadata", name}
+    assert read_metadata(storage).storage_data["files"] == {name: 4}
 
 
 @pytest.mark.parametrize("rank", [None, 3])

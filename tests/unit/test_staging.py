@@ -295,6 +295,7 @@ def jagged() -> torch.Tensor:
         (lambda: torch.eye(3).to_sparse(), "sparse_coo"),
         (lambda: torch.eye(3).to_sparse_csr(), "sparse_csr"),
         (quantised, "qint8"),
+        (lambda: torch.empty(3, dtype=torch.uint4), "uint4"),
         (lambda: torch.empty(3, device="meta"), "meta"),
         (nested, "nested"),
         (jagged, "jagged"),
