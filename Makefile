@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench gpu clean
+.PHONY: demo test check bench soak clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo
@@ -22,6 +22,9 @@ bench: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench
 	$(BIN)/python -m benchmarks.save
 	$(BIN)/python -m benchmarks.load
+
+soak: $(READY)
+	$(BIN)/python -m benchmarks.soak
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

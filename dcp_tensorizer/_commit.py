@@ -19,6 +19,7 @@ from ._layout import (
     FORMAT,
     FORMAT_VERSION,
     StoredItem,
+    data_file_names_in,
     is_data_file_name,
     is_metadata_file_name,
     is_temporary_file_name,
@@ -91,7 +92,9 @@ def commit(
             data = encode(dataclasses.replace(metadata, storage_data=content))
         except Exception as error:
             raise WriteError(f"{storage.path}: the checkpoint's metadata cannot be stored: {error}") from error
-        replaced = _files_of_replaced(storage, rank)
+        replaced: set[str] = set()
+        with suppress(CheckpointError):  # a checkpoint that is not one of ours, or damaged
+            replaced = _named_files(storage, metadata_file_name(rank))
         storage.publish(metadata_file_name(rank), data, sync=sync)
     except CheckpointError:
         if not _is_committed(storage, rank, save_id):
@@ -123,14 +126,7 @@ def encode(metadata: Metadata) -> bytes:
 
 def decode(data: bytes, path: str) -> Metadata:
     """Checks and reads what `encode` made; ``path`` is for messages."""
-    body, trailer = data[:-24], data[-24:]
-    if trailer[:8] != _TRAILER:
-        raise MetadataError(
-            f"{path} was not written by dcp_tensorizer, or is damaged at its end. A checkpoint of torch's own "
-            f"FileSystemWriter is loaded with FileSystemReader."
-        )
-    if xxhash.xxh3_128_digest(body) != trailer[8:]:
-        raise MetadataError(f"{path} is damaged: its checksum does not match. Load another checkpoint.")
+    body = _verified(data, path)
     try:
         metadata = _Unpickler(io.BytesIO(body), path).load()
     except CheckpointError:
@@ -149,6 +145,19 @@ def decode(data: bytes, path: str) -> Metadata:
         )
     _check_content(content, path)
     return metadata
+
+
+def _verified(data: bytes, path: str) -> bytes:
+    """The pickle in a metadata file, checked against its digest."""
+    body, trailer = data[:-24], data[-24:]
+    if trailer[:8] != _TRAILER:
+        raise MetadataError(
+            f"{path} was not written by dcp_tensorizer, or is damaged at its end. A checkpoint of torch's own "
+            f"FileSystemWriter is loaded with FileSystemReader."
+        )
+    if xxhash.xxh3_128_digest(body) != trailer[8:]:
+        raise MetadataError(f"{path} is damaged: its checksum does not match. Load another checkpoint.")
+    return body
 
 
 def _check_content(content: dict[str, Any], path: str) -> None:
@@ -186,8 +195,7 @@ def _remove_leftovers(storage: Storage, names: list[str]) -> None:
         kept: set[str] = set()
         for name in names:
             if is_metadata_file_name(name):
-                data = storage.read(name)
-                kept |= set(decode(data, name).storage_data["files"]) if data is not None else set()
+                kept |= _named_files(storage, name)
         for name in names:
             if (is_data_file_name(name) and name not in kept) or is_temporary_file_name(name):
                 storage.remove(name)
@@ -208,13 +216,14 @@ def _remove(storage: Storage, names: Iterable[str]) -> None:
             storage.remove(name)
 
 
-def _files_of_replaced(storage: Storage, rank: int | None) -> set[str]:
-    """The data files of the checkpoint that is about to be replaced; none if it is not one of ours."""
-    try:
-        old = read_metadata(storage, rank)
-    except CheckpointError:
-        return set()
-    return set() if old is None else set(old.storage_data["files"])
+def _named_files(storage: Storage, name: str) -> set[str]:
+    """The data files that a metadata file names, found without unpickling it: that takes long, for nothing more.
+
+    Raises:
+        CheckpointError: it is damaged, not one of ours, or cannot be read.
+    """
+    data = storage.read(name)
+    return set() if data is None else data_file_names_in(_verified(data, name))
 
 
 # The handful of names that a checkpoint's metadata is made of; none of them runs code.

@@ -13,6 +13,7 @@ __all__ = [
     "StoredItem",
     "block_size",
     "data_file_name",
+    "data_file_names_in",
     "index_entry_size",
     "is_data_file_name",
     "is_metadata_file_name",
@@ -37,6 +38,7 @@ _MIN_BLOCK = 64 * 1024
 _BLOCK_ALIGNMENT = 16
 
 _DATA_FILE = re.compile(r"__\d+_\d+_[0-9a-f]{32}\.tensors")
+_DATA_FILE_BYTES = re.compile(_DATA_FILE.pattern.encode())
 _METADATA_FILE = re.compile(r"(__\d+)?\.metadata")
 _TEMPORARY_FILE = re.compile(r"(__\d+)?\.metadata\.[0-9a-f]{32}\.tmp")
 
@@ -95,6 +97,11 @@ def data_file_name(rank: int, number: int, save_id: str) -> str:
 def is_data_file_name(name: str) -> bool:
     """Whether ``name`` is one that `data_file_name` makes, and so cannot lead out of the checkpoint's directory."""
     return _DATA_FILE.fullmatch(name) is not None
+
+
+def data_file_names_in(content: bytes) -> set[str]:
+    """The names of data files that occur in some bytes: they are too odd to occur by chance."""
+    return {name.decode() for name in _DATA_FILE_BYTES.findall(content)}
 
 
 def index_entry_size(name: str, ndim: int) -> int:

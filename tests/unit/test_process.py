@@ -200,7 +200,7 @@ def test_no_gpu_and_low_priority(process, arena, tmp_path):
     process.write(request(tmp_path, arena), [arena], 60)
     seen = psutil.Process(process.pid)
     assert seen.environ()["CUDA_VISIBLE_DEVICES"] == ""
-    assert seen.nice() == 19
+    assert seen.nice() == min(19, psutil.Process().nice() + 10)
 
 
 def test_it_ends_with_its_trainer():

@@ -1,0 +1,75 @@
+"""Orderly ends: however a job ends while a save is under way, the save is finished, and nothing is left running."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dcp_tensorizer import TensorizerStorageReader
+
+SIZE = 32 << 20
+ROOT = Path(__file__).parents[2]
+
+JOB = """
+import signal, sys, time
+import torch
+import torch.distributed.checkpoint as dcp
+from dcp_tensorizer import TensorizerStorageWriter
+
+path, end, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
+writer = TensorizerStorageWriter(path)
+
+def save(step):
+    return dcp.async_save({"w": torch.full((size,), step), "step": step}, storage_writer=writer)
+
+def stop(number, frame):
+    writer.close(timeout=60)
+    sys.exit(0)
+
+save(1).result()
+if end == "a handler for SIGTERM":
+    signal.signal(signal.SIGTERM, stop)
+with writer if end in ("Ctrl-C", "an exception") else open("/dev/null"):
+    save(2)
+    print("saving", flush=True)
+    if end == "an exception":
+        raise RuntimeError("training diverged")
+    while end in ("Ctrl-C", "a handler for SIGTERM"):
+        time.sleep(0.01)
+"""
+
+ENDS = {
+    "Ctrl-C": (signal.SIGINT, -signal.SIGINT, "KeyboardInterrupt"),
+    "a handler for SIGTERM": (signal.SIGTERM, 0, ""),
+    "an exception": (None, 1, "RuntimeError: training diverged"),
+    "no end at all": (None, 0, ""),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_save_under_way_is_finished(tmp_path, end):
+    """The signal goes to the whole process group, as a terminal sends it; the newest state is committed, whole."""
+    number, code, words = ENDS[end]
+    with subprocess.Popen(
+        [sys.executable, "-c", JOB, str(tmp_path), end, str(SIZE)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        start_new_session=True,
+        env=os.environ | {"PYTHONWARNINGS": "ignore"},
+    ) as job:
+        assert job.stdout.readline() == b"saving\n"
+        if number is not None:
+            os.killpg(job.pid, number)
+        _, errors = job.communicate(timeout=60)
+    assert (job.returncode, words in errors.decode()) == (code, True), errors.decode()
+    loaded = {"w": torch.zeros(SIZE, dtype=torch.int64), "step": 0}
+    dcp.load(loaded, storage_reader=TensorizerStorageReader(tmp_path))
+    assert loaded["step"] == 2
+    assert loaded["w"].unique().tolist() == [2]
+    assert len(list(tmp_path.iterdir())) == 2

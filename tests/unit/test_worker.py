@@ -1,0 +1,29 @@
+"""What the writer process sees of the machine it shares with training."""
+
+from __future__ import annotations
+
+import os
+
+from dcp_tensorizer._worker import SpareCores
+
+SECOND = os.sysconf("SC_CLK_TCK") * (os.cpu_count() or 1)
+"""Ticks in a second, of all cores together."""
+
+
+def stat(busy: float, idle: float) -> str:
+    return f"cpu {int(busy)} 0 0 {int(idle)} 0 0 0 0 0 0"
+
+
+def test_spare_cores_are_those_that_nobody_else_uses() -> None:
+    """Idle ones, and what this process has had of the busy ones; only what was added since the last look counts."""
+    cores = os.cpu_count() or 1
+    lines = [stat(0, 7 * SECOND), stat(SECOND / 2, 7.5 * SECOND), stat(1.5 * SECOND, 7.5 * SECOND)]
+    own = [5.0, 5.25, 5.5]
+    spare = SpareCores(iter(lines).__next__, iter(own).__next__)
+    assert abs(spare.since_last() - (cores / 2 + 0.25)) < 0.05
+    assert abs(spare.since_last() - 0.25) < 0.05
+
+
+def test_no_time_has_passed() -> None:
+    """Two looks in one tick tell nothing: then there is no core to spare."""
+    assert SpareCores(lambda: stat(1, 2), lambda: 0.0).since_last() == 0.0
