@@ -9,7 +9,6 @@ killed, the one it was in the middle of).
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import random
@@ -335,11 +334,8 @@ def main() -> None:
         tally = soak(options.saves, options.seed, Path(folder))
     seconds = time.monotonic() - started
     text = render(tally, seconds)
-    store(
-        "soak",
-        {"machine": machine(), "saves": options.saves, "seed": options.seed, "tally": dataclasses.asdict(tally)},
-        text,
-    )
+    counted = {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(tally).items()}
+    store("soak", {"machine": machine(), "saves": options.saves, "seed": options.seed, "tally": counted}, text)
     if tally.wrong or tally.lost or tally.hangs or tally.leaks:
         raise SystemExit("something was lost, wrong or left over")
 
