@@ -180,6 +180,7 @@ def load(app: App, checkpoint: Path, report: Reporter) -> None:
     """Loads a checkpoint onto however many ranks there are now: each reads the bytes of its own shards."""
     dist.barrier()  # so that the time is that of the loading, not of waiting for ranks that have yet to start
     started = time.monotonic()
+    tqdm.monitor_interval = 0  # no thread of its own: one that lives on when the interpreter ends can abort the process
     with tqdm(desc="   loading", unit="B", unit_scale=True, leave=False, disable=dist.get_rank() != 0) as bar:
 
         def show(done: int, total: int) -> None:
