@@ -5,10 +5,12 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import resource
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -133,6 +135,17 @@ def block_digests(tensor: torch.Tensor) -> bytes:
     data = raw(tensor)
     step = block_size(len(data))
     return b"".join(xxhash.xxh3_64_digest(data[start : start + step]) for start in range(0, len(data), step))
+
+
+@contextmanager
+def file_size_limit(nbytes: int) -> Iterator[None]:
+    """The operating system refuses files larger than this, as a full disk would."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def run_python(script: str, *arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:

@@ -3,8 +3,6 @@
 import dataclasses
 import os
 import pickle
-import resource
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -24,6 +22,8 @@ from dcp_tensorizer._commit import begin, commit, decode, encode, item_key, read
 from dcp_tensorizer._destination import open_storage
 from dcp_tensorizer._layout import FORMAT, FORMAT_VERSION, StoredItem, data_file_name, temporary_file_name
 from dcp_tensorizer.errors import MetadataError, UntrustedObject, WriteError
+
+from .support import file_size_limit
 
 INDEX = MetadataIndex("w", torch.Size([0]))
 
@@ -201,23 +201,12 @@ def test_planner_data_that_no_reader_would_load(storage, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@contextmanager
-def full_disk():
-    """The operating system refuses every file of more than a few bytes, as a full disk would."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_failed_commit_leaves_the_old_checkpoint(storage, tmp_path):
     """When `.metadata` cannot be written, the old one is as it was, and nothing is left of the new save."""
     old, new = data_file_name(0, 0, "a" * 32), data_file_name(0, 0, "b" * 32)
     commit_file(storage, old, save_id="a" * 32)
     before = (tmp_path / ".metadata").read_bytes()
-    with full_disk(), pytest.raises(WriteError, match=r"\.metadata.*File too large"):
+    with file_size_limit(16), pytest.raises(WriteError, match=r"\.metadata.*File too large"):
         commit_file(storage, new, save_id="b" * 32)
     assert set(os.listdir(tmp_path)) == {".metadata", old}
     assert (tmp_path / ".metadata").read_bytes() == before

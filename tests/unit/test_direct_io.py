@@ -5,12 +5,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import resource
 import shutil
 import subprocess
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -20,23 +17,12 @@ from hypothesis import strategies as st
 
 from dcp_tensorizer._direct_io import LocalFile, LocalSink, read_into
 
-from .support import on_a_page, open_descriptors
+from .support import file_size_limit, on_a_page, open_descriptors
 
 MIB = 1 << 20
 PATTERN = np.random.default_rng(0).integers(0, 256, 9 * MIB, dtype=np.uint8).tobytes()
 
 shared_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-
-
-@contextmanager
-def file_size_limit(nbytes: int) -> Iterator[None]:
-    """The operating system refuses files larger than this, as a full disk would."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 PART = LocalSink.part_bytes

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from dcp_tensorizer._protocol import FileRequest, TensorSource
 from dcp_tensorizer._storage import Storage
 from dcp_tensorizer._tensorfile import host_bytes
 
-from .support import block_digests, filled, raw, same, sources
+from .support import block_digests, file_size_limit, filled, raw, same, sources
 
 NAMES = [data_file_name(0, number, "a" * 32) for number in range(3)]
 
@@ -45,16 +43,6 @@ def job(
     return FileJob(
         storage, requests, lambda source: host_bytes(tensors[source.name]), **({"sync": True, "threads": 2} | options)
     )
-
-
-@contextmanager
-def file_size_limit(nbytes: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.fixture(params=["local", "memory"])
