@@ -162,9 +162,7 @@ class ArenaStager:
         self._settle_warming()
         if self._leases or (self._idle is not None and self._idle.fits(nbytes)):
             return
-        if self._idle is not None:
-            self._idle.close()
-            self._idle = None
+        self._give_back_idle()
         check_headroom(nbytes)
         self._warming = Future()
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
@@ -266,10 +264,14 @@ class ArenaStager:
         if arena is not None and arena.fits(nbytes):
             arena.reset()
             return arena
-        if arena is not None:
-            arena.close()
-            self._idle = None
+        self._give_back_idle()
         return Arena(nbytes, pin=True)
+
+    def _give_back_idle(self) -> None:
+        """Frees the buffer that no save uses: a larger one takes its place."""
+        if self._idle is not None:
+            self._idle.close()
+            self._idle = None
 
     def _reclaim(self) -> None:
         """Takes back the buffers of saves that are over, and keeps the largest."""
