@@ -210,23 +210,38 @@ def _machine_headroom() -> int | None:
     return None
 
 
-def _cgroup_headroom(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Room below the tightest memory limit of the cgroup (v2) and its ancestors; page cache counts as room."""
+def _cgroup_headroom(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Room below the tightest memory limit of this process's cgroups and their ancestors; page cache counts as room."""
     try:
-        own = Path("/proc/self/cgroup").read_text().split("0::", 1)[1].split("\n", 1)[0]
-    except (OSError, IndexError):
+        lines = own.read_text().splitlines()
+    except OSError:
         return None
     bounds = []
-    group = root / own.lstrip("/")
-    while group.is_relative_to(root):
-        try:
-            limit = (group / "memory.max").read_text().strip()
-            if limit != "max":
-                used = int((group / "memory.current").read_text())
-                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                cached = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
-                bounds.append(max(0, int(limit) - used + cached))
-        except (OSError, ValueError):
-            pass
-        group = group.parent
+    for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        is_v1 = "memory" in controllers.split(",")
+        if controllers and not is_v1:
+            continue
+        top = root / "memory" if is_v1 else root
+        group = top / path.lstrip("/")
+        # In a container, version 1 gives the path as the host sees it; the container's own group is at the top then.
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(top) and (room := _room(folder, *(_V1 if is_v1 else _V2))) is not None:
+                bounds.append(room)
     return min(bounds, default=None)
+
+
+# The files of a cgroup's limit and use, and what precedes its and its descendants' figures in memory.stat.
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+_V2 = ("memory.max", "memory.current", "")
+
+
+def _room(group: Path, limit: str, used: str, prefix: str) -> int | None:
+    """Room below a cgroup's own limit; None if it has none."""
+    try:
+        allowed = int((group / limit).read_text())  # version 2 says "max" where there is no limit, version 1 2**63
+        taken = int((group / used).read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cached = int(stat.get(f"{prefix}inactive_file", 0)) + int(stat.get(f"{prefix}active_file", 0))
+    except (OSError, ValueError):
+        return None
+    return max(0, allowed - taken + cached)

@@ -41,20 +41,20 @@ def item_key(index: MetadataIndex) -> _ItemKey:
     return index.fqn, None if index.offset is None else tuple(index.offset)
 
 
-def begin(storage: Storage) -> Claim:
+def begin(storage: Storage, timeout: float) -> Claim:
     """Claims a directory for a save, on the coordinator, before any rank writes; removes what dead saves left there.
 
     A save belongs to its coordinator: files that no metadata names, in a directory where no coordinator has a save
     under way, can never become part of a checkpoint.
 
     Raises:
-        WriteError: the directory cannot be opened, or is never free.
+        WriteError: the directory cannot be opened, or another save cleans up there for longer than ``timeout`` seconds.
     """
     claim = storage.claim()
     names = claim.leftovers()
     if names:
         _remove_leftovers(storage, names)
-    claim.share()
+    claim.share(timeout)
     return claim
 
 

@@ -18,7 +18,6 @@ __all__ = ["LocalStorage"]
 # Where a lock that one process holds is seen by every other that can reach the directory. On network file systems it
 # may be this machine's alone.
 _LOCAL_TYPES = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}
-_CLAIM_SECONDS = 30.0
 
 
 class LocalStorage(Storage):
@@ -101,14 +100,14 @@ class _DirectoryClaim(Claim):
     def leftovers(self) -> list[str] | None:
         return os.listdir(self._root) if self._alone else None
 
-    def share(self) -> None:
+    def share(self, timeout: float) -> None:
         self._alone = False
-        deadline = time.monotonic() + _CLAIM_SECONDS
+        deadline = time.monotonic() + timeout
         while not self._lock(fcntl.LOCK_SH):  # another save is cleaning up: milliseconds, unless it was stopped there
             if time.monotonic() > deadline:
                 self.release()
                 raise WriteError(
-                    f"another save has been cleaning up {self._root} for {_CLAIM_SECONDS:g} s: is its process stopped?"
+                    f"another save has been cleaning up {self._root} for {timeout:g} s: is its process stopped?"
                 )
             time.sleep(0.01)
 

@@ -7,6 +7,7 @@ scratch buffer from which boxes are copied out. Segments that lie close together
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections import defaultdict
@@ -22,6 +23,7 @@ __all__ = [
     "ReadRequest",
     "Segment",
     "boxes_of_range",
+    "covers",
     "plan_files",
     "plan_reads",
     "stored_names",
@@ -160,6 +162,23 @@ def plan_reads(requests: Sequence[ReadRequest], *, verify: bool) -> list[ReadOpe
                 operations.append(current)
             current.segments.append(segment)
     return operations
+
+
+def covers(shape: Sequence[int], chunks: Sequence[Box]) -> bool:
+    """Whether chunks of a tensor lie within it and fill it, each element once."""
+    if sum(math.prod(chunk.size) for chunk in chunks) != math.prod(shape):
+        return False
+    filled = [chunk for chunk in chunks if math.prod(chunk.size)]
+    if any(a < 0 or a + n > e for c in filled for a, n, e in zip(c.start, c.size, shape, strict=True)):
+        return False
+    # As many elements as the tensor has: then they fill it if no two chunks overlap. Those of a grid, as sharding
+    # makes them, each reach from one of the grid's lines to the next, and no two begin at the same point.
+    lines = [[*sorted({chunk.start[dim] for chunk in filled}), extent] for dim, extent in enumerate(shape)]
+    step = [dict(itertools.pairwise(line)) for line in lines]
+    is_grid = all(c.size[dim] == step[dim][c.start[dim]] for c in filled for dim in range(len(shape)))
+    if is_grid:
+        return len({chunk.start for chunk in filled}) == len(filled)
+    return not any(a.intersect(b) for number, a in enumerate(filled) for b in filled[:number])
 
 
 def boxes_of_range(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:

@@ -53,8 +53,8 @@ class Claim:
         """The files in the directory, if no other save is under way there, until `share`; None if that is unknown."""
         return None
 
-    def share(self) -> None:
-        """Lets others save there too; raises `WriteError`."""
+    def share(self, timeout: float) -> None:
+        """Lets others save there too, after ``timeout`` seconds at most; raises `WriteError`."""
 
     def release(self) -> None:
         """The save is over. Idempotent."""

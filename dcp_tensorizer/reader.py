@@ -25,7 +25,7 @@ from ._commit import item_key, read_metadata
 from ._destination import open_storage
 from ._fetch import Wanted, fetch, is_direct
 from ._layout import StoredItem, metadata_file_name
-from ._plan import Box, ReadRequest
+from ._plan import Box, ReadRequest, covers
 from ._storage import Storage, redact
 from ._tensorfile import unsafe_globals
 from .errors import CheckpointError, MetadataError, NotCommitted, ReadError, UntrustedObject
@@ -219,11 +219,12 @@ class TensorizerStorageReader(StorageReader):
         assert self._metadata is not None
         entry = self._metadata.state_dict_metadata[key]
         if isinstance(entry, TensorStorageMetadata):
-            covered = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-            if covered != math.prod(entry.size):
+            chunks = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+            if not covers(entry.size, chunks):
+                held = sum(math.prod(chunk.size) for chunk in chunks)
                 raise MetadataError(
-                    f"{self._opened.path}: the stored chunks of {key!r} hold {covered:,} of its "
-                    f"{math.prod(entry.size):,} elements"
+                    f"{self._opened.path}: the stored chunks of {key!r}, {held:,} elements in all, do not make up its "
+                    f"{math.prod(entry.size):,}: a rank's part is missing, or there twice"
                 )
 
     def _check_files(self, names: set[str]) -> None:

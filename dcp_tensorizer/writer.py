@@ -99,7 +99,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             written nowhere.
         max_consecutive_failures: From that many failed saves in a row on, ``stage()`` raises on the coordinator, so
             that a job that looks at no future does not train on without checkpoints. None for never.
-        timeout: Seconds without progress after which a write is given up.
+        timeout: Seconds after which a wait for the storage is given up: a write that makes no progress, or another
+            save's clean-up of the same directory.
         on_report: Called with the `SaveReport` of each save that this rank has written, and on the coordinator
             committed, on the save's thread; the report is logged (logger ``dcp_tensorizer``) in any case.
     """
@@ -294,7 +295,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
                 if save.storage.size(name) is not None:
                     raise WriteError(f"{save.storage.path} holds a checkpoint already, and overwrite=False")
             if save.is_coordinator and save.use_collectives:
-                self._claim = begin(save.storage)
+                self._claim = begin(save.storage, self._timeout)
         except CheckpointError as error:
             self._outcomes.failed(error)
             raise

@@ -1,13 +1,18 @@
 """Bad input: every rank gets a named error within seconds, also when only one of them has it."""
 
+import re
+import resource
 import shutil
 import threading
+from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -27,12 +32,63 @@ from .training import assert_same, random_tensor
 
 WORLD = 2
 SECONDS = 30
+HUGE = 64 << 20  # elements of four bytes
+
+
+class Unpicklable(Exception):
+    """An error that cannot be handed to another rank."""
+
+    def __init__(self):
+        super().__init__("the value is broken")
+        self.lock = threading.Lock()
+
+
+class Uncopiable:
+    """A value that staging cannot copy."""
+
+    def __deepcopy__(self, memo):
+        raise Unpicklable
+
+
+class Unwritable:
+    """A value that can be copied, and not be written."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        raise Unpicklable
+
+
+class Unplanned(DefaultSavePlanner):
+    """A planner that fails on the last rank."""
+
+    def create_local_plan(self):
+        if dist.get_rank() == WORLD - 1:
+            raise ValueError("no plan")
+        return super().create_local_plan()
+
+
 KINDS = {
     "sparse": lambda: torch.eye(3).to_sparse(),
     "meta": lambda: torch.empty(3, device="meta"),
     "quantised": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
     "lock": threading.Lock,
+    "uncopiable": Uncopiable,
+    "unwritable": Unwritable,
 }
+
+
+@contextmanager
+def _memory_limit(nbytes):
+    """This process may have so many bytes of address space more than it has."""
+    (used,) = [int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if "VmSize" in line]
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, ((used << 10) + nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 class Unknown:
@@ -57,12 +113,13 @@ class Job:
             "step": 7,
         }
 
-    def save(self, name, state=None, writer=None):
+    def save(self, name, state=None, writer=None, planner=None):
         """Saves below the job's folder, if there is a name, and waits."""
         dcp.async_save(
             self.state() if state is None else state,
             checkpoint_id=self.folder / name if name else None,
             storage_writer=writer or self.writer,
+            planner=planner,
             process_group=self.rank.saves,
         ).result()
 
@@ -116,10 +173,14 @@ def _saves(rank, folder):
         job = Job(rank, folder, writer)
         for kind, make in KINDS.items():
             failures[kind] = attempt(lambda kind=kind, make=make: job.save(kind, job.with_odd(make())))
+        failures["planning"] = attempt(lambda: job.save("planning", planner=Unplanned()))
+        huge = job.with_odd(torch.zeros(HUGE))
+        with _memory_limit(HUGE):
+            failures["memory"] = attempt(lambda: job.save("good", huge))
         if rank.index == 0:
             (folder / "file").write_text("")
         dist.barrier()
-        failures["unwritable"] = attempt(lambda: job.save("file/below/checkpoint"))
+        failures["no directory"] = attempt(lambda: job.save("file/below/checkpoint"))
         (process,) = workers()
         if rank.index == WORLD - 1:
             process.rlimit(psutil.RLIMIT_FSIZE, (1 << 20, psutil.RLIM_INFINITY))
@@ -214,19 +275,40 @@ def test_loads_work_after_failures(loads):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_value_that_cannot_be_saved_is_named_to_every_rank(saved, kind):
-    """What only the last rank cannot stage fails the save on every rank, and names the key."""
+    """What only the last rank cannot stage or write fails the save on every rank, and names the key.
+
+    Also where the cause, an error of the value's own, could not be handed to another rank.
+    """
     folder, outcomes = saved
     causes = _causes(outcomes, kind)
     assert causes.keys() == {WORLD - 1}
-    assert type(causes[WORLD - 1]) is StagingError
+    assert type(causes[WORLD - 1]) is (WriteError if kind == "unwritable" else StagingError)
     assert "'odd'" in str(causes[WORLD - 1])
-    assert not list(folder.glob(f"{kind}/*"))
+    left = {path.name[:4] for path in folder.glob(f"{kind}/*")}
+    assert left <= ({"__0_"} if kind == "unwritable" else set())  # another rank's, which the next save removes
+
+
+def test_a_planner_that_fails_on_one_rank(saved):
+    """Every rank gets the planner's own error, and nothing is left of the save."""
+    folder, outcomes = saved
+    causes = _causes(outcomes, "planning")
+    assert {rank: repr(cause) for rank, cause in causes.items()} == {WORLD - 1: "ValueError('no plan')"}
+    assert not list(folder.glob("planning/*"))
+
+
+def test_memory_that_is_short_on_one_rank(saved):
+    """The error says how much the rank's staging buffer would have taken, and the checkpoint before it stays."""
+    _, outcomes = saved
+    causes = _causes(outcomes, "memory")
+    assert causes.keys() == {WORLD - 1}
+    assert type(causes[WORLD - 1]) is StagingError
+    assert re.search(r"no 268,[\d,]+ bytes of memory for the staging buffer", str(causes[WORLD - 1]))
 
 
 def test_a_directory_that_cannot_be_made_is_named_to_every_rank(saved):
     """A path below a regular file is an error of every rank, with the path in it."""
     folder, outcomes = saved
-    causes = _causes(outcomes, "unwritable")
+    causes = _causes(outcomes, "no directory")
     assert causes.keys() == set(range(WORLD))
     assert all(type(cause) is WriteError and str(folder / "file" / "below") in str(cause) for cause in causes.values())
 

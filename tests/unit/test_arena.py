@@ -315,53 +315,47 @@ def test_this_machine_has_a_bound() -> None:
     assert PAGE < available <= os.sysconf("SC_PHYS_PAGES") * PAGE
 
 
-def own_cgroup() -> str:
-    return Path("/proc/self/cgroup").read_text().split("0::", 1)[1].split("\n", 1)[0].lstrip("/")
-
-
-def cgroup(folder: Path, limit: str, used: int = 0, active: int = 0, inactive: int = 0) -> None:
+def cgroup(folder: Path, limit: str, used: int = 0, active: int = 0, inactive: int = 0, *, v1: bool = False) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "memory.max").write_text(f"{limit}\n")
-    (folder / "memory.current").write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 5\nfile 6\ninactive_file {inactive}\nactive_file {active}\n")
+    (folder / ("memory.limit_in_bytes" if v1 else "memory.max")).write_text(f"{limit}\n")
+    (folder / ("memory.usage_in_bytes" if v1 else "memory.current")).write_text(f"{used}\n")
+    total = "total_" if v1 else ""
+    stat = f"anon 5\nfile 6\n{total}inactive_file {inactive}\n{total}active_file {active}\n"
+    (folder / "memory.stat").write_text(stat)
 
 
-needs_cgroup = pytest.mark.skipif(
-    "0::" not in (Path("/proc/self/cgroup").read_text() if Path("/proc/self/cgroup").exists() else ""),
-    reason="needs cgroup v2",
-)
+V1 = "9:cpu,cpuacct:/elsewhere\n5:memory:/job/rank:0\n0::/unified\n"
+V2 = "0::/job/rank:0\n"
 
 
-@needs_cgroup
-def test_the_tightest_cgroup_bounds(tmp_path: Path) -> None:
-    """Its own limit or an ancestor's; page cache can be reclaimed and counts as room."""
-    own = tmp_path / own_cgroup()
-    cgroup(tmp_path, "max")
-    assert _arena._cgroup_headroom(tmp_path) is None
-    cgroup(tmp_path, "10000", used=2000)
-    cgroup(own, "9000", used=3000, active=100, inactive=20)
-    assert _arena._cgroup_headroom(tmp_path) == 6120
-    if own != tmp_path:
-        cgroup(tmp_path, "4000", used=3500)
-        assert _arena._cgroup_headroom(tmp_path) == 500
+@pytest.mark.parametrize(("version", "top"), [(V2, ""), (V1, "memory")])
+def test_the_tightest_cgroup_bounds(tmp_path: Path, version: str, top: str) -> None:
+    """Its own limit or an ancestor's, of either version; page cache can be reclaimed and counts as room."""
+    membership = tmp_path / "membership"
+    membership.write_text(version)
+    root, v1 = tmp_path / "cgroup", version == V1
+    own = root / top / "job" / "rank:0"
+    assert _arena._cgroup_headroom(membership, root) is None
+    cgroup(own.parent, str(1 << 40) if v1 else "max", v1=v1)
+    assert _arena._cgroup_headroom(membership, root) == (1 << 40 if v1 else None)
+    cgroup(own, "9000", used=3000, active=100, inactive=20, v1=v1)
+    assert _arena._cgroup_headroom(membership, root) == 6120
+    cgroup(root / top, "4000", used=3500, v1=v1)
+    assert _arena._cgroup_headroom(membership, root) == 500
+    cgroup(root / top, "1000", used=5000, v1=v1)
+    assert _arena._cgroup_headroom(membership, root) == 0
 
 
-@needs_cgroup
-def test_an_exceeded_cgroup_has_no_room(tmp_path: Path) -> None:
-    """Never less than nothing."""
-    cgroup(tmp_path / own_cgroup(), "1000", used=5000)
-    assert _arena._cgroup_headroom(tmp_path) == 0
-
-
-@needs_cgroup
 @pytest.mark.parametrize("content", ["", "much", "12x"])
 def test_a_cgroup_that_cannot_be_read_is_no_bound(tmp_path: Path, content: str) -> None:
     """Files that are missing, or say what nobody expects, are passed over."""
-    assert _arena._cgroup_headroom(tmp_path) is None
-    own = tmp_path / own_cgroup()
+    assert _arena._cgroup_headroom(tmp_path / "missing", tmp_path) is None
+    membership = tmp_path / "membership"
+    membership.write_text(V2)
+    own = tmp_path / "job" / "rank:0"
     cgroup(own, "1000")
     (own / "memory.current").write_text(content)
-    assert _arena._cgroup_headroom(tmp_path) is None
+    assert _arena._cgroup_headroom(membership, tmp_path) is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu looks at pinning")

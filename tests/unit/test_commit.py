@@ -1,6 +1,7 @@
 """`.metadata`: what is written, what is refused, what a commit replaces."""
 
 import dataclasses
+import errno
 import os
 import pickle
 
@@ -212,6 +213,21 @@ def test_a_failed_commit_leaves_the_old_checkpoint(storage, tmp_path):
     assert (tmp_path / ".metadata").read_bytes() == before
 
 
+def test_metadata_that_is_not_on_the_disk_is_not_committed(storage, tmp_path, monkeypatch):
+    """A quota that is full when `.metadata` is made durable: the old checkpoint stays, and nothing else."""
+    old, new = data_file_name(0, 0, "a" * 32), data_file_name(0, 0, "b" * 32)
+    commit_file(storage, old, save_id="a" * 32)
+
+    def fail(descriptor):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(WriteError, match=r"\.metadata.*Disk quota exceeded"):
+        commit_file(storage, new, save_id="b" * 32)
+    assert set(os.listdir(tmp_path)) == {".metadata", old}
+    assert read_metadata(storage).storage_data["save_id"] == "a" * 32
+
+
 def test_a_commit_that_fails_when_it_is_in_place_keeps_its_files(storage, tmp_path, monkeypatch):
     """The rename has happened, making it durable fails: the save is an error, and the checkpoint is whole."""
     name = data_file_name(0, 0, "a" * 32)
@@ -236,19 +252,19 @@ def test_what_dead_saves_left_is_removed(storage, tmp_path, rank):
     before = set(os.listdir(tmp_path))
     for name in (data_file_name(0, 0, "b" * 32), data_file_name(7, 2, "b" * 32), temporary_file_name(".metadata")):
         (tmp_path / name).write_bytes(b"left over")
-    begin(storage).release()
+    begin(storage, 1.0).release()
     assert set(os.listdir(tmp_path)) == before
     assert kept in before
 
 
 def test_beside_a_save_under_way_nothing_is_removed(storage, tmp_path):
     """What looks left over may be that save's; once it is over, it is removed."""
-    other = begin(storage)
+    other = begin(storage, 1.0)
     (tmp_path / data_file_name(0, 0, "b" * 32)).touch()
-    begin(storage).release()
+    begin(storage, 1.0).release()
     assert len(os.listdir(tmp_path)) == 1
     other.release()
-    begin(storage).release()
+    begin(storage, 1.0).release()
     assert os.listdir(tmp_path) == []
 
 
@@ -256,5 +272,5 @@ def test_beside_metadata_that_cannot_be_read_nothing_is_removed(storage, tmp_pat
     """Whatever it names might be what looks left over."""
     (tmp_path / ".metadata").write_bytes(b"damaged")
     (tmp_path / data_file_name(0, 0, "b" * 32)).touch()
-    begin(storage).release()
+    begin(storage, 1.0).release()
     assert len(os.listdir(tmp_path)) == 2

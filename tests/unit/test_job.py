@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,10 @@ from tensorizer import TensorDeserializer
 
 from dcp_tensorizer import WriteError
 from dcp_tensorizer._destination import open_storage
+from dcp_tensorizer._direct_io import LocalSink
 from dcp_tensorizer._job import FileJob
 from dcp_tensorizer._layout import data_file_name
+from dcp_tensorizer._local import LocalStorage
 from dcp_tensorizer._protocol import FileRequest, TensorSource
 from dcp_tensorizer._storage import Storage
 from dcp_tensorizer._tensorfile import host_bytes
@@ -93,6 +98,20 @@ def test_a_failure_in_a_later_file_removes_the_earlier_ones(tmp_path: Path) -> N
     with file_size_limit(1 << 20), pytest.raises(WriteError, match="File too large") as caught:
         job(open_storage(tmp_path), files).run()
     assert f"{tmp_path}/{NAMES[1]}" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("point", ["put", "close", "sync_directory"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT])
+def test_what_a_disk_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, number: int) -> None:
+    """An I/O error or a full quota, whenever it comes, is the error of the file, and nothing is left."""
+
+    def fail(*args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(LocalStorage if point == "sync_directory" else LocalSink, point, fail)
+    with pytest.raises(WriteError, match=re.escape(f"{tmp_path}/{NAMES[0]}: OSError: [Errno {number}]")):
+        job(open_storage(tmp_path), {NAMES[0]: {"a": torch.zeros(3_000_000)}}).run()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -21,7 +21,7 @@ def test_the_first_claim_sees_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     claim = LocalStorage(tmp_path).claim()
     assert claim.leftovers() == ["file"]
-    claim.share()
+    claim.share(1.0)
     assert claim.leftovers() is None
     claim.release()
 
@@ -29,10 +29,10 @@ def test_the_first_claim_sees_what_is_there(tmp_path: Path) -> None:
 def test_a_second_claim_knows_nothing(tmp_path: Path) -> None:
     """Where another save is under way, no file can be told to be left over; when it is over, they can."""
     first = LocalStorage(tmp_path).claim()
-    first.share()
+    first.share(1.0)
     second = LocalStorage(tmp_path).claim()
     assert second.leftovers() is None
-    second.share()
+    second.share(1.0)
     first.release()
     first.release()
     second.release()
@@ -48,7 +48,7 @@ import sys
 from pathlib import Path
 from dcp_tensorizer._local import LocalStorage
 claim = LocalStorage(Path(sys.argv[1])).claim()
-claim.share()
+claim.share(1.0)
 print("claimed", flush=True)
 sys.stdin.read()
 """
@@ -66,14 +66,13 @@ sys.stdin.read()
     claim.release()
 
 
-def test_a_save_that_cleans_up_for_ever_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_cleans_up_for_ever_is_not_waited_for(tmp_path: Path) -> None:
     """A stopped process may hold the directory: the error names it, and no descriptor stays open."""
-    monkeypatch.setattr(_local, "_CLAIM_SECONDS", 0.05)
     before = open_descriptors()
     holder = LocalStorage(tmp_path).claim()
     other = LocalStorage(tmp_path).claim()
     with pytest.raises(WriteError, match=str(tmp_path)):
-        other.share()
+        other.share(0.05)
     holder.release()
     assert open_descriptors() == before
 
@@ -93,14 +92,14 @@ def test_where_locks_say_nothing_nothing_is_left_over(
         monkeypatch.setattr(_local, "_LOCAL_TYPES", {"something"})
     claim = LocalStorage(tmp_path).claim()
     assert claim.leftovers() is None
-    claim.share()
+    claim.share(1.0)
     claim.release()
 
 
 def test_a_forked_child_does_not_keep_the_claim(tmp_path: Path) -> None:
     """A data loader that outlives the save holds a copy of the descriptor, and no lock."""
     claim = LocalStorage(tmp_path).claim()
-    claim.share()
+    claim.share(1.0)
     reading, writing = os.pipe()
     child = os.fork()
     if not child:

@@ -21,7 +21,16 @@ from tensorizer import TensorDeserializer
 from dcp_tensorizer import _layout, _plan
 from dcp_tensorizer._encoder import encode
 from dcp_tensorizer._layout import INDEX_CAPACITY, StoredItem, block_size, index_entry_size, is_data_file_name
-from dcp_tensorizer._plan import Box, ReadOperation, ReadRequest, boxes_of_range, plan_files, plan_reads, stored_names
+from dcp_tensorizer._plan import (
+    Box,
+    ReadOperation,
+    ReadRequest,
+    boxes_of_range,
+    covers,
+    plan_files,
+    plan_reads,
+    stored_names,
+)
 from dcp_tensorizer._protocol import TensorSource
 from dcp_tensorizer._tensorfile import host_bytes, lay_out
 
@@ -299,6 +308,47 @@ def test_an_operation_has_no_more_segments_than_one_preadv_takes() -> None:
 def test_nothing_wanted_is_nothing_read() -> None:
     """An empty load needs no operation."""
     assert plan_reads([], verify=True) == []
+
+
+@st.composite
+def partitions(draw: st.DrawFn, whole: Box, depth: int = 4) -> list[Box]:
+    """Boxes that fill a box: it is cut in two again and again, along one dimension or another; a part may be empty."""
+    if not depth or not whole.size or draw(st.booleans()):
+        return [whole]
+    dim = draw(st.integers(0, len(whole.size) - 1))
+    at = draw(st.integers(0, whole.size[dim]))
+    parts = []
+    for begin, end in ((0, at), (at, whole.size[dim])):
+        start, size = list(whole.start), list(whole.size)
+        start[dim], size[dim] = start[dim] + begin, end - begin
+        parts += draw(partitions(Box(tuple(start), tuple(size)), depth - 1))
+    return parts
+
+
+@given(data=st.data(), shape=st.lists(st.integers(1, 6), max_size=3).map(tuple))
+def test_a_partition_covers_and_nothing_else_does(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    """Compared with counting how often each element is there: for partitions, and for what is damaged in them."""
+    chunks = data.draw(partitions(Box((0,) * len(shape), shape)))
+    assert covers(shape, chunks)
+    number = data.draw(st.integers(0, len(chunks) - 1))
+    changed = chunks[:number] + data.draw(st.lists(boxes(shape), max_size=2)) + chunks[number + 1 :]
+    times = np.zeros(shape, dtype=int)
+    for chunk in changed:
+        times[tuple(slice(a, a + n) for a, n in zip(chunk.start, chunk.size, strict=True))] += 1
+    assert covers(shape, changed) == bool((times == 1).all())
+
+
+def test_chunks_outside_their_tensor_do_not_cover() -> None:
+    """However many elements they hold."""
+    assert not covers((4,), [Box((0,), (2,)), Box((4,), (2,))])
+    assert not covers((2, 2), [Box((-1, 0), (2, 2))])
+
+
+def test_nothing_is_covered_by_nothing() -> None:
+    """A tensor without elements needs no chunks, and may have some without elements."""
+    assert covers((0, 3), [])
+    assert covers((0, 3), [Box((0, 0), (0, 3))])
+    assert not covers((1, 3), [])
 
 
 def test_zero_dimensional_tensors_are_read_straight() -> None:

@@ -597,6 +597,27 @@ def test_many_saves_from_threads_that_start_in_any_order_keep_theirs(stager: Are
     assert seen == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
+def test_a_save_that_never_starts_does_not_hold_up_the_next(
+    stager: ArenaStager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save after it waits for it once, for as long as a process takes to start, and no later one does."""
+    monkeypatch.setattr(staging, "_START_SECONDS", 0.05)
+    lost = stager.stage({"a": torch.ones(1)})
+    later = [stager.stage({"a": torch.full((1,), float(n))}) for n in range(3)]
+    seen: list[float] = []
+
+    def save(state: StagedStateDict) -> None:
+        ((_, tensor),) = state.items()
+        seen.append(tensor.item())
+
+    for state in later:
+        in_thread(lambda state=state: save(state)).join(WAIT)  # type: ignore[misc]
+        monkeypatch.setattr(staging, "_START_SECONDS", 2 * WAIT)
+    assert seen == [0.0, 1.0, 2.0]
+    assert lost.lease.abandoned
+    assert dict(lost)["a"].tolist() == [1.0]
+
+
 def test_a_save_on_the_asking_thread_is_not_waited_for(stager: ArenaStager) -> None:
     """Whoever stages and saves on one thread has finished the save when staging again."""
     first = stager.stage({"a": torch.ones(1)})
