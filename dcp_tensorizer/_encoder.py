@@ -19,7 +19,7 @@ from contextlib import suppress
 import numpy as np
 
 from ._storage import Sink
-from ._tensorfile import END, BlockDigester, Entry, FileLayout
+from ._tensorfile import END, Digester, Entry, FileLayout
 
 __all__ = ["encode"]
 
@@ -41,7 +41,7 @@ def encode(layout: FileLayout, contents: Sequence[Callable[[], memoryview]], sin
         threads: Hashing threads.
 
     Returns:
-        The block digests of each tensor.
+        The digests of each tensor, as `StoredItem` has them.
 
     Raises:
         OSError: the sink failed.
@@ -93,9 +93,9 @@ class _Encoding:
             raise
 
     def _encode(self, entry: Entry, data: memoryview) -> bytes:
-        """Hashes one tensor into its parts; returns its block digests."""
+        """Hashes one tensor into its parts; returns its digests."""
         assert data.nbytes == entry.length
-        digester = BlockDigester(data.nbytes)
+        digester = Digester(data.nbytes)
         crc32 = zlib.crc32(entry.header)
         sha256 = hashlib.sha256(entry.header)
         apart = self._apart.submit(sha256.update, data) if self._apart is not None else None

@@ -6,19 +6,19 @@ thread, of an operation's size at most.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from ._layout import block_size
 from ._plan import Box, ReadOperation, ReadRequest, Segment, boxes_of_range, plan_reads
 from ._storage import RangeReader, Storage
-from ._tensorfile import check_blocks, host_bytes
+from ._tensorfile import check_digests, host_bytes
 from .errors import ChecksumMismatch, ReadError
 
 __all__ = ["Wanted", "fetch", "is_direct"]
@@ -79,24 +79,32 @@ def fetch(
     operations = plan_reads([w.request for w in wanted], verify=verify)
     total = sum(operation.nbytes for operation in operations)
     job = _Job(storage, wanted, verify, Counter(operation.file for operation in operations))
-    counting = threading.Lock()
+    remaining = iter(operations)
+    taking, counting = threading.Lock(), threading.Lock()
     done_bytes = 0
 
-    def run(operation: ReadOperation) -> None:
-        nonlocal done_bytes
-        job.run(operation)
-        with counting:
-            done_bytes += operation.nbytes
-            progress(done_bytes, total)
+    def work() -> None:
+        """Does one operation after the other: a future for each would cost more than a small read."""
+        nonlocal done_bytes, remaining
+        try:
+            while True:
+                with taking:
+                    operation = next(remaining, None)
+                if operation is None:
+                    return
+                job.run(operation)
+                with counting:
+                    done_bytes += operation.nbytes
+                    progress(done_bytes, total)
+        except BaseException:
+            remaining = iter(())  # nobody begins another one
+            raise
 
     try:
         with ThreadPoolExecutor(threads, thread_name_prefix="dcp-read") as pool:
-            futures = [pool.submit(run, operation) for operation in operations]
-            done, pending = wait(futures, return_when=FIRST_EXCEPTION)
-            for future in pending:
-                future.cancel()
-        for future in done:
-            future.result()
+            workers = [pool.submit(work) for _ in range(min(threads, len(operations)))]
+        for worker in workers:
+            worker.result()
     finally:
         job.close()
     return total
@@ -165,7 +173,7 @@ class _Job:
     def _places(self, operation: ReadOperation) -> list[memoryview]:
         """Where each segment is read to: its target, or a part of this thread's scratch buffer."""
         indirect = [segment for segment in operation.segments if segment.direct is None]
-        scratch = iter(self._scratch_views([segment.nbytes for segment in indirect]))
+        scratch = iter(self._scratch_views([segment.nbytes for segment in indirect]) if indirect else ())
         return [
             next(scratch)
             if segment.direct is None
@@ -186,13 +194,12 @@ class _Job:
 
     def _gap(self, operation: ReadOperation) -> memoryview:
         """Room for bytes that nobody asked for; all gaps of an operation share it."""
-        pairs = zip(operation.segments, operation.segments[1:], strict=False)
+        pairs = itertools.pairwise(operation.segments)
         return memoryview(bytearray(max((b.offset - a.offset - a.nbytes for a, b in pairs), default=0)))
 
     def _check(self, segment: Segment, data: memoryview) -> None:
-        step = block_size(segment.item.length)
         try:
-            check_blocks(data, segment.start // step, step, segment.item.digests)
+            check_digests(segment.item, segment.start, data)
         except ChecksumMismatch as mismatch:
             keys = ", ".join(repr(self._wanted[number].key) for number in segment.requests)
             raise ChecksumMismatch(

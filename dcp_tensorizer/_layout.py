@@ -30,7 +30,7 @@ FORMAT_VERSION = 1
 INDEX_CAPACITY = 256 * 1024
 
 # Digests are per block, so that a partial read can be verified too. 64 blocks a tensor bound the metadata to
-# 512 bytes a tensor, and what a row slice reads beyond its need to two blocks; below 64 KiB a block costs more to
+# 520 bytes a tensor, and what a row slice reads beyond its need to two blocks; below 64 KiB a block costs more to
 # request than to read.
 _MAX_BLOCKS = 64
 _MIN_BLOCK = 64 * 1024
@@ -60,7 +60,8 @@ class StoredItem(NamedTuple):
     """``tensor``: C-contiguous elements; ``object``: what ``torch.save`` made of a value; ``wrapper``: what it
     made of a tensor subclass that has no bytes of its own."""
     digests: bytes
-    """XXH3-64 of each block, 8 bytes each, big-endian, in order (see `block_size`)."""
+    """XXH3-64 of each block, 8 bytes each, big-endian, in order (see `block_size`); of more than one, then of them all:
+    who reads the whole needs one digest and not 64."""
 
 
 def block_size(nbytes: int) -> int:

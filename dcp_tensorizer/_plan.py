@@ -166,6 +166,8 @@ def plan_reads(requests: Sequence[ReadRequest], *, verify: bool) -> list[ReadOpe
 
 def covers(shape: Sequence[int], chunks: Sequence[Box]) -> bool:
     """Whether chunks of a tensor lie within it and fill it, each element once."""
+    if len(chunks) == 1:
+        return chunks[0].size == tuple(shape) and not any(chunks[0].start)
     if sum(math.prod(chunk.size) for chunk in chunks) != math.prod(shape):
         return False
     filled = [chunk for chunk in chunks if math.prod(chunk.size)]

@@ -22,15 +22,15 @@ from typing import Protocol
 import torch
 import xxhash
 
-from ._layout import INDEX_CAPACITY, block_size
+from ._layout import INDEX_CAPACITY, StoredItem, block_size
 from .errors import ChecksumMismatch
 
 __all__ = [
     "END",
-    "BlockDigester",
+    "Digester",
     "Entry",
     "FileLayout",
-    "check_blocks",
+    "check_digests",
     "host_bytes",
     "lay_out",
     "unsafe_globals",
@@ -130,15 +130,17 @@ def lay_out(tensors: Sequence[TensorInfo]) -> FileLayout:
     return FileLayout(head + listing.ljust(INDEX_CAPACITY, b"\0"), tuple(entries), position + len(END))
 
 
-class BlockDigester:
-    """XXH3-64 of each block (see `_layout.block_size`) of data that comes in pieces of any size."""
+class Digester:
+    """`StoredItem.digests` of data that comes in pieces of any size."""
 
     def __init__(self, nbytes: int) -> None:
         self._step = self._left = block_size(nbytes)
         self._hash = xxhash.xxh3_64()
+        self._whole = xxhash.xxh3_64()
         self._digests: list[bytes] = []
 
     def update(self, data: memoryview) -> None:
+        self._whole.update(data)
         while data.nbytes:
             part = data[: self._left]
             self._hash.update(part)
@@ -148,9 +150,11 @@ class BlockDigester:
                 self._close_block()
 
     def digests(self) -> bytes:
-        """8 bytes for each block, in order, after all data."""
+        """After all data."""
         if self._left < self._step:
             self._close_block()
+        if len(self._digests) > 1:
+            self._digests.append(self._whole.digest())
         return b"".join(self._digests)
 
     def _close_block(self) -> None:
@@ -159,14 +163,23 @@ class BlockDigester:
         self._left = self._step
 
 
-def check_blocks(data: memoryview, first: int, step: int, digests: bytes) -> None:
-    """Compares whole blocks, from the ``first`` on, with their digests.
+def check_digests(item: StoredItem, start: int, data: memoryview) -> None:
+    """Compares blocks of an item with their digests.
+
+    Args:
+        item: The item.
+        start: Where in it the blocks begin.
+        data: The blocks: all of them whole, but that the item's last one may be shorter.
 
     Raises:
-        ChecksumMismatch: naming the offset of the first damaged block in the tensor.
+        ChecksumMismatch: naming the bytes of the first damaged block in the item.
     """
-    for number, start in enumerate(range(0, data.nbytes, step), first):
-        if xxhash.xxh3_64_digest(data[start : start + step]) != digests[8 * number : 8 * number + 8]:
+    step = block_size(item.length)
+    whole = item.digests[-(-item.length // step) * 8 :]
+    if whole and data.nbytes == item.length and xxhash.xxh3_64_digest(data) == whole:
+        return
+    for number, begin in enumerate(range(0, data.nbytes, step), start // step):
+        if xxhash.xxh3_64_digest(data[begin : begin + step]) != item.digests[8 * number : 8 * number + 8]:
             raise ChecksumMismatch(f"bytes {number * step:,} to {number * step + step:,}")
 
 

@@ -131,10 +131,11 @@ def sources(tensors: Iterable[tuple[str, torch.Tensor]], kind: str = "tensor") -
 
 
 def block_digests(tensor: torch.Tensor) -> bytes:
-    """XXH3-64 of each block of a tensor's bytes."""
+    """XXH3-64 of each block of a tensor's bytes, and of more than one, then of all."""
     data = raw(tensor)
     step = block_size(len(data))
-    return b"".join(xxhash.xxh3_64_digest(data[start : start + step]) for start in range(0, len(data), step))
+    blocks = [xxhash.xxh3_64_digest(data[start : start + step]) for start in range(0, len(data), step)]
+    return b"".join(blocks + ([xxhash.xxh3_64_digest(data)] if len(blocks) > 1 else []))
 
 
 @contextmanager

@@ -28,7 +28,7 @@ PROLOGUE = 5 + 4 + 32 + 8 + 8 + 8 + 8
 
 @given(st.integers(1, 1 << 44))
 def test_a_tensor_has_at_most_64_blocks_of_at_least_64_kib(nbytes: int) -> None:
-    """Whatever its size, digests cost at most 512 bytes, and no element straddles two blocks."""
+    """Whatever its size, those of blocks cost at most 512 bytes, and no element straddles two blocks."""
     step = block_size(nbytes)
     assert step >= 64 * 1024
     assert step % 16 == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import struct
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,11 +15,11 @@ from hypothesis import strategies as st
 from tensorizer import TensorSerializer
 
 from dcp_tensorizer import ChecksumMismatch, _layout
-from dcp_tensorizer._layout import block_size
+from dcp_tensorizer._layout import StoredItem, block_size
 from dcp_tensorizer._protocol import TensorSource
-from dcp_tensorizer._tensorfile import BlockDigester, check_blocks, host_bytes, lay_out, unsafe_globals
+from dcp_tensorizer._tensorfile import Digester, check_digests, host_bytes, lay_out, unsafe_globals
 
-from .support import ALL_DTYPES, dtype_name, filled, raw
+from .support import ALL_DTYPES, dtype_name, filled, raw, stored_item
 
 
 def test_dimensions_of_over_32_bits_are_laid_out_as_tensorizer_does() -> None:
@@ -55,18 +56,24 @@ def test_too_many_names_are_refused() -> None:
 
 
 def digests_of(content: bytes | bytearray) -> bytes:
-    digester = BlockDigester(len(content))
+    digester = Digester(len(content))
     digester.update(memoryview(content))
     return digester.digests()
 
 
+def item_of(content: bytes | bytearray) -> StoredItem:
+    return stored_item(len(content), digests=digests_of(content))
+
+
 def test_digests_are_those_of_the_blocks() -> None:
-    """8 bytes for each block, XXH3-64, big-endian, in order."""
+    """8 bytes for each block, XXH3-64, big-endian, in order; of more than one, then of all."""
     data = bytes(range(256)) * 1000
     step = block_size(len(data))
     expected = [xxhash.xxh3_64_intdigest(data[start : start + step]) for start in range(0, len(data), step)]
+    expected.append(xxhash.xxh3_64_intdigest(data))
     assert [n for (n,) in struct.iter_unpack(">Q", digests_of(data))] == expected
     assert digests_of(b"") == b""
+    assert digests_of(b"one block") == xxhash.xxh3_64_digest(b"one block")
 
 
 @given(st.binary(min_size=1, max_size=300), st.lists(st.integers(1, 100), max_size=10))
@@ -74,7 +81,7 @@ def test_digests_do_not_depend_on_the_pieces(content: bytes, sizes: list[int]) -
     """However the bytes arrive, the blocks are the same."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_layout, "_MIN_BLOCK", 16)
-        digester = BlockDigester(len(content))
+        digester = Digester(len(content))
         rest = memoryview(content)
         for size in [*sizes, len(content)]:
             digester.update(rest[:size])
@@ -88,32 +95,53 @@ def test_every_flipped_bit_is_found_in_its_block(content: bytes, data: st.DataOb
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_layout, "_MIN_BLOCK", 16)
         step = block_size(len(content))
-        digests = digests_of(content)
+        item = item_of(content)
         first = data.draw(st.integers(0, (len(content) - 1) // step))
-        check_blocks(memoryview(content)[first * step :], first, step, digests)
+        check_digests(item, first * step, memoryview(content)[first * step :])
         bit = data.draw(st.integers(8 * first * step, 8 * len(content) - 1))
         damaged = bytearray(content)
         damaged[bit // 8] ^= 1 << bit % 8
         start = bit // 8 // step * step
         with pytest.raises(ChecksumMismatch, match=rf"^bytes {start:,} to {start + step:,}$"):
-            check_blocks(memoryview(damaged)[first * step :], first, step, digests)
+            check_digests(item, first * step, memoryview(damaged)[first * step :])
 
 
 def test_every_bit_of_a_small_tensor_counts() -> None:
     """All 8 * 300 single-bit errors are found."""
     content = bytearray(filled(torch.uint8, (300,)).numpy().tobytes())
-    digests = digests_of(content)
+    item = item_of(content)
     for bit in range(8 * len(content)):
         content[bit // 8] ^= 1 << bit % 8
         with pytest.raises(ChecksumMismatch):
-            check_blocks(memoryview(content), 0, block_size(len(content)), digests)
+            check_digests(item, 0, memoryview(content))
         content[bit // 8] ^= 1 << bit % 8
 
 
 def test_missing_digests_are_a_mismatch() -> None:
     """Metadata with fewer digests than blocks verifies nothing."""
     with pytest.raises(ChecksumMismatch):
-        check_blocks(memoryview(b"abc"), 0, 64, b"")
+        check_digests(stored_item(3), 0, memoryview(b"abc"))
+
+
+def test_a_whole_item_is_checked_by_one_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And by those of its blocks where that one does not match, to name the damaged block; never by one alone."""
+    content = bytearray(filled(torch.uint8, (1_000_000,)).numpy().tobytes())
+    item = item_of(content)
+    step = block_size(len(content))
+    calls: list[int] = []
+
+    def digest(data: memoryview, whole: Callable[[memoryview], bytes] = xxhash.xxh3_64_digest) -> bytes:
+        calls.append(data.nbytes)
+        return whole(data)
+
+    monkeypatch.setattr(xxhash, "xxh3_64_digest", digest)
+    check_digests(item, 0, memoryview(content))
+    assert calls == [len(content)]
+    content[5 * step] ^= 1
+    with pytest.raises(ChecksumMismatch, match=rf"^bytes {5 * step:,} to {6 * step:,}$"):
+        check_digests(item, 0, memoryview(content))
+    with pytest.raises(ChecksumMismatch):
+        check_digests(item._replace(digests=b""), 0, memoryview(content))
 
 
 # --- objects and bytes -----------------------------------------------------------------------------------------------
