@@ -29,7 +29,7 @@ from ._layout import (
 from ._storage import Claim, Storage
 from .errors import CheckpointError, MetadataError, UntrustedObject, WriteError
 
-__all__ = ["begin", "commit", "decode", "encode", "item_key", "read_metadata"]
+__all__ = ["begin", "commit", "decode", "encode", "item_key", "read_metadata", "remove"]
 
 # Behind the pickle's STOP opcode, where ``pickle.load`` does not look.
 _TRAILER = b"\x00DCPTZR1"
@@ -67,7 +67,7 @@ def commit(
     save_id: str,
     rank: int | None,
     sync: bool,
-) -> None:
+) -> set[str]:
     """Makes a save the checkpoint at its path. All of its data must be durable by now.
 
     Args:
@@ -77,6 +77,9 @@ def commit(
         save_id: Identifies the save.
         rank: None, or the rank that commits its own part when ranks save without collectives.
         sync: Make the metadata durable.
+
+    Returns:
+        The data files of the checkpoint that it replaced, to be removed (`remove`).
 
     Raises:
         WriteError: nothing has been committed, and what was committed before is untouched.
@@ -99,9 +102,16 @@ def commit(
         storage.publish(metadata_file_name(rank), data, sync=sync)
     except CheckpointError:
         if not _is_committed(storage, rank, save_id):
-            _remove(storage, files)
+            remove(storage, files)
         raise
-    _remove(storage, replaced - files.keys())  # the save is committed; what cannot be removed only costs space
+    return replaced - files.keys()
+
+
+def remove(storage: Storage, names: Iterable[str]) -> None:
+    """Removes files that belong to no checkpoint; what cannot be removed only costs space."""
+    for name in names:
+        with suppress(Exception):
+            storage.remove(name)
 
 
 def read_metadata(storage: Storage, rank: int | None = None) -> Metadata | None:
@@ -222,12 +232,6 @@ def _is_committed(storage: Storage, rank: int | None, save_id: str) -> bool:
     except CheckpointError:
         return True
     return metadata is not None and metadata.storage_data["save_id"] == save_id
-
-
-def _remove(storage: Storage, names: Iterable[str]) -> None:
-    for name in names:
-        with suppress(Exception):
-            storage.remove(name)
 
 
 def _named_files(storage: Storage, name: str) -> set[str]:

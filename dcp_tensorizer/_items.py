@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class Item:
 
     @property
     def dtype(self) -> str:
-        return str(self.tensor.dtype).removeprefix("torch.")
+        return _dtype_name(self.tensor.dtype)
 
 
 def resolve(plan: SavePlan, planner: SavePlanner) -> list[Item]:
@@ -97,6 +98,11 @@ def _resolve(item: WriteItem, planner: SavePlanner) -> tuple[str, torch.Tensor]:
         raise
     except Exception as error:
         raise WriteError(f"{key!r} cannot be saved: {type(error).__name__}: {error}") from error
+
+
+@functools.cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _blob(data: object) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """The messages between a trainer and its writer process, and the socket that carries them.
 
 Only offsets into shared memory cross, never tensors: a request stays small, and one descriptor serves any number
-of tensors. Both ends are the same installation on the same machine, so frames are plain pickles.
+of tensors. Both ends are the same installation on the same machine, so frames are plain pickles. What there is one of
+for each tensor is a tuple, which pickles in a tenth of the time of a dataclass: the trainer's lock is held meanwhile.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = [
     "ArenaInfo",
@@ -30,8 +31,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSource:
+class TensorSource(NamedTuple):
     """A tensor to be written: C-contiguous bytes at an offset of a shared buffer."""
 
     name: str
@@ -72,8 +72,7 @@ class WriteRequest:
     threads: int
 
 
-@dataclass(frozen=True, slots=True)
-class TensorResult:
+class TensorResult(NamedTuple):
     """Where a tensor's bytes are in its file, and the digests of their blocks."""
 
     offset: int

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_tensorizer._commit import begin, commit, decode, encode, item_key, read_metadata
+from dcp_tensorizer._commit import begin, commit, decode, encode, item_key, read_metadata, remove
 from dcp_tensorizer._destination import open_storage
 from dcp_tensorizer._layout import FORMAT, FORMAT_VERSION, StoredItem, data_file_name, temporary_file_name
 from dcp_tensorizer.errors import MetadataError, UntrustedObject, WriteError
@@ -42,11 +42,11 @@ def item_in(file):
 
 
 def commit_file(storage, name, **options):
-    """Commits a checkpoint of one data file, which it makes."""
+    """Commits a checkpoint of one data file, which it makes, and removes what that replaces."""
     with open(os.path.join(storage.path, name), "wb") as file:
         file.write(b"data")
     options = {"save_id": "s", "rank": None, "sync": True} | options
-    commit(storage, metadata_of(), [(INDEX, item_in(name), 4)], **options)
+    remove(storage, commit(storage, metadata_of(), [(INDEX, item_in(name), 4)], **options))
 
 
 @pytest.fixture
