@@ -29,8 +29,9 @@ def plan(folder: str, quick: bool) -> list[tuple[list[dict[str, Any]], int]]:
     few = (OURS, "torch FileSystemWriter, THREAD", "torch FileSystemWriter, PROCESS", "torch_checkpointing")
     others = [{"saver": s, "workload": w, **base} for w in WORKLOADS if w != _MAIN for s in few]
     many = [{"saver": s, "workload": _MAIN, **base, "ranks": n, "saves": 2} for n in (2, 4) for s in few]
+    memory = [{"saver": OURS, "workload": _MAIN, **base, "quiet": 20, "memory": True}]
     rounds = 1 if quick else 3
-    return [(limits[:1] + main, rounds), (limits[1:] + others, min(2, rounds)), (many, 1)]
+    return [(limits[:1] + main, rounds), (memory, 1), (limits[1:] + others, min(2, rounds)), (many, 1)]
 
 
 def summarise(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -39,7 +40,8 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     for result in results:
         case = result["case"]
         if "error" not in result:
-            groups.setdefault(f"{case['saver']} | {case['workload']} | {case['ranks']}", []).append(result)
+            kind = "memory" if case.get("memory") else case["saver"]
+            groups.setdefault(f"{kind} | {case['workload']} | {case['ranks']}", []).append(result)
     return {name: _summary(runs) for name, runs in groups.items()}
 
 
@@ -48,6 +50,9 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     size = nbytes(WORKLOADS[case["workload"]](0.01)) * 100 * case["scale"] if case["workload"] != "one 2 GB" else 0
     size = size or 2048 * 2**20 * case["scale"]
     ranks = [rank for run in runs for rank in run["ranks"]]
+    if case.get("memory"):
+        (peaks,) = ranks
+        return {name: {"peak": max(of), "growth": of[-1] - of[4]} for name, of in peaks.items()}
     if case["saver"] == "limits":
         return {"bytes": size} | {key: spread(rank[key] for rank in ranks) for key in ranks[0]}
     loops = [(rank, save) for rank in ranks for save in rank["saves"] if "rate" in save]
@@ -150,6 +155,13 @@ def ratios(summary: dict[str, dict[str, Any]]) -> list[tuple[str, str, str]]:
             median("torch FileSystemWriter, THREAD", "durable", "5,000 small") / median(OURS, "durable", "5,000 small"),
         ),
     ]
+    memory = summary.get(f"memory | {_MAIN} | 1", {})
+    for name, limit in (("trainer", 64), ("child", 128)):
+        entry = memory.get(name, {"peak": float("nan"), "growth": float("nan")})
+        rows.append(
+            (f"{name}: peak memory beyond its own and the staging buffer, MB", f"<= {limit}", entry["peak"] / 1e6)
+        )
+        rows.append((f"{name}: growth from the 5th to the 20th save, MB", "flat", entry["growth"] / 1e6))
     return [(name, target, f"{value:.2f}") for name, target, value in rows]
 
 
@@ -184,7 +196,7 @@ def main() -> None:
     parser.add_argument("--folder", help="where to save: on the file system to be measured", default=None)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder or Path.cwd()) as folder:
-        groups = plan(folder, options.quick)[: 1 if options.main else None]
+        groups = plan(folder, options.quick)[: 2 if options.main else None]
         results = [
             result
             for cases, rounds in groups

@@ -96,6 +96,47 @@ def _after(seconds: float) -> Any:
     return lambda: time.perf_counter() > deadline
 
 
+def memory(case: dict[str, Any], state: State, folder: Path) -> dict[str, list[int]]:
+    """Memory of trainer and child while they save, each save's peak, in bytes beyond what they had before the first.
+
+    The staging buffer is shared by both, and not counted.
+    """
+    trainer = psutil.Process()
+    base = {"trainer": _anonymous_bytes(trainer)}
+    saver = SAVERS[case["saver"]](None, state)
+    (child,) = trainer.children()
+    _wait_idle(child)  # it has done its imports then
+    base["child"] = child.memory_full_info().uss
+    peaks: dict[str, list[int]] = {name: [] for name in base}
+    for number in range(case["quiet"]):
+        future = saver.save(state, folder / f"save{number}")
+        peak = dict(base)
+        while not future.done():
+            peak["trainer"] = max(peak["trainer"], _anonymous_bytes(trainer))
+            peak["child"] = max(peak["child"], child.memory_full_info().uss)
+            time.sleep(0.02)
+        future.result()
+        discard(folder / f"save{number}")
+        for name in peaks:
+            peaks[name].append(peak[name] - base[name])
+    saver.close()
+    return peaks
+
+
+def _wait_idle(process: psutil.Process) -> None:
+    before = -1.0
+    while (now := sum(process.cpu_times()[:2])) > before:
+        before = now
+        time.sleep(0.5)
+
+
+def _anonymous_bytes(process: psutil.Process) -> int:
+    for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError("RssAnon")
+
+
 def _limits(state: State, folder: Path) -> dict[str, float]:
     size = nbytes(state)
     torch.set_num_threads(1)
@@ -144,6 +185,9 @@ def main() -> None:
         state = WORKLOADS[case["workload"]](case["scale"])
         if case["saver"] == "limits":
             print(json.dumps([_limits(state, Path(folder))]))
+            return
+        if case.get("memory"):
+            print(json.dumps([memory(case, state, Path(folder))]))
             return
         group = None
         if "PROCESS" in case["saver"] or "torch_checkpointing" in case["saver"]:
