@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from ._crypt import Cipher
+
 __all__ = [
     "ArenaInfo",
     "Channel",
@@ -70,15 +72,17 @@ class WriteRequest:
     arenas: tuple[ArenaInfo, ...]
     sync: bool
     threads: int
+    cipher: Cipher | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TensorResult:
-    """Where a tensor's bytes are in its file, and the digests of their blocks."""
+    """Where a tensor's bytes are in its file, the digests of their blocks, and the seal if they are encrypted."""
 
     offset: int
     length: int
     digests: bytes
+    seal: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

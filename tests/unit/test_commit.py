@@ -65,7 +65,7 @@ def test_what_is_committed_can_be_read(storage):
         "version": FORMAT_VERSION,
         "save_id": "s",
         "files": {name: 4},
-        "items": {("w", (0,)): tuple(item_in(name))},
+        "items": {("w", (0,)): item_in(name).to_tuple()},
     }
     assert item_key(MetadataIndex("obj")) == ("obj", None)
 
