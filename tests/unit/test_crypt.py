@@ -6,18 +6,23 @@ import functools
 import hashlib
 import mmap
 import pickle
+import re
 import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer, _crypt, _crypt_info
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.testing._internal.two_tensor import TwoTensor
 
 from dcp_tensorizer import (
+    CheckpointError,
     ChecksumMismatch,
     DecryptionError,
     TensorizerStorageReader,
@@ -25,6 +30,7 @@ from dcp_tensorizer import (
     _layout,
     _plan,
 )
+from dcp_tensorizer._commit import decode
 from dcp_tensorizer._crypt import Cipher, decryption_cipher, encryption_cipher, find_other_key, random_nonce
 from dcp_tensorizer._destination import open_storage
 from dcp_tensorizer._encoder import encode
@@ -34,7 +40,9 @@ from dcp_tensorizer._plan import Box, ReadRequest
 from dcp_tensorizer._storage import Storage
 from dcp_tensorizer._tensorfile import host_bytes, lay_out
 
-from .support import ALL_DTYPES, BufferSink, dtype_name, filled, put_file, raw, run_python, same, sources
+from .support import ALL_DTYPES, ROOT, BufferSink, dtype_name, filled, put_file, raw, run_python, same, sources
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 KEY = bytes(range(32))
 CIPHER = Cipher(KEY)
@@ -448,6 +456,94 @@ def test_every_damage_is_found(storage: Storage, tmp_path: Path, verify: bool) -
     swapped = item._replace(digests=item.digests[::-1], seal=item.seal[:24] + item.seal[24:][::-1])
     with pytest.raises(ChecksumMismatch):
         read(storage, swapped, stored, torch.zeros_like(stored), verify=verify)
+
+
+def test_a_flip_of_any_byte_of_a_checkpoint(tmp_path: Path) -> None:
+    """Of `.metadata` and of every byte that a load reads: an error; of headers, which it does not read: nothing."""
+    state = {"w": torch.arange(60.0).view(6, 10), "extra": {"name": "run"}}
+    save(tmp_path, state)
+    (file,) = tmp_path.glob("*.tensors")
+    items = [StoredItem(*i) for i in decode((tmp_path / ".metadata").read_bytes(), "m").storage_data["items"].values()]
+    read = {offset for item in items for offset in range(item.offset, item.offset + item.length)}
+    headers = set(range(min(read) - 200, file.stat().st_size)) - read
+    for path, offsets, harmless in (
+        (tmp_path / ".metadata", range((tmp_path / ".metadata").stat().st_size), False),
+        (file, sorted(read)[::7], False),
+        (file, sorted(headers)[::7], True),
+    ):
+        content = path.read_bytes()
+        for offset in offsets:
+            path.write_bytes(content[:offset] + bytes([content[offset] ^ 4]) + content[offset + 1 :])
+            assert (load(tmp_path) == state_of(state)) if harmless else isinstance(load(tmp_path), CheckpointError)
+        path.write_bytes(content)
+    assert load(tmp_path) == state_of(state)
+
+
+def test_one_reader_derives_a_key_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deriving costs what the passphrase's guesser is to pay: a reader that loads several checkpoints does it once."""
+    params = EncryptionParams.from_string("correct horse", **WEAK)
+    for name in "ab":
+        save(tmp_path / name, {"w": torch.ones(3)}, params)
+    derived = []
+    derive = EncryptionParams.from_string
+    monkeypatch.setattr(EncryptionParams, "from_string", lambda *a, **k: derived.append(k["salt"]) or derive(*a, **k))
+    reader = TensorizerStorageReader(tmp_path / "a", encryption=DecryptionParams.from_string("correct horse"))
+    for name in "ab":
+        target = {"w": torch.zeros(3)}
+        dcp.load(target, storage_reader=reader, checkpoint_id=tmp_path / name)
+        assert target["w"].tolist() == [1.0] * 3
+    assert derived == [params.salt]
+
+
+def test_wrapper_subclasses_are_encrypted(tmp_path: Path) -> None:
+    """What `torch.save` makes of a tensor that has no bytes of its own is not readable either, and comes back."""
+    inner = filled(torch.float32, (50,)), filled(torch.float32, (50,), seed=1)
+    params = EncryptionParams(KEY)
+    for folder, encryption in (("plain", None), ("encrypted", params)):
+        save(tmp_path / folder, {"pair": TwoTensor(*inner)}, encryption)
+    shown = {
+        f: [raw(inner[0])[:16] in p.read_bytes() for p in (tmp_path / f).glob("*.tensors")]
+        for f in ("plain", "encrypted")
+    }
+    assert shown == {"plain": [True], "encrypted": [False]}
+    target = {"pair": TwoTensor(torch.zeros(50), torch.zeros(50))}
+    key = DecryptionParams.from_key(KEY)
+    dcp.load(target, storage_reader=TensorizerStorageReader(tmp_path / "encrypted", encryption=key, allow_pickle=True))
+    assert same(target["pair"].a, inner[0])
+    assert same(target["pair"].b, inner[1])
+
+
+def save(path: Path, state: dict[str, Any], encryption: Any = KEY) -> None:
+    encryption = EncryptionParams(encryption) if isinstance(encryption, bytes) else encryption
+    with TensorizerStorageWriter(path, encryption=encryption) as writer:
+        dcp.save(state, storage_writer=writer)
+
+
+def load(path: Path) -> Any:
+    """What the checkpoint holds, as plain values, or the error."""
+    state = {"w": torch.zeros(6, 10), "extra": {"name": ""}}
+    reader = TensorizerStorageReader(path, encryption=DecryptionParams.from_key(KEY))
+    try:
+        dcp.load(state, storage_reader=reader)
+    except CheckpointException as error:
+        return error.failures[0][0]
+    return state_of(state)
+
+
+def state_of(state: dict[str, Any]) -> Any:
+    return state["w"].tolist(), state["extra"]
+
+
+def test_the_example_in_the_documentation_runs(tmp_path: Path) -> None:
+    """As it stands, with a key file that nobody else can read; what it saved is what it loaded."""
+    example = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "encryption.md").read_text(), re.DOTALL)[0]
+    check = "\nassert torch.equal(loaded['weight'], state_dict['weight'])\nassert loaded['step'] == 7\n"
+    run_python(f"import os\nos.chdir({str(tmp_path)!r})\n{example}{check}")
+    assert (tmp_path / "checkpoint.key").stat().st_mode & 0o777 == 0o600
+    key = (tmp_path / "checkpoint.key").read_bytes()
+    (file,) = (tmp_path / "checkpoint").glob("*.tensors")
+    with open_stock(file, DecryptionParams.from_key(key)) as loaded:
+        assert same(loaded["weight"].detach(), torch.arange(12.0).view(3, 4))
 
 
 def test_format_versions_are_pinned() -> None:
