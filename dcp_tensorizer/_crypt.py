@@ -55,9 +55,12 @@ class Cipher:
         Returns:
             Its MAC.
         """
+        assert target.nbytes == source.nbytes
         mac = bytearray(MAC_BYTES)
         encrypt, _ = _secretbox()
-        encrypt(_address(target), _address(mac), _address(source), source.nbytes, _counted(nonce, number), self.key)
+        places = _address(target), _address(mac), _address(source)
+        if encrypt(*places, source.nbytes, _counted(nonce, number), self.key):
+            raise WriteError("libsodium could not encrypt a block")
         return bytes(mac)
 
     def decrypt(self, data: memoryview, seal: bytes, number: int) -> bool:

@@ -3,6 +3,7 @@
 import base64
 import itertools
 import logging
+import os
 import random
 import tempfile
 
@@ -71,7 +72,8 @@ def _save_on_every_road(rank, folder):
     logs = folder / f"log{rank.index}"
     logging.basicConfig(filename=logs, level=logging.DEBUG, force=True)
     mesh = init_device_mesh("cpu", (WORLD,))
-    tempfile.tempdir = str(folder / "temporary")
+    os.environ["TMPDIR"] = str(folder / "temporary")
+    tempfile.tempdir = None
     seen = []
     with TensorizerStorageWriter(encryption=_params()) as writer:
         for road in ROADS:
@@ -259,6 +261,7 @@ def test_the_key_is_nowhere(saved):
     forms = [key, key.hex().encode(), repr(key)[2:-1].encode(), base64.b64encode(key), PASSPHRASE.encode()]
     files = _files(folder)
     assert len([path for path in files if path.name.startswith("log") and path.stat().st_size]) == WORLD
+    assert sum(SALT in path.read_bytes() for path in files) >= len(ROADS), "what is no secret is found"
     assert [str(path) for path in files if any(form in path.read_bytes() for form in forms)] == []
     for seen, _ in ranks:
         assert "dcp_tensorizer._worker" in seen
