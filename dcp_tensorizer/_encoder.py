@@ -41,13 +41,7 @@ class Encoded(NamedTuple):
     seal: bytes = b""
 
 
-def encode(
-    layout: FileLayout,
-    contents: Sequence[Callable[[], memoryview]],
-    sink: Sink,
-    threads: int,
-    cipher: Cipher | None = None,
-) -> list[Encoded]:
+def encode(layout: FileLayout, contents: Sequence[Callable[[], memoryview]], sink: Sink, threads: int) -> list[Encoded]:
     """Writes a complete tensorizer file and closes the sink.
 
     Holds ``3 * threads + sink.concurrency + 2`` parts in memory at most, a block a thread if it encrypts, and what is
@@ -58,7 +52,6 @@ def encode(
         contents: Give the tensors' bytes, in the layout's order.
         sink: Where to; aborted when anything fails.
         threads: Hashing threads.
-        cipher: The layout's.
 
     Returns:
         For each tensor its block digests, and if it is encrypted its seal.
@@ -69,7 +62,7 @@ def encode(
     try:
         with ThreadPoolExecutor(sink.concurrency, thread_name_prefix="parts") as io:
             parts = _Parts(layout.nbytes, sink, io, 3 * threads + sink.concurrency + 2)
-            encoded = _Encoding(layout, contents, parts, threads, cipher).run()
+            encoded = _Encoding(layout, contents, parts, threads).run()
             parts.finish()
         sink.close()
     except BaseException:
@@ -80,18 +73,12 @@ def encode(
 
 class _Encoding:
     def __init__(
-        self,
-        layout: FileLayout,
-        contents: Sequence[Callable[[], memoryview]],
-        parts: _Parts,
-        threads: int,
-        cipher: Cipher | None,
+        self, layout: FileLayout, contents: Sequence[Callable[[], memoryview]], parts: _Parts, threads: int
     ) -> None:
         self._layout = layout
         self._contents = contents
         self._parts = parts
         self._threads = threads
-        self._cipher = cipher
         self._encoded = [Encoded(b"")] * len(contents)
         # With fewer tensors than threads, the slowest hash of a tensor gets a thread of its own, and the blocks of an
         # encrypted one are spread over all that are free.
@@ -116,14 +103,16 @@ class _Encoding:
             while (number := next(numbers, None)) is not None:
                 entry, data = self._layout.entries[number], self._contents[number]()
                 assert data.nbytes == entry.length
-                encode = self._encode if self._cipher is None else self._encrypt
-                self._encoded[number] = encode(entry, data)
+                cipher = self._layout.cipher
+                header, found = self._hash(entry, data) if cipher is None else self._encrypt(cipher, entry, data)
+                self._parts.fill(entry.header_offset, np.frombuffer(header, dtype=np.uint8))
+                self._encoded[number] = found
         except BaseException as error:
             self._parts.fail(error)
             raise
 
-    def _encode(self, entry: Entry, data: memoryview) -> Encoded:
-        """Hashes one tensor into its parts."""
+    def _hash(self, entry: Entry, data: memoryview) -> tuple[bytes, Encoded]:
+        """Hashes one tensor into its parts; returns its header, and what becomes of it."""
         digester = BlockDigester(data.nbytes)
         crc32 = zlib.crc32(entry.header)
         sha256 = hashlib.sha256(entry.header)
@@ -138,13 +127,12 @@ class _Encoding:
             self._parts.fill(entry.offset + start, array[start : start + _PIECE])
         if apart is not None:
             apart.result()
-        self._parts.fill(entry.header_offset, np.frombuffer(entry.sealed(crc32, sha256.digest()), dtype=np.uint8))
-        return Encoded(digester.digests())
+        return entry.sealed(crc32, sha256.digest()), Encoded(digester.digests())
 
-    def _encrypt(self, entry: Entry, data: memoryview) -> Encoded:
-        """Encrypts one tensor into its parts."""
+    def _encrypt(self, cipher: Cipher, entry: Entry, data: memoryview) -> tuple[bytes, Encoded]:
+        """Encrypts one tensor into its parts; returns its header, and what becomes of it."""
         count = -(-entry.length // entry.block)
-        job = _Encryption(entry, data, random_nonce(), iter(range(count)), [b""] * count, [b""] * count)
+        job = _Encryption(cipher, entry, data, random_nonce(), iter(range(count)), [b""] * count, [b""] * count)
         helpers = []
         if self._apart is not None:
             helpers = [self._apart.submit(self._encrypt_blocks, job) for _ in range(min(self._threads, count) - 1)]
@@ -152,19 +140,17 @@ class _Encoding:
         for helper in helpers:
             helper.result()
         seal = job.nonce + b"".join(job.macs)
-        self._parts.fill(entry.header_offset, np.frombuffer(entry.with_seal(seal), dtype=np.uint8))
-        return Encoded(b"".join(job.digests), seal)
+        return entry.with_seal(seal), Encoded(b"".join(job.digests), seal)
 
     def _encrypt_blocks(self, job: _Encryption) -> None:
         """Takes one block after the other, in order, until there are no more; several threads do so at once."""
-        assert self._cipher is not None
         size = job.entry.block
         buffer = np.empty(min(size, job.entry.length), dtype=np.uint8)
         try:
             for number in job.numbers:
                 source = job.data[number * size : (number + 1) * size]
                 block = buffer[: source.nbytes]
-                job.macs[number] = self._cipher.encrypt(source, block.data, job.nonce, number)
+                job.macs[number] = job.cipher.encrypt(source, block.data, job.nonce, number)
                 job.digests[number] = xxhash.xxh3_64_digest(block.data)
                 self._parts.fill(job.entry.offset + number * size, block)
         except BaseException as error:
@@ -175,6 +161,7 @@ class _Encoding:
 class _Encryption(NamedTuple):
     """One tensor that is being encrypted: its blocks' numbers, which threads share, and what is known of them."""
 
+    cipher: Cipher
     entry: Entry
     data: memoryview
     nonce: bytes

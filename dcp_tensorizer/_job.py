@@ -87,7 +87,7 @@ class FileJob:
         sink = self._storage.create(file.name, layout.nbytes, sync=self._sync)
         self._sinks.append(sink)
         contents = [functools.partial(self._contents, source) for source in file.tensors]
-        encoded = encode(layout, contents, sink, self._threads, self._cipher)
+        encoded = encode(layout, contents, sink, self._threads)
         results = (
             TensorResult(entry.offset, entry.length, *tensor)
             for entry, tensor in zip(layout.entries, encoded, strict=True)

@@ -113,11 +113,12 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """A file: its first bytes, its entries in order, and its size; `END` follows the last entry."""
+    """A file: its first bytes, its entries in order, its size, and what encrypts it; `END` follows the last entry."""
 
     head: bytes
     entries: tuple[Entry, ...]
     nbytes: int
+    cipher: Cipher | None = None
 
 
 def lay_out(tensors: Sequence[TensorInfo], cipher: Cipher | None = None) -> FileLayout:
@@ -153,7 +154,7 @@ def lay_out(tensors: Sequence[TensorInfo], cipher: Cipher | None = None) -> File
     flags = (_VERSIONED_INDEX | (_ENCRYPTED_FLAG if cipher is not None else 0)) if is_versioned else 0
     total = sum(entry.length for entry in entries)
     head = _MAGIC + _HEAD.pack(version, flags.to_bytes(32, "little"), total, len(entries), INDEX_CAPACITY)
-    return FileLayout(head + listing.ljust(INDEX_CAPACITY, b"\0"), tuple(entries), position + len(END))
+    return FileLayout(head + listing.ljust(INDEX_CAPACITY, b"\0"), tuple(entries), position + len(END), cipher)
 
 
 class BlockDigester:

@@ -58,7 +58,7 @@ def encrypted(tensors: Tensors, cipher: Cipher, threads: int = 1, part_bytes: in
     described = sources(tensors.items())
     layout = lay_out(described, cipher)
     contents = [functools.partial(host_bytes, tensor) for tensor in tensors.values()]
-    found = encode(layout, contents, sink, threads, cipher)
+    found = encode(layout, contents, sink, threads)
     assert len(sink.content) == layout.nbytes
     items = {
         source.name: StoredItem("f", source.name, entry.offset, entry.length, source.dtype, "tensor", *encoded)
@@ -335,7 +335,7 @@ def test_what_is_encrypted_is_only_read(tmp_path: Path, threads: int) -> None:
         memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     sink = BufferSink()
     layout = lay_out(sources([("t", tensor)]), CIPHER)
-    encode(layout, [lambda: memoryview(memory)], sink, threads, CIPHER)
+    encode(layout, [lambda: memoryview(memory)], sink, threads)
     (entry,) = layout.entries
     assert sink.content[entry.offset : entry.offset + 1000] != raw(tensor)[:1000]
     assert memory[:] == raw(tensor)
@@ -349,7 +349,7 @@ def test_the_memory_for_copies_is_bounded() -> None:
     data = host_bytes(tensor)
     tracemalloc.start()
     try:
-        encode(layout, [lambda: data], sink, 3, CIPHER)
+        encode(layout, [lambda: data], sink, 3)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -375,7 +375,7 @@ def test_an_error_in_one_thread_ends_the_file() -> None:
     tensor = torch.zeros(2_000_000, dtype=torch.uint8)
     cipher = Failing(KEY)
     with pytest.raises(MemoryError, match="no more"):
-        encode(lay_out(sources([("t", tensor)]), cipher), [lambda: host_bytes(tensor)], sink, 3, cipher)
+        encode(lay_out(sources([("t", tensor)]), cipher), [lambda: host_bytes(tensor)], sink, 3)
     assert (sink.closed, sink.aborted) == (False, True)
 
 
