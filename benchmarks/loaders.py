@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from tensorizer import TensorDeserializer, TensorSerializer
+from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
@@ -31,6 +31,16 @@ def _load_ours(state: State, folder: Path) -> None:
 
 def _load_ours_unverified(state: State, folder: Path) -> None:
     dcp.load(state, storage_reader=TensorizerStorageReader(str(folder), verify=False))
+
+
+def _write_encrypted(state: State, folder: Path) -> None:
+    with TensorizerStorageWriter(encryption=EncryptionParams(bytes(32))) as writer:
+        dcp.save(state, storage_writer=writer, checkpoint_id=str(folder))
+
+
+def _load_encrypted(state: State, folder: Path) -> None:
+    key = DecryptionParams.from_key(bytes(32))
+    dcp.load(state, storage_reader=TensorizerStorageReader(str(folder), encryption=key))
 
 
 def _write_torch(state: State, folder: Path) -> None:
@@ -98,6 +108,7 @@ def _into(state: State, loaded: State) -> None:
 LOADERS: dict[str, tuple[Write, Load]] = {
     "dcp_tensorizer": (_write_ours, _load_ours),
     "dcp_tensorizer, verify=False": (_write_ours, _load_ours_unverified),
+    "dcp_tensorizer, encrypted": (_write_encrypted, _load_encrypted),
     "torch FileSystemReader": (_write_torch, _load_torch),
     "torch_checkpointing": (_write_checkpointing, _load_checkpointing),
     "TensorDeserializer": (_write_tensorizer, _load_tensorizer),

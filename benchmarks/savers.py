@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from tensorizer import TensorSerializer
+from tensorizer import EncryptionParams, TensorSerializer
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -49,11 +49,18 @@ class _Dcp:
 
 
 class Ours(_Dcp):
-    """This package, prewarmed or not."""
+    """This package, prewarmed or not, with a key or without."""
 
-    def __init__(self, group: dist.ProcessGroup | None, state: State, *, prewarm: bool) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        state: State,
+        *,
+        prewarm: bool,
+        encryption: EncryptionParams | None = None,
+    ) -> None:
         super().__init__(group)
-        self._shared = TensorizerStorageWriter()
+        self._shared = TensorizerStorageWriter(encryption=encryption)
         if prewarm:
             self._shared.prewarm({"model": state})
 
@@ -147,6 +154,9 @@ class StockTensorizer:
 SAVERS: dict[str, Callable[[dist.ProcessGroup | None, State], Saver]] = {
     "dcp_tensorizer": lambda group, state: Ours(group, state, prewarm=False),
     "dcp_tensorizer, prewarmed": lambda group, state: Ours(group, state, prewarm=True),
+    "dcp_tensorizer, encrypted": lambda group, state: Ours(
+        group, state, prewarm=True, encryption=EncryptionParams(bytes(32))
+    ),
     "torch FileSystemWriter, THREAD": lambda group, state: _Dcp(group),
     "torch FileSystemWriter, PROCESS": lambda group, state: TorchProcess(group),
     "torch_checkpointing": lambda group, state: TorchCheckpointing(background=False),

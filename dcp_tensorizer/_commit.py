@@ -7,7 +7,7 @@ import gc
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -17,8 +17,12 @@ import xxhash
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from ._layout import (
+    ENCRYPTED_VERSION,
     FORMAT,
     FORMAT_VERSION,
+    MAC_BYTES,
+    NONCE_BYTES,
+    Derivation,
     StoredItem,
     data_file_names_in,
     is_data_file_name,
@@ -67,6 +71,7 @@ def commit(
     save_id: str,
     rank: int | None,
     sync: bool,
+    encryption: Mapping[str, Any] | None = None,
 ) -> set[str]:
     """Makes a save the checkpoint at its path. All of its data must be durable by now.
 
@@ -77,6 +82,7 @@ def commit(
         save_id: Identifies the save.
         rank: None, or the rank that commits its own part when ranks save without collectives.
         sync: Make the metadata durable.
+        encryption: Of an encrypted checkpoint: what it says of its key (`Cipher.record`).
 
     Returns:
         The data files of the checkpoint that it replaced, to be removed (`remove`).
@@ -87,10 +93,12 @@ def commit(
     files: dict[str, int] = {}
     places: dict[_ItemKey, tuple[Any, ...]] = {}
     for index, item, file_nbytes in items:
-        places[item_key(index)] = tuple(item)
+        places[item_key(index)] = item.to_tuple()
         if item.file:
             files[item.file] = file_nbytes
     content = {"format": FORMAT, "version": FORMAT_VERSION, "save_id": save_id, "files": files, "items": places}
+    if encryption is not None:
+        content |= {"version": ENCRYPTED_VERSION, "encryption": dict(encryption)}
     try:
         try:
             data = encode(dataclasses.replace(metadata, storage_data=content))
@@ -150,10 +158,10 @@ def decode(data: bytes, path: str) -> Metadata:
     content = metadata.storage_data
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise MetadataError(f"{path} does not describe a dcp_tensorizer checkpoint")
-    if content.get("version") != FORMAT_VERSION:
+    if content.get("version") not in (FORMAT_VERSION, ENCRYPTED_VERSION):
         raise MetadataError(
-            f"{path} is of format version {content.get('version')}, and this release reads version {FORMAT_VERSION}: "
-            f"install the release of dcp_tensorizer that wrote it, or a newer one"
+            f"{path} is of format version {content.get('version')}, and this release reads versions {FORMAT_VERSION} "
+            f"and {ENCRYPTED_VERSION}: install the release of dcp_tensorizer that wrote it, or a newer one"
         )
     _check_content(content, path)
     return metadata
@@ -192,13 +200,29 @@ def _check_content(content: dict[str, Any], path: str) -> None:
     for name, nbytes in files.items():
         if not isinstance(name, str) or not is_data_file_name(name) or not isinstance(nbytes, int):
             raise MetadataError(f"{path} names a data file {name!r} that no dcp_tensorizer would write")
+    encrypted = content["version"] == ENCRYPTED_VERSION
+    if encrypted and not _is_record_of_key(content.get("encryption")):
+        raise MetadataError(f"{path} describes its encryption in a way that no dcp_tensorizer would")
     for (key, *_), place in items.items():
-        if not _makes_sense(place, files):
+        if not _makes_sense(place, files, encrypted):
             raise MetadataError(f"{path} describes the data of {key!r} in a way that no dcp_tensorizer would")
 
 
-def _makes_sense(place: Any, files: dict[str, int]) -> bool:
-    if not isinstance(place, tuple) or len(place) != len(StoredItem._fields):
+def _is_record_of_key(record: Any) -> bool:
+    if not isinstance(record, dict) or not isinstance(record.get("check"), bytes):
+        return False
+    made = record.get("derivation")
+    kinds = (int, int, int, bytes)
+    return made is None or (
+        isinstance(made, tuple)
+        and len(made) == len(Derivation._fields)
+        and all(isinstance(value, kind) for value, kind in zip(made, kinds, strict=True))
+    )
+
+
+def _makes_sense(place: Any, files: dict[str, int], encrypted: bool) -> bool:
+    fields = len(StoredItem._fields)
+    if not isinstance(place, tuple) or len(place) not in ((fields - 1, fields) if encrypted else (fields - 1,)):
         return False
     item = StoredItem(*place)
     return (
@@ -210,7 +234,15 @@ def _makes_sense(place: Any, files: dict[str, int]) -> bool:
         and isinstance(getattr(torch, str(item.dtype), None), torch.dtype)
         and item.kind in ("tensor", "object", "wrapper")
         and isinstance(item.digests, bytes)
+        and (not encrypted or _is_sealed(item))
     )
+
+
+def _is_sealed(item: StoredItem) -> bool:
+    """Whether an item of an encrypted checkpoint is encrypted; else what somebody put there would be believed."""
+    if not item.length or not isinstance(item.seal, bytes):
+        return item.length == 0
+    return len(item.seal) == NONCE_BYTES + -(-item.length // item.block) * MAC_BYTES
 
 
 def _remove_leftovers(storage: Storage, names: list[str]) -> None:

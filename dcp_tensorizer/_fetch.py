@@ -1,7 +1,7 @@
 """Carries out a read plan: parallel range reads into the targets' own memory, checked against their digests.
 
 What cannot be read in place (other dtypes, devices, strides, parts of blocks) goes through a scratch buffer, one a
-thread, of an operation's size at most.
+thread, of an operation's size at most. Encrypted blocks are decrypted where they have been read to.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ._crypt import Cipher
 from ._plan import Box, ReadOperation, ReadRequest, Segment, boxes_of_range, plan_reads
 from ._storage import RangeReader, Storage
 from ._tensorfile import check_digests, host_bytes
@@ -59,6 +60,7 @@ def fetch(
     threads: int,
     verify: bool,
     progress: Callable[[int, int], object] = lambda done, total: None,
+    cipher: Cipher | None = None,
 ) -> int:
     """Reads everything that is wanted into its targets.
 
@@ -68,6 +70,7 @@ def fetch(
         threads: Parallel reads.
         verify: Compare what is read with its digests.
         progress: Called with the bytes that are done and the bytes in all, by one reading thread at a time.
+        cipher: For items that are encrypted.
 
     Returns:
         Bytes read.
@@ -78,7 +81,7 @@ def fetch(
     """
     operations = plan_reads([w.request for w in wanted], verify=verify)
     total = sum(operation.nbytes for operation in operations)
-    job = _Job(storage, wanted, verify, Counter(operation.file for operation in operations))
+    job = _Job(storage, wanted, verify, Counter(operation.file for operation in operations), cipher)
     remaining = iter(operations)
     taking, counting = threading.Lock(), threading.Lock()
     done_bytes = 0
@@ -111,11 +114,14 @@ def fetch(
 
 
 class _Job:
-    def __init__(self, storage: Storage, wanted: Sequence[Wanted], verify: bool, uses: Counter[str]) -> None:
+    def __init__(
+        self, storage: Storage, wanted: Sequence[Wanted], verify: bool, uses: Counter[str], cipher: Cipher | None
+    ) -> None:
         self._storage = storage
         self._wanted = wanted
         self._verify = verify
         self._uses = uses
+        self._cipher = cipher
         self._files: dict[str, RangeReader] = {}
         self._opening = threading.Lock()
         self._scratch = threading.local()
@@ -167,6 +173,8 @@ class _Job:
         for segment, place in zip(operation.segments, places, strict=True):
             if self._verify:
                 self._check(segment, place)
+            if segment.item.seal:
+                self._decrypt(segment, place)
             if segment.direct is None:
                 self._copy_out(segment, place)
 
@@ -201,12 +209,23 @@ class _Job:
         try:
             check_digests(segment.item, segment.start, data)
         except ChecksumMismatch as mismatch:
-            keys = ", ".join(repr(self._wanted[number].key) for number in segment.requests)
-            raise ChecksumMismatch(
-                f"{keys} in {self._storage.path}/{segment.item.file}: {mismatch} of the tensor at byte "
-                f"{segment.item.offset:,} are not what was saved. The file is damaged: load another checkpoint, or "
-                f"pass verify=False to read it as it is."
-            ) from None
+            trust = "" if segment.item.seal else ", or pass verify=False to read it as it is"
+            raise self._mismatch(segment, f"{mismatch}", trust) from None
+
+    def _decrypt(self, segment: Segment, data: memoryview) -> None:
+        """Decrypts whole blocks; a block's MAC finds what its digest would, and changes that were made on purpose."""
+        assert self._cipher is not None, "the reader looks for a key first"
+        step = segment.item.block
+        for number, start in enumerate(range(0, data.nbytes, step), segment.start // step):
+            if not self._cipher.decrypt(data[start : start + step], segment.item.seal, number):
+                raise self._mismatch(segment, f"bytes {number * step:,} to {number * step + step:,}")
+
+    def _mismatch(self, segment: Segment, found: str, otherwise: str = "") -> ChecksumMismatch:
+        keys = ", ".join(repr(self._wanted[number].key) for number in segment.requests)
+        return ChecksumMismatch(
+            f"{keys} in {self._storage.path}/{segment.item.file}: {found} of the tensor at byte "
+            f"{segment.item.offset:,} are not what was saved. The file is damaged: load another checkpoint{otherwise}."
+        )
 
     def _copy_out(self, segment: Segment, data: memoryview) -> None:
         """Copies to the targets whatever they want of a segment."""

@@ -64,8 +64,13 @@ def sources(items: Sequence[Item], place: Callable[[Item], Place]) -> list[Tenso
     ]
 
 
-def write_results(items: Sequence[Item], files: Sequence[FileRequest], done: WriteDone) -> list[WriteResult]:
-    """What DCP carries to the coordinator: for each item its place and the size of the file that it is in."""
+def write_results(
+    items: Sequence[Item], files: Sequence[FileRequest], done: WriteDone, check: bytes = b""
+) -> list[WriteResult]:
+    """What DCP carries to the coordinator: for each item its place and the size of the file that it is in.
+
+    Behind them the ``check`` value of the key (`Cipher.check_value`), the same for each item.
+    """
     written = {
         source.name: (file.name, file.nbytes, tensor)
         for request, file in zip(files, done.files, strict=True)
@@ -76,8 +81,9 @@ def write_results(items: Sequence[Item], files: Sequence[FileRequest], done: Wri
         stored, file_nbytes = StoredItem("", "", 0, 0, item.dtype, item.kind, b""), 0
         if item.name in written:
             file, file_nbytes, tensor = written[item.name]
-            stored = StoredItem(file, item.name, tensor.offset, tensor.length, item.dtype, item.kind, tensor.digests)
-        results.append(WriteResult(item.index, stored.length, (tuple(stored), file_nbytes)))
+            place = file, item.name, tensor.offset, tensor.length
+            stored = StoredItem(*place, item.dtype, item.kind, tensor.digests, tensor.seal)
+        results.append(WriteResult(item.index, stored.length, (stored.to_tuple(), file_nbytes, check)))
     return results
 
 

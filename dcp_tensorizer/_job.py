@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from ._crypt import Cipher
 from ._encoder import encode
 from ._protocol import FileRequest, FileResult, TensorResult, TensorSource, WriteDone
 from ._storage import Sink, Storage
@@ -25,6 +26,7 @@ class FileJob:
         contents: Gives the bytes that a source describes.
         sync: Make files and directory durable.
         threads: Hashing threads.
+        cipher: Encrypts everything.
     """
 
     def __init__(
@@ -35,12 +37,14 @@ class FileJob:
         *,
         sync: bool,
         threads: int,
+        cipher: Cipher | None = None,
     ) -> None:
         self._storage = storage
         self._files = files
         self._contents = contents
         self._sync = sync
         self._threads = threads
+        self._cipher = cipher
         self._sinks: list[Sink] = []
 
     @property
@@ -79,14 +83,14 @@ class FileJob:
                 self._storage.remove(file.name)
 
     def _write(self, file: FileRequest) -> FileResult:
-        layout = lay_out(file.tensors)
+        layout = lay_out(file.tensors, self._cipher)
         sink = self._storage.create(file.name, layout.nbytes, sync=self._sync)
         self._sinks.append(sink)
         contents = [functools.partial(self._contents, source) for source in file.tensors]
-        digests = encode(layout, contents, sink, self._threads)
+        encoded = encode(layout, contents, sink, self._threads)
         results = (
-            TensorResult(entry.offset, entry.length, digest)
-            for entry, digest in zip(layout.entries, digests, strict=True)
+            TensorResult(entry.offset, entry.length, *tensor)
+            for entry, tensor in zip(layout.entries, encoded, strict=True)
         )
         return FileResult(file.name, layout.nbytes, tuple(results))
 

@@ -7,9 +7,13 @@ import uuid
 from typing import NamedTuple
 
 __all__ = [
+    "ENCRYPTED_VERSION",
     "FORMAT",
     "FORMAT_VERSION",
     "INDEX_CAPACITY",
+    "MAC_BYTES",
+    "NONCE_BYTES",
+    "Derivation",
     "StoredItem",
     "block_size",
     "data_file_name",
@@ -24,6 +28,7 @@ __all__ = [
 
 FORMAT = "dcp_tensorizer"
 FORMAT_VERSION = 1
+ENCRYPTED_VERSION = 2  # of encrypted checkpoints alone: plain ones are still read by what reads version 1
 
 # tensorizer reserves 256 KiB for the index of a file and fails on the first entry past it
 # (``TensorSerializer.__init__``, ``metadata_size``).
@@ -36,6 +41,12 @@ _MAX_BLOCKS = 64
 _MIN_BLOCK = 64 * 1024
 # Blocks start at a multiple of the largest element (complex128), so that no element straddles two of them.
 _BLOCK_ALIGNMENT = 16
+# In an encrypted item each block is encrypted by itself, so it must fit into a small buffer; the size and the alignment
+# are those that tensorizer has for what it encrypts at once. That makes 24 bytes of metadata for each 2 MiB.
+_MAX_ENCRYPTED_BLOCK = 2 << 20
+_ENCRYPTED_ALIGNMENT = 64
+
+NONCE_BYTES, MAC_BYTES = 24, 16  # of libsodium's secretbox
 
 _DATA_FILE = re.compile(r"__\d+_\d+_[0-9a-f]{32}\.tensors")
 _DATA_FILE_BYTES = re.compile(_DATA_FILE.pattern.encode())
@@ -60,14 +71,36 @@ class StoredItem(NamedTuple):
     """``tensor``: C-contiguous elements; ``object``: what ``torch.save`` made of a value; ``wrapper``: what it
     made of a tensor subclass that has no bytes of its own."""
     digests: bytes
-    """XXH3-64 of each block, 8 bytes each, big-endian, in order (see `block_size`); of more than one, then of them all:
-    who reads the whole needs one digest and not 64."""
+    """XXH3-64 of each block as it is stored, 8 bytes each, big-endian, in order (see `block_size`); of more than one
+    that are not encrypted, then of them all: who reads the whole needs one digest and not 64."""
+    seal: bytes = b""
+    """Of an encrypted item: the nonce of its first block (it counts up from there), then each block's MAC."""
+
+    @property
+    def block(self) -> int:
+        """Bytes in each block but the last."""
+        return block_size(self.length, encrypted=bool(self.seal))
+
+    def to_tuple(self) -> tuple[str | int | bytes, ...]:
+        """What ``.metadata`` holds of it; plain items as they were before there were encrypted ones."""
+        return tuple(self) if self.seal else tuple(self[:-1])
 
 
-def block_size(nbytes: int) -> int:
+class Derivation(NamedTuple):
+    """How a key was made from a passphrase: what libsodium's ``crypto_pwhash`` takes beside it."""
+
+    opslimit: int
+    memlimit: int
+    algorithm: int
+    salt: bytes
+
+
+def block_size(nbytes: int, *, encrypted: bool = False) -> int:
     """Bytes that one digest covers in an item of ``nbytes`` bytes; the last block may be shorter."""
     per_block = -(-nbytes // _MAX_BLOCKS)
-    return max(_MIN_BLOCK, -(-per_block // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT)
+    if encrypted:
+        return min(_MAX_ENCRYPTED_BLOCK, max(_MIN_BLOCK, _round_up(per_block, _ENCRYPTED_ALIGNMENT)))
+    return max(_MIN_BLOCK, _round_up(per_block, _BLOCK_ALIGNMENT))
 
 
 def metadata_file_name(rank: int | None = None) -> str:
@@ -112,3 +145,7 @@ def index_entry_size(name: str, ndim: int) -> int:
     48 here), rank (1) and dimensions (8 each at most), three 64-bit locations.
     """
     return 4 + 2 + len(name.encode()) + 1 + 1 + 48 + 1 + 8 * ndim + 24
+
+
+def _round_up(value: int, quantum: int) -> int:
+    return -(-value // quantum) * quantum

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ._layout import INDEX_CAPACITY, StoredItem, block_size, data_file_name, index_entry_size
+from ._layout import INDEX_CAPACITY, StoredItem, data_file_name, index_entry_size
 from ._protocol import FileRequest, TensorSource
 
 __all__ = [
@@ -148,7 +148,7 @@ def plan_reads(requests: Sequence[ReadRequest], *, verify: bool) -> list[ReadOpe
 
     Args:
         requests: What is wanted.
-        verify: Read whole blocks, so that their digests can be checked.
+        verify: Read whole blocks, so that their digests can be checked; of encrypted items they are read in any case.
     """
     by_tensor: dict[tuple[str, int], list[int]] = defaultdict(list)
     for number, request in enumerate(requests):
@@ -229,8 +229,8 @@ def _at(row: int, boxes: Iterable[Box]) -> Iterator[Box]:
 def _segments(requests: Sequence[ReadRequest], numbers: Sequence[int], verify: bool) -> list[Segment]:
     """The runs of one stored tensor that the given requests need, in order."""
     item = requests[numbers[0]].item
-    step = block_size(item.length) if verify else 1
-    whole = _MAX_OPERATION if not verify else max(step, _MAX_OPERATION // step * step)
+    step = item.block if verify or item.seal else 1
+    whole = max(step, _MAX_OPERATION // step * step)
     if len(numbers) == 1 and (alone := _contiguous(requests[numbers[0]])) is not None and requests[numbers[0]].direct:
         return _direct_segments(item, alone, numbers[0], step, whole)
     intervals = {n: _runs(requests[n].shape, requests[n].box, requests[n].itemsize) for n in numbers}

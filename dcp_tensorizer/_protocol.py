@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ._crypt import Cipher
+
 __all__ = [
     "ArenaInfo",
     "Channel",
@@ -70,14 +72,16 @@ class WriteRequest:
     arenas: tuple[ArenaInfo, ...]
     sync: bool
     threads: int
+    cipher: Cipher | None = None
 
 
 class TensorResult(NamedTuple):
-    """Where a tensor's bytes are in its file, and the digests of their blocks."""
+    """Where a tensor's bytes are in its file, their digests, and the seal if they are encrypted."""
 
     offset: int
     length: int
     digests: bytes
+    seal: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

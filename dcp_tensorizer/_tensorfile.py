@@ -8,6 +8,10 @@ with several queued tasks a tensor; here every byte is fetched from memory once 
     head      magic, version, flags, bytes and number of tensors, then an index in a region of 256 KiB
     entries   for each tensor a header (name, dtype, shape, CRC-32 and SHA-256 of header and data), then the data
     end       eight zero bytes
+
+In an encrypted file a header says how its tensor is encrypted, with a MAC for each block, and holds no hashes: those
+that ``TensorSerializer`` puts there are of the tensor as it was, which shows whether two are the same, and what is in a
+small one.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ from typing import Protocol
 import torch
 import xxhash
 
-from ._layout import INDEX_CAPACITY, StoredItem, block_size
+from ._crypt import Cipher
+from ._layout import INDEX_CAPACITY, MAC_BYTES, NONCE_BYTES, Derivation, StoredItem, block_size
 from .errors import ChecksumMismatch
 
 __all__ = [
@@ -42,12 +47,20 @@ _HEAD = struct.Struct("<I32sQ8xQQ")
 _START = struct.Struct("<QHBH")  # length of the header, module index, kind of tensor, length of the name
 _HASHES = struct.Struct("<HBBBIBB32s")  # bytes that follow, number of hashes; of each: kind, length, value
 _CRC32, _SHA256 = 0, 1
+_NO_HASHES = struct.pack("<HB", 1, 0)
+_LENGTH = struct.Struct("<Q")
+_PASSPHRASE = struct.Struct("<HHQQiH")  # two tags; costs and algorithm of the derivation; length of the salt
+_DERIVED, _BY_PWHASH = 1, 1
+_BLOCKS = struct.Struct(f"<HQ{NONCE_BYTES}sQ")  # tag, bytes in a block, nonce of the first, number of MACs that follow
+_XSALSA20 = 2
 _STATE_DICT = 2  # kind of tensor: neither a module's parameter nor its buffer
 END = bytes(8)
 
-# The least data version that can hold a file: plain, with dtypes that numpy lacks, with dimensions of over 32 bits.
-_PLAIN, _OPAQUE, _LONG = 1, 2, 5
-_VERSIONED_INDEX = 2  # feature flag: a version precedes each entry of the index
+# The least data version that can hold a file: plain, with dtypes that numpy lacks, encrypted, with dimensions of over
+# 32 bits.
+_PLAIN, _OPAQUE, _ENCRYPTED, _LONG = 1, 2, 3, 5
+# Feature flags, from version 4 on. Versioned index: a version precedes each of its entries.
+_ENCRYPTED_FLAG, _VERSIONED_INDEX = 1, 2
 
 
 class TensorInfo(Protocol):
@@ -70,9 +83,10 @@ class Entry:
     Attributes:
         header_offset: First byte of its header in the file.
         header: The header as it is hashed: with zeros in place of the hashes.
-        hashes_offset: Of the hashes in the header.
+        hashes_offset: Of the hashes in the header, and in an encrypted file of what is there instead.
         offset: First byte of the data in the file.
         length: Bytes of data.
+        block: Bytes of data that are encrypted at once; 0 in a plain file.
     """
 
     header_offset: int
@@ -80,28 +94,39 @@ class Entry:
     hashes_offset: int
     offset: int
     length: int
+    block: int = 0
 
     def sealed(self, crc32: int, sha256: bytes) -> bytes:
         """The header as it is stored."""
+        end = self.hashes_offset + _HASHES.size
+        return self.header[: self.hashes_offset] + _hashes(crc32, sha256) + self.header[end:]
+
+    def with_seal(self, seal: bytes) -> bytes:
+        """The header of an encrypted tensor as it is stored; ``seal`` as in `StoredItem`."""
         header = bytearray(self.header)
-        _pack_hashes(header, self.hashes_offset, crc32, sha256)
+        macs = len(header) - _LENGTH.size - (len(seal) - NONCE_BYTES)
+        start = macs - _LENGTH.size - NONCE_BYTES
+        header[start : start + NONCE_BYTES] = seal[:NONCE_BYTES]
+        header[macs : -_LENGTH.size] = seal[NONCE_BYTES:]
         return bytes(header)
 
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """A file: its first bytes, its entries in order, and its size; `END` follows the last entry."""
+    """A file: its first bytes, its entries in order, its size, and what encrypts it; `END` follows the last entry."""
 
     head: bytes
     entries: tuple[Entry, ...]
     nbytes: int
+    cipher: Cipher | None = None
 
 
-def lay_out(tensors: Sequence[TensorInfo]) -> FileLayout:
+def lay_out(tensors: Sequence[TensorInfo], cipher: Cipher | None = None) -> FileLayout:
     """Where everything goes in the file of some tensors.
 
     Args:
         tensors: In file order; names are unique, and none has zero bytes.
+        cipher: Of an encrypted file; its headers say what the key was derived from.
 
     Raises:
         ValueError: the index does not hold so many names.
@@ -109,14 +134,16 @@ def lay_out(tensors: Sequence[TensorInfo]) -> FileLayout:
     position = len(_MAGIC) + _HEAD.size + INDEX_CAPACITY
     entries = []
     index: list[tuple[int, bytes]] = []
-    version = _PLAIN
+    version = _PLAIN if cipher is None else _ENCRYPTED
     for tensor in tensors:
         name, dtype = tensor.name.encode(), _dtype_name(tensor.dtype)
         is_long = any(extent >> 32 for extent in tensor.shape)
         version = max(version, _LONG if is_long else _OPAQUE if b"\0" in dtype else _PLAIN)
         shape = struct.pack(f"<B{len(tensor.shape)}{'Q' if is_long else 'I'}", len(tensor.shape), *tensor.shape)
-        header, hashes_offset = _header(name, dtype, shape, tensor.nbytes)
-        entry = Entry(position, header, hashes_offset, position + len(header), tensor.nbytes)
+        block = 0 if cipher is None else block_size(tensor.nbytes, encrypted=True)
+        proof = _hashes(0, b"") if cipher is None else _NO_HASHES + _crypt_info(cipher.derivation, tensor.nbytes, block)
+        header, hashes_offset = _header(name, dtype, shape, proof, tensor.nbytes)
+        entry = Entry(position, header, hashes_offset, position + len(header), tensor.nbytes, block)
         entries.append(entry)
         index.append((_LONG if is_long else _PLAIN, _index_entry(name, dtype, shape, entry)))
         position = entry.offset + entry.length
@@ -124,10 +151,10 @@ def lay_out(tensors: Sequence[TensorInfo]) -> FileLayout:
     listing = b"".join((struct.pack("<I", v) if is_versioned else b"") + record for v, record in index)
     if len(listing) > INDEX_CAPACITY:
         raise ValueError(f"{len(tensors):,} names do not fit into the index of one tensorizer file")
-    flags = (_VERSIONED_INDEX if is_versioned else 0).to_bytes(32, "little")
+    flags = (_VERSIONED_INDEX | (_ENCRYPTED_FLAG if cipher is not None else 0)) if is_versioned else 0
     total = sum(entry.length for entry in entries)
-    head = _MAGIC + _HEAD.pack(version, flags, total, len(entries), INDEX_CAPACITY)
-    return FileLayout(head + listing.ljust(INDEX_CAPACITY, b"\0"), tuple(entries), position + len(END))
+    head = _MAGIC + _HEAD.pack(version, flags.to_bytes(32, "little"), total, len(entries), INDEX_CAPACITY)
+    return FileLayout(head + listing.ljust(INDEX_CAPACITY, b"\0"), tuple(entries), position + len(END), cipher)
 
 
 class Digester:
@@ -174,7 +201,7 @@ def check_digests(item: StoredItem, start: int, data: memoryview) -> None:
     Raises:
         ChecksumMismatch: naming the bytes of the first damaged block in the item.
     """
-    step = block_size(item.length)
+    step = item.block
     whole = item.digests[-(-item.length // step) * 8 :]
     if whole and data.nbytes == item.length and xxhash.xxh3_64_digest(data) == whole:
         return
@@ -199,21 +226,29 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     return plain.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _header(name: bytes, dtype: bytes, shape: bytes, length: int) -> tuple[bytes, int]:
-    """A tensor's header without its hashes, and where they go."""
+def _header(name: bytes, dtype: bytes, shape: bytes, proof: bytes, length: int) -> tuple[bytes, int]:
+    """A tensor's header, and where the hashes, or what is there instead, go."""
     described = name + struct.pack("<B", len(dtype)) + dtype + shape
     hashes_offset = _START.size + len(described)
-    nbytes = hashes_offset + _HASHES.size + 8
-    header = bytearray(nbytes)
-    _START.pack_into(header, 0, nbytes, 0, _STATE_DICT, len(name))
-    header[_START.size : hashes_offset] = described
-    _pack_hashes(header, hashes_offset, 0, b"")
-    struct.pack_into("<q", header, nbytes - 8, length)
-    return bytes(header), hashes_offset
+    nbytes = hashes_offset + len(proof) + _LENGTH.size
+    start = _START.pack(nbytes, 0, _STATE_DICT, len(name))
+    return start + described + proof + _LENGTH.pack(length), hashes_offset
 
 
-def _pack_hashes(header: bytearray, offset: int, crc32: int, sha256: bytes) -> None:
-    _HASHES.pack_into(header, offset, _HASHES.size - 2, 2, _CRC32, 4, crc32, _SHA256, 32, sha256)
+def _hashes(crc32: int, sha256: bytes) -> bytes:
+    return _HASHES.pack(_HASHES.size - 2, 2, _CRC32, 4, crc32, _SHA256, 32, sha256)
+
+
+def _crypt_info(derivation: Derivation | None, nbytes: int, block: int) -> bytes:
+    """How a tensor is encrypted, with zeros in place of nonce and MACs: sections, each after its length."""
+    macs = -(-nbytes // block)
+    sections = [_BLOCKS.pack(_XSALSA20, block, b"", macs) + bytes(MAC_BYTES * macs)]
+    if derivation is not None:
+        costs = derivation.opslimit, derivation.memlimit, derivation.algorithm
+        salt = derivation.salt
+        sections.insert(0, _PASSPHRASE.pack(_DERIVED, _BY_PWHASH, *costs, len(salt)) + salt)
+    body = struct.pack("<H", len(sections)) + b"".join(_LENGTH.pack(len(part)) + part for part in sections)
+    return _LENGTH.pack(len(body)) + body
 
 
 def _index_entry(name: bytes, dtype: bytes, shape: bytes, entry: Entry) -> bytes:

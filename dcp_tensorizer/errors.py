@@ -5,7 +5,8 @@
     ├── WriteError                data or metadata could not be made durable
     │   └── WriterProcessDied     the process that writes went away in the middle of a save
     ├── ReadError                 stored bytes could not be brought back
-    │   └── ChecksumMismatch      stored bytes are not the ones that were saved
+    │   ├── ChecksumMismatch      stored bytes are not the ones that were saved
+    │   └── DecryptionError       there is no key, or not the right one
     └── MetadataError             a checkpoint's ``.metadata`` is unusable
         ├── NotCommitted          there is no committed checkpoint (also a ``FileNotFoundError``)
         └── UntrustedObject       loading would run code that nobody allowed
@@ -17,6 +18,7 @@ wrapped in ``torch.distributed.checkpoint.api.CheckpointException``, and the mes
 __all__ = [
     "CheckpointError",
     "ChecksumMismatch",
+    "DecryptionError",
     "MetadataError",
     "NotCommitted",
     "ReadError",
@@ -49,6 +51,10 @@ class ReadError(CheckpointError):
 
 class ChecksumMismatch(ReadError):
     """Stored bytes differ from what was saved; the message names key, file and offset."""
+
+
+class DecryptionError(ReadError):
+    """A checkpoint and the reader's key do not go together; no target has changed."""
 
 
 class MetadataError(CheckpointError):

@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,13 +22,17 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ._commit import item_key, read_metadata
+from ._crypt import Cipher, check_decryption, decryption_cipher
 from ._destination import open_storage
 from ._fetch import Wanted, fetch, is_direct
-from ._layout import StoredItem, metadata_file_name
+from ._layout import Derivation, StoredItem, metadata_file_name
 from ._plan import Box, ReadRequest, covers
 from ._storage import Storage, redact
 from ._tensorfile import unsafe_globals
-from .errors import CheckpointError, MetadataError, NotCommitted, ReadError, UntrustedObject
+from .errors import CheckpointError, DecryptionError, MetadataError, NotCommitted, ReadError, UntrustedObject
+
+if TYPE_CHECKING:
+    from ._crypt import DecryptionParams
 
 __all__ = ["TensorizerStorageReader"]
 
@@ -53,6 +57,11 @@ class TensorizerStorageReader(StorageReader):
         thread_count: Parallel reads; None for a number that suits the storage.
         on_progress: Called while tensors are read, with the bytes that are done and the bytes in all; by several
             threads, one at a time.
+        encryption: The key, or the passphrase, of an encrypted checkpoint (`tensorizer.DecryptionParams`). With one, a
+            checkpoint that is not encrypted is refused.
+
+    Raises:
+        DecryptionError: there is a key, and no libsodium.
     """
 
     def __init__(
@@ -64,14 +73,19 @@ class TensorizerStorageReader(StorageReader):
         allow_pickle: bool = False,
         thread_count: int | None = None,
         on_progress: Callable[[int, int], object] | None = None,
+        encryption: DecryptionParams | None = None,
     ) -> None:
         super().__init__()
+        if encryption is not None:
+            check_decryption(encryption)
         self._path = path
         self._options = dict(storage_options or {})
         self._verify = verify
         self._allow_pickle = allow_pickle
         self._threads = thread_count
         self._on_progress = on_progress
+        self._encryption = encryption
+        self._cipher: Cipher | None = None
         self._storage: Storage | None = None
         self._metadata: Metadata | None = None
         self._error: CheckpointError | None = None
@@ -121,10 +135,15 @@ class TensorizerStorageReader(StorageReader):
         return Metadata({}, planner_data={}, storage_meta=StorageMeta())
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raises what `read_metadata` could not; keeps what it found."""
+        """Raises what `read_metadata` could not; keeps what it found, and looks whether the key is its key.
+
+        Raises:
+            DecryptionError: the checkpoint is encrypted with another key, or is encrypted and there is none, or is not.
+        """
         if self._error is not None:
             raise self._error
         self._metadata = metadata
+        self._cipher = self._unlock()
         self._per_rank = not kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -192,6 +211,31 @@ class TensorizerStorageReader(StorageReader):
     def _content(self) -> dict[str, Any]:
         assert self._metadata is not None, "read_metadata comes first"
         return self._metadata.storage_data  # type: ignore[no-any-return]
+
+    def _unlock(self) -> Cipher | None:
+        """The checkpoint's key, before any target changes."""
+        path, record = self._opened.path, self._content.get("encryption")
+        if record is None and self._encryption is None:
+            return None
+        if self._encryption is None:
+            raise DecryptionError(
+                f"{path} is encrypted: give TensorizerStorageReader its key (encryption=tensorizer.DecryptionParams...)"
+            )
+        if record is None:
+            raise DecryptionError(
+                f"{path} is not encrypted, and the reader was given a key: it is not the checkpoint that was meant, or "
+                f"is loaded without encryption=..."
+            )
+        derivation = None if record["derivation"] is None else Derivation(*record["derivation"])
+        known = self._cipher
+        try:
+            if known is None or known.derivation != derivation:  # deriving takes long
+                known = decryption_cipher(self._encryption, derivation)
+        except DecryptionError as error:
+            raise DecryptionError(f"{path} {error}") from None
+        if not known.opens(record["check"]):
+            raise DecryptionError(f"{path} was encrypted with another key, or passphrase, than the reader was given")
+        return known
 
     def _check_world(self, metadata: Metadata | None) -> None:
         """Every rank of a checkpoint saved without collectives must be there, seen alike by all ranks."""
@@ -275,7 +319,7 @@ class TensorizerStorageReader(StorageReader):
 
     def _fetch(self, wanted: list[Wanted], progress: Callable[[int, int], object]) -> int:
         threads = self._threads or self._opened.read_threads
-        return fetch(self._opened, wanted, threads=threads, verify=self._verify, progress=progress)
+        return fetch(self._opened, wanted, threads=threads, verify=self._verify, progress=progress, cipher=self._cipher)
 
     def _progress(self, started: float) -> Callable[[int, int], None]:
         """Tells the user's callback, and the log of a load that takes long."""

@@ -16,8 +16,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -29,6 +30,7 @@ from torch.futures import Future
 
 from ._arena import Arena, aligned
 from ._commit import begin, commit, remove
+from ._crypt import encryption_cipher, find_other_key
 from ._destination import open_storage
 from ._items import Item, resolve, sources, write_results
 from ._job import FileJob
@@ -42,6 +44,9 @@ from ._storage import Claim, Storage, redact
 from ._tensorfile import host_bytes
 from .errors import CheckpointError, StagingError, WriteError, WriterProcessDied
 from .staging import ArenaStager, Lease
+
+if TYPE_CHECKING:
+    from ._crypt import EncryptionParams
 
 __all__ = ["TensorizerStorageWriter"]
 
@@ -103,6 +108,12 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             save's clean-up of the same directory.
         on_report: Called with the `SaveReport` of each save that this rank has written, and on the coordinator
             committed, on the save's thread; the report is logged (logger ``dcp_tensorizer``) in any case.
+        encryption: `tensorizer.EncryptionParams`, the same on every rank: a key that all tensors and objects are
+            encrypted with. Names, shapes and dtypes stay readable. The key reaches the writer process through a
+            socket: it is written nowhere.
+
+    Raises:
+        WriteError: there is a key, and no libsodium.
     """
 
     _synchronize_after_execute = False
@@ -119,6 +130,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         max_consecutive_failures: int | None = 3,
         timeout: float = 600.0,
         on_report: Callable[[SaveReport], object] | None = None,
+        encryption: EncryptionParams | None = None,
     ) -> None:
         super().__init__()
         self._path = path
@@ -130,6 +142,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._max_failures = max_consecutive_failures
         self._timeout = timeout
         self._on_report = on_report
+        self._cipher = None if encryption is None else encryption_cipher(encryption)
         self._closed = False
         self._error_of_trainer: StagingError | None = None
         self._set_up()
@@ -321,7 +334,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             raise type(error)(f"rank {save.rank}: {error}") from error
         _warn_of_objects(items, done)
         future: Future[list[WriteResult]] = Future()
-        future.set_result(write_results(items, files, done))
+        check = b"" if self._cipher is None else self._cipher.check_value()
+        future.set_result(write_results(items, files, done, check))
         save.report = SaveReport(
             path=save.storage.path,
             save_id=save.id,
@@ -353,6 +367,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         places = ((r.index, StoredItem(*r.storage_data[0]), r.storage_data[1]) for part in results for r in part)
         try:
             _check_trainer_lives(save.storage)
+            encryption = self._agreed_encryption(results)
             replaced = commit(
                 save.storage,
                 dataclasses.replace(metadata, storage_meta=meta),
@@ -360,6 +375,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
                 save_id=save.id,
                 rank=save.metadata_rank,
                 sync=self._sync,
+                encryption=encryption,
             )
         except CheckpointError as error:
             self._outcomes.failed(error)
@@ -390,12 +406,18 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             tensors = {item.name: item.tensor for item in items}
             files = plan_files(sources(items, lambda item: (-1, 0)), save.rank, save.id)
             job = FileJob(
-                save.storage, files, lambda s: host_bytes(tensors[s.name]), sync=self._sync, threads=self._threads
+                save.storage,
+                files,
+                lambda s: host_bytes(tensors[s.name]),
+                sync=self._sync,
+                threads=self._threads,
+                cipher=self._cipher,
             )
             return files, job.run()
         places = self._place(items, arena)
         files = plan_files(sources(items, lambda item: places[item.name]), save.rank, save.id)
-        request = WriteRequest(save.storage.location, self._options, files, (), self._sync, self._threads)
+        location = save.storage.location
+        request = WriteRequest(location, self._options, files, (), self._sync, self._threads, self._cipher)
         return files, self._send(save, request, [arena] if self._spill is None else [arena, self._spill])
 
     def _place(self, items: Sequence[Item], arena: Arena) -> dict[str, tuple[int, int]]:
@@ -440,6 +462,21 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
                     raise WriterProcessDied(f"the save to {save.storage.path} failed twice: {error}") from error
                 logger.warning("rank %d: %s; writing once more with a fresh process", save.rank, error)
         raise AssertionError("unreachable")
+
+    def _agreed_encryption(self, results: list[list[WriteResult]]) -> dict[str, Any] | None:
+        """What ``.metadata`` says of the key, which must be every rank's: else nobody could load the checkpoint."""
+        checks = ((rank, part[0].storage_data[2]) for rank, part in enumerate(results) if part)
+        other = find_other_key(self._cipher, checks)
+        if other is not None:
+            for name in {StoredItem(*r.storage_data[0]).file for part in results for r in part} - {""}:
+                with suppress(Exception):
+                    self._save.storage.remove(name)
+            raise WriteError(
+                f"rank {other} has another encryption key than the coordinator, or only one of them has any: give "
+                f"every rank's writer the same EncryptionParams, made on one rank and sent to the others, or made of "
+                f"one passphrase and one salt: EncryptionParams.from_string(passphrase, salt=...)"
+            )
+        return None if self._cipher is None else self._cipher.record()
 
     def _release_claim(self) -> None:
         claim, self._claim = self._claim, None

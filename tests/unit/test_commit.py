@@ -21,7 +21,14 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_tensorizer._commit import begin, commit, decode, encode, item_key, read_metadata, remove
 from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._layout import FORMAT, FORMAT_VERSION, StoredItem, data_file_name, temporary_file_name
+from dcp_tensorizer._layout import (
+    ENCRYPTED_VERSION,
+    FORMAT,
+    FORMAT_VERSION,
+    StoredItem,
+    data_file_name,
+    temporary_file_name,
+)
 from dcp_tensorizer.errors import MetadataError, UntrustedObject, WriteError
 
 from .support import file_size_limit
@@ -66,7 +73,7 @@ def test_what_is_committed_can_be_read(storage):
         "version": FORMAT_VERSION,
         "save_id": "s",
         "files": {name: 4},
-        "items": {("w", (0,)): tuple(item_in(name))},
+        "items": {("w", (0,)): item_in(name).to_tuple()},
     }
     assert item_key(MetadataIndex("obj")) == ("obj", None)
 
@@ -164,6 +171,53 @@ def test_contents_that_make_no_sense_are_refused(change):
     content = {key: value for key, value in content.items() if value is not None}
     with pytest.raises(MetadataError):
         decode(encode(dataclasses.replace(metadata_of(), storage_data=content)), "x")
+
+
+SEALED = (*ITEM, bytes(24 + 16))
+CHECK = bytes(56)
+
+
+def encrypted_content(**change):
+    """What an encrypted checkpoint of one item has in its metadata."""
+    content = {"format": FORMAT, "version": ENCRYPTED_VERSION, "save_id": "s", "files": {ITEM[0]: 300_008}}
+    content |= {"items": {("w", (0,)): SEALED}, "encryption": {"derivation": None, "check": CHECK}} | change
+    return {key: value for key, value in content.items() if value is not None}
+
+
+def test_encrypted_checkpoints_have_a_version_of_their_own(storage):
+    """Releases that know nothing of encryption refuse them; what is said of the key comes back as it was."""
+    record = {"derivation": (1, 8192, 2, b"sixteen of salt."), "check": CHECK}
+    (item,) = (StoredItem(*SEALED),)
+    commit(storage, metadata_of(), [(INDEX, item, 300_008)], save_id="s", rank=None, sync=True, encryption=record)
+    found = read_metadata(storage).storage_data
+    assert found == encrypted_content(encryption=record)
+    assert found["version"] == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"encryption": None},
+        {"encryption": b"key"},
+        {"encryption": {"derivation": None}},
+        {"encryption": {"derivation": None, "check": "x"}},
+        {"encryption": {"derivation": (1, 2, 3), "check": CHECK}},
+        {"encryption": {"derivation": (1, 2, 3, "salt"), "check": CHECK}},
+        {"items": {("w", (0,)): ITEM}},
+        {"items": {("w", (0,)): (*ITEM, b"")}},
+        {"items": {("w", (0,)): (*ITEM, None)}},
+        {"items": {("w", (0,)): (*ITEM, SEALED[-1][:-1])}},
+        {"items": {("w", (0,)): (*ITEM, SEALED[-1] + bytes(16))}},
+        {"version": FORMAT_VERSION},
+    ],
+    ids=repr,
+)
+def test_what_is_not_encrypted_as_it_should_be_is_refused(change):
+    """An item without a seal in an encrypted checkpoint would be believed, whoever put it there."""
+    good, bad = encrypted_content(), encrypted_content(**change)
+    assert decode(encode(dataclasses.replace(metadata_of(), storage_data=good)), "x").storage_data == good
+    with pytest.raises(MetadataError):
+        decode(encode(dataclasses.replace(metadata_of(), storage_data=bad)), "x")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

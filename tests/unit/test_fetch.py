@@ -36,10 +36,10 @@ def write_file(storage: Storage, name: str, tensors: Tensors) -> Items:
     described = sources(tensors.items())
     layout = lay_out(described)
     sink = storage.create(name, layout.nbytes, sync=False)
-    digests = encode(layout, [functools.partial(host_bytes, tensor) for tensor in tensors.values()], sink, threads=1)
+    found = encode(layout, [functools.partial(host_bytes, tensor) for tensor in tensors.values()], sink, threads=1)
     return {
-        source.name: StoredItem(name, source.name, entry.offset, entry.length, source.dtype, "tensor", digest)
-        for source, entry, digest in zip(described, layout.entries, digests, strict=True)
+        source.name: StoredItem(name, source.name, entry.offset, entry.length, source.dtype, "tensor", *encoded)
+        for source, entry, encoded in zip(described, layout.entries, found, strict=True)
     }
 
 

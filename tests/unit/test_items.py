@@ -103,8 +103,12 @@ def test_items_without_elements_are_not_written_but_reported() -> None:
     request = (FileRequest("file", tuple(listed)),)
     done = WriteDone((FileResult("file", 300_000, (TensorResult(262_200, 16, b"12345678"),)),), 0.0, 0.0, 0.0, {})
     results = {result.index.fqn: result for result in write_results(items, request, done)}
-    assert results["empty"].storage_data == (("", "", 0, 0, "float8_e4m3fn", "tensor", b""), 0)
-    assert results["full"].storage_data == (("file", "full", 262_200, 16, "float32", "tensor", b"12345678"), 300_000)
+    assert results["empty"].storage_data == (("", "", 0, 0, "float8_e4m3fn", "tensor", b""), 0, b"")
+    assert results["full"].storage_data == (
+        ("file", "full", 262_200, 16, "float32", "tensor", b"12345678"),
+        300_000,
+        b"",
+    )
     assert [results[key].size_in_bytes for key in ("empty", "full")] == [0, 16]
     assert all(type(result.storage_data[0]) is tuple for result in results.values())
 

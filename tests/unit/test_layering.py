@@ -13,6 +13,7 @@ from .support import PACKAGE, run_python
 LAYERS = {
     0: ["errors", "_layout", "_report"],
     1: [
+        "_crypt",
         "_protocol",
         "_arena",
         "_tensors",
@@ -86,10 +87,18 @@ def test_writer_and_reader_do_not_know_each_other() -> None:
     assert "writer" not in OWN["reader"]
 
 
-@pytest.mark.parametrize(("library", "modules"), [("tensorizer", []), ("fsspec", ["_remote"])])
+@pytest.mark.parametrize(
+    ("library", "modules"), [("tensorizer", ["_crypt"]), ("libnacl", ["_crypt"]), ("fsspec", ["_remote"])]
+)
 def test_a_foreign_library_is_imported_in_one_place(library: str, modules: list[str]) -> None:
-    """fsspec is known to the module that translates its errors; the files are tensorizer's, made without it."""
+    """It is known to the module that translates its errors; the files are tensorizer's, made without it."""
     assert [name for name in MODULES if library in FOREIGN[name]] == modules
+
+
+def test_who_does_not_encrypt_does_not_pay_for_it() -> None:
+    """Importing the package imports neither tensorizer nor libnacl, which take a second."""
+    script = "import sys, dcp_tensorizer; print([name for name in ('tensorizer', 'libnacl') if name in sys.modules])"
+    assert run_python(script).stdout.strip() == "[]"
 
 
 def test_private_modules_begin_with_an_underscore() -> None:

@@ -92,8 +92,11 @@ def test_metadata_names_are_those_of_torch() -> None:
 def test_a_stored_item_is_a_plain_tuple() -> None:
     """It goes into ``.metadata`` without this package's class."""
     item = StoredItem("f", "n", 1, 2, "uint8", "tensor", b"d")
-    assert tuple(item) == ("f", "n", 1, 2, "uint8", "tensor", b"d")
-    assert type(tuple(item)) is tuple
+    assert item.to_tuple() == ("f", "n", 1, 2, "uint8", "tensor", b"d")
+    assert type(item.to_tuple()) is tuple
+    sealed = item._replace(seal=b"s")
+    assert sealed.to_tuple() == (*item.to_tuple(), b"s")
+    assert [StoredItem(*kept.to_tuple()) for kept in (item, sealed)] == [item, sealed]
 
 
 def index_length(name: str, tensor: torch.Tensor) -> int:
