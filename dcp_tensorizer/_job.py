@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from ._encoder import encode
+from ._encoder import BUFFER_BYTES, encode
 from ._protocol import FileRequest, FileResult, TensorResult, TensorSource, WriteDone
 from ._storage import Sink, Storage
 from ._tensorfile import lay_out, unsafe_globals
@@ -25,6 +25,7 @@ class FileJob:
         contents: Gives the bytes that a source describes.
         sync: Make files and directory durable.
         threads: Hashing threads.
+        buffer_bytes: Memory for the parts of a file that are being made.
     """
 
     def __init__(
@@ -35,12 +36,14 @@ class FileJob:
         *,
         sync: bool,
         threads: int,
+        buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
         self._storage = storage
         self._files = files
         self._contents = contents
         self._sync = sync
         self._threads = threads
+        self._buffer_bytes = buffer_bytes
         self._sinks: list[Sink] = []
 
     @property
@@ -76,14 +79,14 @@ class FileJob:
         """Removes the files of this job, as far as there are any."""
         for file in self._files:
             with suppress(Exception):
-                self._storage.remove(file.name)
+                self._storage.discard(file.name)
 
     def _write(self, file: FileRequest) -> FileResult:
         layout = lay_out(file.tensors)
         sink = self._storage.create(file.name, layout.nbytes, sync=self._sync)
         self._sinks.append(sink)
         contents = [functools.partial(self._contents, source) for source in file.tensors]
-        digests = encode(layout, contents, sink, self._threads)
+        digests = encode(layout, contents, sink, self._threads, self._buffer_bytes)
         results = (
             TensorResult(entry.offset, entry.length, digest)
             for entry, digest in zip(layout.entries, digests, strict=True)

@@ -70,6 +70,7 @@ class WriteRequest:
     arenas: tuple[ArenaInfo, ...]
     sync: bool
     threads: int
+    buffer_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,14 @@ class _Worker:
             for info, fd in zip((i for i in request.arenas if not i.attached), fds, strict=True)
         }
         storage = open_storage(request.path, request.storage_options)
-        job = FileJob(storage, request.files, self._bytes, sync=request.sync, threads=request.threads)
+        job = FileJob(
+            storage,
+            request.files,
+            self._bytes,
+            sync=request.sync,
+            threads=request.threads,
+            buffer_bytes=request.buffer_bytes,
+        )
         self._job = job
         if sys.platform == "linux":
             threading.Thread(target=self._give_way, args=(job, _tasks()), name="priority", daemon=True).start()

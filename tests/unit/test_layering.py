@@ -20,6 +20,10 @@ LAYERS = {
         "_storage",
         "_direct_io",
         "_local",
+        "_retry",
+        "_stream",
+        "_sftp",
+        "_s3",
         "_remote",
         "_destination",
     ],
@@ -86,9 +90,9 @@ def test_writer_and_reader_do_not_know_each_other() -> None:
     assert "writer" not in OWN["reader"]
 
 
-@pytest.mark.parametrize(("library", "modules"), [("tensorizer", []), ("fsspec", ["_remote"])])
+@pytest.mark.parametrize(("library", "modules"), [("tensorizer", []), ("fsspec", ["_remote"]), ("botocore", ["_s3"])])
 def test_a_foreign_library_is_imported_in_one_place(library: str, modules: list[str]) -> None:
-    """fsspec is known to the module that translates its errors; the files are tensorizer's, made without it."""
+    """fsspec and botocore are known to one module each; the files are tensorizer's, made without it."""
     assert [name for name in MODULES if library in FOREIGN[name]] == modules
 
 
