@@ -68,20 +68,22 @@ def commit(
     metadata: Metadata,
     items: Iterable[tuple[MetadataIndex, StoredItem, int]],
     *,
-    save_id: str,
     rank: int | None,
     sync: bool,
+    overwrite: bool = True,
     encryption: Mapping[str, Any] | None = None,
 ) -> set[str]:
     """Makes a save the checkpoint at its path. All of its data must be durable by now.
 
     Args:
         storage: The checkpoint's directory.
-        metadata: DCP's; it is not changed, because with plan caching the planner hands the same one out again.
+        metadata: DCP's, with the save's id in its ``storage_meta``; it is not changed, because with plan caching the
+            planner hands the same one out again.
         items: Index, place and size of its file for every item written, of all ranks.
-        save_id: Identifies the save.
         rank: None, or the rank that commits its own part when ranks save without collectives.
         sync: Make the metadata durable.
+        overwrite: Replace a checkpoint at the path; otherwise that is an error, also where another job has committed
+            one since the save began.
         encryption: Of an encrypted checkpoint: what it says of its key (`Cipher.record`).
 
     Returns:
@@ -90,6 +92,8 @@ def commit(
     Raises:
         WriteError: nothing has been committed, and what was committed before is untouched.
     """
+    assert metadata.storage_meta is not None and metadata.storage_meta.save_id is not None
+    save_id = metadata.storage_meta.save_id
     files: dict[str, int] = {}
     places: dict[_ItemKey, tuple[Any, ...]] = {}
     for index, item, file_nbytes in items:
@@ -107,7 +111,7 @@ def commit(
         replaced: set[str] = set()
         with suppress(CheckpointError):  # a checkpoint that is not one of ours, or damaged
             replaced = _named_files(storage, metadata_file_name(rank))
-        storage.publish(metadata_file_name(rank), data, sync=sync)
+        storage.publish(metadata_file_name(rank), data, sync=sync, replace=overwrite)
     except CheckpointError:
         if not _is_committed(storage, rank, save_id):
             remove(storage, files)
@@ -117,9 +121,13 @@ def commit(
 
 def remove(storage: Storage, names: Iterable[str]) -> None:
     """Removes files that belong to no checkpoint; what cannot be removed only costs space."""
-    for name in names:
-        with suppress(Exception):
-            storage.remove(name)
+    names = tuple(names)
+    try:
+        storage.remove(*names)
+    except Exception:
+        for name in names:  # one that cannot be removed does not keep the others
+            with suppress(Exception):
+                storage.remove(name)
 
 
 def read_metadata(storage: Storage, rank: int | None = None) -> Metadata | None:

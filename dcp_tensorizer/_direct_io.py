@@ -35,6 +35,7 @@ class LocalSink:
 
     part_bytes = _PART
     concurrency = _WRITERS
+    in_order = False
 
     def __init__(self, path: Path, nbytes: int, *, sync: bool) -> None:
         self.path = path

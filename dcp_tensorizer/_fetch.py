@@ -79,7 +79,7 @@ def fetch(
         ReadError: a file is missing, too short or unreadable; names file, key and offset.
         ChecksumMismatch: stored bytes are not the ones that were saved; names file, key and offset.
     """
-    operations = plan_reads([w.request for w in wanted], verify=verify)
+    operations = plan_reads([w.request for w in wanted], verify=verify, gap=storage.gap_bytes)
     total = sum(operation.nbytes for operation in operations)
     job = _Job(storage, wanted, verify, Counter(operation.file for operation in operations), cipher)
     remaining = iter(operations)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ._crypt import Cipher
-from ._encoder import encode
+from ._encoder import BUFFER_BYTES, encode
 from ._protocol import FileRequest, FileResult, TensorResult, TensorSource, WriteDone
 from ._storage import Sink, Storage
 from ._tensorfile import lay_out, unsafe_globals
@@ -26,6 +26,7 @@ class FileJob:
         contents: Gives the bytes that a source describes.
         sync: Make files and directory durable.
         threads: Hashing threads.
+        buffer_bytes: Memory for the parts of a file that are being made.
         cipher: Encrypts everything.
     """
 
@@ -37,6 +38,7 @@ class FileJob:
         *,
         sync: bool,
         threads: int,
+        buffer_bytes: int = BUFFER_BYTES,
         cipher: Cipher | None = None,
     ) -> None:
         self._storage = storage
@@ -44,6 +46,7 @@ class FileJob:
         self._contents = contents
         self._sync = sync
         self._threads = threads
+        self._buffer_bytes = buffer_bytes
         self._cipher = cipher
         self._sinks: list[Sink] = []
 
@@ -80,14 +83,14 @@ class FileJob:
         """Removes the files of this job, as far as there are any."""
         for file in self._files:
             with suppress(Exception):
-                self._storage.remove(file.name)
+                self._storage.discard(file.name)
 
     def _write(self, file: FileRequest) -> FileResult:
         layout = lay_out(file.tensors, self._cipher)
         sink = self._storage.create(file.name, layout.nbytes, sync=self._sync)
         self._sinks.append(sink)
         contents = [functools.partial(self._contents, source) for source in file.tensors]
-        encoded = encode(layout, contents, sink, self._threads)
+        encoded = encode(layout, contents, sink, self._threads, self._buffer_bytes)
         results = (
             TensorResult(entry.offset, entry.length, *tensor)
             for entry, tensor in zip(layout.entries, encoded, strict=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ._direct_io import LocalFile, LocalSink
 from ._layout import temporary_file_name
-from ._storage import Claim, RangeReader, Sink, Storage
+from ._storage import TAKEN, Claim, RangeReader, Sink, Storage
 from .errors import ReadError, WriteError
 
 __all__ = ["LocalStorage"]
@@ -41,7 +41,7 @@ class LocalStorage(Storage):
     def sync_directory(self) -> None:
         _sync_directory(self._root)
 
-    def publish(self, name: str, data: bytes, *, sync: bool) -> None:
+    def publish(self, name: str, data: bytes, *, sync: bool, replace: bool = True) -> None:
         temporary = self._root / temporary_file_name(name)
         try:
             with open(temporary, "xb") as file:
@@ -49,7 +49,10 @@ class LocalStorage(Storage):
                 file.flush()
                 if sync:
                     os.fsync(file.fileno())
-            os.replace(temporary, self._root / name)
+            if not replace:
+                _link(temporary, self._root / name)
+            os.replace(temporary, self._root / name)  # for a link to the same file this does nothing
+            temporary.unlink(missing_ok=True)
         except OSError as error:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
@@ -79,8 +82,9 @@ class LocalStorage(Storage):
     def claim(self) -> Claim:
         return _DirectoryClaim(self._root)
 
-    def remove(self, name: str) -> None:
-        (self._root / name).unlink(missing_ok=True)
+    def remove(self, *names: str) -> None:
+        for name in names:
+            (self._root / name).unlink(missing_ok=True)
 
 
 class _DirectoryClaim(Claim):
@@ -140,6 +144,17 @@ def _is_local(path: Path) -> bool:
             if inside and len(mount) >= len(found[0]):
                 found = mount, rest.split()[0]
     return found[1] in _LOCAL_TYPES
+
+
+def _link(source: Path, target: Path) -> None:
+    """Gives a file a second name, which must not be taken; on mounts without links only checks that it is not."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        raise FileExistsError(TAKEN) from None
+    except OSError:
+        if target.exists():
+            raise FileExistsError(TAKEN) from None
 
 
 def _sync_directory(path: Path) -> None:

@@ -32,7 +32,6 @@ __all__ = [
 _MAX_NAME = 1024  # longer ones would fill a file's index with a few entries
 _MAX_OPERATION = 8 << 20  # enough to reach the disk's speed, small enough to keep several threads busy
 _MAX_SEGMENTS = 512  # half of what one preadv takes, because gaps take a buffer each
-_MAX_GAP = 64 << 10  # reading this much for nothing costs less than another request
 _Interval = tuple[int, int]
 
 
@@ -49,17 +48,24 @@ def stored_names(keys: Sequence[str]) -> list[str]:
     return names
 
 
-def plan_files(sources: Iterable[TensorSource], rank: int, save_id: str) -> tuple[FileRequest, ...]:
-    """Distributes tensors over files, beginning another one when the index of a tensorizer file is full."""
+def plan_files(
+    sources: Iterable[TensorSource], rank: int, save_id: str, file_bytes: int = 1 << 62
+) -> tuple[FileRequest, ...]:
+    """Distributes tensors over files.
+
+    Another file begins when the index of a tensorizer file is full, or with the tensor that would make it hold more
+    than ``file_bytes``, which a tensor by itself may.
+    """
     files: list[list[TensorSource]] = []
-    room = 0
+    room = nbytes = 0
     for source in sources:
         entry = index_entry_size(source.name, len(source.shape))
-        if entry > room:
+        if entry > room or nbytes + source.nbytes > file_bytes:
             files.append([])
-            room = INDEX_CAPACITY
+            room, nbytes = INDEX_CAPACITY, 0
         files[-1].append(source)
         room -= entry
+        nbytes += source.nbytes
     return tuple(FileRequest(data_file_name(rank, n, save_id), tuple(file)) for n, file in enumerate(files))
 
 
@@ -143,21 +149,22 @@ class ReadOperation:
         return last.offset + last.nbytes - self.offset
 
 
-def plan_reads(requests: Sequence[ReadRequest], *, verify: bool) -> list[ReadOperation]:
+def plan_reads(requests: Sequence[ReadRequest], *, verify: bool, gap: int) -> list[ReadOperation]:
     """Which bytes to read, in the order of files and offsets, no byte twice.
 
     Args:
         requests: What is wanted.
         verify: Read whole blocks, so that their digests can be checked; of encrypted items they are read in any case.
+        gap: Reading so many bytes for nothing costs less than another request.
     """
     by_tensor: dict[tuple[str, int], list[int]] = defaultdict(list)
     for number, request in enumerate(requests):
         by_tensor[request.item.file, request.item.offset].append(number)
     operations: list[ReadOperation] = []
     for (file, _), numbers in sorted(by_tensor.items()):
-        for segment in _segments(requests, numbers, verify):
+        for segment in _segments(requests, numbers, verify, gap):
             current = operations[-1] if operations else None
-            if current is None or current.file != file or not _joins(current, segment):
+            if current is None or current.file != file or not _joins(current, segment, gap):
                 current = ReadOperation(file)
                 operations.append(current)
             current.segments.append(segment)
@@ -213,10 +220,10 @@ def _storable(key: str) -> bool:
         return False
 
 
-def _joins(operation: ReadOperation, segment: Segment) -> bool:
+def _joins(operation: ReadOperation, segment: Segment, most: int) -> bool:
     gap = segment.offset - (operation.offset + operation.nbytes)
     return (
-        gap <= _MAX_GAP
+        gap <= most
         and operation.nbytes + gap + segment.nbytes <= _MAX_OPERATION
         and len(operation.segments) < _MAX_SEGMENTS
     )
@@ -226,14 +233,14 @@ def _at(row: int, boxes: Iterable[Box]) -> Iterator[Box]:
     return (Box((row, *box.start), (1, *box.size)) for box in boxes)
 
 
-def _segments(requests: Sequence[ReadRequest], numbers: Sequence[int], verify: bool) -> list[Segment]:
+def _segments(requests: Sequence[ReadRequest], numbers: Sequence[int], verify: bool, gap: int) -> list[Segment]:
     """The runs of one stored tensor that the given requests need, in order."""
     item = requests[numbers[0]].item
     step = item.block if verify or item.seal else 1
     whole = max(step, _MAX_OPERATION // step * step)
     if len(numbers) == 1 and (alone := _contiguous(requests[numbers[0]])) is not None and requests[numbers[0]].direct:
         return _direct_segments(item, alone, numbers[0], step, whole)
-    intervals = {n: _runs(requests[n].shape, requests[n].box, requests[n].itemsize) for n in numbers}
+    intervals = {n: _runs(requests[n].shape, requests[n].box, requests[n].itemsize, gap) for n in numbers}
     wanted = _merge(_widen(run, step, item.length) for runs in intervals.values() for run in runs)
     segments = []
     for start, stop in ((a, min(a + whole, e)) for s, e in wanted for a in range(s, e, whole)):
@@ -269,20 +276,20 @@ def _enclosing(request: ReadRequest) -> _Interval:
     return first * request.itemsize, (last + 1) * request.itemsize
 
 
-def _runs(shape: Sequence[int], box: Box, itemsize: int) -> list[_Interval]:
-    """The runs of bytes to read for a box of an array, with the small gaps between its rows and without the large."""
+def _runs(shape: Sequence[int], box: Box, itemsize: int, most: int) -> list[_Interval]:
+    """The runs of bytes to read for a box of an array, with the gaps between its rows that are ``most`` at most."""
     if not shape:
         return [(0, itemsize)]
-    inner = _runs(shape[1:], Box(box.start[1:], box.size[1:]), itemsize)
+    inner = _runs(shape[1:], Box(box.start[1:], box.size[1:]), itemsize, most)
     pitch = math.prod(shape[1:]) * itemsize
     rows = range(box.start[0], box.start[0] + box.size[0])
     gap = pitch - inner[-1][1] + inner[0][0]
-    if gap > _MAX_GAP:
+    if gap > most:
         return [(row * pitch + start, row * pitch + stop) for row in rows for start, stop in inner]
     if len(inner) == 1:
         return [(rows[0] * pitch + inner[0][0], rows[-1] * pitch + inner[0][1])]
     joined = [(row * pitch + start, row * pitch + stop) for row in rows for start, stop in inner]
-    return _merge(joined, _MAX_GAP)
+    return _merge(joined, most)
 
 
 def _widen(interval: _Interval, step: int, length: int) -> _Interval:

@@ -72,6 +72,7 @@ class WriteRequest:
     arenas: tuple[ArenaInfo, ...]
     sync: bool
     threads: int
+    buffer_bytes: int
     cipher: Cipher | None = None
 
 

@@ -1,152 +1,54 @@
-"""A checkpoint's directory behind any fsspec URL; the only module that knows fsspec."""
+"""Which storage a URL names; the only module that imports fsspec."""
 
 from __future__ import annotations
 
 import re
-import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ._storage import RangeReader, Sink, Storage, redact
-from .errors import ReadError, WriteError
+from ._s3 import S3Storage
+from ._sftp import SftpStorage
+from ._storage import Storage, redact
+from ._stream import StreamStorage
+from .errors import WriteError
 
-__all__ = ["FsspecStorage", "open_url"]
+__all__ = ["open_url"]
+
+_CONNECT_SECONDS = 30.0
 
 
-def open_url(url: str, options: Mapping[str, Any]) -> FsspecStorage | Path:
+def open_url(url: str, options: Mapping[str, Any]) -> Storage | Path:
     """The storage that a URL names, or the local path.
 
+    Filesystems are made afresh, not taken from fsspec's cache: with credentials as they are now, without listings.
+
     Raises:
-        WriteError: its protocol is unknown, or its library is missing.
+        WriteError: its protocol is unknown, its library is missing, or its server cannot be reached.
     """
+    scrub = Scrubber(options)
     try:
         import fsspec.core
         from fsspec.implementations.local import LocalFileSystem
 
+        protocol = fsspec.utils.get_protocol(url)
+        options = {"skip_instance_cache": True} | dict(options)
+        if protocol in ("sftp", "ssh"):
+            options = {"timeout": _CONNECT_SECONDS, "banner_timeout": _CONNECT_SECONDS} | options
+            host, slash, path = url.partition("://")[2].partition("/")
+            filesystem, _ = fsspec.core.url_to_fs(f"{protocol}://{host}/", **options)  # which would cut "?" and "#" off
+            return SftpStorage(filesystem, slash + path, url, scrub)
         filesystem, root = fsspec.core.url_to_fs(url, **options)
-    except (ImportError, ValueError, TypeError, OSError) as error:
-        message = Scrubber(options)(f"cannot open {url}: {type(error).__name__}: {error}")
+        if type(filesystem) is LocalFileSystem:
+            return Path(root)
+        if protocol in ("s3", "s3a") and "session" not in options:  # a session is aiobotocore's, and s3fs's to use
+            return S3Storage(filesystem, root, url, scrub)
+        return StreamStorage(filesystem, root, url, scrub)
+    except Exception as error:
+        message = scrub(f"cannot open {url}: {type(error).__name__}: {error}")
         raise WriteError(
             f"{message} (is the package for this kind of URL installed, and are storage_options right?)"
         ) from None
-    if type(filesystem) is LocalFileSystem:
-        return Path(root)
-    return FsspecStorage(filesystem, root, url, Scrubber(options))
-
-
-class FsspecStorage(Storage):
-    """Anything else that fsspec opens. A file is spooled on local disk and put in one request when it is complete."""
-
-    def __init__(self, filesystem: Any, root: str, url: str, scrub: Scrubber) -> None:
-        protocol = filesystem.protocol
-        self._filesystem = filesystem
-        self._root = root.rstrip("/")
-        self._scrub = scrub
-        self.path = redact(url)
-        self.location = url
-        self.in_process = "memory" in ((protocol,) if isinstance(protocol, str) else protocol)
-
-    def scrub(self, text: str) -> str:
-        return self._scrub(text)
-
-    def make_directory(self) -> None:
-        try:
-            self._filesystem.makedirs(self._root, exist_ok=True)
-        except Exception as error:
-            raise WriteError(self.scrub(f"cannot create {self.path}: {type(error).__name__}: {error}")) from None
-
-    def create(self, name: str, nbytes: int, *, sync: bool) -> Sink:
-        return _SpoolSink(lambda spool: self._filesystem.put_file(spool, self._full(name)))
-
-    def sync_directory(self) -> None:
-        """A put object is durable with its name."""
-
-    def publish(self, name: str, data: bytes, *, sync: bool) -> None:
-        try:
-            self._filesystem.pipe_file(self._full(name), data)
-        except Exception as error:
-            raise WriteError(self.scrub(f"cannot write {self.path}/{name}: {type(error).__name__}: {error}")) from None
-
-    def read(self, name: str) -> bytes | None:
-        try:
-            return bytes(self._filesystem.cat_file(self._full(name)))
-        except FileNotFoundError:
-            return None
-        except Exception as error:
-            raise ReadError(self.scrub(f"cannot read {self.path}/{name}: {type(error).__name__}: {error}")) from None
-
-    def size(self, name: str) -> int | None:
-        try:
-            return int(self._filesystem.info(self._full(name))["size"])
-        except FileNotFoundError:
-            return None
-        except Exception as error:
-            raise ReadError(self.scrub(f"cannot read {self.path}/{name}: {type(error).__name__}: {error}")) from None
-
-    def open(self, name: str) -> RangeReader:
-        return _FsspecReader(self._filesystem, self._full(name))
-
-    def remove(self, name: str) -> None:
-        with suppress(FileNotFoundError):
-            self._filesystem.rm_file(self._full(name))
-
-    def _full(self, name: str) -> str:
-        return f"{self._root}/{name}"
-
-
-class _FsspecReader:
-    def __init__(self, filesystem: Any, path: str) -> None:
-        self._filesystem = filesystem
-        self._path = path
-
-    def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
-        wanted = sum(buffer.nbytes for buffer in buffers)
-        data = memoryview(self._filesystem.cat_file(self._path, start=offset, end=offset + wanted))
-        if data.nbytes != wanted:
-            raise EOFError(f"the file ends {wanted - data.nbytes:,} bytes too early")
-        for buffer in buffers:
-            buffer[:] = data[: buffer.nbytes]
-            data = data[buffer.nbytes :]
-
-    def close(self) -> None:
-        """Nothing is open between requests."""
-
-
-class _SpoolSink:
-    """A temporary local file that is put to its destination as a whole when it is closed."""
-
-    part_bytes = 4 << 20
-    concurrency = 1
-
-    def __init__(self, put: Callable[[str], object]) -> None:
-        self._spool = tempfile.NamedTemporaryFile(prefix="dcp_tensorizer-", suffix=".spool")  # noqa: SIM115
-        self._put = put
-        self.bytes_written = 0
-        self.write_seconds = 0.0
-        self.close_seconds = 0.0
-
-    def put(self, number: int, data: memoryview) -> None:
-        started = time.perf_counter()
-        self._spool.seek(number * self.part_bytes)
-        self._spool.write(data)
-        self.write_seconds += time.perf_counter() - started
-        self.bytes_written += data.nbytes
-
-    def close(self) -> None:
-        """Puts the file. Idempotent."""
-        if not self._spool.closed:
-            started = time.perf_counter()
-            with self._spool:
-                self._spool.flush()
-                self._put(self._spool.name)
-            self.close_seconds += time.perf_counter() - started
-
-    def abort(self) -> None:
-        """Drops the file. Idempotent; does nothing after `close`."""
-        self._spool.close()
 
 
 class Scrubber:

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import abc
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-__all__ = ["Claim", "RangeReader", "Sink", "Storage", "redact"]
+__all__ = ["TAKEN", "Claim", "RangeReader", "Sink", "Storage", "redact", "scatter"]
+
+TAKEN = "there is one already, and it must not be replaced"
 
 
 class Sink(Protocol):
-    """A file that is written in parts of equal size, in any order and by several threads."""
+    """A file that is written in parts of equal size, in any order and by several threads unless it says otherwise."""
 
     part_bytes: int
     """Size of every part but the last."""
     concurrency: int
     """Parts that are worth writing at once."""
+    in_order: bool
+    """It takes the parts in their order only, one at a time."""
     bytes_written: int
     """Bytes taken so far: it grows as long as the write makes progress."""
     write_seconds: float
@@ -68,12 +72,16 @@ class Storage(abc.ABC):
         location: What `open_storage` takes to open the same directory in another process.
         in_process: The data lives in this process's memory, so another process cannot write it.
         read_threads: How many reads at once reach its full speed.
+        gap_bytes: Reading so much for nothing costs less than another request.
+        file_bytes: A file should not be larger, unless a single tensor is.
     """
 
     path: str
     location: str
     in_process = False
     read_threads = 16
+    gap_bytes = 64 << 10
+    file_bytes = 1 << 62
 
     @abc.abstractmethod
     def make_directory(self) -> None:
@@ -88,8 +96,16 @@ class Storage(abc.ABC):
         """Makes the names of new files durable."""
 
     @abc.abstractmethod
-    def publish(self, name: str, data: bytes, *, sync: bool) -> None:
-        """Puts a small file in place as a whole, replacing an old one; raises `WriteError`."""
+    def publish(self, name: str, data: bytes, *, sync: bool, replace: bool = True) -> None:
+        """Puts a small file in place as a whole; raises `WriteError`.
+
+        Args:
+            name: Of the file.
+            data: Its contents.
+            sync: Make them durable.
+            replace: Replace an old file. Otherwise that is an error, also where another job has just put it there, as
+                far as the storage can tell.
+        """
 
     @abc.abstractmethod
     def read(self, name: str) -> bytes | None:
@@ -108,12 +124,32 @@ class Storage(abc.ABC):
         """Opens a file for range reads; raises `OSError`."""
 
     @abc.abstractmethod
-    def remove(self, name: str) -> None:
-        """Removes a file; one that is not there is no error."""
+    def remove(self, *names: str) -> None:
+        """Removes files; one that is not there is no error."""
+
+    def discard(self, *names: str) -> None:
+        """Removes files and whatever a writer that died left of them."""
+        self.remove(*names)
 
     def scrub(self, text: str) -> str:
         """``text`` without credentials, for messages that quote another library."""
         return redact(text)
+
+
+def scatter(pieces: Iterable[memoryview], buffers: Iterable[memoryview]) -> int:
+    """Copies consecutive pieces of a file to consecutive buffers, of the same size in all; returns the bytes copied."""
+    targets = iter(buffers)
+    target = memoryview(b"")
+    done = 0
+    for piece in pieces:
+        while piece.nbytes:
+            while not target.nbytes:
+                target = next(targets)
+            count = min(piece.nbytes, target.nbytes)
+            target[:count] = piece[:count]
+            target, piece = target[count:], piece[count:]
+            done += count
+    return done
 
 
 def redact(text: str) -> str:

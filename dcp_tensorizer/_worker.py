@@ -107,7 +107,13 @@ class _Worker:
         }
         storage = open_storage(request.path, request.storage_options)
         job = FileJob(
-            storage, request.files, self._bytes, sync=request.sync, threads=request.threads, cipher=request.cipher
+            storage,
+            request.files,
+            self._bytes,
+            sync=request.sync,
+            threads=request.threads,
+            buffer_bytes=request.buffer_bytes,
+            cipher=request.cipher,
         )
         self._job = job
         if sys.platform == "linux":

@@ -32,6 +32,7 @@ from ._arena import Arena, aligned
 from ._commit import begin, commit, remove
 from ._crypt import encryption_cipher, find_other_key
 from ._destination import open_storage
+from ._encoder import BUFFER_BYTES
 from ._items import Item, resolve, sources, write_results
 from ._job import FileJob
 from ._layout import StoredItem, metadata_file_name
@@ -88,8 +89,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
     Memory: one buffer of the size of the rank's state (allocated by `prewarm` in the background, or else in the first
     save, which then takes longer; again when the state outgrows it), kept between saves; and in the writer process up
-    to 64 MB for the parts of a file that are being made, over some 200 MB for its imports. ``dcp.save`` needs no
-    buffer: it writes from the tensors themselves.
+    to ``buffer_bytes`` for the parts of a file that are being made (64 MB for local files), over some 200 MB for its
+    imports. ``dcp.save`` needs no staging buffer: it writes from the tensors themselves.
 
     Args:
         path: Where to save: a local directory that all ranks share, or any URL that fsspec opens. A save's
@@ -106,6 +107,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             that a job that looks at no future does not train on without checkpoints. None for never.
         timeout: Seconds after which a wait for the storage is given up: a write that makes no progress, or another
             save's clean-up of the same directory.
+        buffer_bytes: Memory, in the writer process, for the parts of a file that are being made or sent. Less of it
+            means fewer parts in flight.
         on_report: Called with the `SaveReport` of each save that this rank has written, and on the coordinator
             committed, on the save's thread; the report is logged (logger ``dcp_tensorizer``) in any case.
         encryption: `tensorizer.EncryptionParams`, the same on every rank: a key that all tensors and objects are
@@ -129,6 +132,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         storage_options: Mapping[str, Any] | None = None,
         max_consecutive_failures: int | None = 3,
         timeout: float = 600.0,
+        buffer_bytes: int = BUFFER_BYTES,
         on_report: Callable[[SaveReport], object] | None = None,
         encryption: EncryptionParams | None = None,
     ) -> None:
@@ -141,6 +145,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._options = dict(storage_options or {})
         self._max_failures = max_consecutive_failures
         self._timeout = timeout
+        self._buffer_bytes = buffer_bytes
         self._on_report = on_report
         self._cipher = None if encryption is None else encryption_cipher(encryption)
         self._closed = False
@@ -372,9 +377,9 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
                 save.storage,
                 dataclasses.replace(metadata, storage_meta=meta),
                 places,
-                save_id=save.id,
                 rank=save.metadata_rank,
                 sync=self._sync,
+                overwrite=self._overwrite,
                 encryption=encryption,
             )
         except CheckpointError as error:
@@ -404,20 +409,30 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         arena = save.lease.arena if save.lease is not None else None
         if arena is None or self._process is None or save.storage.in_process:
             tensors = {item.name: item.tensor for item in items}
-            files = plan_files(sources(items, lambda item: (-1, 0)), save.rank, save.id)
+            files = plan_files(sources(items, lambda item: (-1, 0)), save.rank, save.id, save.storage.file_bytes)
             job = FileJob(
                 save.storage,
                 files,
                 lambda s: host_bytes(tensors[s.name]),
                 sync=self._sync,
                 threads=self._threads,
+                buffer_bytes=self._buffer_bytes,
                 cipher=self._cipher,
             )
             return files, job.run()
         places = self._place(items, arena)
-        files = plan_files(sources(items, lambda item: places[item.name]), save.rank, save.id)
-        location = save.storage.location
-        request = WriteRequest(location, self._options, files, (), self._sync, self._threads, self._cipher)
+        located = sources(items, lambda item: places[item.name])
+        files = plan_files(located, save.rank, save.id, save.storage.file_bytes)
+        request = WriteRequest(
+            path=save.storage.location,
+            storage_options=self._options,
+            files=files,
+            arenas=(),
+            sync=self._sync,
+            threads=self._threads,
+            buffer_bytes=self._buffer_bytes,
+            cipher=self._cipher,
+        )
         return files, self._send(save, request, [arena] if self._spill is None else [arena, self._spill])
 
     def _place(self, items: Sequence[Item], arena: Arena) -> dict[str, tuple[int, int]]:
@@ -515,7 +530,7 @@ def _check_trainer_lives(storage: Storage) -> None:
 def _remove(storage: Storage, files: Sequence[FileRequest]) -> None:
     for file in files:
         try:
-            storage.remove(file.name)
+            storage.discard(file.name)
         except Exception as error:
             logger.warning("%s/%s is left over from a failed save: %s", storage.path, file.name, error)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from .. import servers
 from .ranks import MARK, eventually
 
 _SECONDS = 10.0
@@ -43,7 +44,7 @@ def _processes():
     """Everything that descends from this process, also what has been orphaned since."""
     found = {process for process in psutil.process_iter() if process.pid != os.getpid() and _is_ours(process)}
     found.update(psutil.Process().children(recursive=True))
-    return [process for process in found if not _is_resource_tracker(process)]
+    return [process for process in found if process.pid not in servers.pids() and not _is_resource_tracker(process)]
 
 
 def _is_ours(process):

@@ -8,10 +8,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec.asyn
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+from .. import servers
 from .support import memory_files, open_descriptors
 
 # Two busy cores make single examples slow now and then; the number of examples bounds the time.
@@ -34,9 +36,10 @@ def temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
 def _present(temporary: Path) -> dict[str, set[str]]:
     gc.collect()
     process = psutil.Process()
+    children = [child for child in process.children(recursive=True) if child.pid not in servers.pids()]
     shared = os.listdir("/dev/shm") if Path("/dev/shm").is_dir() else []
     return {
-        "processes": {f"{child.pid} {' '.join(child.cmdline()[:6])}" for child in process.children(recursive=True)},
+        "processes": {f"{child.pid} {' '.join(child.cmdline()[:6])}" for child in children},
         "sockets": {str(connection.fd) for connection in process.net_connections("unix")},
         "descriptors": {target for target in open_descriptors().values() if target.startswith(str(temporary))},
         "memory": {str(inode) for inode in memory_files()},
@@ -48,6 +51,7 @@ def _present(temporary: Path) -> dict[str, set[str]]:
 @pytest.fixture(scope="module", autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest, temporary_directory: Path) -> Iterator[None]:
     """Fails a module whose tests leave processes, descriptors, shared memory or temporary files."""
+    fsspec.asyn.get_loop()  # a thread with an event loop, which fsspec keeps for the life of a process
     before, failed = _present(temporary_directory), request.session.testsfailed
     yield
     if request.session.testsfailed > failed:

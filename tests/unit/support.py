@@ -84,8 +84,9 @@ class BufferSink:
 
     concurrency = 2
 
-    def __init__(self, part_bytes: int = 4 << 20) -> None:
+    def __init__(self, part_bytes: int = 4 << 20, *, in_order: bool = False) -> None:
         self.part_bytes = part_bytes
+        self.in_order = in_order
         self.bytes_written = 0
         self.write_seconds = self.close_seconds = 0.0
         self.parts: dict[int, bytes] = {}
@@ -93,6 +94,7 @@ class BufferSink:
 
     def put(self, number: int, data: memoryview) -> None:
         assert number not in self.parts
+        assert not self.in_order or number == len(self.parts)
         self.parts[number] = bytes(data)
         self.bytes_written += data.nbytes
 

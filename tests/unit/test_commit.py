@@ -36,24 +36,24 @@ from .support import file_size_limit
 INDEX = MetadataIndex("w", torch.Size([0]))
 
 
-def metadata_of(**planner_data):
+def metadata_of(save_id="s", **planner_data):
     size = torch.Size([4])
     entry = TensorStorageMetadata(
         TensorProperties(dtype=torch.bfloat16), size, [ChunkStorageMetadata(torch.Size([0]), size)]
     )
-    return Metadata({"w": entry}, planner_data={"w": ("w",), **planner_data}, storage_meta=StorageMeta("/x", "id"))
+    return Metadata({"w": entry}, planner_data={"w": ("w",), **planner_data}, storage_meta=StorageMeta("/x", save_id))
 
 
 def item_in(file):
     return StoredItem(file, "w", 300_000, 8, "bfloat16", "tensor", b"12345678")
 
 
-def commit_file(storage, name, **options):
+def commit_file(storage, name, save_id="s", **options):
     """Commits a checkpoint of one data file, which it makes, and removes what that replaces."""
     with open(os.path.join(storage.path, name), "wb") as file:
         file.write(b"data")
-    options = {"save_id": "s", "rank": None, "sync": True} | options
-    remove(storage, commit(storage, metadata_of(), [(INDEX, item_in(name), 4)], **options))
+    options = {"rank": None, "sync": True} | options
+    remove(storage, commit(storage, metadata_of(save_id), [(INDEX, item_in(name), 4)], **options))
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_the_metadata_given_is_not_changed(storage):
     """With plan caching DCP hands the same object to every save."""
     given = metadata_of()
     before = dataclasses.replace(given)
-    commit(storage, given, [], save_id="s", rank=None, sync=False)
+    commit(storage, given, [], rank=None, sync=False)
     assert given == before
 
 
@@ -188,7 +188,7 @@ def test_encrypted_checkpoints_have_a_version_of_their_own(storage):
     """Releases that know nothing of encryption refuse them; what is said of the key comes back as it was."""
     record = {"derivation": (1, 8192, 2, b"sixteen of salt."), "check": CHECK}
     (item,) = (StoredItem(*SEALED),)
-    commit(storage, metadata_of(), [(INDEX, item, 300_008)], save_id="s", rank=None, sync=True, encryption=record)
+    commit(storage, metadata_of(), [(INDEX, item, 300_008)], rank=None, sync=True, encryption=record)
     found = read_metadata(storage).storage_data
     assert found == encrypted_content(encryption=record)
     assert found["version"] == 2
@@ -252,7 +252,7 @@ def test_each_rank_commits_its_own_without_collectives(storage, tmp_path):
 def test_planner_data_that_no_reader_would_load(storage, tmp_path):
     """A foreign class in a planner's data fails the commit by name, and nothing is committed."""
     with pytest.raises(WriteError, match="MetadataIndex"):
-        commit(storage, metadata_of(extra=INDEX), [], save_id="s", rank=None, sync=True)
+        commit(storage, metadata_of(extra=INDEX), [], rank=None, sync=True)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -40,6 +40,7 @@ from dcp_tensorizer._plan import Box, ReadRequest
 from dcp_tensorizer._storage import Storage
 from dcp_tensorizer._tensorfile import host_bytes, lay_out
 
+from ..servers import S3Server, SftpServer
 from .support import ALL_DTYPES, ROOT, BufferSink, dtype_name, filled, put_file, raw, run_python, same, sources
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -52,9 +53,11 @@ NONCES = st.binary(min_size=24, max_size=24)
 Tensors = dict[str, torch.Tensor]
 
 
-def encrypted(tensors: Tensors, cipher: Cipher, threads: int = 1, part_bytes: int = 1 << 20) -> tuple[bytes, Any]:
+def encrypted(
+    tensors: Tensors, cipher: Cipher, threads: int = 1, part_bytes: int = 1 << 20, *, in_order: bool = False
+) -> tuple[bytes, Any]:
     """A whole file, and its items."""
-    sink = BufferSink(part_bytes)
+    sink = BufferSink(part_bytes, in_order=in_order)
     described = sources(tensors.items())
     layout = lay_out(described, cipher)
     contents = [functools.partial(host_bytes, tensor) for tensor in tensors.values()]
@@ -298,11 +301,12 @@ def test_heads_are_tensorizers_own(tmp_path: Path) -> None:
     lengths=st.lists(st.integers(1, 300_000), max_size=6),
     threads=st.integers(1, 5),
     part_bytes=st.sampled_from([4096, 1 << 16, 1 << 20]),
+    in_order=st.booleans(),
 )
-def test_any_number_of_threads_and_parts(lengths: list[int], threads: int, part_bytes: int) -> None:
+def test_any_number_of_threads_and_parts(lengths: list[int], threads: int, part_bytes: int, in_order: bool) -> None:
     """Every block decrypts to what it was, is digested as it is stored, and no two have one nonce."""
     tensors = {f"{n}": filled(torch.uint8, (length,), n) for n, length in enumerate(lengths)}
-    content, items = encrypted(tensors, CIPHER, threads, part_bytes)
+    content, items = encrypted(tensors, CIPHER, threads, part_bytes, in_order=in_order)
     nonces = set()
     for item, tensor in zip(items.values(), tensors.values(), strict=True):
         data = bytearray(content[item.offset : item.offset + item.length])
@@ -327,13 +331,14 @@ def test_blocks_fit_into_a_small_buffer() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_what_is_encrypted_is_only_read(tmp_path: Path, threads: int) -> None:
+@pytest.mark.parametrize("in_order", [False, True])
+def test_what_is_encrypted_is_only_read(tmp_path: Path, threads: int, in_order: bool) -> None:
     """Tensors in memory that nobody may write to are encrypted: a write there would end this process."""
     tensor = filled(torch.int32, (1_000_000,))
     (tmp_path / "memory").write_bytes(raw(tensor))
     with open(tmp_path / "memory", "rb") as file:
         memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-    sink = BufferSink()
+    sink = BufferSink(in_order=in_order)
     layout = lay_out(sources([("t", tensor)]), CIPHER)
     encode(layout, [lambda: memoryview(memory)], sink, threads)
     (entry,) = layout.entries
@@ -362,7 +367,8 @@ class _Discarding(BufferSink):
         self.bytes_written += data.nbytes
 
 
-def test_an_error_in_one_thread_ends_the_file() -> None:
+@pytest.mark.parametrize("in_order", [False, True])
+def test_an_error_in_one_thread_ends_the_file(in_order: bool) -> None:
     """A cipher that fails in the middle of one tensor that several threads encrypt: the error comes out."""
 
     class Failing(Cipher):
@@ -371,7 +377,7 @@ def test_an_error_in_one_thread_ends_the_file() -> None:
                 raise MemoryError("no more")
             return CIPHER.encrypt(source, target, nonce, number)
 
-    sink = BufferSink(4096)
+    sink = BufferSink(4096, in_order=in_order)
     tensor = torch.zeros(2_000_000, dtype=torch.uint8)
     cipher = Failing(KEY)
     with pytest.raises(MemoryError, match="no more"):
@@ -532,6 +538,31 @@ def load(path: Path) -> Any:
 
 def state_of(state: dict[str, Any]) -> Any:
     return state["w"].tolist(), state["extra"]
+
+
+@pytest.mark.parametrize("protocol", ["s3", "sftp"])
+def test_remote_checkpoints_are_encrypted(s3: S3Server, sftp: SftpServer, tmp_path: Path, protocol: str) -> None:
+    """In parts in any order and in one stream: nothing readable arrives at the server, and it loads resliced."""
+    tensor = filled(torch.float32, (3000, 1000))
+    params, name = EncryptionParams(KEY), f"encrypted-{tmp_path.name}"
+    url = f"s3://{s3.bucket}/{name}" if protocol == "s3" else f"sftp://127.0.0.1/{name}"
+    options = s3.options() if protocol == "s3" else sftp.options()
+    with TensorizerStorageWriter(url, encryption=params, storage_options=options) as writer:
+        dcp.async_save({"w": tensor, "text": "known" * 100}, storage_writer=writer).result()
+    if protocol == "s3":
+        keys = [f"{name}/{key}" for key in s3.objects(name)]
+        stored = [s3.client().get_object(Bucket=s3.bucket, Key=key)["Body"].read() for key in keys]
+    else:
+        stored = [path.read_bytes() for path in (sftp.folder / name).iterdir()]
+    data = raw(tensor)
+    known = [data[start : start + 16] for start in range(0, len(data) - 16, 100_003)] + [b"knownknownknownk"]
+    assert len(stored) == 2
+    assert not [part for part in known if any(part in content for content in stored)]
+    loaded = {"w": torch.zeros(3000, 1000), "text": ""}
+    key = DecryptionParams.from_key(KEY)
+    dcp.load(loaded, storage_reader=TensorizerStorageReader(url, encryption=key, storage_options=options))
+    assert same(loaded["w"], tensor)
+    assert loaded["text"] == "known" * 100
 
 
 def test_the_example_in_the_documentation_runs(tmp_path: Path) -> None:

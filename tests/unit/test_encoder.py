@@ -22,9 +22,9 @@ from .support import ALL_DTYPES, BufferSink, block_digests, dtype_name, filled, 
 Tensors = list[tuple[str, torch.Tensor]]
 
 
-def encoded(tensors: Tensors, threads: int = 1, part_bytes: int = 1 << 20) -> bytes:
+def encoded(tensors: Tensors, threads: int = 1, part_bytes: int = 1 << 20, *, in_order: bool = False) -> bytes:
     """A whole file, with its digests checked."""
-    sink = BufferSink(part_bytes)
+    sink = BufferSink(part_bytes, in_order=in_order)
     layout = lay_out(sources(tensors))
     found = encode(layout, [lambda t=tensor: host_bytes(t) for _, tensor in tensors], sink, threads)  # type: ignore[misc]
     assert (sink.closed, sink.aborted) == (True, False)
@@ -137,28 +137,30 @@ shapes = st.lists(st.integers(1, 40), max_size=3).map(tuple)
     threads=st.integers(1, 5),
     part_bytes=st.sampled_from([4096, 8192, 1 << 16, 1 << 20]),
     piece=st.sampled_from([1, 7, 64, 4096, 1 << 19]),
+    in_order=st.booleans(),
 )
 def test_threads_parts_and_pieces_change_nothing(
-    tensors: list[tuple[torch.dtype, tuple[int, ...]]], threads: int, part_bytes: int, piece: int
+    tensors: list[tuple[torch.dtype, tuple[int, ...]]], threads: int, part_bytes: int, piece: int, in_order: bool
 ) -> None:
-    """Whatever the number of threads and the sizes of parts and pieces, the file is the same."""
+    """Whatever the number of threads, the sizes of parts and pieces and the order of parts, the file is the same."""
     named = [(f"t{n}", filled(dtype, shape, seed=n)) for n, (dtype, shape) in enumerate(tensors)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_encoder, "_PIECE", max(piece, 64))
-        assert encoded(named, threads, part_bytes) == stock(named)
+        assert encoded(named, threads, part_bytes, in_order=in_order) == stock(named)
 
 
 def test_a_large_tensor_is_hashed_by_two_threads() -> None:
     """With fewer tensors than threads, and with more."""
     large = [("large", filled(torch.float32, (1 << 20,)))]
     assert encoded(large, 1) == encoded(large, 2) == encoded(large, 4) == stock(large)
+    assert encoded(large, 2, in_order=True) == stock(large)
 
 
 class FailingSink(BufferSink):
     """Takes a number of bytes, then fails."""
 
-    def __init__(self, limit: int) -> None:
-        super().__init__(1 << 16)
+    def __init__(self, limit: int, *, in_order: bool) -> None:
+        super().__init__(1 << 16, in_order=in_order)
         self.limit = limit
 
     def put(self, number: int, data: memoryview) -> None:
@@ -169,10 +171,11 @@ class FailingSink(BufferSink):
 
 @pytest.mark.parametrize("limit", [0, 100, 300_000, 2_000_000])
 @pytest.mark.parametrize("threads", [1, 4])
-def test_a_failing_sink_fails_the_encoding_and_is_aborted(limit: int, threads: int) -> None:
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_failing_sink_fails_the_encoding_and_is_aborted(limit: int, threads: int, in_order: bool) -> None:
     """The sink's own error comes out, no thread is left, and the file is never completed."""
     before = set(threading.enumerate())
-    sink = FailingSink(limit)
+    sink = FailingSink(limit, in_order=in_order)
     tensors = [(f"{n}", torch.zeros(100_000)) for n in range(10)]
     with pytest.raises(OSError, match="No space left on device") as caught:
         encode(lay_out(sources(tensors)), [lambda t=tensor: host_bytes(t) for _, tensor in tensors], sink, threads)  # type: ignore[misc]
@@ -182,9 +185,10 @@ def test_a_failing_sink_fails_the_encoding_and_is_aborted(limit: int, threads: i
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_tensor_that_cannot_be_had_fails_the_encoding(threads: int) -> None:
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_tensor_that_cannot_be_had_fails_the_encoding(threads: int, in_order: bool) -> None:
     """Its error comes out, also while other threads wait for memory."""
-    sink = BufferSink(4096)
+    sink = BufferSink(4096, in_order=in_order)
     tensors = [(f"{n}", torch.zeros(10_000)) for n in range(20)]
 
     def gone() -> Any:
@@ -196,11 +200,37 @@ def test_a_tensor_that_cannot_be_had_fails_the_encoding(threads: int) -> None:
     assert (sink.closed, sink.aborted) == (False, True)
 
 
-def test_the_memory_for_parts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_order", [False, True])
+def test_the_memory_for_parts_is_bounded(monkeypatch: pytest.MonkeyPatch, in_order: bool) -> None:
     """However slow the sink is, and however many parts a file has."""
     made = []
     real = _encoder._new_buffer
     monkeypatch.setattr(_encoder, "_new_buffer", lambda nbytes: made.append(nbytes) or real(nbytes))
     tensors = [(f"{n}", filled(torch.uint8, (n * 997 % 50_000 + 1,))) for n in range(200)]
-    assert encoded(tensors, threads=3, part_bytes=4096) == stock(tensors)
+    assert encoded(tensors, threads=3, part_bytes=4096, in_order=in_order) == stock(tensors)
     assert len(made) <= 3 * 3 + BufferSink.concurrency + 2
+
+
+@pytest.mark.parametrize(("parts", "most"), [(1, 1), (9, 4), (1000, 32)])
+def test_parts_in_flight_are_as_many_as_the_memory_allows(parts: int, most: int) -> None:
+    """With memory for few parts few are written at once, but never none; with much, as many as the sink wants."""
+
+    class Counting(BufferSink):
+        concurrency = 32
+        at_once = deepest = 0
+
+        def put(self, number: int, data: memoryview) -> None:
+            with lock:
+                self.at_once += 1
+                self.deepest = max(self.deepest, self.at_once)
+            super().put(number, data)
+            with lock:
+                self.at_once -= 1
+
+    lock = threading.Lock()
+    sink = Counting(4096)
+    tensor = filled(torch.uint8, (1 << 20,))
+    layout = lay_out(sources([("t", tensor)]))
+    encode(layout, [lambda: host_bytes(tensor)], sink, threads=1, buffer_bytes=parts * 4096)
+    assert sink.content == stock([("t", tensor)])
+    assert 1 <= sink.deepest <= most

@@ -206,7 +206,7 @@ def small_limits() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_layout, "_MIN_BLOCK", 16)
         patch.setattr(_plan, "_MAX_OPERATION", 64)
-        patch.setattr(_plan, "_MAX_GAP", 8)
+        patch.setattr(Storage, "gap_bytes", 8)
         yield
 
 

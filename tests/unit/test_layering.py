@@ -21,6 +21,10 @@ LAYERS = {
         "_storage",
         "_direct_io",
         "_local",
+        "_retry",
+        "_stream",
+        "_sftp",
+        "_s3",
         "_remote",
         "_destination",
     ],
@@ -88,7 +92,8 @@ def test_writer_and_reader_do_not_know_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("library", "modules"), [("tensorizer", ["_crypt"]), ("libnacl", ["_crypt"]), ("fsspec", ["_remote"])]
+    ("library", "modules"),
+    [("tensorizer", ["_crypt"]), ("libnacl", ["_crypt"]), ("fsspec", ["_remote"]), ("botocore", ["_s3"])],
 )
 def test_a_foreign_library_is_imported_in_one_place(library: str, modules: list[str]) -> None:
     """It is known to the module that translates its errors; the files are tensorizer's, made without it."""

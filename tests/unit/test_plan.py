@@ -32,6 +32,7 @@ from dcp_tensorizer._plan import (
     stored_names,
 )
 from dcp_tensorizer._protocol import TensorSource
+from dcp_tensorizer._storage import Storage
 from dcp_tensorizer._tensorfile import host_bytes, lay_out
 
 from .support import BufferSink, filled, same
@@ -48,7 +49,7 @@ class Limits:
     block: int
 
 
-REAL = Limits(_plan._MAX_OPERATION, _plan._MAX_GAP, _plan._MAX_SEGMENTS, _layout._MIN_BLOCK)
+REAL = Limits(_plan._MAX_OPERATION, Storage.gap_bytes, _plan._MAX_SEGMENTS, _layout._MIN_BLOCK)
 
 
 @contextmanager
@@ -56,7 +57,6 @@ def limits(small: Limits) -> Iterator[None]:
     """Small limits, so that small tensors meet them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_plan, "_MAX_OPERATION", small.operation)
-        patch.setattr(_plan, "_MAX_GAP", small.gap)
         patch.setattr(_plan, "_MAX_SEGMENTS", small.segments)
         patch.setattr(_layout, "_MIN_BLOCK", small.block)
         yield
@@ -107,7 +107,7 @@ def execute(operations: Sequence[ReadOperation], requests: Sequence[ReadRequest]
 
 def check_plan(requests: Sequence[ReadRequest], *, verify: bool, bounds: Limits) -> list[ReadOperation]:
     """Plans, executes, and checks every promise of the plan."""
-    operations = plan_reads(requests, verify=verify)
+    operations = plan_reads(requests, verify=verify, gap=bounds.gap)
     execute(operations, requests)
     places = [(operation.file, operation.offset) for operation in operations]
     assert places == sorted(places)
@@ -285,7 +285,7 @@ def test_what_lies_between_wanted_runs_is_not_read_where_it_is_long(
 def test_runs_for_nothing_are_bounded(requests: list[ReadRequest], verify: bool, small: Limits) -> None:
     """No operation reads a run longer than the largest gap that neither a request nor the digest of a block needs."""
     with limits(small):
-        operations = plan_reads(requests, verify=verify)
+        operations = plan_reads(requests, verify=verify, gap=small.gap)
         assert longest_run_for_nothing(requests, operations, verify) <= small.gap
 
 
@@ -307,7 +307,7 @@ def test_an_operation_has_no_more_segments_than_one_preadv_takes() -> None:
 
 def test_nothing_wanted_is_nothing_read() -> None:
     """An empty load needs no operation."""
-    assert plan_reads([], verify=True) == []
+    assert plan_reads([], verify=True, gap=0) == []
 
 
 @st.composite
@@ -450,6 +450,14 @@ def test_3000_tensors_with_long_names_fit_their_files(tmp_path: Path) -> None:
     with TensorDeserializer(path, device="cpu", verify_hash=True) as loaded:
         assert all(same(loaded[name], tensor) for name, tensor in tensors)
         assert len(loaded) == len(tensors)
+
+
+def test_a_file_holds_no_more_bytes_than_it_should() -> None:
+    """A tensor that would make it too large begins another file; one that is too large alone has one to itself."""
+    sizes = [4, 4, 2, 100, 1, 9, 1]
+    sources = [TensorSource(str(n), "uint8", (size,), 0, 0, size) for n, size in enumerate(sizes)]
+    files = plan_files(sources, 0, SAVE, 10)
+    assert [[source.nbytes for source in file.tensors] for file in files] == [[4, 4, 2], [100], [1, 9], [1]]
 
 
 def test_nothing_to_write_is_no_file() -> None:

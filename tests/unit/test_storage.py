@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_tensorizer import ReadError, WriteError
+from dcp_tensorizer import ReadError, WriteError, _retry
 from dcp_tensorizer._destination import open_storage
 from dcp_tensorizer._storage import redact
 
@@ -212,50 +213,124 @@ def test_opening_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
     assert open_descriptors() == before
 
 
-# --- spooled files ---------------------------------------------------------------------------------------------------
+# --- streams ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def memory() -> Iterator[Any]:
-    storage = open_storage("memory://spooled")
+    storage = open_storage("memory://streamed")
     storage.make_directory()
     yield storage
-    fsspec.filesystem("memory").rm("/spooled", recursive=True)
+    fsspec.filesystem("memory").rm("/streamed", recursive=True)
 
 
-def test_nothing_appears_before_a_file_is_complete(memory: Any, temporary_directory: Path) -> None:
-    """It is spooled on local disk, put as a whole, and the spool is removed."""
+def test_a_stream_is_closed_once(memory: Any) -> None:
+    """Closing completes it; whatever is called afterwards does nothing."""
     sink = memory.create(NAME, 3, sync=True)
     sink.put(0, memoryview(b"abc"))
-    assert memory.size(NAME) is None
     assert sink.bytes_written == 3
     sink.close()
     sink.close()
+    sink.abort()
     assert memory.read(NAME) == b"abc"
-    assert not list(temporary_directory.glob("*.spool"))
 
 
-def test_an_aborted_spool_leaves_nothing(memory: Any, temporary_directory: Path) -> None:
-    """Neither at the destination nor on local disk; nor does closing put it after all."""
-    before = open_descriptors()
-    sink = memory.create(NAME, 0, sync=True)
+def test_an_aborted_stream_is_not_completed_when_it_is_collected(tmp_path: Path) -> None:
+    """fsspec's streams complete themselves when they are collected; what was aborted must not appear after all."""
+    storage = open_storage(f"simplecache::memory://{tmp_path.name}", {"simplecache": {"cache_storage": str(tmp_path)}})
+    sink = storage.create(NAME, 0, sync=True)
     sink.put(0, memoryview(b"abc"))
     sink.abort()
     sink.abort()
     sink.close()
-    assert memory.size(NAME) is None
-    assert not list(temporary_directory.glob("*.spool"))
-    assert open_descriptors() == before
+    del sink
+    gc.collect()
+    assert storage.size(NAME) is None
+    assert not fsspec.filesystem("memory").exists(f"/{tmp_path.name}/{NAME}")
 
 
-def test_a_failed_put_leaves_no_spool(memory: Any, temporary_directory: Path) -> None:
-    """The error comes out of close, where the data was to become durable."""
+def test_nothing_is_spooled(memory: Any, temporary_directory: Path) -> None:
+    """A file on its way is nowhere on local disk."""
     before = open_descriptors()
-    sink = memory.create(NAME, 0, sync=True)
+    sink = memory.create(NAME, 3, sync=True)
     sink.put(0, memoryview(b"abc"))
-    with failing(memory, "put_file"), pytest.raises(PermissionError, match="403"):
-        sink.close()
-    sink.abort()
-    assert not list(temporary_directory.glob("*.spool"))
+    assert list(temporary_directory.glob("*dcp_tensorizer*")) == []
     assert open_descriptors() == before
-    assert memory.size(NAME) is None
+    sink.close()
+
+
+# --- retries ---------------------------------------------------------------------------------------------------------
+
+
+class Status(Exception):
+    """An error as those of libraries for HTTP."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"the server says {status}")
+        self.status = status
+
+
+@pytest.fixture
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_retry, "_FIRST_WAIT", 0.0)
+
+
+TRANSIENT = [Status(503), Status(429), Status(500), Status(401), ConnectionResetError(), TimeoutError(), EOFError()]
+LASTING = [Status(403), Status(404), Status(400), PermissionError("403"), FileNotFoundError("x"), ValueError("x")]
+
+
+@pytest.mark.parametrize("error", TRANSIENT, ids=repr)
+def test_what_may_pass_is_tried_again_with_a_fresh_filesystem(memory: Any, no_waiting: None, error: Exception) -> None:
+    """Overload, resets, timeouts, and tokens that have expired: each try has a new filesystem."""
+    memory.publish("f", b"x", sync=True)
+    used: list[Any] = []
+
+    class Failing(type(memory._filesystem)):  # type: ignore[misc]
+        def cat_file(self, *args: Any, **kwargs: Any) -> Any:
+            used.append(self)
+            if len(used) < 3:
+                raise error
+            return super().cat_file(*args, **kwargs)
+
+    memory._filesystem = Failing(skip_instance_cache=True)
+    assert memory.read("f") == b"x"
+    assert len({id(filesystem) for filesystem in used}) == 3
+
+
+@pytest.mark.parametrize("error", LASTING, ids=repr)
+def test_what_will_not_pass_is_not_tried_again(memory: Any, no_waiting: None, error: Exception) -> None:
+    """Permissions, missing objects, wrong arguments: one request, and its error."""
+    tries = []
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        tries.append(args)
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory._filesystem, "pipe_file", fail)
+        with pytest.raises(WriteError, match=type(error).__name__):
+            memory.publish("f", b"x", sync=True)
+    assert len(tries) == 1
+
+
+def test_tries_are_bounded(memory: Any, no_waiting: None) -> None:
+    """What never passes is an error in the end, after six tries."""
+    tries = []
+
+    class Failing(type(memory._filesystem)):  # type: ignore[misc]
+        def info(self, *args: Any, **kwargs: Any) -> Any:
+            tries.append(args)
+            raise ConnectionResetError("reset by peer")
+
+    memory._filesystem = Failing(skip_instance_cache=True)
+    with pytest.raises(ReadError, match=r"memory://streamed/f: ConnectionResetError: reset by peer"):
+        memory.size("f")
+    assert len(tries) == 6
+
+
+def test_waits_grow_and_are_bounded() -> None:
+    """From a fraction of a second to ten, less some chance."""
+    found = _retry.waits()
+    assert len(found) == 5
+    for number, wait in enumerate(found):
+        assert 0.1 * 2**number <= wait <= min(0.2 * 2**number, 10.0)

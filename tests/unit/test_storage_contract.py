@@ -1,15 +1,17 @@
 """What every destination must do, inherited by the tests of each."""
 
+import pickle
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from dcp_tensorizer._destination import open_storage
 from dcp_tensorizer._layout import data_file_name
 from dcp_tensorizer._storage import redact
-from dcp_tensorizer.errors import WriteError
+from dcp_tensorizer.errors import ReadError, WriteError
 
-from .support import on_a_page, put_file
+from .support import on_a_page, put_file, run_python
 
 NAME = data_file_name(0, 0, "a" * 32)
 ODD = ["a*b", "[1]", "with space", "ünïcødé ✓", "q?x", "per%20cent", "semi;colon"]
@@ -19,8 +21,13 @@ class Contract:
     """A backend's tests give `url`: a fresh directory that does not exist yet."""
 
     @pytest.fixture
-    def storage(self, url):
-        storage = open_storage(url)
+    def options(self):
+        """``storage_options`` of the backend."""
+        return {}
+
+    @pytest.fixture
+    def storage(self, url, options):
+        storage = open_storage(url, options)
         storage.make_directory()
         return storage
 
@@ -29,13 +36,13 @@ class Contract:
         storage.sync_directory()
 
     def test_write_and_read_ranges(self, storage):
-        """A sink takes its parts in any order, and ranges are read into several buffers at once."""
+        """A sink takes its parts in the order it says, and ranges are read into several buffers at once."""
         sink = storage.create(NAME, 100, sync=True)
         size = sink.part_bytes
         content = (bytes(range(251)) * (2 * size // 251 + 2))[: 2 * size + 5]
         sink.abort()
         sink = storage.create(NAME, len(content), sync=True)
-        for number in (2, 0, 1):
+        for number in (0, 1, 2) if sink.in_order else (2, 0, 1):
             sink.put(number, on_a_page(content[number * size : (number + 1) * size]))
         assert sink.bytes_written == len(content)
         sink.close()
@@ -69,6 +76,44 @@ class Contract:
         storage.publish(".metadata", b"new", sync=True)
         assert storage.read(".metadata") == b"new"
 
+    def test_publish_does_not_replace_unless_it_may(self, storage):
+        """With replace=False a file that is there stays as it is, and that is an error; nothing else is left."""
+        storage.publish(".metadata", b"first", sync=True, replace=False)
+        with pytest.raises(WriteError, match=r"\.metadata.*must not be replaced"):
+            storage.publish(".metadata", b"second", sync=True, replace=False)
+        assert storage.read(".metadata") == b"first"
+
+    def test_an_empty_file(self, storage):
+        """A file of no bytes is there, and has none."""
+        self.write(storage, NAME, b"")
+        assert (storage.size(NAME), storage.read(NAME)) == (0, b"")
+
+    def test_many_small_reads_at_once(self, storage):
+        """Ranges are read by more threads than the storage asks for."""
+        content = bytes(range(256)) * 64
+        self.write(storage, NAME, content)
+        reader = storage.open(NAME)
+
+        def read(offset):
+            buffer = bytearray(10)
+            reader.read_into([memoryview(buffer)], offset)
+            return bytes(buffer)
+
+        offsets = range(0, len(content) - 10, 97)
+        with ThreadPoolExecutor(2 * storage.read_threads) as pool:
+            assert list(pool.map(read, offsets)) == [content[offset : offset + 10] for offset in offsets]
+        reader.close()
+
+    def test_opened_in_another_process(self, storage, options):
+        """What one process wrote, another one reads by location and options alone."""
+        if storage.in_process:
+            return
+        storage.publish(".metadata", b"theirs", sync=True)
+        script = "import pickle, sys; from dcp_tensorizer._destination import open_storage; "
+        script += "path, options = pickle.loads(bytes.fromhex(sys.argv[1])); "
+        script += "print(open_storage(path, options).read('.metadata').decode())"
+        assert run_python(script, pickle.dumps((storage.location, options)).hex()).stdout == "theirs\n"
+
     def test_missing(self, storage):
         """What is not there has no size and no contents, and removing it is no error."""
         assert storage.size(NAME) is None
@@ -76,26 +121,28 @@ class Contract:
         storage.remove(NAME)
 
     def test_remove(self, storage):
-        """A removed file is gone, its neighbours are not."""
-        other = data_file_name(1, 0, "a" * 32)
-        self.write(storage, NAME, b"x")
-        self.write(storage, other, b"y")
-        storage.remove(NAME)
-        assert (storage.size(NAME), storage.size(other)) == (None, 1)
+        """Removed files are gone, their neighbours are not; discarding does the same to files that are whole."""
+        names = [data_file_name(rank, 0, "a" * 32) for rank in range(5)]
+        for name in names:
+            self.write(storage, name, b"x")
+        storage.remove(names[0])
+        storage.remove(names[1], names[2], NAME)
+        storage.discard(names[3])
+        assert [storage.size(name) for name in names] == [None, None, None, None, 1]
 
     @pytest.mark.parametrize("odd", ODD)
-    def test_odd_directories_are_literal(self, url, odd):
+    def test_odd_directories_are_literal(self, url, options, odd):
         """A directory's name is taken as it is, whatever globbing or quoting would make of it."""
-        storage = open_storage(f"{url}/{odd}")
+        storage = open_storage(f"{url}/{odd}", options)
         storage.make_directory()
         self.write(storage, NAME, b"x")
         storage.publish(".metadata", b"m", sync=True)
-        again = open_storage(storage.location)
+        again = open_storage(storage.location, options)
         assert (again.size(NAME), again.read(".metadata")) == (1, b"m")
 
-    def test_two_writers_do_not_meet(self, storage, url):
+    def test_two_writers_do_not_meet(self, storage, url, options):
         """Two jobs in one directory write files of their own, and the last metadata is one of theirs, whole."""
-        other = open_storage(url)
+        other = open_storage(url, options)
         names = [NAME, data_file_name(0, 0, "b" * 32)]
         for where, name in zip((storage, other), names, strict=True):
             self.write(where, name, name.encode())
@@ -128,6 +175,65 @@ class TestLocal(Contract):
         with pytest.raises(WriteError):
             storage.publish(".metadata", b"x", sync=True)
         assert [path.name for path in (tmp_path / "new" / "checkpoint").iterdir()] == [".metadata"]
+
+
+class TestS3(Contract):
+    @pytest.fixture
+    def options(self, s3):
+        return s3.options()
+
+    @pytest.fixture
+    def url(self, s3):
+        """A fresh prefix, below which no upload is left open in the end."""
+        name = uuid.uuid4().hex
+        yield f"s3://{s3.bucket}/{name}"
+        assert s3.uploads(name) == []
+
+    def test_an_abandoned_upload_is_discarded(self, storage, s3, url):
+        """Of a writer that died in the middle of a file, whoever knows its name leaves nothing."""
+        sink = storage.create(NAME, 20 << 20, sync=True)
+        sink.put(1, on_a_page(bytes(sink.part_bytes)))
+        prefix = url.rpartition("/")[2]
+        assert s3.uploads(prefix) == [f"{prefix}/{NAME}"]
+        storage.discard(NAME)
+        assert s3.uploads(prefix) == []
+        assert storage.size(NAME) is None
+
+    def test_a_missing_bucket(self, s3):
+        """Writing to it and reading from it are errors that name it."""
+        storage = open_storage("s3://no-such-bucket/x", s3.options())
+        storage.make_directory()
+        with pytest.raises(FileNotFoundError, match="no-such-bucket"):
+            storage.create(NAME, 20 << 20, sync=True)
+        with pytest.raises(WriteError, match="bucket 'no-such-bucket' does not exist"):
+            storage.publish(".metadata", b"x", sync=True)
+        with pytest.raises(ReadError, match="bucket 'no-such-bucket' does not exist"):
+            storage.read(".metadata")
+
+    def test_a_bucket_by_itself_is_a_directory(self, s3):
+        """Without a prefix the names are the keys."""
+        storage = open_storage(f"s3://{s3.bucket}", s3.options())
+        name = data_file_name(0, 0, uuid.uuid4().hex)
+        self.write(storage, name, b"x")
+        assert s3.client().head_object(Bucket=s3.bucket, Key=name)["ContentLength"] == 1
+        storage.remove(name)
+
+
+class TestSftp(Contract):
+    @pytest.fixture
+    def options(self, sftp):
+        return sftp.options()
+
+    @pytest.fixture
+    def url(self):
+        return f"sftp://127.0.0.1/new/{uuid.uuid4().hex}"
+
+    def test_publish_leaves_no_temporary(self, storage, sftp, url):
+        """What is put in place has been renamed, and what could not be is removed."""
+        storage.publish(".metadata", b"x", sync=True)
+        with pytest.raises(WriteError):
+            storage.publish(".metadata", b"y", sync=True, replace=False)
+        assert [path.name for path in (sftp.folder / "new" / url.rpartition("/")[2]).iterdir()] == [".metadata"]
 
 
 class TestFileUrl(Contract):

@@ -1,0 +1,186 @@
+"""Real servers on loopback: SeaweedFS for S3, asyncssh for SFTP. Each is a process with a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import botocore.config
+import botocore.exceptions
+import botocore.session
+
+_START_SECONDS = 60.0
+
+KEY, SECRET = "tests-access-key", "tests-secret-key-0123456789"
+USER, PASSWORD = "tests-user", "tests-password-0123456789"
+
+_running: set[int] = set()
+
+
+def pids() -> set[int]:
+    """The servers that run now: they outlive the tests that use them."""
+    return set(_running)
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """An S3 server."""
+
+    endpoint: str
+    bucket: str
+
+    def options(self, endpoint: str | None = None, **others: Any) -> dict[str, Any]:
+        """``storage_options`` for s3fs, at the server itself or at a proxy in front of it."""
+        return {"key": KEY, "secret": SECRET, "client_kwargs": {"endpoint_url": endpoint or self.endpoint}, **others}
+
+    def client(self) -> Any:
+        """A client of botocore's own, to see what is there behind the package's back."""
+        return botocore.session.Session().create_client(
+            "s3",
+            region_name="us-east-1",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=KEY,
+            aws_secret_access_key=SECRET,
+            config=botocore.config.Config(retries={"max_attempts": 1}, connect_timeout=5, read_timeout=30),
+        )
+
+    def objects(self, prefix: str) -> list[str]:
+        """The keys below a prefix, without it."""
+        found = self.client().list_objects_v2(Bucket=self.bucket, Prefix=prefix).get("Contents", [])
+        return sorted(entry["Key"].removeprefix(prefix).lstrip("/") for entry in found)
+
+    def uploads(self, prefix: str = "") -> list[str]:
+        """The keys of multipart uploads that are neither complete nor aborted."""
+        found = self.client().list_multipart_uploads(Bucket=self.bucket).get("Uploads", [])
+        return [entry["Key"] for entry in found if entry["Key"].startswith(prefix)]
+
+
+@dataclass(frozen=True)
+class SftpServer:
+    """An SFTP server whose root is a local folder."""
+
+    port: int
+    folder: Path
+
+    def options(self, port: int | None = None) -> dict[str, Any]:
+        """``storage_options`` for fsspec's SFTP, at the server itself or at a proxy in front of it."""
+        return {"username": USER, "password": PASSWORD, "port": port or self.port, "look_for_keys": False}
+
+
+@contextmanager
+def s3_server(folder: Path) -> Iterator[S3Server]:
+    """SeaweedFS with one bucket."""
+    with _free_ports(8) as (master, master_grpc, volume, volume_grpc, filer, filer_grpc, s3, s3_grpc):
+        config = folder / "s3.json"
+        credentials = [{"accessKey": KEY, "secretKey": SECRET}]
+        identity = {
+            "name": "tests",
+            "credentials": credentials,
+            "actions": ["Admin", "Read", "List", "Tagging", "Write"],
+        }
+        config.write_text(json.dumps({"identities": [identity]}))
+        config.chmod(0o600)
+        (folder / "data").mkdir()
+    options = {
+        "ip": "127.0.0.1",
+        "ip.bind": "127.0.0.1",
+        "dir": folder / "data",
+        "master.peers": "none",
+        "master.port": master,
+        "master.port.grpc": master_grpc,
+        "master.telemetry": "false",
+        "master.volumeSizeLimitMB": 1024,
+        "volume.port": volume,
+        "volume.port.grpc": volume_grpc,
+        "volume.max": 100,
+        "volume.preStopSeconds": 0,
+        "filer.port": filer,
+        "filer.port.grpc": filer_grpc,
+        "filer.localSocket": folder / "filer.sock",
+        "s3.port": s3,
+        "s3.port.grpc": s3_grpc,
+        "s3.port.iceberg": 0,
+        "s3.port.lance": 0,
+        "s3.localSocket": folder / "s3.sock",
+        "s3.config": config,
+        "s3.autoCreateBucket": "false",
+    }
+    weed = Path(sys.executable).with_name("weed")
+    command = [str(weed), "-logtostderr", "server", "-s3", *(f"-{name}={value}" for name, value in options.items())]
+    server = S3Server(f"http://127.0.0.1:{s3}", "tests-bucket")
+
+    def ready() -> bool:
+        try:
+            server.client().create_bucket(Bucket=server.bucket)
+            server.client().put_object(Bucket=server.bucket, Key="ready", Body=b"ready")
+        except (botocore.exceptions.ClientError, botocore.exceptions.BotoCoreError):
+            return False
+        return True
+
+    with _process(command, folder, ready):
+        yield server
+
+
+@contextmanager
+def sftp_server(folder: Path) -> Iterator[SftpServer]:
+    """asyncssh's server; what clients see as ``/`` is ``folder / "root"``."""
+    with _free_ports(1) as (port,):
+        root = folder / "root"
+        root.mkdir()
+    command = [sys.executable, "-m", f"{__package__}.sftp_server", str(port), str(root)]
+
+    def ready() -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            return False
+        return True
+
+    with _process(command, folder, ready, {"SFTP_USER": USER, "SFTP_PASSWORD": PASSWORD}):
+        yield SftpServer(port, root)
+
+
+@contextmanager
+def _process(command: list[str], folder: Path, ready: Any, environment: dict[str, str] | None = None) -> Iterator[None]:
+    """Runs a server from its readiness to the end of the block, and ends it whatever happens."""
+    with open(folder / "log", "wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd=Path(__file__).parents[1],
+            env=os.environ | (environment or {}),
+        )
+    _running.add(process.pid)
+    try:
+        deadline = time.monotonic() + _START_SECONDS
+        while not ready():
+            if process.poll() is not None or time.monotonic() > deadline:
+                words = (folder / "log").read_text(errors="replace")[-4000:]
+                raise RuntimeError(f"{command[0]} did not start ({process.poll()}):\n{words}")
+            time.sleep(0.05)
+        yield
+    finally:
+        process.kill()  # what they hold is thrown away
+        process.wait()
+        _running.discard(process.pid)
+
+
+@contextmanager
+def _free_ports(count: int) -> Iterator[list[int]]:
+    """Ports that nobody listens on; they are held until the end of the block, so that they differ."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for held in sockets:
+            held.bind(("127.0.0.1", 0))
+        yield [held.getsockname()[1] for held in sockets]
