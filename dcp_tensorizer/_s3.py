@@ -161,6 +161,8 @@ class _Client:
             except botocore.exceptions.ClientError as error:
                 if _code(error) not in _EXPIRED:
                     raise
+                if isinstance(body := arguments.get("Body"), _Body):
+                    body.seek(0)
                 return getattr(self._renewed(client), operation)(**arguments)
         except (botocore.exceptions.ClientError, botocore.exceptions.BotoCoreError) as error:
             raise _translated(error, arguments) from None

@@ -21,6 +21,7 @@ import botocore.session
 _START_SECONDS = 60.0
 
 KEY, SECRET = "tests-access-key", "tests-secret-key-0123456789"
+OTHER_KEY = "tests-other-access-key"  # of the same user, with the same secret
 USER, PASSWORD = "tests-user", "tests-password-0123456789"
 
 _running: set[int] = set()
@@ -81,7 +82,7 @@ def s3_server(folder: Path) -> Iterator[S3Server]:
     """SeaweedFS with one bucket."""
     with _free_ports(8) as (master, master_grpc, volume, volume_grpc, filer, filer_grpc, s3, s3_grpc):
         config = folder / "s3.json"
-        credentials = [{"accessKey": KEY, "secretKey": SECRET}]
+        credentials = [{"accessKey": key, "secretKey": SECRET} for key in (KEY, OTHER_KEY)]
         identity = {
             "name": "tests",
             "credentials": credentials,
