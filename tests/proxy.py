@@ -190,16 +190,16 @@ class TcpProxy:
         self.connections = 0
         self.forwarded = 0
         self.cut_after: int | None = None
-        """Bytes, in both directions, after which every connection there is is reset, once."""
+            """Bytes, in both directions, after which every connection there is ends, once."""
         _start(self._accept, self._threads)
 
     def cut(self) -> None:
-        """Resets every connection there is."""
+        """Ends every connection there is, whatever is on its way."""
         with self._lock:
             pairs, self._pairs = self._pairs, []
-        for client, server in pairs:
-            _reset(client)
-            _reset(server)
+        for end in (end for pair in pairs for end in pair):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)  # which wakes the thread that reads from it, and that closes it
 
     def close(self) -> None:
         with suppress(OSError):

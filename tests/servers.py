@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -45,7 +46,9 @@ class S3Server:
 
     def client(self) -> Any:
         """A client of botocore's own, to see what is there behind the package's back."""
-        return botocore.session.Session().create_client(
+        session = botocore.session.Session()
+        session.register_component("data_loader", _models())
+        return session.create_client(
             "s3",
             region_name="us-east-1",
             endpoint_url=self.endpoint,
@@ -75,6 +78,12 @@ class SftpServer:
     def options(self, port: int | None = None) -> dict[str, Any]:
         """``storage_options`` for fsspec's SFTP, at the server itself or at a proxy in front of it."""
         return {"username": USER, "password": PASSWORD, "port": port or self.port, "look_for_keys": False}
+
+
+@functools.cache
+def _models() -> Any:
+    """botocore's descriptions of S3's interface, which take long to read."""
+    return botocore.session.Session().get_component("data_loader")
 
 
 @contextmanager

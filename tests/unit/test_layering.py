@@ -23,6 +23,7 @@ LAYERS = {
         "_retry",
         "_stream",
         "_sftp",
+        "_s3_client",
         "_s3",
         "_remote",
         "_destination",
@@ -90,7 +91,9 @@ def test_writer_and_reader_do_not_know_each_other() -> None:
     assert "writer" not in OWN["reader"]
 
 
-@pytest.mark.parametrize(("library", "modules"), [("tensorizer", []), ("fsspec", ["_remote"]), ("botocore", ["_s3"])])
+@pytest.mark.parametrize(
+    ("library", "modules"), [("tensorizer", []), ("fsspec", ["_remote"]), ("botocore", ["_s3_client"])]
+)
 def test_a_foreign_library_is_imported_in_one_place(library: str, modules: list[str]) -> None:
     """fsspec and botocore are known to one module each; the files are tensorizer's, made without it."""
     assert [name for name in MODULES if library in FOREIGN[name]] == modules
