@@ -190,7 +190,7 @@ class TcpProxy:
         self.connections = 0
         self.forwarded = 0
         self.cut_after: int | None = None
-            """Bytes, in both directions, after which every connection there is ends, once."""
+        """Bytes, in both directions, after which every connection there is ends, once."""
         _start(self._accept, self._threads)
 
     def cut(self) -> None:
