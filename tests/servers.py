@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -21,6 +22,7 @@ import botocore.session
 _START_SECONDS = 60.0
 
 KEY, SECRET = "tests-access-key", "tests-secret-key-0123456789"
+OTHER_KEY = "tests-other-access-key"  # of the same user, with the same secret
 USER, PASSWORD = "tests-user", "tests-password-0123456789"
 
 _running: set[int] = set()
@@ -44,7 +46,9 @@ class S3Server:
 
     def client(self) -> Any:
         """A client of botocore's own, to see what is there behind the package's back."""
-        return botocore.session.Session().create_client(
+        session = botocore.session.Session()
+        session.register_component("data_loader", _models())
+        return session.create_client(
             "s3",
             region_name="us-east-1",
             endpoint_url=self.endpoint,
@@ -76,12 +80,18 @@ class SftpServer:
         return {"username": USER, "password": PASSWORD, "port": port or self.port, "look_for_keys": False}
 
 
+@functools.cache
+def _models() -> Any:
+    """botocore's descriptions of S3's interface, which take long to read."""
+    return botocore.session.Session().get_component("data_loader")
+
+
 @contextmanager
 def s3_server(folder: Path) -> Iterator[S3Server]:
     """SeaweedFS with one bucket."""
     with _free_ports(8) as (master, master_grpc, volume, volume_grpc, filer, filer_grpc, s3, s3_grpc):
         config = folder / "s3.json"
-        credentials = [{"accessKey": KEY, "secretKey": SECRET}]
+        credentials = [{"accessKey": key, "secretKey": SECRET} for key in (KEY, OTHER_KEY)]
         identity = {
             "name": "tests",
             "credentials": credentials,

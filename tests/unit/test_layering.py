@@ -24,6 +24,7 @@ LAYERS = {
         "_retry",
         "_stream",
         "_sftp",
+        "_s3_client",
         "_s3",
         "_remote",
         "_destination",
@@ -93,7 +94,7 @@ def test_writer_and_reader_do_not_know_each_other() -> None:
 
 @pytest.mark.parametrize(
     ("library", "modules"),
-    [("tensorizer", ["_crypt"]), ("libnacl", ["_crypt"]), ("fsspec", ["_remote"]), ("botocore", ["_s3"])],
+    [("tensorizer", ["_crypt"]), ("libnacl", ["_crypt"]), ("fsspec", ["_remote"]), ("botocore", ["_s3_client"])],
 )
 def test_a_foreign_library_is_imported_in_one_place(library: str, modules: list[str]) -> None:
     """It is known to the module that translates its errors; the files are tensorizer's, made without it."""

@@ -1,0 +1,304 @@
+"""One contender of the remote benchmark, in a process of its own: prints its measurements as one line of JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import boto3
+import psutil
+import s3fs
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor, zeros
+
+from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
+
+from .workloads import WORKLOADS, nbytes
+
+State = dict[str, torch.Tensor]
+_RANGE = 8 << 20
+_RANGES_AT_ONCE = 16
+
+
+class Contender(Protocol):
+    """Saves a state below a prefix, and loads it into one of the same shapes."""
+
+    def save(self, state: State, prefix: str) -> None: ...
+    def load(self, state: State, prefix: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class _Dcp:
+    def __init__(self, server: dict[str, str]) -> None:
+        self.server = server
+        self.options = {
+            "key": server["key"],
+            "secret": server["secret"],
+            "client_kwargs": {"endpoint_url": server["endpoint"]},
+        }
+
+    def url(self, prefix: str) -> str:
+        return f"s3://{self.server['bucket']}/{prefix}"
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+class Ours(_Dcp):
+    """Asynchronous saves, until they are durable; verified loads."""
+
+    def __init__(self, server: dict[str, str]) -> None:
+        super().__init__(server)
+        self._writer = TensorizerStorageWriter(storage_options=self.options)
+
+    def save(self, state: State, prefix: str) -> None:
+        dcp.async_save(state, storage_writer=self._writer, checkpoint_id=self.url(prefix), no_dist=True).result()
+
+    def load(self, state: State, prefix: str) -> None:
+        dcp.load(state, storage_reader=TensorizerStorageReader(self.url(prefix), storage_options=self.options))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Fsspec(_Dcp):
+    """torch's own."""
+
+    def save(self, state: State, prefix: str) -> None:
+        dcp.save(state, storage_writer=FsspecWriter(self.url(prefix), sync_files=False, **self.options))
+
+    def load(self, state: State, prefix: str) -> None:
+        dcp.load(state, storage_reader=FsspecReader(self.url(prefix), **self.options))
+
+
+class Connector(_Dcp):
+    """s3torchconnector's, whose filesystem takes an endpoint when it is given a client."""
+
+    def __init__(self, server: dict[str, str]) -> None:
+        super().__init__(server)
+        from s3torchconnector import S3ClientConfig
+        from s3torchconnector._s3client import S3Client
+
+        os.environ |= {"AWS_ACCESS_KEY_ID": server["key"], "AWS_SECRET_ACCESS_KEY": server["secret"]}
+        config = S3ClientConfig(force_path_style=True)
+        self._client = S3Client("us-east-1", endpoint=server["endpoint"], s3client_config=config)
+
+    def save(self, state: State, prefix: str) -> None:
+        from s3torchconnector.dcp import S3StorageWriter
+
+        writer = S3StorageWriter("us-east-1", self.url(prefix) + "/")
+        writer.fs._client = self._client
+        dcp.save(state, storage_writer=writer)
+
+    def load(self, state: State, prefix: str) -> None:
+        from s3torchconnector.dcp import S3StorageReader
+
+        reader = S3StorageReader("us-east-1", self.url(prefix) + "/")
+        reader.fs._client = self._client
+        dcp.load(state, storage_reader=reader)
+
+
+class _Raw(_Dcp):
+    """The same bytes, as one object, from memory and back to it: no checkpoint, no hash."""
+
+    def __init__(self, server: dict[str, str]) -> None:
+        super().__init__(server)
+        self._bytes: memoryview | None = None
+        self.boto = boto3.client(
+            "s3",
+            region_name="us-east-1",
+            endpoint_url=server["endpoint"],
+            aws_access_key_id=server["key"],
+            aws_secret_access_key=server["secret"],
+            config=boto3.session.Config(max_pool_connections=_RANGES_AT_ONCE),
+        )
+        self.s3fs = s3fs.S3FileSystem(**self.options)
+
+    def content(self, state: State) -> memoryview:
+        """Made in the first, unmeasured round."""
+        if self._bytes is None:
+            self._bytes = torch.cat([tensor.reshape(-1) for tensor in state.values()]).view(torch.uint8).numpy().data
+        return self._bytes
+
+
+class Boto3(_Raw):
+    def save(self, state: State, prefix: str) -> None:
+        self.boto.upload_fileobj(io.BytesIO(self.content(state)), self.server["bucket"], f"{prefix}/raw")
+
+    def load(self, state: State, prefix: str) -> None:
+        target = io.BytesIO(self.content(state))
+        self.boto.download_fileobj(self.server["bucket"], f"{prefix}/raw", target)
+
+
+class S3fs(_Raw):
+    def save(self, state: State, prefix: str) -> None:
+        self.s3fs.pipe_file(f"{self.server['bucket']}/{prefix}/raw", bytes(self.content(state)))
+
+    def load(self, state: State, prefix: str) -> None:
+        self.s3fs.cat_file(f"{self.server['bucket']}/{prefix}/raw")
+
+
+class S3fsFiles(_Raw):
+    """put and get of a file in memory-backed storage."""
+
+    _file = Path("/dev/shm") / f"dcp_tensorizer-benchmark-{os.getpid()}"
+
+    def save(self, state: State, prefix: str) -> None:
+        if not self._file.exists():
+            self._file.write_bytes(self.content(state))
+        self.s3fs.put_file(str(self._file), f"{self.server['bucket']}/{prefix}/raw")
+
+    def load(self, state: State, prefix: str) -> None:
+        self.s3fs.get_file(f"{self.server['bucket']}/{prefix}/raw", str(self._file))
+
+    def close(self) -> None:
+        self._file.unlink(missing_ok=True)
+
+
+class Ranges(Boto3):
+    """A transfer as boto3's, and range reads by 16 threads into one buffer."""
+
+    def load(self, state: State, prefix: str) -> None:
+        target = self.content(state)
+
+        def read(start: int) -> None:
+            stop = min(start + _RANGE, target.nbytes)
+            answer = self.boto.get_object(
+                Bucket=self.server["bucket"], Key=f"{prefix}/raw", Range=f"bytes={start}-{stop - 1}"
+            )
+            target[start:stop] = answer["Body"].read()
+
+        with ThreadPoolExecutor(_RANGES_AT_ONCE) as pool:
+            list(pool.map(read, range(0, target.nbytes, _RANGE)))
+
+
+CONTENDERS: dict[str, Callable[[dict[str, str]], Contender]] = {
+    "dcp_tensorizer": Ours,
+    "torch Fsspec": Fsspec,
+    "s3torchconnector": Connector,
+    "raw: boto3 transfer": Boto3,
+    "raw: s3fs pipe, cat": S3fs,
+    "raw: s3fs put, get": S3fsFiles,
+    "raw: boto3, 16 ranges": Ranges,
+}
+
+
+def measure(case: dict[str, Any]) -> dict[str, Any]:
+    """Saves and loads several times, after once unmeasured; checks what is loaded."""
+    torch.set_num_threads(1)
+    state = WORKLOADS[case["workload"]](case["scale"])
+    contender = CONTENDERS[case["contender"]](case["server"])
+    target = {key: torch.ones_like(tensor) for key, tensor in state.items()}
+    result: dict[str, Any] = {"bytes": nbytes(state), "save": [], "load": []}
+    prefix = f"{case['contender'].replace(' ', '-').replace(',', '').replace(':', '')}-{os.getpid()}"
+    try:
+        for number in range(case["times"] + 1):
+            result["save"].append(_timed(lambda number=number: contender.save(state, f"{prefix}/{number}")))
+        for _ in range(case["times"] + 1):
+            result["load"].append(_timed(lambda: contender.load(target, f"{prefix}/0")))
+        if not isinstance(contender, _Raw):
+            result["intact"] = all(torch.equal(target[k].view(torch.int32), state[k].view(torch.int32)) for k in state)
+        if isinstance(contender, Ours):
+            result["extra_bytes"] = _extra_memory(contender, state, prefix)
+    finally:
+        contender.close()
+    result["save"], result["load"] = result["save"][1:], result["load"][1:]
+    return result
+
+
+def _timed(call: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def _extra_memory(contender: Ours, state: State, prefix: str) -> int:
+    """What a save takes in the writer process, beyond what it has after a save of next to nothing."""
+    fresh = Ours(contender.server)
+    try:
+        fresh.save({"tiny": torch.zeros(1)}, f"{prefix}/tiny")
+        child = max(psutil.Process().children(), key=lambda child: child.create_time())
+        before, peak, done = child.memory_full_info().uss, 0, threading.Event()
+
+        def watch() -> None:
+            nonlocal peak
+            while not done.wait(0.05):
+                peak = max(peak, child.memory_full_info().uss)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        fresh.save(state, f"{prefix}/memory")
+        done.set()
+        watcher.join()
+        return int(peak - before)
+    finally:
+        fresh.close()
+
+
+def _reshard_rank(rank: int, case: dict[str, Any], folder: str, part: str) -> None:
+    _quiet()
+    world = case[part]
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{part}", rank=rank, world_size=world)
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (world,))
+    ours = _Dcp(case["server"])
+    url = ours.url(f"resharded-{Path(folder).name}")
+    full = WORKLOADS[case["workload"]](case["scale"])
+    if part == "saved":
+        state = {key: distribute_tensor(full.pop(key), mesh, [Shard(0)]) for key in list(full)}
+        with TensorizerStorageWriter(url, storage_options=ours.options) as writer:
+            dcp.save(state, storage_writer=writer)
+    else:
+        state = {key: zeros(full.pop(key).shape, device_mesh=mesh, placements=[Shard(0)]) for key in list(full)}
+        moved = 0
+
+        def progress(done: int, total: int) -> None:
+            nonlocal moved
+            moved = total
+
+        dcp.load(state, storage_reader=TensorizerStorageReader(url, storage_options=ours.options, on_progress=progress))
+        mine = {"moved": moved, "needed": sum(tensor.to_local().nbytes for tensor in state.values())}
+        gathered: list[Any] = [None] * world
+        dist.all_gather_object(gathered, mine)
+        if rank == 0:
+            (Path(folder) / "result.json").write_text(json.dumps(gathered))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _quiet() -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+
+
+def main() -> None:
+    case = json.loads(sys.argv[1])
+    _quiet()
+    if "saved" in case:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        with tempfile.TemporaryDirectory() as folder:
+            for part in ("saved", "loaded"):
+                mp.spawn(_reshard_rank, args=(case, folder, part), nprocs=case[part])
+            print((Path(folder) / "result.json").read_text())
+    else:
+        print(json.dumps([measure(case)]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Requests to S3: botocore's client, its retries and its errors; the only module that imports it."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from ._storage import TAKEN
+
+__all__ = ["NoSuchObject", "S3Client", "read_body"]
+
+# For whatever the user's own config_kwargs leave open.
+_CONFIG: dict[str, Any] = {
+    "connect_timeout": 20,  # botocore also allows so much for sending a piece of a body
+    "read_timeout": 60,
+    "retries": {"mode": "standard", "total_max_attempts": 6},
+    "max_pool_connections": 300,
+    # Over https it is off by default. Over http nothing that is read back is signed either, and hashing each part once
+    # more would cost as much as the save's own hashes. Parts have a CRC-32 in any case.
+    "s3": {"payload_signing_enabled": False},
+}
+_ASYNC_CONFIG = {"connector_args", "http_session_cls"}  # of aiobotocore's, which botocore's does not know
+_EXPIRED = {
+    "ExpiredToken",
+    "ExpiredTokenException",
+    "TokenRefreshRequired",
+    "InvalidToken",
+    "400",
+}  # a HEAD has no words
+_MISSING = {"404", "NoSuchKey", "NotFound"}
+_DENIED = {"401", "403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"} | _EXPIRED
+
+
+class S3Client:
+    """botocore's client, made of what an s3fs filesystem was given.
+
+    botocore retries what is worth it (5xx, slow-down, resets, timeouts), with backoff, and refreshes credentials that
+    it can refresh. When a token has expired all the same, a fresh client looks for credentials anew, once a request.
+    """
+
+    def __init__(self, filesystem: Any) -> None:
+        self._filesystem = filesystem
+        self._lock = threading.Lock()
+        self._botocore: Any = None
+
+    def call(self, operation: str, **arguments: Any) -> Any:
+        import botocore.exceptions
+
+        client = self._connected(None)
+        arguments = self._extra(client, operation) | arguments
+        try:
+            try:
+                return getattr(client, operation)(**arguments)
+            except botocore.exceptions.ClientError as error:
+                if _code(error) not in _EXPIRED:
+                    raise
+                body = arguments.get("Body")
+                if body is not None and hasattr(body, "seek"):
+                    body.seek(0)
+                return getattr(self._connected(client), operation)(**arguments)
+        except (botocore.exceptions.ClientError, botocore.exceptions.BotoCoreError) as error:
+            raise _translated(error, arguments) from None
+
+    def _connected(self, expired: Any) -> Any:
+        """The client: the first one if there is none, and a fresh one if it is the one that has expired."""
+        with self._lock:
+            if self._botocore is expired:
+                self._botocore = self._connect()
+            return self._botocore
+
+    def _connect(self) -> Any:
+        import botocore
+        import botocore.config
+        import botocore.session
+
+        given = self._filesystem
+        config = _CONFIG | {key: value for key, value in given.config_kwargs.items() if key not in _ASYNC_CONFIG}
+        config["s3"] = _CONFIG["s3"] | dict(given.config_kwargs.get("s3") or {})
+        named = {
+            "aws_access_key_id": given.key,
+            "aws_secret_access_key": given.secret,
+            "aws_session_token": given.token,
+            "endpoint_url": given.endpoint_url,
+            "use_ssl": given.use_ssl,
+        }
+        options = {key: value for key, value in named.items() if value is not None} | dict(given.client_kwargs)
+        if given.anon:
+            config["signature_version"] = botocore.UNSIGNED
+            options = {key: value for key, value in options.items() if not key.startswith("aws_")}
+        session = botocore.session.Session(**given.kwargs)
+        session.register_component("data_loader", _models())
+        client = session.create_client("s3", config=botocore.config.Config(**config), **options)
+        weakref.finalize(self, client.close)
+        return client
+
+    def _extra(self, client: Any, operation: str) -> dict[str, Any]:
+        """What the user wants every request to say (server-side encryption, requester pays), where it can be said."""
+        given = dict(self._filesystem.s3_additional_kwargs) | dict(self._filesystem.req_kw)
+        if not given:
+            return {}
+        model = client.meta.service_model.operation_model(client.meta.method_to_api_mapping[operation])
+        return {key: value for key, value in given.items() if key in model.input_shape.members}
+
+
+def read_body(body: Any, count: int) -> bytes:
+    """Up to ``count`` bytes of an answer's body, none at its end; raises `OSError` when it breaks off."""
+    import botocore.exceptions
+
+    try:
+        return bytes(body.read(count))
+    except botocore.exceptions.BotoCoreError as error:
+        raise ConnectionError(f"{type(error).__name__}: {error}") from None
+
+
+@functools.cache
+def _models() -> Any:
+    """botocore's descriptions of S3's interface: reading them takes 0.1 s, too much for each save of a trainer."""
+    import botocore.session
+
+    return botocore.session.Session().get_component("data_loader")
+
+
+def _code(error: Any) -> str:
+    return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def _translated(error: Any, arguments: Mapping[str, Any]) -> OSError:
+    """An error of botocore's as one of Python's, with what the server said."""
+    response = getattr(error, "response", None)
+    if response is None:
+        return OSError(f"{type(error).__name__}: {error}")
+    code = _code(error)
+    if code == "NoSuchBucket":
+        return FileNotFoundError(f"the bucket {arguments['Bucket']!r} does not exist")
+    if code in _MISSING:
+        return NoSuchObject("it does not exist")
+    if code in ("PreconditionFailed", "ConditionalRequestConflict", "412"):
+        return FileExistsError(TAKEN)
+    if code in ("InvalidRange", "416"):
+        return _PastEnd("the file ends before that")
+    tries = 1 + response.get("ResponseMetadata", {}).get("RetryAttempts", 0)
+    said = f"{code}: {response.get('Error', {}).get('Message', '')} ({error.operation_name}, tried {tries} times)"
+    return PermissionError(said) if code in _DENIED else OSError(said)
+
+
+class NoSuchObject(FileNotFoundError):
+    """Not its bucket."""
+
+
+class _PastEnd(OSError, EOFError):
+    """A range begins where the file has ended."""
