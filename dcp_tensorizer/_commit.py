@@ -6,7 +6,7 @@ import dataclasses
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -28,7 +28,7 @@ from ._layout import (
 from ._storage import Claim, Storage
 from .errors import CheckpointError, MetadataError, UntrustedObject, WriteError
 
-__all__ = ["begin", "commit", "decode", "encode", "item_key", "read_metadata"]
+__all__ = ["begin", "commit", "decode", "encode", "item_key", "leftovers", "read_metadata"]
 
 # Behind the pickle's STOP opcode, where ``pickle.load`` does not look.
 _TRAILER = b"\x00DCPTZR1"
@@ -51,11 +51,24 @@ def begin(storage: Storage) -> Claim:
         WriteError: the directory cannot be opened, or is never free.
     """
     claim = storage.claim()
-    names = claim.leftovers()
-    if names:
-        _remove_leftovers(storage, names)
+    with suppress(Exception):
+        for name in leftovers(storage, claim.leftovers() or []):
+            storage.remove(name)
     claim.share()
     return claim
+
+
+def leftovers(storage: Storage, names: Sequence[str]) -> list[str]:
+    """The files of saves that are not committed, among those in a directory.
+
+    Raises:
+        CheckpointError: which ones those are cannot be told.
+    """
+    kept: set[str] = set()
+    for name in names:
+        if is_metadata_file_name(name):
+            kept |= _named_files(storage, name)
+    return [name for name in names if (is_data_file_name(name) and name not in kept) or is_temporary_file_name(name)]
 
 
 def commit(
@@ -187,18 +200,6 @@ def _makes_sense(place: Any, files: dict[str, int]) -> bool:
         and item.kind in ("tensor", "object", "wrapper")
         and isinstance(item.digests, bytes)
     )
-
-
-def _remove_leftovers(storage: Storage, names: list[str]) -> None:
-    """Removes the files of saves that were never committed. When in doubt, everything stays."""
-    with suppress(Exception):
-        kept: set[str] = set()
-        for name in names:
-            if is_metadata_file_name(name):
-                kept |= _named_files(storage, name)
-        for name in names:
-            if (is_data_file_name(name) and name not in kept) or is_temporary_file_name(name):
-                storage.remove(name)
 
 
 def _is_committed(storage: Storage, rank: int | None, save_id: str) -> bool:

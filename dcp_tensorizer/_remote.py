@@ -7,11 +7,12 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ._storage import RangeReader, Sink, Storage, redact
-from .errors import ReadError, WriteError
+from ._storage import FileInfo, RangeReader, Sink, Storage, redact
+from .errors import NotCommitted, ReadError, WriteError
 
 __all__ = ["FsspecStorage", "open_url"]
 
@@ -51,6 +52,21 @@ class FsspecStorage(Storage):
 
     def scrub(self, text: str) -> str:
         return self._scrub(text)
+
+    def child(self, name: str) -> Storage:
+        return FsspecStorage(self._filesystem, f"{self._root}/{name}", f"{self.location}/{name}", self._scrub)
+
+    def listing(self) -> tuple[list[FileInfo], list[str]]:
+        try:
+            self._filesystem.invalidate_cache(self._root)
+            entries = self._filesystem.ls(self._root, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            raise NotCommitted(f"there is nothing at {self.path}") from None
+        except Exception as error:
+            raise ReadError(self.scrub(f"cannot list {self.path}: {type(error).__name__}: {error}")) from None
+        named = [(entry["name"].rstrip("/").rpartition("/")[2], entry) for entry in entries]
+        files = [FileInfo(name, int(e["size"] or 0), _modified(e)) for name, e in named if e["type"] == "file" and name]
+        return files, [name for name, entry in named if entry["type"] == "directory"]
 
     def make_directory(self) -> None:
         try:
@@ -95,6 +111,19 @@ class FsspecStorage(Storage):
 
     def _full(self, name: str) -> str:
         return f"{self._root}/{name}"
+
+
+def _modified(entry: Mapping[str, Any]) -> float | None:
+    """When a file was last written; each file system has a key and a type of its own for it."""
+    for key in ("LastModified", "last_modified", "mtime", "updated", "modified", "created"):
+        value = entry.get(key)
+        with suppress(ValueError):
+            value = datetime.fromisoformat(value.replace("Z", "+00:00")) if isinstance(value, str) else value
+        if isinstance(value, datetime):
+            return (value if value.tzinfo else value.replace(tzinfo=timezone.utc)).timestamp()
+        if isinstance(value, int | float):
+            return float(value)
+    return None
 
 
 class _FsspecReader:

@@ -1,6 +1,7 @@
 """What the package asks of a checkpoint's directory: sinks, range reads, small files put in place as a whole.
 
-Names are literal: no globbing, and off local disks no listing and no rename (fsspec's copies, and globs).
+Names are literal: no globbing, and off local disks no rename (fsspec's copies, and globs). Saving and loading never
+list a directory; that is for those who look for checkpoints.
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ from __future__ import annotations
 import abc
 import re
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-__all__ = ["Claim", "RangeReader", "Sink", "Storage", "redact"]
+__all__ = ["Claim", "FileInfo", "RangeReader", "Sink", "Storage", "redact"]
 
 
 class Sink(Protocol):
@@ -46,6 +47,15 @@ class RangeReader(Protocol):
     def close(self) -> None: ...
 
 
+class FileInfo(NamedTuple):
+    """A file in a directory."""
+
+    name: str
+    nbytes: int
+    modified: float | None
+    """When it was last written, in seconds since the epoch; None where that is unknown."""
+
+
 class Claim:
     """A save under way in a directory, as far as other jobs can see it. This one is of storage where they cannot."""
 
@@ -68,12 +78,25 @@ class Storage(abc.ABC):
         location: What `open_storage` takes to open the same directory in another process.
         in_process: The data lives in this process's memory, so another process cannot write it.
         read_threads: How many reads at once reach its full speed.
+        shows_claims: A claim is seen by everybody who could save here.
     """
 
     path: str
     location: str
     in_process = False
     read_threads = 16
+    shows_claims = False
+
+    @abc.abstractmethod
+    def child(self, name: str) -> Storage:
+        """The storage of a subdirectory."""
+
+    @abc.abstractmethod
+    def listing(self) -> tuple[list[FileInfo], list[str]]:
+        """The files in the directory, and the names of its subdirectories; raises `ReadError`.
+
+        Raises `NotCommitted` if there is no such directory.
+        """
 
     @abc.abstractmethod
     def make_directory(self) -> None:
@@ -107,9 +130,17 @@ class Storage(abc.ABC):
     def open(self, name: str) -> RangeReader:
         """Opens a file for range reads; raises `OSError`."""
 
+    def open_uncached(self, name: str) -> RangeReader:
+        """Opens a file for reads of what the medium holds, and not what a cache does; raises `OSError`."""
+        return self.open(name)
+
     @abc.abstractmethod
     def remove(self, name: str) -> None:
         """Removes a file; one that is not there is no error."""
+
+    def remove_directory(self) -> bool:
+        """Removes the directory if it is empty; whether it is gone."""
+        return True
 
     def scrub(self, text: str) -> str:
         """``text`` without credentials, for messages that quote another library."""
