@@ -6,6 +6,7 @@ from ._report import SaveReport
 from .errors import (
     CheckpointError,
     ChecksumMismatch,
+    ConversionError,
     MetadataError,
     NotCommitted,
     ReadError,
@@ -20,6 +21,7 @@ from .writer import TensorizerStorageWriter
 __all__ = [
     "CheckpointError",
     "ChecksumMismatch",
+    "ConversionError",
     "MetadataError",
     "NotCommitted",
     "ReadError",

@@ -6,7 +6,7 @@ import dataclasses
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -28,7 +28,7 @@ from ._layout import (
 from ._storage import Claim, Storage
 from .errors import CheckpointError, MetadataError, UntrustedObject, WriteError
 
-__all__ = ["begin", "commit", "decode", "encode", "item_key", "leftovers", "read_metadata"]
+__all__ = ["begin", "commit", "decode", "encode", "is_ours", "item_key", "leftovers", "read_metadata", "unpickle"]
 
 # Behind the pickle's STOP opcode, where ``pickle.load`` does not look.
 _TRAILER = b"\x00DCPTZR1"
@@ -139,15 +139,7 @@ def encode(metadata: Metadata) -> bytes:
 
 def decode(data: bytes, path: str) -> Metadata:
     """Checks and reads what `encode` made; ``path`` is for messages."""
-    body = _verified(data, path)
-    try:
-        metadata = _Unpickler(io.BytesIO(body), path).load()
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise MetadataError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    if not isinstance(metadata, Metadata):
-        raise MetadataError(f"{path} does not hold a checkpoint's metadata")
+    metadata = unpickle(_verified(data, path), path)
     content = metadata.storage_data
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise MetadataError(f"{path} does not describe a dcp_tensorizer checkpoint")
@@ -158,6 +150,29 @@ def decode(data: bytes, path: str) -> Metadata:
         )
     _check_content(content, path)
     return metadata
+
+
+def unpickle(pickled: bytes, path: str, also: Mapping[tuple[str, str], Any] | None = None) -> Metadata:
+    """DCP's metadata from a pickle, without running code; ``also`` names what else may be in it, by module and name.
+
+    Raises:
+        MetadataError: it is damaged, or something else.
+        UntrustedObject: it names something that a checkpoint's metadata has no use for.
+    """
+    try:
+        metadata = _Unpickler(io.BytesIO(pickled), path, also or {}).load()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise MetadataError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    if not isinstance(metadata, Metadata):
+        raise MetadataError(f"{path} does not hold a checkpoint's metadata")
+    return metadata
+
+
+def is_ours(data: bytes) -> bool:
+    """Whether a metadata file is one that `encode` made, if it is whole."""
+    return data[-24:-16] == _TRAILER
 
 
 def _verified(data: bytes, path: str) -> bytes:
@@ -261,12 +276,13 @@ class _Pickler(pickle.Pickler):
 class _Unpickler(pickle.Unpickler):
     """Resolves the names in `_CLASSES`, dtypes and layouts, and nothing else."""
 
-    def __init__(self, file: io.BytesIO, path: str) -> None:
+    def __init__(self, file: io.BytesIO, path: str, also: Mapping[tuple[str, str], Any]) -> None:
         super().__init__(file)
         self._path = path
+        self._also = also
 
     def find_class(self, module: str, name: str) -> Any:
-        if (known := _CLASSES.get((module, name))) is not None:
+        if (known := _CLASSES.get((module, name)) or self._also.get((module, name))) is not None:
             return known
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype

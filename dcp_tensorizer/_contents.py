@@ -30,8 +30,10 @@ __all__ = [
     "StoredTensor",
     "blocks_of",
     "contents_of",
+    "plain_tensor",
     "read_box",
     "read_parts",
+    "value_path",
     "whole",
 ]
 
@@ -107,6 +109,12 @@ class Contents:
     tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, StoredObject] = field(default_factory=dict)
 
+    @property
+    def paths(self) -> dict[str, Path]:
+        """Where each value is in the nested state dict."""
+        found = {key: tensor.path for key, tensor in self.tensors.items()}
+        return found | {key: stored.path for key, stored in self.objects.items()}
+
 
 def whole(shape: Sequence[int]) -> Box:
     """All of a tensor."""
@@ -155,7 +163,7 @@ def contents_of(storage: Storage, parts: Mapping[int | None, Metadata]) -> Conte
     chunks: dict[str, dict[torch.Size | None, Chunk]] = {}
     for metadata in parts.values():
         for key, entry in metadata.state_dict_metadata.items():
-            path = _path(metadata, key)
+            path = value_path(metadata, key)
             found = _chunks(storage, metadata, key, entry)
             first = next(iter(found.values()), None)
             if not isinstance(entry, TensorStorageMetadata) or (first is not None and first.item.kind != "tensor"):
@@ -199,6 +207,38 @@ def read_box(
     if wanted:
         fetch(storage, wanted, threads=storage.read_threads, verify=verify)
     return target
+
+
+def plain_tensor(
+    storage: Storage,
+    path: Path,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    place: tuple[str, int],
+    strides: tuple[tuple[int, ...], int] | None = None,
+) -> StoredTensor:
+    """A tensor whose elements lie in some file of another format, without digests.
+
+    Args:
+        storage: Where the file is.
+        path: In the nested state dict; its key is made of that.
+        dtype, shape: The tensor's.
+        place: File, and first byte of its elements there.
+        strides: See `Chunk.strides`.
+    """
+    key = ".".join(map(str, path))
+    count = math.prod(shape)
+    if strides is not None and count:
+        count = strides[1] + 1 + sum((n - 1) * step for n, step in zip(shape, strides[0], strict=True))
+    item = StoredItem(
+        *place[:1], key, place[1], count * dtype.itemsize, str(dtype).removeprefix("torch."), "tensor", b""
+    )
+    chunk = Chunk(whole(shape), item, strides)
+
+    def read(box: Box) -> torch.Tensor:
+        return read_box(storage, key, dtype, [chunk], box, verify=False)
+
+    return StoredTensor(key, path, dtype, shape, read, (chunk,))
 
 
 def _tensor(
@@ -248,7 +288,7 @@ def _object_reader(storage: Storage, key: str, item: StoredItem) -> Callable[[],
     return read
 
 
-def _path(metadata: Metadata, key: str) -> Path:
+def value_path(metadata: Metadata, key: str) -> Path:
     """Where DCP found a value, as its planner noted it down."""
     path = (metadata.planner_data or {}).get(key, (key,))
     return path if isinstance(path, tuple) and ".".join(map(str, path)) == key else (key,)

@@ -21,7 +21,7 @@ import numpy as np
 from ._storage import Sink
 from ._tensorfile import END, BlockDigester, Entry, FileLayout
 
-__all__ = ["encode"]
+__all__ = ["Parts", "encode"]
 
 # A quarter of a second-level cache of 2 MiB. Measured there, GB/s a core: CRC-32 5.5 against 2.4 from memory, SHA-256
 # 1.96 against 1.3-1.7, XXH3 60 against 15.
@@ -48,7 +48,7 @@ def encode(layout: FileLayout, contents: Sequence[Callable[[], memoryview]], sin
     """
     try:
         with ThreadPoolExecutor(sink.concurrency, thread_name_prefix="parts") as io:
-            parts = _Parts(layout.nbytes, sink, io, 3 * threads + sink.concurrency + 2)
+            parts = Parts(layout.nbytes, sink, io, 3 * threads + sink.concurrency + 2)
             digests = _Encoding(layout, contents, parts, threads).run()
             parts.finish()
         sink.close()
@@ -60,7 +60,7 @@ def encode(layout: FileLayout, contents: Sequence[Callable[[], memoryview]], sin
 
 class _Encoding:
     def __init__(
-        self, layout: FileLayout, contents: Sequence[Callable[[], memoryview]], parts: _Parts, threads: int
+        self, layout: FileLayout, contents: Sequence[Callable[[], memoryview]], parts: Parts, threads: int
     ) -> None:
         self._layout = layout
         self._contents = contents
@@ -113,7 +113,7 @@ class _Encoding:
         return digester.digests()
 
 
-class _Parts:
+class Parts:
     """The parts of a file that are being filled, by several threads and in any order.
 
     The memory is bounded, and filling waits for it. It cannot wait for ever as long as tensors are begun in file

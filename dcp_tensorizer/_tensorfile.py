@@ -15,10 +15,11 @@ from __future__ import annotations
 import functools
 import io
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 import xxhash
 
@@ -30,9 +31,11 @@ __all__ = [
     "BlockDigester",
     "Entry",
     "FileLayout",
+    "Indexed",
     "check_blocks",
     "host_bytes",
     "lay_out",
+    "read_index",
     "unsafe_globals",
 ]
 
@@ -42,11 +45,15 @@ _HEAD = struct.Struct("<I32sQ8xQQ")
 _START = struct.Struct("<QHBH")  # length of the header, module index, kind of tensor, length of the name
 _HASHES = struct.Struct("<HBBBIBB32s")  # bytes that follow, number of hashes; of each: kind, length, value
 _CRC32, _SHA256 = 0, 1
-_STATE_DICT = 2  # kind of tensor: neither a module's parameter nor its buffer
+# Kinds of tensor: a module's parameter, its buffer, or (as in a state dict) neither.
+_KINDS = {"parameter": 0, "buffer": 1}
+_STATE_DICT = 2
 END = bytes(8)
 
 # The least data version that can hold a file: plain, with dtypes that numpy lacks, with dimensions of over 32 bits.
 _PLAIN, _OPAQUE, _LONG = 1, 2, 5
+_ENCRYPTED = 3  # the version that first had encryption, and nothing else; a feature flag since
+_ENCRYPTED_FLAG = 1
 _VERSIONED_INDEX = 2  # feature flag: a version precedes each entry of the index
 
 
@@ -61,6 +68,9 @@ class TensorInfo(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def kind(self) -> str:
+        """``parameter`` or ``buffer`` of a module; anything else is a tensor of a state dict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +107,17 @@ class FileLayout:
     nbytes: int
 
 
-def lay_out(tensors: Sequence[TensorInfo]) -> FileLayout:
+def lay_out(tensors: Sequence[TensorInfo], capacity: int = INDEX_CAPACITY) -> FileLayout:
     """Where everything goes in the file of some tensors.
 
     Args:
-        tensors: In file order; names are unique, and none has zero bytes.
+        tensors: In file order; names are unique.
+        capacity: Bytes for the index; every release of tensorizer reads more than it writes.
 
     Raises:
         ValueError: the index does not hold so many names.
     """
-    position = len(_MAGIC) + _HEAD.size + INDEX_CAPACITY
+    position = len(_MAGIC) + _HEAD.size + capacity
     entries = []
     index: list[tuple[int, bytes]] = []
     version = _PLAIN
@@ -115,19 +126,89 @@ def lay_out(tensors: Sequence[TensorInfo]) -> FileLayout:
         is_long = any(extent >> 32 for extent in tensor.shape)
         version = max(version, _LONG if is_long else _OPAQUE if b"\0" in dtype else _PLAIN)
         shape = struct.pack(f"<B{len(tensor.shape)}{'Q' if is_long else 'I'}", len(tensor.shape), *tensor.shape)
-        header, hashes_offset = _header(name, dtype, shape, tensor.nbytes)
+        kind = _KINDS.get(tensor.kind, _STATE_DICT)
+        header, hashes_offset = _header((name, kind, dtype, shape), tensor.nbytes)
         entry = Entry(position, header, hashes_offset, position + len(header), tensor.nbytes)
         entries.append(entry)
-        index.append((_LONG if is_long else _PLAIN, _index_entry(name, dtype, shape, entry)))
+        index.append((_LONG if is_long else _PLAIN, _index_entry((name, kind, dtype, shape), entry)))
         position = entry.offset + entry.length
     is_versioned = version == _LONG
     listing = b"".join((struct.pack("<I", v) if is_versioned else b"") + record for v, record in index)
-    if len(listing) > INDEX_CAPACITY:
+    if len(listing) > capacity:
         raise ValueError(f"{len(tensors):,} names do not fit into the index of one tensorizer file")
     flags = (_VERSIONED_INDEX if is_versioned else 0).to_bytes(32, "little")
     total = sum(entry.length for entry in entries)
-    head = _MAGIC + _HEAD.pack(version, flags, total, len(entries), INDEX_CAPACITY)
-    return FileLayout(head + listing.ljust(INDEX_CAPACITY, b"\0"), tuple(entries), position + len(END))
+    head = _MAGIC + _HEAD.pack(version, flags, total, len(entries), capacity)
+    return FileLayout(head + listing.ljust(capacity, b"\0"), tuple(entries), position + len(END))
+
+
+class Indexed(NamedTuple):
+    """A tensor in a tensorizer file, as the file's index has it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    length: int
+
+
+def read_index(read: Callable[[int, int], bytes]) -> list[Indexed]:
+    """The tensors in a file that any release of tensorizer wrote.
+
+    Args:
+        read: Gives so many bytes from an offset on.
+
+    Raises:
+        ValueError: the file is of another kind, encrypted, or damaged.
+    """
+    head = read(0, len(_MAGIC) + _HEAD.size)
+    if not head.startswith(_MAGIC):
+        raise ValueError("not a tensorizer file")
+    version, flags, _, count, length = _HEAD.unpack_from(head, len(_MAGIC))
+    features = int.from_bytes(flags, "little")
+    if version > _LONG:
+        raise ValueError(f"of a newer version ({version}) than this release reads")
+    if version == _ENCRYPTED or (version > _ENCRYPTED and features & _ENCRYPTED_FLAG):
+        raise ValueError("encrypted")
+    index = read(len(head), length)
+    found = []
+    position = 0
+    try:
+        for _ in range(count):
+            entry, position = _read_entry(index, position, versioned=bool(features & _VERSIONED_INDEX))
+            found.append(entry)
+    except (struct.error, IndexError, UnicodeDecodeError, TypeError, AttributeError) as error:
+        raise ValueError(f"damaged in its index: {error}") from error
+    return found
+
+
+def _read_entry(index: bytes, position: int, *, versioned: bool) -> tuple[Indexed, int]:
+    is_long = False
+    if versioned:
+        is_long = struct.unpack_from("<I", index, position)[0] >= _LONG
+        position += 4
+    (length,) = struct.unpack_from("<H", index, position)
+    position += 2
+    name = index[position : position + length].decode()
+    position += length + 1  # and the kind of tensor
+    length = index[position]
+    dtype = index[position + 1 : position + 1 + length].decode()
+    position += 1 + length
+    shape = struct.Struct(f"<{index[position]}{'Q' if is_long else 'I'}")
+    extents = shape.unpack_from(index, position + 1)
+    position += 1 + shape.size
+    _, offset, nbytes = struct.unpack_from("<QQQ", index, position)
+    return Indexed(name, _dtype(dtype), extents, offset, nbytes), position + 24
+
+
+def _dtype(name: str) -> torch.dtype:
+    _, opaque, torch_name = name.partition("\0")
+    if not opaque:
+        return torch.from_numpy(np.empty(0, np.dtype(name))).dtype
+    dtype = getattr(torch, torch_name.removeprefix("torch."))
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{torch_name!r} is no dtype")
+    return dtype
 
 
 class BlockDigester:
@@ -186,13 +267,17 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     return plain.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _header(name: bytes, dtype: bytes, shape: bytes, length: int) -> tuple[bytes, int]:
+_Described = tuple[bytes, int, bytes, bytes]  # name, kind, dtype, shape
+
+
+def _header(described_as: _Described, length: int) -> tuple[bytes, int]:
     """A tensor's header without its hashes, and where they go."""
+    name, kind, dtype, shape = described_as
     described = name + struct.pack("<B", len(dtype)) + dtype + shape
     hashes_offset = _START.size + len(described)
     nbytes = hashes_offset + _HASHES.size + 8
     header = bytearray(nbytes)
-    _START.pack_into(header, 0, nbytes, 0, _STATE_DICT, len(name))
+    _START.pack_into(header, 0, nbytes, 0, kind, len(name))
     header[_START.size : hashes_offset] = described
     _pack_hashes(header, hashes_offset, 0, b"")
     struct.pack_into("<q", header, nbytes - 8, length)
@@ -203,12 +288,13 @@ def _pack_hashes(header: bytearray, offset: int, crc32: int, sha256: bytes) -> N
     _HASHES.pack_into(header, offset, _HASHES.size - 2, 2, _CRC32, 4, crc32, _SHA256, 32, sha256)
 
 
-def _index_entry(name: bytes, dtype: bytes, shape: bytes, entry: Entry) -> bytes:
+def _index_entry(described_as: _Described, entry: Entry) -> bytes:
+    name, kind, dtype, shape = described_as
     return b"".join(
         (
             struct.pack("<H", len(name)),
             name,
-            struct.pack("<BB", _STATE_DICT, len(dtype)),
+            struct.pack("<BB", kind, len(dtype)),
             dtype,
             shape,
             struct.pack("<QQQ", entry.header_offset, entry.offset, entry.length),

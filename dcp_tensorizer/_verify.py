@@ -30,7 +30,9 @@ __all__ = ["Damage", "Verified", "verify"]
 
 _PIECE = 512 << 10  # see `_encoder`: hashing data that is in the core's own cache
 _READ = 4 << 20
-_RUN = 64 << 20  # what one thread does at once: enough to read on, small enough to spread a large tensor over threads
+_AT_ONCE = (
+    64 << 20
+)  # what one thread does at once: enough to read on, small enough to spread a large tensor over threads
 _PAGE = 4096
 
 
@@ -119,7 +121,7 @@ def verify(
     files = {name: size for part in parts.values() for name, size in part.storage_data["files"].items()}
     items = _items(parts)
     damages: list[Damage] = []
-    runs: list[tuple[str, list[_Span]]] = []
+    runs: list[_Run] = []
     for name, nbytes in sorted(files.items()):
         size = _size(storage, name)
         if isinstance(size, str):
@@ -129,11 +131,15 @@ def verify(
         if size != nbytes:
             damages.append(Damage(name, None, min(size, nbytes), f"has {size:,} bytes instead of {nbytes:,}"))
         spans = _file_spans(items[name], nbytes) if full else _block_spans(items[name])
-        runs += [(name, run) for run in _runs(spans)]
-    job = _Job(storage, progress, sum(run[-1].stop - run[0].start for _, run in runs))
+        runs += _runs(name, size, spans)
+    job = _Job(storage, progress, sum(run.stop - run.start for run in runs))
     damages += job.run(runs, _threads(storage, full))
     return Verified(
-        len(files), sum(map(len, items.values())), job.done, time.monotonic() - started, tuple(sorted(damages, key=_place))
+        len(files),
+        sum(map(len, items.values())),
+        job.done,
+        time.monotonic() - started,
+        tuple(sorted(damages, key=_place)),
     )
 
 
@@ -194,7 +200,7 @@ class _Blocks:
 
     def damages(self) -> Iterator[tuple[str | None, int, str]]:
         found = self._digester.digests()
-        for number in range(0, -(-(self.stop - self.start) // self._step)):
+        for number in range(-(-(self.stop - self.start) // self._step)):
             place = slice(8 * number, 8 * number + 8)
             if found[place] != self._expected[place]:
                 first = self.start + number * self._step
@@ -249,7 +255,7 @@ class _Fixed:
 def _block_spans(items: Sequence[_Stored]) -> Iterator[_Span]:
     for stored in items:
         step = block_size(stored.item.length)
-        step *= max(1, _RUN // step)
+        step *= max(1, _AT_ONCE // step)
         for start in range(0, stored.item.length, step):
             yield _Blocks(stored, start, min(start + step, stored.item.length))
 
@@ -262,16 +268,32 @@ def _file_spans(items: Sequence[_Stored], nbytes: int) -> Iterator[_Span]:
     yield _Fixed(nbytes - len(END), END, "its end")
 
 
-def _runs(spans: Iterator[_Span]) -> Iterator[list[_Span]]:
-    """Groups spans that are read together, by one thread."""
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Spans of a file that one thread reads, with the gaps between them."""
+
+    file: str
+    file_nbytes: int
+    spans: list[_Span]
+
+    @property
+    def start(self) -> int:
+        return self.spans[0].start
+
+    @property
+    def stop(self) -> int:
+        return self.spans[-1].stop
+
+
+def _runs(file: str, file_nbytes: int, spans: Iterator[_Span]) -> Iterator[_Run]:
     run: list[_Span] = []
     for span in spans:
-        if run and span.stop - run[0].start > _RUN:
-            yield run
+        if run and span.stop - run[0].start > _AT_ONCE:
+            yield _Run(file, file_nbytes, run)
             run = []
         run.append(span)
     if run:
-        yield run
+        yield _Run(file, file_nbytes, run)
 
 
 # --- reading -------------------------------------------------------------------------------------------------------
@@ -286,52 +308,52 @@ class _Job:
         self._counting = threading.Lock()
         self._buffers = threading.local()
 
-    def run(self, runs: Sequence[tuple[str, list[_Span]]], threads: int) -> list[Damage]:
+    def run(self, runs: Sequence[_Run], threads: int) -> list[Damage]:
         with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
-            futures = [pool.submit(self._run, name, spans) for name, spans in runs]
+            futures = [pool.submit(self._run, run) for run in runs]
             try:
                 return [damage for future in futures for damage in future.result()]
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def _run(self, name: str, spans: list[_Span]) -> list[Damage]:
+    def _run(self, run: _Run) -> list[Damage]:
         """Reads a run of spans; what cannot be read is damaged, like what is not as it should be."""
         try:
-            reader = self._storage.open_uncached(name)
+            reader = self._storage.open_uncached(run.file)
         except OSError as error:
-            return [Damage(name, None, 0, self._storage.scrub(f"cannot be opened: {error}"))]
+            return [Damage(run.file, None, 0, self._storage.scrub(f"cannot be opened: {error}"))]
         try:
-            failure = self._read(reader, spans)
+            unread = self._read(reader, run)
         finally:
             reader.close()
-        found = [Damage(name, *damage) for span in spans for damage in span.damages()]
-        return [d._replace(what=f"{d.what} ({failure})") for d in found] if failure else found
+        return unread + [Damage(run.file, *damage) for span in run.spans for damage in span.damages()]
 
-    def _read(self, reader: RangeReader, spans: list[_Span]) -> str:
-        """Reads the pieces of a run and hands them to its spans; returns why it could not go on, if it could not."""
-        stop = spans[-1].stop
-        position = spans[0].start
-        pending = iter(spans)
+    def _read(self, reader: RangeReader, run: _Run) -> list[Damage]:
+        """Reads a run in pieces and hands them to its spans; returns those it could not read, and gave as zeros."""
+        unread = []
+        pending = iter(run.spans)
         span = next(pending)
+        position, stop = run.start, min(run.stop, run.file_nbytes)
         while position < stop:
             begin = position // _PAGE * _PAGE  # as reads past the page cache want it
-            count = min(_READ, stop - begin)
-            buffer = self._buffer()[:count]
+            end = min(begin + _READ, stop)
+            buffer = self._buffer()[: end - begin]
             try:
                 reader.read_into([buffer], begin)
             except Exception as error:
-                return self._storage.scrub(f"{type(error).__name__}: {error}")
-            while position < begin + count:
-                if position == span.stop:
+                what = self._storage.scrub(f"{buffer.nbytes:,} bytes cannot be read: {type(error).__name__}: {error}")
+                unread.append(Damage(run.file, None, begin, what))
+                buffer[:] = bytes(buffer.nbytes)
+            self._count(end - position)
+            while position < end:
+                while position >= span.stop:
                     span = next(pending)
-                begin_at = max(position, span.start)
-                end_at = min(begin_at + _PIECE, span.stop, begin + count)
-                if begin_at < end_at:
-                    span.update(buffer[begin_at - begin : end_at - begin])
-                position = max(end_at, min(begin_at, begin + count))
-            self._count(begin + count - max(begin, spans[0].start))
-        return ""
+                first = max(position, span.start)
+                position = min(first + _PIECE, span.stop, end)
+                if first < position:
+                    span.update(buffer[first - begin : position - begin])
+        return unread
 
     def _count(self, nbytes: int) -> None:
         with self._counting:
