@@ -91,9 +91,10 @@ def size(nbytes: int | None) -> str:
     )
 
 
-def count(number: int | None, noun: str) -> str:
+def count(number: int, noun: str) -> str:
     """``1 tensor``, ``2 tensors``."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def moment(seconds: float | None) -> str:
@@ -116,9 +117,9 @@ def ranks(numbers: Iterable[int | None]) -> str:
     return ", ".join(map(str, found[:_MANY])) + (", ..." if len(found) > _MANY else "")
 
 
-def number(value: float) -> str:
-    """A difference: three digits are enough to judge it by."""
-    return f"{value:.3g}"
+def number(value: float | None) -> str:
+    """A count in full, a difference in three digits, which are enough to judge it by."""
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
 
 
 def _visible(text: str) -> str:

@@ -7,20 +7,27 @@ code from a checkpoint.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+import re
 from collections.abc import Callable
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from . import _catalogue, _render
 from ._contents import contents_of, read_parts
 from ._destination import open_storage
+from ._diff import diff as compare
 from ._inspect import inspect_contents
 from ._render import Screen, count, size
+from ._sources import FORMATS, open_contents
 from ._verify import verify as verify_files
-from .errors import CheckpointError, MetadataError, NotCommitted, ReadError
+from .convert import Options
+from .convert import convert as convert_checkpoint
+from .errors import CheckpointError, ConversionError, MetadataError, NotCommitted, ReadError
 
 __all__ = ["app"]
 
@@ -32,7 +39,8 @@ app = typer.Typer(
     epilog="Exit codes: 0 fine, 1 damaged or different, 2 not done.",
 )
 
-_DAMAGED, _NOT_DONE = 1, 2
+_DAMAGED = _DIFFERENT = 1
+_NOT_DONE = 2
 
 Checkpoint = Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint: local path, or URL that fsspec opens.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for scripts.")]
@@ -240,3 +248,187 @@ def verify(
         "bold red" if found.damages else "bold green",
     )
     return _DAMAGED if found.damages else 0
+
+
+@_command
+def diff(
+    before: Annotated[str, typer.Argument(metavar="A", help="A checkpoint of any format that convert reads.")],
+    after: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    storage_option: StorageOptions = None,
+    as_json: Json = False,
+) -> int:
+    """Show how two checkpoints differ; exit code 1 if they do."""
+    screen = Screen(as_json=as_json)
+    options = _options(storage_option)
+    with screen.progress("comparing") as progress:
+        found = compare(open_contents(before, options), open_contents(after, options), progress)
+    code = _DIFFERENT if found else 0
+    if as_json:
+        screen.json(dataclasses.asdict(found))
+        return code
+    screen.table(
+        ["changed", "what", ">elements", ">differing", ">largest", ">relative"],
+        (
+            [
+                change.key,
+                change.what if change.elements is not None else f"{change.what}: {change.before} -> {change.after}",
+                _render.number(change.elements),
+                _render.number(change.differing),
+                _render.number(change.largest),
+                _render.number(change.relative),
+            ]
+            for change in found.changed
+        ),
+    )
+    screen.table(["only in A"], ([key] for key in found.removed))
+    screen.table(["only in B"], ([key] for key in found.added))
+    screen.line(
+        f"{'different' if found else 'the same'}: {found.same:,} keys the same, {len(found.changed):,} changed, "
+        f"{len(found.removed):,} only in A, {len(found.added):,} only in B ({size(found.nbytes)} read)",
+        "bold yellow" if found else "bold green",
+    )
+    return code
+
+
+@_command
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: local path or URL.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="Where there is nothing yet: local path or URL.")],
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help=f"One of {', '.join(FORMATS)}.")],
+    source_format: Annotated[
+        str | None, typer.Option("--from", metavar="FORMAT", help="What SRC must be; looked up by default.")
+    ] = None,
+    select: Annotated[
+        list[str] | None, typer.Option("--select", metavar="PATTERN", help="Only keys that match; repeatable.")
+    ] = None,
+    strip_prefix: Annotated[str, typer.Option(help="Cut this from the beginning of keys.")] = "",
+    dtype: Annotated[str | None, typer.Option(help="For floating-point tensors: bfloat16, float32, ...")] = None,
+    shard_size: Annotated[str, typer.Option(help="safetensors: the most in a file.")] = "5GB",
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="tensorizer: split into a file for each rank.")] = 1,
+    split: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="tensorizer: JSON, {pattern: dimension} of the tensors to split."),
+    ] = None,
+    buffer: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="tensorizer: keys of buffers; repeatable.")
+    ] = None,
+    storage_option: StorageOptions = None,
+    as_json: Json = False,
+) -> int:
+    """Bring a checkpoint into another format: whole tensors, in the memory of the largest one."""
+    screen = Screen(as_json=as_json)
+    how = Options(
+        select=select or (),
+        strip_prefix=strip_prefix,
+        dtype=_dtype(dtype),
+        source_format=source_format,
+        shard_bytes=_nbytes(shard_size),
+        tensor_parallel=tensor_parallel,
+        split=_split(split),
+        buffers=(*Options.buffers, *(buffer or ())),
+    )
+    with screen.progress("converting") as progress:
+        done = convert_checkpoint(
+            source, target, to, options=how, storage_options=_options(storage_option), on_progress=progress
+        )
+    if as_json:
+        screen.json(dataclasses.asdict(done))
+    else:
+        objects = f" and {count(done.objects, 'object')}" if done.objects else ""
+        screen.line(
+            f"{target}: {count(done.tensors, 'tensor')}{objects}, {size(done.nbytes)}, "
+            f"from {done.source_format} to {to} in {done.seconds:.1f} s"
+        )
+    return 0
+
+
+@_command
+def gc(
+    path: Annotated[str, typer.Argument(help="A directory with checkpoints below it: local path or URL.")],
+    keep: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Remove committed checkpoints but the N newest.")
+    ] = None,
+    older_than: Annotated[
+        str | None, typer.Option(metavar="AGE", help="Only what is older: 90s, 30m, 12h, 7d, 2w.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing, and show what would be.")] = False,
+    storage_option: StorageOptions = None,
+    as_json: Json = False,
+) -> int:
+    """Remove old checkpoints, and what dead saves have left; never the newest committed one."""
+    screen = Screen(as_json=as_json)
+    found = _catalogue.find(open_storage(path, _options(storage_option)))
+    planned = _catalogue.plan_collection(found, keep, None if older_than is None else _seconds(older_than))
+    removals = planned if dry_run else [_catalogue.collect(removal) for removal in planned]
+    gone = [removal for removal in removals if not removal.kept]
+    total = sum(removal.nbytes for removal in gone)
+    if as_json:
+        screen.json(
+            {
+                "dry_run": dry_run,
+                "bytes": total,
+                "removals": [
+                    {
+                        "path": removal.listed.path,
+                        "whole": removal.whole,
+                        "files": [file.name for file in removal.files],
+                        "bytes": removal.nbytes,
+                        "kept": removal.kept or None,
+                    }
+                    for removal in removals
+                ],
+            }
+        )
+        return 0
+    verb = "would be removed" if dry_run else "removed"
+    screen.table(
+        ["path", "what", ">size", ""],
+        (
+            [r.listed.path, "checkpoint" if r.whole else "leftovers", size(r.nbytes), r.kept and f"kept: {r.kept}"]
+            for r in removals
+        ),
+    )
+    checkpoints = sum(removal.whole for removal in gone)
+    others = len(gone) - checkpoints
+    screen.line(
+        f"{count(checkpoints, 'checkpoint')} and leftovers in {count(others, 'directory')} {verb}: {size(total)}"
+    )
+    return 0
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    found = getattr(torch, name or "", None)
+    if name is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise typer.BadParameter(f"{name!r} is no floating-point dtype of torch", param_hint="--dtype")
+    return found
+
+
+def _split(file: str | None) -> dict[str, int]:
+    if file is None:
+        return {}
+    try:
+        with open(file, encoding="utf-8") as stream:
+            rules = json.load(stream)
+    except (OSError, ValueError) as error:
+        raise ConversionError(f"cannot read the rules in {file}: {error}") from error
+    if not isinstance(rules, dict) or not all(type(dim) is int for dim in rules.values()):
+        raise ConversionError(f"{file} is not a JSON object of patterns and dimensions, like {{'*.q_proj.weight': 0}}")
+    return rules
+
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_SPANS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+def _nbytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
+    if match is None or match[2] not in _UNITS or not (found := int(float(match[1]) * _UNITS[match[2]])):
+        raise typer.BadParameter(f"{text!r} is no size like 5GB", param_hint="--shard-size")
+    return found
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip().lower())
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is no age like 12h or 7d", param_hint="--older-than")
+    return float(match[1]) * _SPANS[match[2]]
