@@ -57,7 +57,7 @@ class Screen:
         if table.row_count:
             if title:
                 self._out.print()
-                self._out.print(Text(title, style="bold"))
+                self._out.print(Text(_visible(title), style="bold cyan"), soft_wrap=True)
             self._out.print(table)
 
     @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -202,8 +203,9 @@ def _show_contents(screen: Screen, found: dict[str, Any], chunks: bool) -> None:
         title="Files",
     )
     total = sum(tensor["bytes"] for tensor in tensors)
+    screen.line("")
     screen.line(
-        f"\n{count(len(tensors), 'tensor')} of {size(total)} and {count(len(objects), 'object')}, "
+        f"{count(len(tensors), 'tensor')} of {size(total)} and {count(len(objects), 'object')}, "
         f"saved by {count(found['ranks'], 'rank')}"
     )
 
@@ -237,10 +239,11 @@ def verify(
             }
         )
         return _DAMAGED if found.damages else 0
-    screen.table(
-        ["damaged", "file", ">at", "what"],
-        ([d.key or "the file", d.file, f"{d.offset:,}", d.what] for d in found.damages),
-    )
+    for name, damages in itertools.groupby(found.damages, lambda damage: damage.file):
+        rows = [["(the file)" if d.key is None else d.key, f"{d.offset:,}", d.what] for d in damages]
+        screen.table(["damaged", ">at", "what"], rows, title=f"{storage.path}/{name}")
+    if found.damages:
+        screen.line("")
     screen.line(
         f"{'DAMAGED' if found.damages else 'ok'}: {count(found.files, 'file')}, {count(found.items, 'item')}, "
         f"{size(found.nbytes)} in {found.seconds:.1f} s ({rate:.2f} GB/s)"
