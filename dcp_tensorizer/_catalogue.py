@@ -18,7 +18,7 @@ from ._commit import leftovers
 from ._contents import contents_of, read_parts
 from ._layout import data_file_rank, is_data_file_name, is_metadata_file_name, is_temporary_file_name
 from ._storage import FileInfo, Storage
-from .errors import CheckpointError, NotCommitted
+from .errors import CheckpointError, NotCommitted, WriteError
 
 __all__ = ["Listed", "Removal", "collect", "find", "plan_collection"]
 
@@ -119,7 +119,7 @@ def collect(removal: Removal) -> Removal:
     """Removes what was planned, as far as it is still to be removed; returns what was, or why it was not.
 
     Raises:
-        CheckpointError: files cannot be removed.
+        WriteError: files cannot be removed.
     """
     storage = removal.listed.storage
     if removal.kept:
@@ -139,6 +139,12 @@ def collect(removal: Removal) -> Removal:
         if removal.whole or removal.listed.state == "unfinished":
             storage.remove_directory()
         return removal
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise WriteError(
+            storage.scrub(f"cannot remove from {storage.path}: {type(error).__name__}: {error}")
+        ) from error
     finally:
         claim.release()
 

@@ -7,6 +7,7 @@ whoever reads by boxes needs memory for a box, and not for a tensor or a checkpo
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,8 @@ __all__ = [
 
 BLOCK = 32 << 20
 """Bytes of a tensor that are worth reading at once: several reads of a disk's or an object store's best size."""
+
+_KEPT = 1 << 20
 
 Path = tuple[str | int, ...]
 """Where a value is in the nested state dict: keys of dicts, and indices of lists."""
@@ -190,7 +193,7 @@ def read_box(
     Raises:
         ReadError: its bytes cannot be read; with ``verify`` also if they are not the ones that were saved.
     """
-    target = torch.empty(box.size, dtype=dtype)
+    target = _empty(box.size, dtype)
     wanted = []
     for chunk in chunks:
         common = box.intersect(chunk.box)
@@ -292,6 +295,14 @@ def value_path(metadata: Metadata, key: str) -> Path:
     """Where DCP found a value, as its planner noted it down."""
     path = (metadata.planner_data or {}).get(key, (key,))
     return path if isinstance(path, tuple) and ".".join(map(str, path)) == key else (key,)
+
+
+def _empty(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Memory that goes back to the system when it is let go: malloc keeps some for each thread that ever had any."""
+    nbytes = math.prod(size) * dtype.itemsize
+    if nbytes < _KEPT:
+        return torch.empty(size, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).view(dtype).view(size)
 
 
 def _read_strided(storage: Storage, key: str, chunk: Chunk) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import io
 import math
+import mmap
 import os
 import pathlib
 import warnings
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from ._commit import unpickle
 from ._contents import Chunk, Contents, Path, StoredObject, StoredTensor, read_box, value_path, whole
+from ._fetch import copy_elements
 from ._plan import Box
 from ._storage import Storage
 from ._torchfile import FileView, load_fake, locate
@@ -92,7 +94,12 @@ def write_checkpoint(contents: Contents, path: str, options: Mapping[str, Any]) 
         key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in contents.tensors.items()
     }
     values |= dict.fromkeys(contents.objects)
-    writer = FsspecWriter(path, **options) if "://" in path else FileSystemWriter(path)
+    # With copies made ahead, tensors would be asked for before the one before them is written.
+    writer = (
+        FsspecWriter(path, per_thread_copy_ahead=0, **options)
+        if "://" in path
+        else FileSystemWriter(path, per_thread_copy_ahead=0)
+    )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that there is only one process: so it should be
@@ -110,15 +117,24 @@ def write_checkpoint(contents: Contents, path: str, options: Mapping[str, Any]) 
 
 
 class _Planner(DefaultSavePlanner):
-    """Gives a value when its turn to be written has come; the state dict holds only shapes."""
+    """Gives a value when its turn to be written has come; the state dict holds only shapes.
+
+    torch's writer keeps every tensor until the file is complete, although it has no use for those that are written: so
+    they all share the memory of the largest one.
+    """
 
     def __init__(self, contents: Contents) -> None:
         super().__init__()
         self._contents = contents
+        self._memory = mmap.mmap(-1, max((tensor.nbytes for tensor in contents.tensors.values()), default=0) or 1)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         tensor = self._contents.tensors.get(index.fqn)
-        return None if tensor is None else tensor.read(whole(tensor.shape))
+        if tensor is None or not tensor.nbytes:
+            return tensor and tensor.read(whole(tensor.shape))
+        elements = torch.frombuffer(self._memory, dtype=torch.uint8, count=tensor.nbytes).view(tensor.dtype)
+        copy_elements(elements.view(tensor.shape), tensor.read(whole(tensor.shape)))
+        return elements.view(tensor.shape)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002  (torch's name)
         if write_item.type == WriteItemType.BYTE_IO:

@@ -19,7 +19,7 @@ __all__ = ["Change", "Difference", "diff"]
 
 _BLOCK = 8 << 20
 _THREADS = 4
-_ELEMENTS = 1 << 20  # that are compared at once: in float64 they take eight times the room of a byte
+_ELEMENTS = 1 << 17  # that are compared at once: in float64 they take eight times the room of a byte
 
 
 @dataclass(frozen=True, slots=True)
