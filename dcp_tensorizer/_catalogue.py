@@ -88,9 +88,9 @@ def find(storage: Storage) -> list[Listed]:
 def plan_collection(found: Sequence[Listed], keep: int | None, older_than: float | None) -> list[Removal]:
     """What `collect` would remove.
 
-    A committed checkpoint goes only if everything that is asked of it holds: it is not among the ``keep`` newest in
-    its directory, and it is older than ``older_than`` seconds. The newest one never goes, nor does the one with the
-    highest step, from which a job would resume.
+    A committed checkpoint goes only if everything that is asked of it holds: in its directory it is neither among the
+    ``keep`` newest nor among those with the ``keep`` highest steps, and it is older than ``older_than`` seconds. The
+    newest one never goes, nor does the one with the highest step, from which a job would resume.
 
     Args:
         found: What `find` has found.
@@ -103,8 +103,9 @@ def plan_collection(found: Sequence[Listed], keep: int | None, older_than: float
             siblings[listed.path.rpartition("/")[0]].append(listed)
     safe: set[str] = set()
     for committed in siblings.values():
-        safe.update(listed.path for listed in committed[: keep or 1])
-        safe.add(max(committed, key=lambda listed: -1 if listed.step is None else listed.step).path)
+        # Times tell which is newest, unless the files were copied; steps do, unless a job went back to an earlier one.
+        by_step = sorted(committed, key=lambda listed: -1 if listed.step is None else listed.step, reverse=True)
+        safe.update(listed.path for order in (committed, by_step) for listed in order[: keep or 1])
     removals = []
     for listed in found:
         asked = listed.state == "committed" and (keep is not None or older_than is not None)

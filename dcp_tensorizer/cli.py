@@ -25,6 +25,7 @@ from ._diff import diff as compare
 from ._inspect import inspect_contents
 from ._render import Screen, count, size
 from ._sources import FORMATS, open_contents
+from ._storage import Storage
 from ._verify import verify as verify_files
 from .convert import Options
 from .convert import convert as convert_checkpoint
@@ -114,7 +115,7 @@ def ls(
         ["checkpoint", "state", "saved", ">size", ">ranks", ">tensors"],
         (
             [
-                listed.path.removeprefix(storage.path).lstrip("/") or listed.path,
+                _below(listed, storage),
                 listed.state,
                 _render.moment(listed.saved),
                 size(listed.nbytes),
@@ -360,7 +361,8 @@ def gc(
 ) -> int:
     """Remove old checkpoints, and what dead saves have left; never the newest committed one."""
     screen = Screen(as_json=as_json)
-    found = _catalogue.find(open_storage(path, _options(storage_option)))
+    storage = open_storage(path, _options(storage_option))
+    found = _catalogue.find(storage)
     planned = _catalogue.plan_collection(found, keep, None if older_than is None else _seconds(older_than))
     removals = planned if dry_run else [_catalogue.collect(removal) for removal in planned]
     gone = [removal for removal in removals if not removal.kept]
@@ -387,7 +389,12 @@ def gc(
     screen.table(
         ["path", "what", ">size", ""],
         (
-            [r.listed.path, "checkpoint" if r.whole else "leftovers", size(r.nbytes), r.kept and f"kept: {r.kept}"]
+            [
+                _below(r.listed, storage),
+                "checkpoint" if r.whole else "leftovers",
+                size(r.nbytes),
+                r.kept and f"kept: {r.kept}",
+            ]
             for r in removals
         ),
     )
@@ -397,6 +404,11 @@ def gc(
         f"{count(checkpoints, 'checkpoint')} and leftovers in {count(others, 'directory')} {verb}: {size(total)}"
     )
     return 0
+
+
+def _below(listed: _catalogue.Listed, storage: Storage) -> str:
+    """A checkpoint as seen from the directory that was asked for."""
+    return listed.path.removeprefix(storage.path).lstrip("/") or listed.path
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -192,3 +192,11 @@ def test_off_local_disks_leftovers_go_only_by_age() -> None:
         assert not memory.exists(f"/collected/step-1/{LEFTOVER}")
     finally:
         memory.rm("/collected", recursive=True)
+
+
+def test_copied_checkpoints_are_kept_by_their_steps(tmp_path: Path) -> None:
+    """A copy has the time at which it was made; a job that went back has newer checkpoints of lower steps."""
+    for step, age in ((10, 1), (20, 3), (30, 2), (40, 4), (5, 9)):
+        make(tmp_path / f"step-{step}", age)
+    run(tmp_path, keep=2)
+    assert names(tmp_path) == {"step-10", "step-30", "step-40"}
