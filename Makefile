@@ -22,6 +22,7 @@ bench: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench
 	$(BIN)/python -m benchmarks.save
 	$(BIN)/python -m benchmarks.load
+	$(BIN)/python -m benchmarks.verify
 
 soak: $(READY)
 	$(BIN)/python -m benchmarks.soak

@@ -26,7 +26,6 @@ from dcp_tensorizer.convert import Options, convert
 from .checkpoints import ODD, make_checkpoint
 from .support import ALL_DTYPES, filled, same
 
-
 SAFETENSORS_LACKS = {torch.complex32, torch.complex128, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2}
 
 
