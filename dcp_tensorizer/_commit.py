@@ -7,7 +7,7 @@ import gc
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -33,7 +33,18 @@ from ._layout import (
 from ._storage import Claim, Storage
 from .errors import CheckpointError, MetadataError, UntrustedObject, WriteError
 
-__all__ = ["begin", "commit", "decode", "encode", "item_key", "read_metadata", "remove"]
+__all__ = [
+    "begin",
+    "commit",
+    "decode",
+    "encode",
+    "is_ours",
+    "item_key",
+    "leftovers",
+    "read_metadata",
+    "remove",
+    "unpickle",
+]
 
 # Behind the pickle's STOP opcode, where ``pickle.load`` does not look.
 _TRAILER = b"\x00DCPTZR1"
@@ -56,11 +67,23 @@ def begin(storage: Storage, timeout: float) -> Claim:
         WriteError: the directory cannot be opened, or another save cleans up there for longer than ``timeout`` seconds.
     """
     claim = storage.claim()
-    names = claim.leftovers()
-    if names:
-        _remove_leftovers(storage, names)
+    with suppress(Exception):
+        remove(storage, leftovers(storage, claim.leftovers() or []))
     claim.share(timeout)
     return claim
+
+
+def leftovers(storage: Storage, names: Sequence[str]) -> list[str]:
+    """The files of saves that are not committed, among those in a directory.
+
+    Raises:
+        CheckpointError: which ones those are cannot be told.
+    """
+    kept: set[str] = set()
+    for name in names:
+        if is_metadata_file_name(name):
+            kept |= _named_files(storage, name)
+    return [name for name in names if (is_data_file_name(name) and name not in kept) or is_temporary_file_name(name)]
 
 
 def commit(
@@ -153,16 +176,7 @@ def encode(metadata: Metadata) -> bytes:
 
 def decode(data: bytes, path: str) -> Metadata:
     """Checks and reads what `encode` made; ``path`` is for messages."""
-    body = _verified(data, path)
-    try:
-        with _garbage_stays():
-            metadata = _Unpickler(io.BytesIO(body), path).load()
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise MetadataError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    if not isinstance(metadata, Metadata):
-        raise MetadataError(f"{path} does not hold a checkpoint's metadata")
+    metadata = unpickle(_verified(data, path), path)
     content = metadata.storage_data
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise MetadataError(f"{path} does not describe a dcp_tensorizer checkpoint")
@@ -173,6 +187,30 @@ def decode(data: bytes, path: str) -> Metadata:
         )
     _check_content(content, path)
     return metadata
+
+
+def unpickle(pickled: bytes, path: str, also: Mapping[tuple[str, str], Any] | None = None) -> Metadata:
+    """DCP's metadata from a pickle, without running code; ``also`` names what else may be in it, by module and name.
+
+    Raises:
+        MetadataError: it is damaged, or something else.
+        UntrustedObject: it names something that a checkpoint's metadata has no use for.
+    """
+    try:
+        with _garbage_stays():
+            metadata = _Unpickler(io.BytesIO(pickled), path, also or {}).load()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise MetadataError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    if not isinstance(metadata, Metadata):
+        raise MetadataError(f"{path} does not hold a checkpoint's metadata")
+    return metadata
+
+
+def is_ours(data: bytes) -> bool:
+    """Whether a metadata file is one that `encode` made, if it is whole."""
+    return data[-24:-16] == _TRAILER
 
 
 @contextmanager
@@ -253,18 +291,6 @@ def _is_sealed(item: StoredItem) -> bool:
     return len(item.seal) == NONCE_BYTES + -(-item.length // item.block) * MAC_BYTES
 
 
-def _remove_leftovers(storage: Storage, names: list[str]) -> None:
-    """Removes the files of saves that were never committed. When in doubt, everything stays."""
-    with suppress(Exception):
-        kept: set[str] = set()
-        for name in names:
-            if is_metadata_file_name(name):
-                kept |= _named_files(storage, name)
-        for name in names:
-            if (is_data_file_name(name) and name not in kept) or is_temporary_file_name(name):
-                storage.remove(name)
-
-
 def _is_committed(storage: Storage, rank: int | None, save_id: str) -> bool:
     """Whether a save's metadata is in place, although publishing it failed; True where that cannot be told."""
     try:
@@ -318,12 +344,13 @@ class _Pickler(pickle.Pickler):
 class _Unpickler(pickle.Unpickler):
     """Resolves the names in `_CLASSES`, dtypes and layouts, and nothing else."""
 
-    def __init__(self, file: io.BytesIO, path: str) -> None:
+    def __init__(self, file: io.BytesIO, path: str, also: Mapping[tuple[str, str], Any]) -> None:
         super().__init__(file)
         self._path = path
+        self._also = also
 
     def find_class(self, module: str, name: str) -> Any:
-        if (known := _CLASSES.get((module, name))) is not None:
+        if (known := _CLASSES.get((module, name)) or self._also.get((module, name))) is not None:
             return known
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,15 @@ if TYPE_CHECKING:
     from tensorizer import DecryptionParams as DecryptionParams
     from tensorizer import EncryptionParams as EncryptionParams
 
-__all__ = ["Cipher", "check_decryption", "decryption_cipher", "encryption_cipher", "find_other_key", "random_nonce"]
+__all__ = [
+    "Cipher",
+    "check_decryption",
+    "decryption_key",
+    "encryption_cipher",
+    "find_other_key",
+    "random_nonce",
+    "unlock",
+]
 
 _CHECK_BYTES = 16  # of zeros: whoever has another key cannot open them
 
@@ -116,6 +124,19 @@ def encryption_cipher(params: EncryptionParams) -> Cipher:
     )
 
 
+def decryption_key(*, key: bytes | None = None, passphrase: str | None = None) -> DecryptionParams:
+    """What a reader is given, made of a key or a passphrase.
+
+    Raises:
+        ValueError: the key is not of 32 bytes, or there is not one of the two.
+    """
+    from tensorizer import DecryptionParams
+
+    if (key is None) == (passphrase is None):
+        raise ValueError("a checkpoint has one key, or one passphrase")
+    return DecryptionParams.from_key(key) if key is not None else DecryptionParams.from_string(passphrase)
+
+
 def check_decryption(params: DecryptionParams) -> None:
     """What a reader is given.
 
@@ -132,7 +153,7 @@ def check_decryption(params: DecryptionParams) -> None:
         raise TypeError("encryption must be made by DecryptionParams.from_key or DecryptionParams.from_string")
 
 
-def decryption_cipher(params: DecryptionParams, derivation: Derivation | None) -> Cipher:
+def _decryption_cipher(params: DecryptionParams, derivation: Derivation | None) -> Cipher:
     """A reader's key for a checkpoint. Deriving it from a passphrase takes the time and memory that were chosen then.
 
     Raises:
@@ -156,6 +177,35 @@ def decryption_cipher(params: DecryptionParams, derivation: Derivation | None) -
             f"memory are needed for it): {type(error).__name__}: {error}"
         ) from None
     return Cipher(made.key, derivation)
+
+
+def unlock(params: DecryptionParams | None, record: Mapping[str, Any] | None, path: str) -> Cipher | None:
+    """The key of a checkpoint, found to be the right one; None for one that is not encrypted.
+
+    Args:
+        params: What the user gave.
+        record: What the checkpoint's ``.metadata`` says of its key.
+        path: The checkpoint's, for messages.
+
+    Raises:
+        DecryptionError: there is no key, a wrong one, or one too many.
+    """
+    if record is None and params is None:
+        return None
+    if params is None:
+        raise DecryptionError(f"{path} is encrypted: give its key (encryption=tensorizer.DecryptionParams...)")
+    if record is None:
+        raise DecryptionError(
+            f"{path} is not encrypted, and a key was given: it is not the checkpoint that was meant, or needs no key"
+        )
+    derivation = None if record["derivation"] is None else Derivation(*record["derivation"])
+    try:
+        cipher = _decryption_cipher(params, derivation)
+    except DecryptionError as error:
+        raise DecryptionError(f"{path} {error}") from None
+    if not cipher.opens(record["check"]):
+        raise DecryptionError(f"{path} was encrypted with another key, or passphrase, than was given")
+    return cipher
 
 
 def find_other_key(cipher: Cipher | None, checks: Iterable[tuple[int, bytes]]) -> int | None:

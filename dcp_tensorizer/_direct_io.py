@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["LocalFile", "LocalSink", "read_into"]
+__all__ = ["LocalFile", "LocalSink", "UncachedFile", "read_into"]
 
 _BLOCK = 4096  # O_DIRECT's unit: no file system in use asks for more
 _PART = 4 << 20  # 1 to 8 MiB are equally fast; a larger one costs less Python a byte, and more memory
@@ -133,6 +133,40 @@ class LocalFile:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+class UncachedFile(LocalFile):
+    """A local file that is read past the page cache, so that what comes back is what the disk holds.
+
+    Only where offset and memory lie on blocks; the rest of a read goes through the cache. So does all of it where
+    O_DIRECT is refused.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._direct_fd = _open_direct(path, os.O_RDONLY)
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
+        """Fills ``buffers``; raises `EOFError` or `OSError`."""
+        first, *others = buffers
+        whole = 0 if self._direct_fd is None or offset % _BLOCK else first.nbytes // _BLOCK * _BLOCK
+        if whole:
+            assert self._direct_fd is not None
+            try:
+                read_into(self._direct_fd, [first[:whole]], offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # memory that does not begin on a block, or a file system's whim
+                    raise
+                whole = 0
+        super().read_into([first[whole:], *others], offset + whole)
+
+    def close(self) -> None:
+        super().close()
+        if self._direct_fd is not None:
+            os.close(self._direct_fd)
 
 
 def read_into(fd: int, buffers: Sequence[memoryview], offset: int) -> None:

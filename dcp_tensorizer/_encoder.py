@@ -24,11 +24,11 @@ import numpy as np
 import xxhash
 
 from ._crypt import Cipher, random_nonce
-from ._layout import NONCE_BYTES
+from ._layout import NONCE_BYTES, block_size
 from ._storage import Sink
 from ._tensorfile import END, Digester, Entry, FileLayout
 
-__all__ = ["BUFFER_BYTES", "Encoded", "encode"]
+__all__ = ["BUFFER_BYTES", "Encoded", "Parts", "encode"]
 
 BUFFER_BYTES = 256 << 20
 
@@ -75,7 +75,7 @@ def encode(
     writing = max(1, min(sink.concurrency, buffer_bytes // sink.part_bytes - filling))
     try:
         with ThreadPoolExecutor(writing, thread_name_prefix="parts") as io:
-            parts = _Parts(layout.nbytes, sink, io, filling + writing)
+            parts = Parts(layout.nbytes, sink, io, filling + writing)
             encoding = _Encoding(layout, contents, parts, threads)
             encoded = encoding.run_in_order() if sink.in_order else encoding.run()
             parts.finish()
@@ -88,7 +88,7 @@ def encode(
 
 class _Encoding:
     def __init__(
-        self, layout: FileLayout, contents: Sequence[Callable[[], memoryview]], parts: _Parts, threads: int
+        self, layout: FileLayout, contents: Sequence[Callable[[], memoryview]], parts: Parts, threads: int
     ) -> None:
         self._layout = layout
         self._contents = contents
@@ -163,7 +163,7 @@ class _Encoding:
 
     def _hash(self, entry: Entry, data: memoryview, *, fill: bool) -> tuple[bytes, Encoded]:
         """One tensor's header, and what becomes of it; its bytes go into their parts on the way, if they are to."""
-        digester = Digester(data.nbytes)
+        digester = Digester(block_size(data.nbytes))
         crc32 = zlib.crc32(entry.header)
         sha256 = hashlib.sha256(entry.header)
         apart = self._apart.submit(sha256.update, data) if self._apart is not None else None
@@ -226,7 +226,7 @@ class _Encryption(NamedTuple):
         return cls(cipher, entry, data, nonce, iter(range(count)), [b""] * count, [b""] * count, fill)
 
 
-class _Parts:
+class Parts:
     """The parts of a file that are being filled, by several threads and in any order.
 
     The memory is bounded, and filling waits for it. It cannot wait for ever as long as tensors are begun in file

@@ -22,7 +22,7 @@ from ._storage import RangeReader, Storage
 from ._tensorfile import check_digests, host_bytes
 from .errors import ChecksumMismatch, ReadError
 
-__all__ = ["Wanted", "fetch", "is_direct"]
+__all__ = ["Wanted", "copy_elements", "fetch", "is_direct", "part_of"]
 
 _ALIGNMENT = 64  # of each segment in the scratch buffer: views of any dtype need their element's
 
@@ -241,16 +241,18 @@ class _Job:
                     continue
                 offset = sum(a * b for a, b in zip(box.start, strides, strict=True)) - first
                 source = elements.as_strided(box.size, strides, elements.storage_offset() + offset)
-                _copy(_part(target, box, request.box), source)
+                copy_elements(part_of(target, box, request.box), source)
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
+    """``target.copy_(source)``, for every dtype."""
     if target.dtype == source.dtype and source.itemsize == 1:  # some one-byte dtypes have no copy kernel
         target, source = target.view(torch.uint8), source.view(torch.uint8)
     target.copy_(source)
 
 
-def _part(target: torch.Tensor, box: Box, whole: Box) -> torch.Tensor:
+def part_of(target: torch.Tensor, box: Box, whole: Box) -> torch.Tensor:
+    """The view of a box in a target that holds the box ``whole``."""
     for dim, (start, size, origin) in enumerate(zip(box.start, box.size, whole.start, strict=True)):
         target = target.narrow(dim, start - origin, size)
     return target

@@ -18,6 +18,7 @@ __all__ = [
     "block_size",
     "data_file_name",
     "data_file_names_in",
+    "data_file_rank",
     "index_entry_size",
     "is_data_file_name",
     "is_metadata_file_name",
@@ -131,6 +132,11 @@ def data_file_name(rank: int, number: int, save_id: str) -> str:
 def is_data_file_name(name: str) -> bool:
     """Whether ``name`` is one that `data_file_name` makes, and so cannot lead out of the checkpoint's directory."""
     return _DATA_FILE.fullmatch(name) is not None
+
+
+def data_file_rank(name: str) -> int:
+    """The rank that wrote a data file."""
+    return int(name.split("_")[2])
 
 
 def data_file_names_in(content: bytes) -> set[str]:

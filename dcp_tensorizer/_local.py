@@ -8,10 +8,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from ._direct_io import LocalFile, LocalSink
+from ._direct_io import LocalFile, LocalSink, UncachedFile
 from ._layout import temporary_file_name
-from ._storage import TAKEN, Claim, RangeReader, Sink, Storage
-from .errors import ReadError, WriteError
+from ._storage import TAKEN, Claim, FileInfo, RangeReader, Sink, Storage
+from .errors import NotCommitted, ReadError, WriteError
 
 __all__ = ["LocalStorage"]
 
@@ -25,6 +25,30 @@ class LocalStorage(Storage):
         self._root = root
         self.path = self.location = str(root)
         self.read_threads = min(8, 2 * len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4)
+
+    @property
+    def shows_claims(self) -> bool:  # type: ignore[override]
+        return _is_local(self._root)
+
+    def child(self, name: str) -> Storage:
+        return LocalStorage(self._root / name)
+
+    def listing(self) -> tuple[list[FileInfo], list[str]]:
+        files, folders = [], []
+        try:
+            with os.scandir(self._root) as entries:
+                for entry in entries:
+                    if entry.is_dir():
+                        folders.append(entry.name)
+                        continue
+                    with suppress(FileNotFoundError):  # removed since, or a link to nowhere
+                        state = entry.stat()
+                        files.append(FileInfo(entry.name, state.st_size, state.st_mtime))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise NotCommitted(f"there is no directory {self.path}") from error
+        except OSError as error:
+            raise ReadError(f"cannot list {self.path}: {error}") from error
+        return files, folders
 
     def make_directory(self) -> None:
         created = [folder for folder in (self._root, *self._root.parents) if not folder.exists()]
@@ -79,12 +103,20 @@ class LocalStorage(Storage):
     def open(self, name: str) -> RangeReader:
         return LocalFile(self._root / name)
 
+    def open_uncached(self, name: str) -> RangeReader:
+        return UncachedFile(self._root / name)
+
     def claim(self) -> Claim:
         return _DirectoryClaim(self._root)
 
     def remove(self, *names: str) -> None:
         for name in names:
             (self._root / name).unlink(missing_ok=True)
+
+    def remove_directory(self) -> bool:
+        with suppress(OSError):
+            self._root.rmdir()
+        return not self._root.exists()
 
 
 class _DirectoryClaim(Claim):
@@ -95,18 +127,42 @@ class _DirectoryClaim(Claim):
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        try:
-            self._fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            raise WriteError(f"cannot open the checkpoint directory {root}: {error}") from error
+        self._fd = self._open()
         self._alone = _is_local(root) and self._lock(fcntl.LOCK_EX)
 
     def leftovers(self) -> list[str] | None:
-        return os.listdir(self._root) if self._alone else None
+        return os.listdir(self._fd) if self._alone else None
 
     def share(self, timeout: float) -> None:
         self._alone = False
         deadline = time.monotonic() + timeout
+        self._wait(deadline, timeout)
+        while not self._is_current():  # whoever cleaned up removed the directory as well
+            self.release()
+            self._fd = self._open()
+            self._wait(deadline, timeout)
+
+    def release(self) -> None:
+        if self._fd >= 0:
+            self._lock(fcntl.LOCK_UN)  # a forked child may hold the descriptor, and with it the lock
+            os.close(self._fd)
+            self._fd = -1
+
+    def _open(self) -> int:
+        """The directory, made again if somebody has removed it since the save made it."""
+        try:
+            with suppress(FileExistsError):
+                self._root.mkdir()
+            return os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise WriteError(f"cannot open the checkpoint directory {self._root}: {error}") from error
+
+    def _is_current(self) -> bool:
+        with suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(self._fd), os.stat(self._root))
+        return False
+
+    def _wait(self, deadline: float, timeout: float) -> None:
         while not self._lock(fcntl.LOCK_SH):  # another save is cleaning up: milliseconds, unless it was stopped there
             if time.monotonic() > deadline:
                 self.release()
@@ -114,12 +170,6 @@ class _DirectoryClaim(Claim):
                     f"another save has been cleaning up {self._root} for {timeout:g} s: is its process stopped?"
                 )
             time.sleep(0.01)
-
-    def release(self) -> None:
-        if self._fd >= 0:
-            self._lock(fcntl.LOCK_UN)  # a forked child may hold the descriptor, and with it the lock
-            os.close(self._fd)
-            self._fd = -1
 
     def _lock(self, operation: int) -> bool:
         """Whether the lock was got, or is none on this file system (and then shared ones are as good)."""

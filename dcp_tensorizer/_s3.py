@@ -7,6 +7,7 @@ In threads that moves a byte with half of the CPU time that s3fs's event loop ta
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +17,8 @@ from typing import Any
 
 from ._retry import waits
 from ._s3_client import NoSuchObject, S3Client, read_body
-from ._storage import RangeReader, Sink, Storage, redact, scatter
-from .errors import CheckpointError, ReadError, WriteError
+from ._storage import FileInfo, RangeReader, Sink, Storage, redact, scatter
+from .errors import CheckpointError, NotCommitted, ReadError, WriteError
 
 __all__ = ["S3Storage"]
 
@@ -52,6 +53,35 @@ class S3Storage(Storage):
 
     def scrub(self, text: str) -> str:
         return self._scrub(text)
+
+    def child(self, name: str) -> Storage:
+        child = copy.copy(self)
+        child._prefix = f"{self._prefix}{name}/"
+        child.path, child.location = f"{self.path}/{name}", f"{self.location}/{name}"
+        return child
+
+    def listing(self) -> tuple[list[FileInfo], list[str]]:
+        files: list[FileInfo] = []
+        folders: list[str] = []
+        where = {"Bucket": self.bucket, "Prefix": self._prefix, "Delimiter": "/"}
+        try:
+            while True:
+                found = self._client.call("list_objects_v2", **where)
+                for entry in found.get("Contents", []):
+                    name = entry["Key"].removeprefix(self._prefix)
+                    if name:  # a console makes an object of the prefix itself
+                        files.append(FileInfo(name, entry["Size"], entry["LastModified"].timestamp()))
+                folders += [
+                    entry["Prefix"].removeprefix(self._prefix).rstrip("/") for entry in found.get("CommonPrefixes", [])
+                ]
+                if not found.get("IsTruncated"):
+                    break
+                where["ContinuationToken"] = found["NextContinuationToken"]
+        except Exception as error:
+            raise ReadError(self.scrub(f"cannot list {self.path}: {error}")) from None
+        if not files and not folders:
+            raise NotCommitted(f"there is nothing at {self.path}")
+        return files, folders
 
     def make_directory(self) -> None:
         """There are none."""

@@ -1,6 +1,7 @@
 """What the package asks of a checkpoint's directory: sinks, range reads, small files put in place as a whole.
 
-Names are literal: no globbing, and off local disks no listing and no rename (fsspec's copies, and globs).
+Names are literal: no globbing, and off local disks no rename (fsspec's copies, and globs). Saving and loading never
+list a directory; that is for those who look for checkpoints.
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ from __future__ import annotations
 import abc
 import re
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-__all__ = ["TAKEN", "Claim", "RangeReader", "Sink", "Storage", "redact", "scatter"]
+__all__ = ["TAKEN", "Claim", "FileInfo", "RangeReader", "Sink", "Storage", "redact", "scatter"]
 
 TAKEN = "there is one already, and it must not be replaced"
 
@@ -50,6 +51,15 @@ class RangeReader(Protocol):
     def close(self) -> None: ...
 
 
+class FileInfo(NamedTuple):
+    """A file in a directory."""
+
+    name: str
+    nbytes: int
+    modified: float | None
+    """When it was last written, in seconds since the epoch; None where that is unknown."""
+
+
 class Claim:
     """A save under way in a directory, as far as other jobs can see it. This one is of storage where they cannot."""
 
@@ -74,6 +84,7 @@ class Storage(abc.ABC):
         read_threads: How many reads at once reach its full speed.
         gap_bytes: Reading so much for nothing costs less than another request.
         file_bytes: A file should not be larger, unless a single tensor is.
+        shows_claims: A claim is seen by everybody who could save here.
     """
 
     path: str
@@ -82,6 +93,18 @@ class Storage(abc.ABC):
     read_threads = 16
     gap_bytes = 64 << 10
     file_bytes = 1 << 62
+    shows_claims = False
+
+    @abc.abstractmethod
+    def child(self, name: str) -> Storage:
+        """The storage of a subdirectory."""
+
+    @abc.abstractmethod
+    def listing(self) -> tuple[list[FileInfo], list[str]]:
+        """The files in the directory, and the names of its subdirectories; raises `ReadError`.
+
+        Raises `NotCommitted` if there is no such directory.
+        """
 
     @abc.abstractmethod
     def make_directory(self) -> None:
@@ -123,6 +146,10 @@ class Storage(abc.ABC):
     def open(self, name: str) -> RangeReader:
         """Opens a file for range reads; raises `OSError`."""
 
+    def open_uncached(self, name: str) -> RangeReader:
+        """Opens a file for reads of what the medium holds, and not what a cache does; raises `OSError`."""
+        return self.open(name)
+
     @abc.abstractmethod
     def remove(self, *names: str) -> None:
         """Removes files; one that is not there is no error."""
@@ -130,6 +157,10 @@ class Storage(abc.ABC):
     def discard(self, *names: str) -> None:
         """Removes files and whatever a writer that died left of them."""
         self.remove(*names)
+
+    def remove_directory(self) -> bool:
+        """Removes the directory if it is empty; whether it is gone."""
+        return True
 
     def scrub(self, text: str) -> str:
         """``text`` without credentials, for messages that quote another library."""

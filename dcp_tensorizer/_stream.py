@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import datetime, timezone
 from typing import Any
 
 from ._retry import is_transient, retry
-from ._storage import TAKEN, RangeReader, Sink, Storage, redact, scatter
-from .errors import CheckpointError, ReadError, WriteError
+from ._storage import TAKEN, FileInfo, RangeReader, Sink, Storage, redact, scatter
+from .errors import CheckpointError, NotCommitted, ReadError, WriteError
 
 __all__ = ["StreamStorage"]
 
@@ -38,12 +40,33 @@ class StreamStorage(Storage):
         self._filesystem = filesystem
         self._root = root.rstrip("/")
         self._scrub = scrub
+        self._parent: Storage | None = None
         self.path = redact(url)
         self.location = url
         self.in_process = "memory" in ((protocol,) if isinstance(protocol, str) else protocol)
 
     def scrub(self, text: str) -> str:
         return self._scrub(text)
+
+    def child(self, name: str) -> Storage:
+        child = copy.copy(self)
+        child._parent = self  # whose connection it uses, and so keeps open
+        child._root, child.path, child.location = (
+            f"{where}/{name}" for where in (self._root, self.path, self.location)
+        )
+        return child
+
+    def listing(self) -> tuple[list[FileInfo], list[str]]:
+        try:
+            self._filesystem.invalidate_cache(self._root)
+            entries = self._call("ls", self._root, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            raise NotCommitted(f"there is nothing at {self.path}") from None
+        except Exception as error:
+            raise ReadError(self.scrub(f"cannot list {self.path}: {type(error).__name__}: {error}")) from None
+        named = [(entry["name"].rstrip("/").rpartition("/")[2], entry) for entry in entries]
+        files = [FileInfo(name, int(e["size"] or 0), _modified(e)) for name, e in named if e["type"] == "file" and name]
+        return files, [name for name, entry in named if entry["type"] == "directory"]
 
     def make_directory(self) -> None:
         try:
@@ -112,6 +135,19 @@ class StreamStorage(Storage):
 
     def _read_error(self, name: str, error: Exception) -> CheckpointError:
         return ReadError(self.scrub(f"cannot read {self.path}/{name}: {type(error).__name__}: {error}"))
+
+
+def _modified(entry: Mapping[str, Any]) -> float | None:
+    """When a file was last written; each file system has a key and a type of its own for it."""
+    for key in ("LastModified", "last_modified", "mtime", "updated", "modified", "created"):
+        value = entry.get(key)
+        with suppress(ValueError):
+            value = datetime.fromisoformat(value.replace("Z", "+00:00")) if isinstance(value, str) else value
+        if isinstance(value, datetime):
+            return (value if value.tzinfo else value.replace(tzinfo=timezone.utc)).timestamp()
+        if isinstance(value, int | float):
+            return float(value)
+    return None
 
 
 class _Ranges:

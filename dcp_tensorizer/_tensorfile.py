@@ -19,10 +19,11 @@ from __future__ import annotations
 import functools
 import io
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 import xxhash
 
@@ -35,9 +36,11 @@ __all__ = [
     "Digester",
     "Entry",
     "FileLayout",
+    "Indexed",
     "check_digests",
     "host_bytes",
     "lay_out",
+    "read_index",
     "unsafe_globals",
 ]
 
@@ -53,7 +56,9 @@ _PASSPHRASE = struct.Struct("<HHQQiH")  # two tags; costs and algorithm of the d
 _DERIVED, _BY_PWHASH = 1, 1
 _BLOCKS = struct.Struct(f"<HQ{NONCE_BYTES}sQ")  # tag, bytes in a block, nonce of the first, number of MACs that follow
 _XSALSA20 = 2
-_STATE_DICT = 2  # kind of tensor: neither a module's parameter nor its buffer
+# Kinds of tensor: a module's parameter, its buffer, or (as in a state dict) neither.
+_KINDS = {"parameter": 0, "buffer": 1}
+_STATE_DICT = 2
 END = bytes(8)
 
 # The least data version that can hold a file: plain, with dtypes that numpy lacks, encrypted, with dimensions of over
@@ -74,6 +79,9 @@ class TensorInfo(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def kind(self) -> str:
+        """``parameter`` or ``buffer`` of a module; anything else is a tensor of a state dict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,17 +129,18 @@ class FileLayout:
     cipher: Cipher | None = None
 
 
-def lay_out(tensors: Sequence[TensorInfo], cipher: Cipher | None = None) -> FileLayout:
+def lay_out(tensors: Sequence[TensorInfo], cipher: Cipher | None = None, capacity: int = INDEX_CAPACITY) -> FileLayout:
     """Where everything goes in the file of some tensors.
 
     Args:
-        tensors: In file order; names are unique, and none has zero bytes.
+        tensors: In file order; names are unique, and in an encrypted file none has zero bytes.
         cipher: Of an encrypted file; its headers say what the key was derived from.
+        capacity: Bytes for the index; every release of tensorizer reads more than it writes.
 
     Raises:
         ValueError: the index does not hold so many names.
     """
-    position = len(_MAGIC) + _HEAD.size + INDEX_CAPACITY
+    position = len(_MAGIC) + _HEAD.size + capacity
     entries = []
     index: list[tuple[int, bytes]] = []
     version = _PLAIN if cipher is None else _ENCRYPTED
@@ -140,28 +149,99 @@ def lay_out(tensors: Sequence[TensorInfo], cipher: Cipher | None = None) -> File
         is_long = any(extent >> 32 for extent in tensor.shape)
         version = max(version, _LONG if is_long else _OPAQUE if b"\0" in dtype else _PLAIN)
         shape = struct.pack(f"<B{len(tensor.shape)}{'Q' if is_long else 'I'}", len(tensor.shape), *tensor.shape)
+        kind = _KINDS.get(tensor.kind, _STATE_DICT)
+        described = name, kind, dtype, shape
         block = 0 if cipher is None else block_size(tensor.nbytes, encrypted=True)
         proof = _hashes(0, b"") if cipher is None else _NO_HASHES + _crypt_info(cipher.derivation, tensor.nbytes, block)
-        header, hashes_offset = _header(name, dtype, shape, proof, tensor.nbytes)
+        header, hashes_offset = _header(described, proof, tensor.nbytes)
         entry = Entry(position, header, hashes_offset, position + len(header), tensor.nbytes, block)
         entries.append(entry)
-        index.append((_LONG if is_long else _PLAIN, _index_entry(name, dtype, shape, entry)))
+        index.append((_LONG if is_long else _PLAIN, _index_entry(described, entry)))
         position = entry.offset + entry.length
     is_versioned = version == _LONG
     listing = b"".join((struct.pack("<I", v) if is_versioned else b"") + record for v, record in index)
-    if len(listing) > INDEX_CAPACITY:
+    if len(listing) > capacity:
         raise ValueError(f"{len(tensors):,} names do not fit into the index of one tensorizer file")
     flags = (_VERSIONED_INDEX | (_ENCRYPTED_FLAG if cipher is not None else 0)) if is_versioned else 0
     total = sum(entry.length for entry in entries)
-    head = _MAGIC + _HEAD.pack(version, flags.to_bytes(32, "little"), total, len(entries), INDEX_CAPACITY)
-    return FileLayout(head + listing.ljust(INDEX_CAPACITY, b"\0"), tuple(entries), position + len(END), cipher)
+    head = _MAGIC + _HEAD.pack(version, flags.to_bytes(32, "little"), total, len(entries), capacity)
+    return FileLayout(head + listing.ljust(capacity, b"\0"), tuple(entries), position + len(END), cipher)
+
+
+class Indexed(NamedTuple):
+    """A tensor in a tensorizer file, as the file's index has it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    length: int
+
+
+def read_index(read: Callable[[int, int], bytes]) -> list[Indexed]:
+    """The tensors in a file that any release of tensorizer wrote.
+
+    Args:
+        read: Gives so many bytes from an offset on.
+
+    Raises:
+        ValueError: the file is of another kind, encrypted, or damaged.
+    """
+    head = read(0, len(_MAGIC) + _HEAD.size)
+    if not head.startswith(_MAGIC):
+        raise ValueError("not a tensorizer file")
+    version, flags, _, count, length = _HEAD.unpack_from(head, len(_MAGIC))
+    features = int.from_bytes(flags, "little")
+    if version > _LONG:
+        raise ValueError(f"of a newer version ({version}) than this release reads")
+    if version == _ENCRYPTED or (version > _ENCRYPTED and features & _ENCRYPTED_FLAG):
+        raise ValueError("encrypted")
+    index = read(len(head), length)
+    found = []
+    position = 0
+    try:
+        for _ in range(count):
+            entry, position = _read_entry(index, position, versioned=bool(features & _VERSIONED_INDEX))
+            found.append(entry)
+    except (struct.error, IndexError, UnicodeDecodeError, TypeError, AttributeError) as error:
+        raise ValueError(f"damaged in its index: {error}") from error
+    return found
+
+
+def _read_entry(index: bytes, position: int, *, versioned: bool) -> tuple[Indexed, int]:
+    is_long = False
+    if versioned:
+        is_long = struct.unpack_from("<I", index, position)[0] >= _LONG
+        position += 4
+    (length,) = struct.unpack_from("<H", index, position)
+    position += 2
+    name = index[position : position + length].decode()
+    position += length + 1  # and the kind of tensor
+    length = index[position]
+    dtype = index[position + 1 : position + 1 + length].decode()
+    position += 1 + length
+    shape = struct.Struct(f"<{index[position]}{'Q' if is_long else 'I'}")
+    extents = shape.unpack_from(index, position + 1)
+    position += 1 + shape.size
+    _, offset, nbytes = struct.unpack_from("<QQQ", index, position)
+    return Indexed(name, _dtype(dtype), extents, offset, nbytes), position + 24
+
+
+def _dtype(name: str) -> torch.dtype:
+    _, opaque, torch_name = name.partition("\0")
+    if not opaque:
+        return torch.from_numpy(np.empty(0, np.dtype(name))).dtype
+    dtype = getattr(torch, torch_name.removeprefix("torch."))
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{torch_name!r} is no dtype")
+    return dtype
 
 
 class Digester:
-    """`StoredItem.digests` of data that comes in pieces of any size."""
+    """`StoredItem.digests` of data that comes in pieces of any size; ``block`` as in `StoredItem.block`."""
 
-    def __init__(self, nbytes: int) -> None:
-        self._step = self._left = block_size(nbytes)
+    def __init__(self, block: int) -> None:
+        self._step = self._left = block
         self._hash = xxhash.xxh3_64()
         self._whole = xxhash.xxh3_64()
         self._digests: list[bytes] = []
@@ -226,12 +306,16 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     return plain.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _header(name: bytes, dtype: bytes, shape: bytes, proof: bytes, length: int) -> tuple[bytes, int]:
+_Described = tuple[bytes, int, bytes, bytes]  # name, kind, dtype, shape
+
+
+def _header(described_as: _Described, proof: bytes, length: int) -> tuple[bytes, int]:
     """A tensor's header, and where the hashes, or what is there instead, go."""
+    name, kind, dtype, shape = described_as
     described = name + struct.pack("<B", len(dtype)) + dtype + shape
     hashes_offset = _START.size + len(described)
     nbytes = hashes_offset + len(proof) + _LENGTH.size
-    start = _START.pack(nbytes, 0, _STATE_DICT, len(name))
+    start = _START.pack(nbytes, 0, kind, len(name))
     return start + described + proof + _LENGTH.pack(length), hashes_offset
 
 
@@ -251,12 +335,13 @@ def _crypt_info(derivation: Derivation | None, nbytes: int, block: int) -> bytes
     return _LENGTH.pack(len(body)) + body
 
 
-def _index_entry(name: bytes, dtype: bytes, shape: bytes, entry: Entry) -> bytes:
+def _index_entry(described_as: _Described, entry: Entry) -> bytes:
+    name, kind, dtype, shape = described_as
     return b"".join(
         (
             struct.pack("<H", len(name)),
             name,
-            struct.pack("<BB", _STATE_DICT, len(dtype)),
+            struct.pack("<BB", kind, len(dtype)),
             dtype,
             shape,
             struct.pack("<QQQ", entry.header_offset, entry.offset, entry.length),

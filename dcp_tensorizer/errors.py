@@ -7,9 +7,10 @@
     ├── ReadError                 stored bytes could not be brought back
     │   ├── ChecksumMismatch      stored bytes are not the ones that were saved
     │   └── DecryptionError       there is no key, or not the right one
-    └── MetadataError             a checkpoint's ``.metadata`` is unusable
-        ├── NotCommitted          there is no committed checkpoint (also a ``FileNotFoundError``)
-        └── UntrustedObject       loading would run code that nobody allowed
+    ├── MetadataError             a checkpoint's ``.metadata`` is unusable
+    │   ├── NotCommitted          there is no committed checkpoint (also a ``FileNotFoundError``)
+    │   └── UntrustedObject       loading would run code that nobody allowed
+    └── ConversionError           a checkpoint cannot be brought into another format as asked
 
 All of them are built from one message, so that they survive pickling: DCP hands them from rank to rank,
 wrapped in ``torch.distributed.checkpoint.api.CheckpointException``, and the message must be enough there.
@@ -18,6 +19,7 @@ wrapped in ``torch.distributed.checkpoint.api.CheckpointException``, and the mes
 __all__ = [
     "CheckpointError",
     "ChecksumMismatch",
+    "ConversionError",
     "DecryptionError",
     "MetadataError",
     "NotCommitted",
@@ -67,3 +69,7 @@ class NotCommitted(MetadataError, FileNotFoundError):
 
 class UntrustedObject(MetadataError):
     """A stored object would need code to run on load; the message names key and type, and how to allow it."""
+
+
+class ConversionError(CheckpointError):
+    """A checkpoint cannot be brought into another format as asked; the message names the key, and what to do."""

@@ -23,14 +23,14 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ._commit import item_key, read_metadata
-from ._crypt import Cipher, check_decryption, decryption_cipher
+from ._crypt import Cipher, check_decryption, unlock
 from ._destination import open_storage
 from ._fetch import Wanted, fetch, is_direct
-from ._layout import Derivation, StoredItem, metadata_file_name
+from ._layout import StoredItem, metadata_file_name
 from ._plan import Box, ReadRequest, covers
 from ._storage import Storage, redact
 from ._tensorfile import unsafe_globals
-from .errors import CheckpointError, DecryptionError, MetadataError, NotCommitted, ReadError, UntrustedObject
+from .errors import CheckpointError, MetadataError, NotCommitted, ReadError, UntrustedObject
 
 if TYPE_CHECKING:
     from ._crypt import DecryptionParams
@@ -215,28 +215,10 @@ class TensorizerStorageReader(StorageReader):
 
     def _unlock(self) -> Cipher | None:
         """The checkpoint's key, before any target changes."""
-        path, record = self._opened.path, self._content.get("encryption")
-        if record is None and self._encryption is None:
-            return None
-        if self._encryption is None:
-            raise DecryptionError(
-                f"{path} is encrypted: give TensorizerStorageReader its key (encryption=tensorizer.DecryptionParams...)"
-            )
-        if record is None:
-            raise DecryptionError(
-                f"{path} is not encrypted, and the reader was given a key: it is not the checkpoint that was meant, or "
-                f"is loaded without encryption=..."
-            )
-        derivation = None if record["derivation"] is None else Derivation(*record["derivation"])
-        known = self._cipher
-        try:
-            if known is None or known.derivation != derivation:  # deriving takes long
-                known = decryption_cipher(self._encryption, derivation)
-        except DecryptionError as error:
-            raise DecryptionError(f"{path} {error}") from None
-        if not known.opens(record["check"]):
-            raise DecryptionError(f"{path} was encrypted with another key, or passphrase, than the reader was given")
-        return known
+        record = self._content.get("encryption")
+        if self._cipher is not None and record is not None and self._cipher.opens(record["check"]):
+            return self._cipher  # deriving it from a passphrase takes long
+        return unlock(self._encryption, record, self._opened.path)
 
     def _check_world(self, metadata: Metadata | None) -> None:
         """Every rank of a checkpoint saved without collectives must be there, seen alike by all ranks."""

@@ -53,11 +53,24 @@ class ByteTransformer(nn.Module):
     def forward(self, windows: torch.Tensor) -> torch.Tensor:
         """The mean loss, in nats per byte, over windows of ``CONTEXT + 1`` bytes each."""
         inputs, targets = windows[:, :-1], windows[:, 1:]
+        return cross_entropy(self.logits(inputs).flatten(0, 1), targets.flatten())
+
+    def logits(self, inputs: torch.Tensor) -> torch.Tensor:
+        """How likely each byte is to follow, for each place in some windows of ``CONTEXT`` bytes at most."""
         x = self.byte(inputs) + self.position(torch.arange(inputs.shape[1]))
         for block in self.blocks:
             x = block(x)
-        logits = self.head(self.norm(x))
-        return cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return self.head(self.norm(x))
+
+    @torch.no_grad()
+    def generate(self, prompt: bytes, count: int) -> bytes:
+        """Continues a text by so many bytes, drawn by their likelihood: always the same ones for the same weights."""
+        chance = torch.Generator().manual_seed(0)
+        text = list(prompt)
+        for _ in range(count):
+            likelihood = self.logits(torch.tensor([text[-CONTEXT:]]))[0, -1].softmax(0)
+            text.append(int(likelihood.multinomial(1, generator=chance)))
+        return bytes(text)
 
 
 def python_sources() -> torch.Tensor:

@@ -31,7 +31,7 @@ from dcp_tensorizer import (
     _plan,
 )
 from dcp_tensorizer._commit import decode
-from dcp_tensorizer._crypt import Cipher, decryption_cipher, encryption_cipher, find_other_key, random_nonce
+from dcp_tensorizer._crypt import Cipher, encryption_cipher, find_other_key, random_nonce, unlock
 from dcp_tensorizer._destination import open_storage
 from dcp_tensorizer._encoder import encode
 from dcp_tensorizer._fetch import Wanted, fetch, is_direct
@@ -161,28 +161,33 @@ def test_keys_of_all_kinds(tmp_path: Path) -> None:
     """Random, given as bytes, read from a file, or from a passphrase: the same key on both sides."""
     random = EncryptionParams.random()
     assert encryption_cipher(random) == Cipher(random.key)
-    assert decryption_cipher(DecryptionParams.from_key(random.key), None) == Cipher(random.key)
+    assert unlock(DecryptionParams.from_key(random.key), Cipher(random.key).record(), "/c") == Cipher(random.key)
     (tmp_path / "key").write_bytes(random.key)
     assert encryption_cipher(EncryptionParams((tmp_path / "key").read_bytes())) == Cipher(random.key)
     made = EncryptionParams.from_string("correct horse", **WEAK, salt=b"sixteen of salt.")
     cipher = encryption_cipher(made)
     assert cipher == Cipher(made.key, Derivation(1, 8192, 2, b"sixteen of salt."))
     assert [type(value) for value in cipher.derivation or ()] == [int, int, int, bytes]
-    assert decryption_cipher(DecryptionParams.from_string("correct horse"), cipher.derivation) == cipher
-    assert decryption_cipher(DecryptionParams.from_string("other horse"), cipher.derivation).key != cipher.key
-    assert decryption_cipher(DecryptionParams.from_key(made.key), cipher.derivation).key == cipher.key
+    assert unlock(DecryptionParams.from_string("correct horse"), cipher.record(), "/c") == cipher
+    assert unlock(DecryptionParams.from_key(made.key), cipher.record(), "/c") == Cipher(made.key)
+    with pytest.raises(DecryptionError, match="/c was encrypted with another key"):
+        unlock(DecryptionParams.from_string("other horse"), cipher.record(), "/c")
 
 
 def test_a_passphrase_for_what_was_encrypted_with_a_key() -> None:
     """The error says which of tensorizer's constructors to use."""
     with pytest.raises(DecryptionError, match="from_key"):
-        decryption_cipher(DecryptionParams.from_string("passphrase"), None)
+        unlock(DecryptionParams.from_string("passphrase"), Cipher(KEY).record(), "/c")
 
 
 def test_a_derivation_that_cannot_be_carried_out() -> None:
     """More memory than there is: an error that says how much, and not the passphrase."""
     with pytest.raises(DecryptionError, match=r"1,000,000,000,000,000 bytes") as caught:
-        decryption_cipher(DecryptionParams.from_string("passphrase"), Derivation(1, 10**15, 2, bytes(16)))
+        unlock(
+            DecryptionParams.from_string("passphrase"),
+            Cipher(KEY, Derivation(1, 10**15, 2, bytes(16))).record(),
+            "/c",
+        )
     assert "passphrase'" not in str(caught.value)
 
 

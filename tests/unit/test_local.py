@@ -116,6 +116,35 @@ def test_a_forked_child_does_not_keep_the_claim(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
-    """It was made a moment ago: somebody removed it."""
+    """It was made a moment ago, and somebody removed it with all that was around it."""
     with pytest.raises(WriteError, match="nowhere"):
-        LocalStorage(tmp_path / "nowhere").claim()
+        LocalStorage(tmp_path / "nowhere" / "checkpoint").claim()
+
+
+def test_a_directory_that_was_removed_by_who_cleaned_up(tmp_path: Path) -> None:
+    """A save that waited meanwhile makes it again, and claims the new one: nobody can remove that."""
+    storage = LocalStorage(tmp_path / "checkpoint")
+    storage.make_directory()
+    cleaner = storage.claim()
+    save = storage.claim()
+    assert storage.remove_directory()
+    cleaner.release()
+    save.share(10)
+    assert (tmp_path / "checkpoint").is_dir()
+    other = storage.claim()
+    assert other.leftovers() is None
+    other.release()
+    save.release()
+    late = storage.claim()
+    assert late.leftovers() == []
+    late.release()
+
+
+def test_a_directory_that_goes_away_before_it_is_claimed(tmp_path: Path) -> None:
+    """Between making it and claiming it, too."""
+    storage = LocalStorage(tmp_path / "checkpoint")
+    claim = storage.claim()
+    assert claim.leftovers() == []
+    claim.share(10)
+    assert (tmp_path / "checkpoint").is_dir()
+    claim.release()

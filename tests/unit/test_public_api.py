@@ -14,6 +14,7 @@ import dcp_tensorizer
 from dcp_tensorizer import (
     CheckpointError,
     ChecksumMismatch,
+    ConversionError,
     DecryptionError,
     MetadataError,
     NotCommitted,
@@ -31,6 +32,7 @@ from dcp_tensorizer import (
 EXCEPTIONS = [
     CheckpointError,
     ChecksumMismatch,
+    ConversionError,
     DecryptionError,
     MetadataError,
     NotCommitted,
@@ -47,6 +49,7 @@ def test_exported_names_are_pinned() -> None:
     assert dcp_tensorizer.__all__ == [
         "CheckpointError",
         "ChecksumMismatch",
+        "ConversionError",
         "DecryptionError",
         "MetadataError",
         "NotCommitted",
@@ -123,6 +126,7 @@ def test_the_exception_tree_is_the_one_in_the_docstring() -> None:
         "WriteError": {"WriterProcessDied": {}},
         "ReadError": {"ChecksumMismatch": {}, "DecryptionError": {}},
         "MetadataError": {"NotCommitted": {}, "UntrustedObject": {}},
+        "ConversionError": {},
     }
     drawn = [line.split("── ")[1].split()[0] for line in (errors.__doc__ or "").splitlines() if "── " in line]
     assert sorted([*drawn, "CheckpointError"]) == sorted(errors.__all__)

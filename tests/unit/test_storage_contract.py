@@ -1,6 +1,7 @@
 """What every destination must do, inherited by the tests of each."""
 
 import pickle
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,7 +10,7 @@ import pytest
 from dcp_tensorizer._destination import open_storage
 from dcp_tensorizer._layout import data_file_name
 from dcp_tensorizer._storage import redact
-from dcp_tensorizer.errors import ReadError, WriteError
+from dcp_tensorizer.errors import NotCommitted, ReadError, WriteError
 
 from .support import on_a_page, put_file, run_python
 
@@ -129,6 +130,33 @@ class Contract:
         storage.remove(names[1], names[2], NAME)
         storage.discard(names[3])
         assert [storage.size(name) for name in names] == [None, None, None, None, 1]
+
+    def test_listing(self, storage, url, options):
+        """Files with sizes and times, and subdirectories, of this directory alone; where there is none, it is said."""
+        started = time.time()
+        child = storage.child("below [1]*")
+        child.make_directory()
+        self.write(storage, NAME, b"1234")
+        self.write(child, NAME, b"x")
+        files, folders = storage.listing()
+        assert [(file.name, file.nbytes) for file in files] == [(NAME, 4)]
+        assert folders == ["below [1]*"]
+        assert files[0].modified is None or abs(files[0].modified - started) < 60
+        assert [file.name for file in child.listing()[0]] == [NAME]
+        assert open_storage(child.location, options).size(NAME) == 1
+        with pytest.raises(NotCommitted, match="nowhere"):
+            storage.child("nowhere").listing()
+
+    def test_reading_past_caches(self, storage):
+        """Whatever lies between, the bytes are the same, at any offset and to any end."""
+        content = bytes(range(251)) * 100
+        self.write(storage, NAME, content)
+        reader = storage.open_uncached(NAME)
+        for offset, nbytes in ((0, len(content)), (4096, 8192), (4096, 5000), (17, 4096), (8192, len(content) - 8192)):
+            buffer = on_a_page(bytes(nbytes))
+            reader.read_into([buffer], offset)
+            assert bytes(buffer) == content[offset : offset + nbytes]
+        reader.close()
 
     @pytest.mark.parametrize("odd", ODD)
     def test_odd_directories_are_literal(self, url, options, odd):

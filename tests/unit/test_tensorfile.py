@@ -56,7 +56,7 @@ def test_too_many_names_are_refused() -> None:
 
 
 def digests_of(content: bytes | bytearray) -> bytes:
-    digester = Digester(len(content))
+    digester = Digester(block_size(len(content)))
     digester.update(memoryview(content))
     return digester.digests()
 
@@ -81,7 +81,7 @@ def test_digests_do_not_depend_on_the_pieces(content: bytes, sizes: list[int]) -
     """However the bytes arrive, the blocks are the same."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_layout, "_MIN_BLOCK", 16)
-        digester = Digester(len(content))
+        digester = Digester(block_size(len(content)))
         rest = memoryview(content)
         for size in [*sizes, len(content)]:
             digester.update(rest[:size])

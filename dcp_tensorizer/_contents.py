@@ -1,0 +1,349 @@
+"""What a checkpoint holds, whatever its format: its tensors, where the bytes of their chunks lie, and its objects.
+
+Tensors are whole here, however they were sharded: any box of one is put together from the chunks that it touches. So
+whoever reads by boxes needs memory for a box, and not for a tensor or a checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from ._commit import item_key, read_metadata
+from ._crypt import Cipher, unlock
+from ._fetch import Wanted, copy_elements, fetch, is_direct, part_of
+from ._layout import StoredItem, metadata_file_name
+from ._plan import Box, ReadRequest, boxes_of_range
+from ._storage import Storage
+from ._tensorfile import host_bytes
+from .errors import DecryptionError, MetadataError, NotCommitted
+
+if TYPE_CHECKING:
+    from ._crypt import DecryptionParams
+
+__all__ = [
+    "BLOCK",
+    "Chunk",
+    "Contents",
+    "StoredObject",
+    "StoredTensor",
+    "blocks_of",
+    "contents_of",
+    "plain_tensor",
+    "read_box",
+    "read_parts",
+    "unlock_parts",
+    "value_path",
+    "whole",
+]
+
+BLOCK = 32 << 20
+"""Bytes of a tensor that are worth reading at once: several reads of a disk's or an object store's best size."""
+
+_KEPT = 1 << 20
+
+Path = tuple[str | int, ...]
+"""Where a value is in the nested state dict: keys of dicts, and indices of lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a tensor that is stored by itself.
+
+    Attributes:
+        box: Which part.
+        item: Where its elements are.
+        strides: Of its elements in the stored ones, and where the first is; None: in C order, from the first on.
+        cipher: Decrypts it; None if it is not encrypted, or nobody has the key.
+    """
+
+    box: Box
+    item: StoredItem
+    strides: tuple[tuple[int, ...], int] | None = None
+    cipher: Cipher | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor.
+
+    Attributes:
+        read: Gives a box of it, in C order on the CPU. Raises `ReadError`.
+        chunks: Where it is; empty if that is not for others to know.
+    """
+
+    key: str
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[Box], torch.Tensor]
+    chunks: tuple[Chunk, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """A value that is not a tensor, or a tensor of a subclass that only its own class can take apart.
+
+    Attributes:
+        read: Gives what ``torch.save`` made of it. Raises `ReadError`.
+        item: Where that is; None if that is not for others to know.
+    """
+
+    key: str
+    path: Path
+    nbytes: int
+    read: Callable[[], bytes]
+    item: StoredItem | None = None
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.item is not None and self.item.kind == "wrapper"
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """A checkpoint, by key."""
+
+    path: str
+    format: str
+    tensors: Mapping[str, StoredTensor]
+    objects: Mapping[str, StoredObject] = field(default_factory=dict)
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """Where each value is in the nested state dict."""
+        found = {key: tensor.path for key, tensor in self.tensors.items()}
+        return found | {key: stored.path for key, stored in self.objects.items()}
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """All of a tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def blocks_of(tensor: StoredTensor, nbytes: int = BLOCK) -> Iterator[Box]:
+    """Cuts a tensor into boxes of no more than ``nbytes`` bytes, which are runs of it in C order, in that order."""
+    count = math.prod(tensor.shape)
+    row = math.prod(tensor.shape[1:])
+    step = max(1, nbytes // tensor.dtype.itemsize)
+    step -= step % row if 0 < row <= step else 0  # whole rows, where they fit
+    for start in range(0, count, step):
+        yield from boxes_of_range(start, min(start + step, count), tensor.shape)
+
+
+def read_parts(storage: Storage) -> dict[int | None, Metadata]:
+    """A checkpoint's metadata: of all ranks (None), or by rank where each saved for itself.
+
+    Raises:
+        NotCommitted: there is none.
+        CheckpointError: it cannot be read.
+    """
+    metadata = read_metadata(storage)
+    if metadata is not None:
+        return {None: metadata}
+    parts: dict[int | None, Metadata] = {}
+    while (part := read_metadata(storage, len(parts))) is not None:
+        parts[len(parts)] = part
+    if not parts:
+        raise NotCommitted(
+            f"{storage.path} holds no committed checkpoint: there is no {metadata_file_name()}. The path is wrong, or "
+            f"the save that wrote there never finished."
+        )
+    return parts
+
+
+def unlock_parts(
+    storage: Storage, parts: Mapping[int | None, Metadata], key: DecryptionParams | None
+) -> dict[int | None, Cipher | None]:
+    """The keys of a checkpoint's parts (see `read_parts`), made from the one that the user gave.
+
+    Raises:
+        DecryptionError: there is no key, a wrong one, or one too many.
+    """
+    return {rank: unlock(key, part.storage_data.get("encryption"), storage.path) for rank, part in parts.items()}
+
+
+def contents_of(
+    storage: Storage,
+    parts: Mapping[int | None, Metadata],
+    ciphers: Mapping[int | None, Cipher | None] | None = None,
+) -> Contents:
+    """What a checkpoint holds; of a value that several ranks saved by themselves, the first one's.
+
+    Args:
+        storage: The checkpoint's directory.
+        parts: See `read_parts`.
+        ciphers: See `unlock_parts`; without them, reading what is encrypted is a `DecryptionError`.
+
+    Raises:
+        MetadataError: the stored chunks of a tensor do not make it up; names the key.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    objects: dict[str, StoredObject] = {}
+    chunks: dict[str, dict[torch.Size | None, Chunk]] = {}
+    for rank, metadata in parts.items():
+        cipher = (ciphers or {}).get(rank)
+        for key, entry in metadata.state_dict_metadata.items():
+            path = value_path(metadata, key)
+            found = _chunks(storage, metadata, key, entry, cipher)
+            first = next(iter(found.values()), None)
+            if not isinstance(entry, TensorStorageMetadata) or (first is not None and first.item.kind != "tensor"):
+                assert first is not None
+                if key not in objects:
+                    reader = _object_reader(storage, key, first)
+                    objects[key] = StoredObject(key, path, first.item.length, reader, first.item)
+                continue
+            chunks[key] = found | chunks.get(key, {})
+            stored = [c.item.dtype for c in chunks[key].values() if c.item.length]
+            dtype = getattr(torch, stored[0]) if stored else entry.properties.dtype
+            tensors[key] = _tensor(storage, key, path, dtype, (tuple(entry.size), tuple(chunks[key].values())))
+    for tensor in tensors.values():
+        _check_coverage(storage, tensor)
+    return Contents(storage.path, "dcp_tensorizer", tensors, objects)
+
+
+def read_box(
+    storage: Storage, key: str, dtype: torch.dtype, chunks: Sequence[Chunk], box: Box, *, verify: bool
+) -> torch.Tensor:
+    """Puts a box of a tensor together.
+
+    Raises:
+        ReadError: its bytes cannot be read; with ``verify`` also if they are not the ones that were saved.
+        DecryptionError: it is encrypted, and there is no key.
+    """
+    target = _empty(box.size, dtype)
+    wanted: dict[Cipher | None, list[Wanted]] = defaultdict(list)
+    for chunk in chunks:
+        common = box.intersect(chunk.box)
+        if common is None:
+            continue
+        part = part_of(target, common, box)
+        if chunk.strides is not None:
+            copy_elements(part, part_of(_read_strided(storage, key, chunk), common, chunk.box))
+            continue
+        stored = getattr(torch, chunk.item.dtype)
+        inner = Box(tuple(a - b for a, b in zip(common.start, chunk.box.start, strict=True)), common.size)
+        request = ReadRequest(chunk.item, chunk.box.size, stored.itemsize, inner, is_direct(part, stored))
+        if chunk.item.seal and chunk.cipher is None:
+            raise DecryptionError(f"{storage.path}: {key!r} is encrypted: give its key")
+        wanted[chunk.cipher].append(Wanted(key, request, part))
+    for cipher, parts in wanted.items():
+        fetch(storage, parts, threads=storage.read_threads, verify=verify, cipher=cipher)
+    return target
+
+
+def plain_tensor(
+    storage: Storage,
+    path: Path,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    place: tuple[str, int],
+    strides: tuple[tuple[int, ...], int] | None = None,
+) -> StoredTensor:
+    """A tensor whose elements lie in some file of another format, without digests.
+
+    Args:
+        storage: Where the file is.
+        path: In the nested state dict; its key is made of that.
+        dtype, shape: The tensor's.
+        place: File, and first byte of its elements there.
+        strides: See `Chunk.strides`.
+    """
+    key = ".".join(map(str, path))
+    count = math.prod(shape)
+    if strides is not None and count:
+        count = strides[1] + 1 + sum((n - 1) * step for n, step in zip(shape, strides[0], strict=True))
+    item = StoredItem(
+        *place[:1], key, place[1], count * dtype.itemsize, str(dtype).removeprefix("torch."), "tensor", b""
+    )
+    chunk = Chunk(whole(shape), item, strides)
+
+    def read(box: Box) -> torch.Tensor:
+        return read_box(storage, key, dtype, [chunk], box, verify=False)
+
+    return StoredTensor(key, path, dtype, shape, read, (chunk,))
+
+
+def _tensor(
+    storage: Storage, key: str, path: Path, dtype: torch.dtype, where: tuple[tuple[int, ...], tuple[Chunk, ...]]
+) -> StoredTensor:
+    shape, chunks = where
+
+    def read(box: Box) -> torch.Tensor:
+        return read_box(storage, key, dtype, chunks, box, verify=True)
+
+    return StoredTensor(key, path, dtype, shape, read, chunks)
+
+
+def _chunks(
+    storage: Storage, metadata: Metadata, key: str, entry: Any, cipher: Cipher | None
+) -> dict[torch.Size | None, Chunk]:
+    """The stored parts of a value, by their place in it."""
+    sizes: dict[torch.Size | None, tuple[int, ...]] = {None: ()}
+    if isinstance(entry, TensorStorageMetadata):
+        sizes = {chunk.offsets: tuple(chunk.sizes) for chunk in entry.chunks}
+    found: dict[torch.Size | None, Chunk] = {}
+    for offset, size in sizes.items():
+        place = metadata.storage_data["items"].get(item_key(MetadataIndex(key, offset)))
+        if place is None:
+            raise MetadataError(f"{storage.path} has no data for {key!r} at offset {offset}")
+        item = StoredItem(*place)
+        box = Box(tuple(offset or ()), size)
+        if item.kind == "tensor" and math.prod(box.size) * getattr(torch, item.dtype).itemsize != item.length:
+            raise MetadataError(f"{storage.path}: {key!r} of shape {box.size} has {item.length:,} bytes stored")
+        found[offset] = Chunk(box, item, cipher=cipher)
+    return found
+
+
+def _check_coverage(storage: Storage, tensor: StoredTensor) -> None:
+    covered = sum(math.prod(chunk.box.size) for chunk in tensor.chunks)
+    if covered != math.prod(tensor.shape):
+        raise MetadataError(
+            f"{storage.path}: the stored chunks of {tensor.key!r} hold {covered:,} of its "
+            f"{math.prod(tensor.shape):,} elements"
+        )
+
+
+def _object_reader(storage: Storage, key: str, stored: Chunk) -> Callable[[], bytes]:
+    chunk = replace(stored, box=Box((0,), (stored.item.length,)))
+
+    def read() -> bytes:
+        return bytes(host_bytes(read_box(storage, key, torch.uint8, [chunk], chunk.box, verify=True)))
+
+    return read
+
+
+def value_path(metadata: Metadata, key: str) -> Path:
+    """Where DCP found a value, as its planner noted it down."""
+    path = (metadata.planner_data or {}).get(key, (key,))
+    return path if isinstance(path, tuple) and ".".join(map(str, path)) == key else (key,)
+
+
+def _empty(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Memory that goes back to the system when it is let go: malloc keeps some for each thread that ever had any."""
+    nbytes = math.prod(size) * dtype.itemsize
+    if nbytes < _KEPT:
+        return torch.empty(size, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).view(dtype).view(size)
+
+
+def _read_strided(storage: Storage, key: str, chunk: Chunk) -> torch.Tensor:
+    """All of a chunk whose elements do not lie in C order."""
+    assert chunk.strides is not None
+    strides, first = chunk.strides
+    dtype = getattr(torch, chunk.item.dtype)
+    count = chunk.item.length // dtype.itemsize
+    line = Chunk(Box((0,), (count,)), chunk.item)
+    elements = read_box(storage, key, dtype, [line], line.box, verify=False)
+    return elements.as_strided(chunk.box.size, strides, first)

@@ -1,0 +1,122 @@
+"""Results that appear whole or not at all: written under another name beside their own, and renamed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ._destination import open_storage
+from ._encoder import Parts
+from ._local import LocalStorage
+from ._storage import Storage
+from .errors import ConversionError, NotCommitted, WriteError
+
+__all__ = ["beside", "new_directory", "new_file", "write_stream"]
+
+
+def beside(path: str, options: Mapping[str, Any]) -> tuple[Storage, str]:
+    """The storage of the directory that a file is in, and the file's name there."""
+    if "://" in path or "::" in path:
+        folder, _, name = path.rpartition("/")
+        return open_storage(folder, options), name
+    absolute = Path(os.path.abspath(path))
+    return LocalStorage(absolute.parent), absolute.name
+
+
+@contextmanager
+def new_directory(path: str, options: Mapping[str, Any]) -> Iterator[Storage]:
+    """A directory that gets its name when everything is in it; off local disks, that loses its files if that fails.
+
+    Raises:
+        ConversionError: there is something at the path.
+        WriteError: it cannot be written.
+    """
+    storage = open_storage(path, options)
+    with suppress(NotCommitted):
+        if any(storage.listing()):
+            raise ConversionError(f"{storage.path} exists, and is not empty: choose another destination")
+    if isinstance(storage, LocalStorage):
+        with _renamed(Path(storage.location)) as temporary:
+            temporary.mkdir()
+            yield LocalStorage(temporary)
+            LocalStorage(temporary).sync_directory()
+        return
+    storage.make_directory()
+    try:
+        yield storage
+    except BaseException:
+        with suppress(Exception):
+            storage.discard(*(file.name for file in storage.listing()[0]))
+        raise
+
+
+@contextmanager
+def new_file(path: str, options: Mapping[str, Any]) -> Iterator[tuple[Storage, str]]:
+    """A file that gets its name when it is complete; off local disks, a sink's file appears so by itself.
+
+    Raises:
+        ConversionError: there is something at the path.
+        WriteError: it cannot be written.
+    """
+    storage, name = beside(path, options)
+    if storage.size(name) is not None:
+        raise ConversionError(f"{storage.path}/{name} exists: choose another destination")
+    if isinstance(storage, LocalStorage):
+        with _renamed(Path(storage.location) / name) as temporary:
+            yield storage, temporary.name
+    else:
+        yield storage, name
+
+
+def write_stream(storage: Storage, name: str, nbytes: int, pieces: Iterable[memoryview]) -> None:
+    """Writes a file of ``nbytes`` bytes that come in order.
+
+    Raises:
+        WriteError: it cannot be written; there is none then.
+    """
+    try:
+        sink = storage.create(name, nbytes, sync=True)
+    except OSError as error:
+        raise WriteError(storage.scrub(f"cannot create {storage.path}/{name}: {error}")) from error
+    try:
+        with ThreadPoolExecutor(sink.concurrency, thread_name_prefix="parts") as io:
+            parts = Parts(nbytes, sink, io, sink.concurrency + 2)
+            offset = 0
+            for piece in pieces:
+                if piece.nbytes:
+                    parts.fill(offset, np.frombuffer(piece, dtype=np.uint8))
+                    offset += piece.nbytes
+            parts.finish()
+        sink.close()
+    except OSError as error:
+        sink.abort()
+        raise WriteError(storage.scrub(f"cannot write {storage.path}/{name}: {error}")) from error
+    except BaseException:
+        sink.abort()
+        raise
+
+
+@contextmanager
+def _renamed(path: Path) -> Iterator[Path]:
+    """A name beside ``path`` for what takes its place at the end, or goes if that is not reached."""
+    temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        os.rename(temporary, path)
+        LocalStorage(path.parent).sync_directory()
+    except OSError as error:
+        raise WriteError(f"cannot write {path}: {error}") from error
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)

@@ -1,0 +1,138 @@
+"""How the command line's results look: tables that fit a terminal, and are whole in a pipe."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["Screen", "count", "size"]
+
+_PIPE = 1 << 16  # columns: nothing is cut or folded where a program reads
+_MANY = 4  # ranks that are named one by one
+
+
+class Screen:
+    """Where a command's result goes: tables, or one JSON document, on stdout; what it is doing on stderr."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.as_json = as_json
+        self._out = Console(highlight=False, markup=False, emoji=False)
+        if not self._out.is_terminal:
+            self._out = Console(highlight=False, markup=False, emoji=False, width=_PIPE)
+        self._err = Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+    def json(self, value: Any) -> None:
+        sys.stdout.write(json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+    def line(self, text: str, style: str = "") -> None:
+        self._out.print(Text(_visible(text), style=style), soft_wrap=True)
+
+    def error(self, text: str) -> None:
+        self._err.print(Text.assemble(("error: ", "bold red"), _visible(text)), soft_wrap=True)
+
+    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str | Text]], title: str = "") -> None:
+        """Prints a table; a column whose name begins with ``>`` is of numbers."""
+        table = Table(box=None, pad_edge=False, header_style="bold", title_style="bold", title_justify="left")
+        for name in columns:
+            number = name.startswith(">")
+            table.add_column(
+                name.lstrip(">"),
+                justify="right" if number else "left",
+                no_wrap=number,
+                overflow="fold",
+                ratio=None,
+            )
+        for row in rows:
+            table.add_row(*(Text(_visible(cell)) if isinstance(cell, str) else cell for cell in row))
+        if table.row_count:
+            if title:
+                self._out.print()
+                self._out.print(Text(_visible(title), style="bold cyan"), soft_wrap=True)
+            self._out.print(table)
+
+    @contextmanager
+    def progress(self, doing: str) -> Iterator[Any]:
+        """A bar, on a terminal; gives a function to be called with what is done and what there is to do."""
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        bar = Progress(*columns, console=self._err, transient=True, disable=not self._err.is_terminal or self.as_json)
+        with bar:
+            task = bar.add_task(doing, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def size(nbytes: int | None) -> str:
+    """Bytes, as disks are sold: ``1.5 GB``."""
+    if nbytes is None:
+        return "-"
+    value, units = float(nbytes), ["B", "kB", "MB", "GB", "TB", "PB"]
+    while value >= 999.5 and len(units) > 1:
+        value /= 1000
+        units.pop(0)
+    return (
+        f"{nbytes} B"
+        if units[0] == "B"
+        else f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {units[0]}"
+    )
+
+
+def count(number: int, noun: str) -> str:
+    """``1 tensor``, ``2 tensors``."""
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
+def moment(seconds: float | None) -> str:
+    """A time, local and to the second."""
+    return "-" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def shape(extents: Sequence[int]) -> str:
+    """``4 x 3``; of a tensor without dimensions ``scalar``."""
+    return " x ".join(map(str, extents)) or "scalar"
+
+
+def ranks(numbers: Iterable[int | None]) -> str:
+    """``0-3``, or ``0, 2``."""
+    found = sorted({number for number in numbers if number is not None})
+    if not found:
+        return "-"
+    if len(found) > 1 and found[-1] - found[0] == len(found) - 1:
+        return f"{found[0]}-{found[-1]}"
+    return ", ".join(map(str, found[:_MANY])) + (", ..." if len(found) > _MANY else "")
+
+
+def number(value: float | None) -> str:
+    """A count in full, a difference in three digits, which are enough to judge it by."""
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+
+
+def _visible(text: str) -> str:
+    """Keys come from a checkpoint, and could hold what a terminal would take for orders."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no numbers for infinities and NaN."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

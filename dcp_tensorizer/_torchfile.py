@@ -1,0 +1,209 @@
+"""What ``torch.save`` writes, read and written without ever being in memory: a file, or a part of one.
+
+torch has both halves: with fake tensors, ``torch.load`` says where each tensor's bytes lie instead of reading them, and
+``torch.save`` leaves room for them instead of writing them.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # as torch.serialization.skip_data documents
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict  # what dcp.save does
+from torch.utils._pytree import tree_leaves
+
+from ._contents import Contents, Path, StoredObject, StoredTensor, blocks_of, plain_tensor
+from ._storage import RangeReader, Storage
+from ._tensorfile import host_bytes, unsafe_globals
+from .errors import ConversionError, UntrustedObject
+
+__all__ = ["FileView", "load_fake", "locate", "read_state_dict", "skeleton"]
+
+_PIECE = 4 << 20
+
+
+class FileView(io.RawIOBase):
+    """A range of a file, as a file of its own."""
+
+    def __init__(self, reader: RangeReader, offset: int, nbytes: int) -> None:
+        self._reader = reader
+        self._offset = offset
+        self._nbytes = nbytes
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self._nbytes - self._position))
+        if count:
+            self._reader.read_into([memoryview(buffer)[:count]], self._offset + self._position)
+            self._position += count
+        return count
+
+
+def load_fake(file: FileView, path: str) -> Any:
+    """Loads what ``torch.save`` wrote, with fake tensors for all tensors.
+
+    Raises:
+        UntrustedObject: it would need code to run.
+        ConversionError: it cannot be read.
+    """
+    buffered = io.BufferedReader(file)
+    try:
+        with FakeTensorMode():
+            return torch.load(buffered, weights_only=True)
+    except Exception as error:
+        file.seek(0)
+        needed = ", ".join(unsafe_globals_in(file))
+        if needed:
+            raise UntrustedObject(f"{path} could run code when it is loaded ({needed}): it was not") from None
+        raise ConversionError(
+            f"{path} cannot be read: {type(error).__name__}: {error} (files of torch before 1.6 must be loaded and "
+            f"saved once more)"
+        ) from error
+
+
+def unsafe_globals_in(file: FileView) -> Sequence[str]:
+    """What the weights-only loader refuses in a file; nothing if it cannot tell."""
+    try:
+        return sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(io.BufferedReader(file))))
+    except Exception:
+        return ()
+
+
+def locate(storage: Storage, path: Path, tensor: torch.Tensor, place: tuple[str, int]) -> StoredTensor:
+    """A tensor of `load_fake`, by where its bytes are.
+
+    Args:
+        storage: Where the file is.
+        path: In the nested state dict.
+        tensor: The fake one.
+        place: The file, and where what was loaded begins in it.
+
+    Raises:
+        ConversionError: its elements are not plain bytes.
+    """
+    key = ".".join(map(str, path))
+    if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided or tensor.is_quantized:
+        raise ConversionError(f"{key!r}: a {type(tensor).__name__} of layout {tensor.layout} cannot be converted")
+    shape = tuple(tensor.shape)
+    if not tensor.numel():
+        return plain_tensor(storage, path, tensor.dtype, shape, place)
+    strides = tuple(tensor.stride())
+    offset = place[1] + (tensor.untyped_storage()._checkpoint_offset or 0)
+    offset += int(tensor.storage_offset()) * tensor.itemsize
+    contiguous = tensor.is_contiguous()
+    found = plain_tensor(storage, path, tensor.dtype, shape, (place[0], offset), None if contiguous else (strides, 0))
+    return _resolved(found, conj=tensor.is_conj(), neg=tensor.is_neg())
+
+
+def read_state_dict(storage: Storage, name: str, reader: RangeReader, nbytes: int) -> Contents:
+    """The contents of a file with a state dict.
+
+    Raises:
+        UntrustedObject: it would need code to run.
+        ConversionError: it cannot be read, or holds no state dict.
+    """
+    path = f"{storage.path}/{name}"
+    value = load_fake(FileView(reader, 0, nbytes), path)
+    if not isinstance(value, dict):
+        raise ConversionError(f"{path} holds a {type(value).__name__}, and no state dict")
+    try:
+        values, paths = flatten_state_dict(value)
+    except ValueError as error:
+        raise ConversionError(f"{path}: {error}") from error
+    tensors, objects = {}, {}
+    for key, item in values.items():
+        if isinstance(item, torch.Tensor):
+            tensors[key] = locate(storage, tuple(paths[key]), item, (name, 0))
+        elif any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(item)):
+            raise ConversionError(f"{path}: {key!r} is a {type(item).__name__} with tensors in it: leave it out")
+        else:
+            content = io.BytesIO()
+            torch.save(item, content)
+            data = content.getvalue()
+            objects[key] = StoredObject(key, tuple(paths[key]), len(data), lambda data=data: data)  # type: ignore[misc]
+    return Contents(path, "torch", tensors, objects)
+
+
+def skeleton(contents: Contents) -> tuple[int, Iterator[memoryview]]:
+    """The bytes of a file with everything in it, as a nested state dict.
+
+    Returns:
+        How many there are, and they, in order.
+
+    Raises:
+        UntrustedObject: an object would need code to run.
+    """
+    paths = contents.paths
+    with FakeTensorMode():
+        values: dict[str, Any] = {t.key: torch.empty(t.shape, dtype=t.dtype) for t in contents.tensors.values()}
+    for stored in contents.objects.values():
+        content = stored.read()
+        try:
+            values[stored.key] = torch.load(io.BytesIO(content), weights_only=True)
+        except Exception:
+            needed = ", ".join(unsafe_globals(content))
+            raise UntrustedObject(
+                f"{stored.key!r} in {contents.path} is an object that could run code when it is loaded ({needed}), "
+                f"and it must be loaded to become part of a torch.save file: leave it out"
+            ) from None
+    ordered = {key: values[key] for key in paths}
+    # Sparse: what is left out for the data takes no room.
+    room = tempfile.NamedTemporaryFile(prefix="dcp_tensorizer-", suffix=".skeleton")  # noqa: SIM115
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(unflatten_state_dict(ordered, paths), room.name)
+    return room.seek(0, io.SEEK_END), _filled(room, contents)
+
+
+def _filled(room: Any, contents: Contents) -> Iterator[memoryview]:
+    with room:
+        room.seek(0)
+        with FakeTensorMode():
+            values, _ = flatten_state_dict(torch.load(room, weights_only=True))
+        places = sorted(
+            (values[key].untyped_storage()._checkpoint_offset, key)
+            for key, tensor in contents.tensors.items()
+            if tensor.nbytes
+        )
+        position = 0
+        for offset, key in places:
+            yield from _copied(room, position, offset)
+            tensor = contents.tensors[key]
+            yield from (host_bytes(tensor.read(box)) for box in blocks_of(tensor))
+            position = offset + tensor.nbytes
+        yield from _copied(room, position, room.seek(0, io.SEEK_END))
+
+
+def _copied(room: Any, start: int, stop: int) -> Iterator[memoryview]:
+    room.seek(start)
+    while start < stop:
+        piece = room.read(min(_PIECE, stop - start))
+        start += len(piece)
+        yield memoryview(piece)
+
+
+def _resolved(tensor: StoredTensor, *, conj: bool, neg: bool) -> StoredTensor:
+    """A tensor whose stored elements are to be conjugated or negated, as some views are saved."""
+    if not conj and not neg:
+        return tensor
+
+    def read(box: Any) -> torch.Tensor:
+        value = tensor.read(box)
+        value = value.conj().resolve_conj() if conj else value
+        return value.neg() if neg else value
+
+    return StoredTensor(tensor.key, tensor.path, tensor.dtype, tensor.shape, read)

@@ -1,0 +1,169 @@
+"""Brings checkpoints into other formats and back, as ``dcp-tensorizer convert`` does.
+
+    from dcp_tensorizer.convert import Options, convert
+
+    convert("checkpoint", "model.tensors", "tensorizer", options=Options(select=["model.*"], strip_prefix="model."))
+
+Shards are put together into whole tensors. Tensors are read when it is their turn to be written, so that the memory
+needed is that of the largest one, and not that of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from ._contents import Contents, Path, StoredObject, StoredTensor
+from ._crypt import check_decryption
+from ._plan import Box
+from ._sources import FORMATS, open_contents
+from ._targets import TARGETS, Options
+from .errors import ConversionError, ReadError, WriteError
+
+if TYPE_CHECKING:
+    from ._crypt import DecryptionParams
+
+__all__ = ["FORMATS", "Converted", "Options", "convert"]
+
+_Value = TypeVar("_Value", StoredTensor, StoredObject)
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was converted: ``nbytes`` are those of the tensors in the new file or files."""
+
+    source_format: str
+    tensors: int
+    objects: int
+    nbytes: int
+    seconds: float
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    to: str,
+    *,
+    options: Options | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    encryption: DecryptionParams | None = None,
+    on_progress: Callable[[int, int], object] = lambda done, total: None,
+) -> Converted:
+    """Converts a checkpoint of any of the `FORMATS` into any other; what is at ``target`` then is whole, or nothing.
+
+    Args:
+        source: A checkpoint of this package or of torch's DCP, a tensorizer file, a safetensors file or a directory of
+            them, or a ``torch.save`` file; a local path, or any URL that fsspec opens.
+        target: A path or URL where there is nothing yet. ``dcp_tensorizer``, ``dcp`` and tensor-parallel tensorizer
+            files take a directory, ``tensorizer`` and ``torch`` a file, and ``safetensors`` a file if the name ends in
+            ``.safetensors``, else a directory as Hugging Face lays it out.
+        to: The format.
+        options: What to convert, and how.
+        storage_options: Passed to the fsspec filesystems of source and target.
+        encryption: The key of an encrypted source (`tensorizer.DecryptionParams`). The target is not encrypted.
+        on_progress: Called with the bytes that were read and the bytes in all; by several threads, one at a time.
+
+    Raises:
+        ConversionError: the format cannot hold what there is, which the message names, or there is something at
+            ``target``; nothing was written.
+        NotCommitted: there is no checkpoint at ``source``.
+        DecryptionError: there is no key, a wrong one, or one too many.
+        UntrustedObject: an object would need code to run.
+        CheckpointError: ``source`` is damaged, or ``target`` cannot be written; nothing is left there.
+    """
+    started = time.monotonic()
+    how = options or Options()
+    if to not in TARGETS:
+        raise ConversionError(f"{to!r} is none of the formats {', '.join(FORMATS)}")
+    if encryption is not None:
+        check_decryption(encryption)
+    contents = open_contents(source, storage_options or {}, how.source_format, encryption)
+    found = contents.format
+    contents = _selected(contents, how)
+    TARGETS[to].check(contents, how)
+    total = sum(tensor.nbytes for tensor in contents.tensors.values())
+    contents = _counted(contents, total, on_progress)
+    try:
+        TARGETS[to].write(contents, os.fspath(target), storage_options or {}, how)
+    except WriteError as error:
+        if isinstance(error.__cause__, ReadError):  # it was the source
+            raise error.__cause__ from None
+        raise
+    return Converted(found, len(contents.tensors), len(contents.objects), total, time.monotonic() - started)
+
+
+def _selected(contents: Contents, how: Options) -> Contents:
+    """What is to be converted, under its new names and in its new dtypes."""
+    tensors = {t.key: t for t in (_renamed(t, how) for t in contents.tensors.values() if _matches(t.key, how))}
+    objects = {o.key: o for o in (_renamed(o, how) for o in contents.objects.values() if _matches(o.key, how))}
+    before = [key for key in (*contents.tensors, *contents.objects) if _matches(key, how)]
+    if not before:
+        raise ConversionError(f"{contents.path} has no key that matches {', '.join(how.select)}")
+    if len(tensors.keys() | objects.keys()) < len(before):
+        raise ConversionError(f"without the prefix {how.strip_prefix!r}, two keys of {contents.path} are the same")
+    if how.strip_prefix and not any(key.startswith(how.strip_prefix) for key in before):
+        raise ConversionError(f"no key of {contents.path} that is to be converted begins with {how.strip_prefix!r}")
+    for stored in objects.values():
+        if stored.is_tensor:
+            raise ConversionError(
+                f"{stored.key!r} is a tensor of a subclass, which only its own class can take apart: leave it out"
+            )
+    return replace(
+        contents, tensors={key: _cast(tensor, how.dtype) for key, tensor in tensors.items()}, objects=objects
+    )
+
+
+def _matches(key: str, how: Options) -> bool:
+    return not how.select or any(fnmatch.fnmatchcase(key, pattern) for pattern in how.select)
+
+
+def _renamed(value: _Value, how: Options) -> _Value:
+    if not how.strip_prefix or not value.key.startswith(how.strip_prefix):
+        return value
+    path = _stripped(value.path, how.strip_prefix)
+    if not path or not ".".join(map(str, path)):
+        raise ConversionError(f"nothing is left of the key {value.key!r} without the prefix {how.strip_prefix!r}")
+    return replace(value, key=".".join(map(str, path)), path=path)
+
+
+def _stripped(path: Path, prefix: str) -> Path:
+    """What is left of a path whose key begins with ``prefix``; it begins with a key of a dict."""
+    while path and prefix.startswith(f"{path[0]}."):
+        prefix = prefix.removeprefix(f"{path[0]}.")
+        path = path[1:]
+    return (str(path[0]).removeprefix(prefix), *path[1:]) if path else path
+
+
+def _cast(tensor: StoredTensor, dtype: torch.dtype | None) -> StoredTensor:
+    if dtype is None or not tensor.dtype.is_floating_point or tensor.dtype == dtype:
+        return tensor
+
+    def read(box: Box) -> torch.Tensor:
+        return tensor.read(box).to(dtype)
+
+    return replace(tensor, dtype=dtype, read=read, chunks=())
+
+
+def _counted(contents: Contents, total: int, on_progress: Callable[[int, int], object]) -> Contents:
+    counting = threading.Lock()
+    done = 0
+
+    def counted(tensor: StoredTensor) -> StoredTensor:
+        def read(box: Box) -> torch.Tensor:
+            nonlocal done
+            value = tensor.read(box)
+            with counting:
+                done += value.nbytes
+                on_progress(min(done, total), total)
+            return value
+
+        return replace(tensor, read=read)
+
+    return replace(contents, tensors={key: counted(tensor) for key, tensor in contents.tensors.items()})

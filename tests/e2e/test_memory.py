@@ -1,0 +1,85 @@
+"""What tools need in memory is bounded by the largest tensor, not by the checkpoint."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+
+import pytest
+
+LIMIT = 400 << 20
+TENSOR = 16 << 20
+COUNT = 4 * LIMIT // TENSOR
+
+# RLIMIT_DATA: what a process writes to, stacks and heaps; not what it maps of files, which the system can drop.
+LIMITED = """
+import resource, sys, threading
+threading.stack_size(1 << 20)
+resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[1]), int(sys.argv[1])))
+from dcp_tensorizer.__main__ import main
+sys.argv = ["dcp-tensorizer", *sys.argv[2:]]
+main()
+"""
+
+
+def limited(*arguments):
+    """Runs the command line in so much memory, and with as few threads as a small machine has."""
+    return subprocess.run(
+        [sys.executable, "-c", LIMITED, str(LIMIT), *map(str, arguments)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A checkpoint of four times the limit; most of it zeros, so that it is quickly made."""
+    folder = tmp_path_factory.mktemp("large")
+    names = [f"layer.{number:03}" for number in range(COUNT)]
+    described = {
+        name: {"dtype": "F32", "shape": [TENSOR // 4096, 1024], "data_offsets": [n * TENSOR, (n + 1) * TENSOR]}
+        for n, name in enumerate(names)
+    }
+    head = json.dumps(described).encode()
+    with open(folder / "sparse.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(head)) + head)
+        for number in range(COUNT):
+            file.seek(8 + len(head) + number * TENSOR)
+            file.write(struct.pack("<f", number + 1))
+        file.truncate(8 + len(head) + COUNT * TENSOR)
+    done = limited("convert", folder / "sparse.safetensors", folder / "checkpoint", "--to", "dcp_tensorizer")
+    assert done.returncode == 0, done.stderr
+    return folder / "checkpoint"
+
+
+@pytest.mark.parametrize("to", ["tensorizer", "safetensors", "torch", "dcp"])
+def test_converting_four_times_the_memory_there_is(large, tmp_path, to):
+    """Each format is written, and read, a tensor at a time."""
+    target = tmp_path / "converted"
+    done = limited("convert", large, target, "--to", to)
+    assert done.returncode == 0, done.stderr
+    done = limited("diff", large.parent / "sparse.safetensors", target, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["same"], found["nbytes"]) == (COUNT, 2 * COUNT * TENSOR)
+
+
+def test_verifying_four_times_the_memory_there_is(large):
+    """With and without tensorizer's own hashes."""
+    for full in ([], ["--full"]):
+        done = limited("verify", large, "--json", *full)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["bytes"] >= COUNT * TENSOR
+
+
+def test_the_limit_bites():
+    """What needs the whole checkpoint in memory does not get it."""
+    script = LIMITED.split("from dcp_tensorizer")[0] + "import torch\ntorch.ones(int(sys.argv[2]), dtype=torch.uint8)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(LIMIT), str(LIMIT)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "not enough memory" in done.stderr or "DefaultCPUAllocator" in done.stderr

@@ -1,0 +1,104 @@
+"""Checkpoints of any chunks, as several ranks would have saved them, made by one process."""
+
+from __future__ import annotations
+
+import functools
+import io
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from dcp_tensorizer._commit import commit
+from dcp_tensorizer._contents import whole
+from dcp_tensorizer._crypt import Cipher
+from dcp_tensorizer._destination import open_storage
+from dcp_tensorizer._job import FileJob
+from dcp_tensorizer._layout import StoredItem
+from dcp_tensorizer._plan import Box, plan_files, stored_names
+from dcp_tensorizer._protocol import TensorSource
+from dcp_tensorizer._tensorfile import host_bytes
+
+from .support import dtype_name
+
+ODD = {"half": [Box((0, 0), (3, 4)), Box((3, 0), (2, 4))], "columns": [Box((0, 0), (5, 1)), Box((0, 1), (5, 3))]}
+
+
+def make_checkpoint(
+    path: str | Path,
+    tensors: Mapping[str, torch.Tensor],
+    objects: Mapping[str, Any] | None = None,
+    chunks: Mapping[str, Sequence[Box]] | None = None,
+    cipher: Cipher | None = None,
+    **committing: Any,
+) -> Path:
+    """Saves tensors whole, or in the chunks that are given for a key: the first on rank 0, the second on rank 1, ..."""
+    storage = open_storage(path)
+    storage.make_directory()
+    save_id = uuid.uuid4().hex
+    items: dict[int, list[tuple[MetadataIndex, torch.Tensor, str]]] = {}
+    described: dict[str, Any] = {}
+    for key, tensor in tensors.items():
+        boxes = (chunks or {}).get(key, [whole(tensor.shape)])
+        for rank, box in enumerate(boxes):
+            part = tensor[tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
+            items.setdefault(rank, []).append((MetadataIndex(key, torch.Size(box.start)), part, "tensor"))
+        described[key] = TensorStorageMetadata(
+            TensorProperties(tensor.dtype),
+            tensor.shape,
+            [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size)) for box in boxes],
+        )
+    for key, value in (objects or {}).items():
+        stream = io.BytesIO()
+        torch.save(value, stream)
+        blob = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
+        items.setdefault(0, []).append((MetadataIndex(key), blob, "object"))
+        described[key] = BytesStorageMetadata()
+    written = []
+    for rank, own in items.items():
+        names = stored_names([index.fqn for index, _, _ in own])
+        by_name = dict(zip(names, own, strict=True))
+        files = plan_files(
+            (
+                TensorSource(name, dtype_name(t.dtype), tuple(t.shape), 0, 0, t.nbytes, kind)
+                for name, (_, t, kind) in by_name.items()
+                if t.numel()
+            ),
+            rank,
+            save_id,
+        )
+        contents = functools.partial(_contents, by_name)
+        job = FileJob(storage, files, contents, sync=False, threads=1, cipher=cipher)
+        places = {
+            source.name: (file, source, tensor)
+            for request, file in zip(files, job.run().files, strict=True)
+            for source, tensor in zip(request.tensors, file.tensors, strict=True)
+        }
+        for name, (index, tensor, kind) in by_name.items():
+            stored, nbytes = StoredItem("", "", 0, 0, dtype_name(tensor.dtype), kind, b""), 0
+            if name in places:
+                file, source, result = places[name]
+                nbytes = file.nbytes
+                place = file.name, name, result.offset, result.length, source.dtype, kind
+                stored = StoredItem(*place, result.digests, result.seal)
+            written.append((index, stored, nbytes))
+    paths = {key: tuple(key.split(".")) for key in described}
+    metadata = Metadata(described, paths, storage_meta=StorageMeta(str(path), save_id))
+    record = None if cipher is None else cipher.record()
+    commit(storage, metadata, written, **{"rank": None, "sync": False, "encryption": record, **committing})
+    return Path(path)
+
+
+def _contents(own: Mapping[str, tuple[MetadataIndex, torch.Tensor, str]], source: TensorSource) -> memoryview:
+    return host_bytes(own[source.name][1])

@@ -1,0 +1,180 @@
+"""The command line: what it prints, for people and for scripts, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dcp_tensorizer.cli import app
+
+from .checkpoints import ODD, make_checkpoint
+from .support import filled
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    tensors = {
+        "model.half": filled(torch.bfloat16, (5, 4)),
+        "model.columns": filled(torch.float32, (5, 4), 1),
+        "optim.step": torch.tensor(3.0),
+    }
+    chunks = {f"model.{key}": boxes for key, boxes in ODD.items()}
+    return make_checkpoint(tmp_path / "run" / "step-7", tensors, {"optim.lr": 0.5, "note": "a\x1b[31mb"}, chunks)
+
+
+def run(*arguments: str | Path) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.stdout, done.stderr
+
+
+def told(*arguments: str | Path, code: int = 0) -> object:
+    """What a command says to a script."""
+    exit_code, out, _ = run(*arguments, "--json")
+    assert exit_code == code
+    return json.loads(out)
+
+
+def test_ls(checkpoint: Path) -> None:
+    """Name, state and numbers, in a line for each."""
+    code, out, _ = run("ls", checkpoint.parent)
+    assert code == 0
+    assert out.splitlines()[1].split()[:2] == ["step-7", "committed"]
+    assert out.splitlines()[1].split()[-2:] == ["2", "3"]
+    (found,) = told("ls", checkpoint.parent)  # type: ignore[misc]
+    assert (found["step"], found["state"], found["objects"]) == (7, "committed", 2)
+
+
+def test_inspect(checkpoint: Path) -> None:
+    """Every tensor with what is known of it, never cut in a pipe; a checkpoint gives no orders to a terminal."""
+    code, out, _ = run("inspect", checkpoint)
+    assert code == 0
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line}
+    assert rows["model.half"] == ["5", "x", "4", "bfloat16", "40", "B", "2", "0-1"]
+    assert rows["optim.step"][:2] == ["scalar", "float32"]
+    assert rows["optim.lr"][:2] == ["float", "0.5"]
+    assert "\x1b" not in out and "x1b[31mb" in out
+    assert rows["model"][:2] == ["2", "40"]
+    found = told("inspect", checkpoint, "model.*")
+    assert [tensor["key"] for tensor in found["tensors"]] == ["model.half", "model.columns"]  # type: ignore[index]
+    assert [chunk["offset"] for chunk in found["tensors"][1]["chunks"]] == [[0, 0], [0, 1]]  # type: ignore[index]
+    code, out, _ = run("inspect", checkpoint, "model.half", "--chunks")
+    assert out.count(".tensors") == 4
+
+
+def test_verify(checkpoint: Path) -> None:
+    """0 and ok, or 1 and what is damaged."""
+    code, out, _ = run("verify", checkpoint, "--full")
+    assert (code, out.startswith("ok: 2 files, 7 items")) == (0, True)
+    path = sorted(checkpoint.glob("*.tensors"))[0]
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size - 2000)
+    code, out, _ = run("verify", checkpoint)
+    assert (code, "DAMAGED" in out, path.name in out, "optim.lr" in out) == (1, True, True, True)
+    found = told("verify", checkpoint, code=1)
+    assert found["damages"][0]["file"] == path.name  # type: ignore[index]
+
+
+def test_diff(checkpoint: Path, tmp_path: Path) -> None:
+    """0 if they are the same however they are sharded, 1 if not."""
+    same = {"model.half": filled(torch.bfloat16, (5, 4)), "model.columns": filled(torch.float32, (5, 4), 1)}
+    make_checkpoint(tmp_path / "b", same | {"optim.step": torch.tensor(3.0)}, {"optim.lr": 0.5, "note": "a\x1b[31mb"})
+    assert told("diff", checkpoint, tmp_path / "b")["same"] == 5  # type: ignore[call-overload, index]
+    make_checkpoint(tmp_path / "c", same | {"optim.step": torch.tensor(4.0)}, {"optim.lr": 0.25})
+    code, out, _ = run("diff", checkpoint, tmp_path / "c")
+    assert code == 1
+    assert "0.5 -> 0.25" in out
+    assert "different: 2 keys the same, 2 changed, 1 only in A, 0 only in B" in out
+
+
+def test_convert_and_back(checkpoint: Path, tmp_path: Path) -> None:
+    """Options reach the conversion, and what comes out is as it should be."""
+    model = ["--select", "model.*", "--strip-prefix", "model."]
+    code, out, _ = run("convert", checkpoint, tmp_path / "m.safetensors", "--to", "safetensors", *model)
+    assert (code, "2 tensors" in out) == (0, True)
+    assert told("convert", tmp_path / "m.safetensors", tmp_path / "back", "--to", "dcp_tensorizer")["tensors"] == 2  # type: ignore[call-overload, index]
+    code, out, _ = run("diff", tmp_path / "back", tmp_path / "m.safetensors")
+    assert code == 0
+    code, _, err = run("convert", checkpoint, tmp_path / "m.safetensors", "--to", "safetensors", *model)
+    assert (code, "exists" in err) == (2, True)
+
+
+def test_gc(checkpoint: Path) -> None:
+    """A dry run removes nothing and says how much would go."""
+    make_checkpoint(checkpoint.parent / "step-8", {"x": torch.ones(3)})
+    found = told("gc", checkpoint.parent, "--keep", "1", "--dry-run")
+    expected = sum(path.stat().st_size for path in checkpoint.iterdir())
+    assert found["bytes"] == expected  # type: ignore[call-overload, index]
+    assert checkpoint.exists()
+    code, out, _ = run("gc", checkpoint.parent, "--keep", "1")
+    assert (code, "1 checkpoint and" in out, checkpoint.exists()) == (0, True, False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["verify", "nowhere"], "no committed checkpoint"),
+        (["ls", "nowhere"], "no directory"),
+        (["ls", "nonsense://x"], "nonsense"),
+        (["convert", "nowhere", "x", "--to", "torch"], "does not exist"),
+        (["convert", "{checkpoint}", "x", "--to", "zip"], "none of the formats"),
+        (["convert", "{checkpoint}", "x", "--to", "safetensors"], "'optim.lr'"),
+        (["convert", "{checkpoint}", "x", "--to", "torch", "--from", "dcp"], "is of the format dcp_tensorizer"),
+        (["convert", "{checkpoint}", "x", "--to", "torch", "--select", "modle.*"], "modle.*"),
+        (["convert", "{checkpoint}", "x", "--to", "torch", "--dtype", "int8"], "int8"),
+        (["convert", "{checkpoint}", "x", "--to", "torch", "--shard-size", "many"], "many"),
+        (["convert", "{checkpoint}", "x", "--to", "tensorizer", "--split", "nowhere.json"], "nowhere.json"),
+        (["gc", "{checkpoint}", "--older-than", "long"], "long"),
+        (["gc", "{checkpoint}", "--keep", "0"], "--keep"),
+        (["ls", "memory://x", "--storage-option", "novalue"], "KEY=VALUE"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_told_in_a_line(
+    checkpoint: Path, arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 2, what is wrong, and no traceback; nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(*(argument.format(checkpoint=checkpoint) for argument in arguments))
+    assert (code, words in err, "Traceback" in err, out) == (2, True, False, "")
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_damage_met_by_a_command_is_1(checkpoint: Path, tmp_path: Path) -> None:
+    """A script can tell damage from a mistake of its own."""
+    path = max(checkpoint.glob("*.tensors"), key=lambda path: path.stat().st_size)
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size - 2000)
+    code, _, err = run("convert", checkpoint, tmp_path / "x", "--to", "torch")
+    assert (code, path.name in err, (tmp_path / "x").exists()) == (1, True, False)
+
+
+def test_secrets_of_storage_options_are_not_told() -> None:
+    """An error of a file system may quote its options; these do not come through."""
+    code, _, err = run("ls", "memory://nowhere", "--storage-option", "password=hunter22-hunter22")
+    assert (code, "hunter22" in err) == (2, False)
+
+
+def test_as_a_module_and_without_its_libraries(tmp_path: Path) -> None:
+    """``python -m dcp_tensorizer`` runs it; where typer is missing, a line says what to install."""
+    done = subprocess.run(
+        [sys.executable, "-m", "dcp_tensorizer", "--help"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "convert" in done.stdout
+    (tmp_path / "typer.py").write_text("raise ImportError('no typer', name='typer')")
+    done = subprocess.run(
+        [sys.executable, "-m", "dcp_tensorizer", "ls", "."],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (2, "dcp-tensorizer needs typer: pip install 'dcp_tensorizer[cli]'\n")
