@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorizer import EncryptionParams
 from typer.testing import CliRunner
 
+from dcp_tensorizer._crypt import encryption_cipher
 from dcp_tensorizer.cli import app
 
 from .checkpoints import ODD, make_checkpoint
@@ -178,3 +180,56 @@ def test_as_a_module_and_without_its_libraries(tmp_path: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stderr) == (2, "dcp-tensorizer needs typer: pip install 'dcp_tensorizer[cli]'\n")
+
+
+KEY = bytes(range(32))
+
+
+@pytest.fixture
+def encrypted(tmp_path: Path) -> Path:
+    made = EncryptionParams.from_string("open sesame", opslimit=1, memlimit=8192, salt=b"sixteen of salt.")
+    (tmp_path / "key").write_bytes(made.key)
+    (tmp_path / "wrong").write_bytes(KEY)
+    (tmp_path / "passphrase").write_text("open sesame\n")
+    tensors = {"w": filled(torch.float32, (5, 4))}
+    return make_checkpoint(tmp_path / "run" / "secret-1", tensors, {"lr": 0.5}, None, encryption_cipher(made))
+
+
+def test_encrypted_checkpoints_without_their_key(encrypted: Path) -> None:
+    """Names and places are shown, files verified and collected; values are not to be had."""
+    (listed,) = told("ls", encrypted.parent)  # type: ignore[misc]
+    assert (listed["state"], listed["tensors"]) == ("committed", 1)
+    found = told("inspect", encrypted)
+    assert [tensor["key"] for tensor in found["tensors"]] == ["w"]  # type: ignore[index]
+    assert [(o["key"], o["value"]) for o in found["objects"]] == [("lr", "encrypted")]  # type: ignore[index]
+    assert run("verify", "--full", encrypted)[0] == 0
+    for command in (["diff", encrypted, encrypted], ["convert", encrypted, encrypted.parent / "x", "--to", "torch"]):
+        code, _, error = run(*command)
+        assert code == 2
+        assert "is encrypted: give its key" in " ".join(error.split())
+
+
+@pytest.mark.parametrize("option", ["key", "passphrase"])
+def test_encrypted_checkpoints_with_their_key(encrypted: Path, tmp_path: Path, option: str) -> None:
+    """From a file: a key, or the passphrase that it was made of."""
+    key = (f"--{option}-file", tmp_path / option)
+    found = told("inspect", encrypted, *key)
+    assert [(o["key"], o["value"]) for o in found["objects"]] == [("lr", "0.5")]  # type: ignore[index]
+    assert run("convert", encrypted, tmp_path / "plain.pt", "--to", "torch", *key)[0] == 0
+    assert torch.equal(torch.load(tmp_path / "plain.pt")["w"], filled(torch.float32, (5, 4)))
+    assert told("diff", encrypted, encrypted, *key)["changed"] == []  # type: ignore[index]
+
+
+def test_keys_that_do_not_fit(encrypted: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """A wrong one, one too many, one that is none: each error says which."""
+    (tmp_path / "short").write_bytes(b"short")
+    for path, key, words in (
+        (encrypted, "wrong", "another key"),
+        (checkpoint, "key", "is not encrypted"),
+        (encrypted, "short", "cannot read a key from"),
+        (encrypted, "missing", "cannot read a key from"),
+    ):
+        code, _, error = run("convert", path, tmp_path / "out", "--to", "torch", "--key-file", tmp_path / key)
+        assert code == 2
+        assert words in " ".join(error.split())
+        assert not (tmp_path / "out").exists()

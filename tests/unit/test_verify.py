@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from dcp_tensorizer._contents import read_parts
+from dcp_tensorizer._crypt import Cipher
 from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._layout import data_file_rank
+from dcp_tensorizer._layout import Derivation, data_file_rank
 from dcp_tensorizer._plan import Box
 from dcp_tensorizer._verify import Verified, verify
 from dcp_tensorizer.errors import MetadataError
@@ -18,11 +19,12 @@ from .checkpoints import make_checkpoint
 from .support import filled
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
+@pytest.fixture(params=[None, Cipher(bytes(range(32)), Derivation(1, 8192, 2, bytes(16)))], ids=["plain", "encrypted"])
+def checkpoint(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """Of an encrypted one nobody has the key here."""
     tensors = {"a": filled(torch.float32, (5, 4)), "b": filled(torch.bfloat16, (300, 1000), 1), "e": torch.empty(0, 2)}
     chunks = {"b": [Box((0, 0), (200, 1000)), Box((200, 0), (100, 1000))]}
-    return make_checkpoint(tmp_path / "checkpoint", tensors, {"step": 7}, chunks)
+    return make_checkpoint(tmp_path / "checkpoint", tensors, {"step": 7}, chunks, request.param)
 
 
 def look(checkpoint: Path, full: bool = False) -> Verified:
