@@ -236,7 +236,7 @@ def read_box(
         inner = Box(tuple(a - b for a, b in zip(common.start, chunk.box.start, strict=True)), common.size)
         request = ReadRequest(chunk.item, chunk.box.size, stored.itemsize, inner, is_direct(part, stored))
         if chunk.item.seal and chunk.cipher is None:
-            raise DecryptionError(f"{storage.path}: {key!r} is encrypted: give its key")
+            raise DecryptionError(f"{storage.path}: {key!r} is encrypted: give its key (--key-file)")
         wanted[chunk.cipher].append(Wanted(key, request, part))
     for cipher, parts in wanted.items():
         fetch(storage, parts, threads=storage.read_threads, verify=verify, cipher=cipher)

@@ -23,7 +23,7 @@ class SaveReport:
         resolve_seconds: In this process, from the finished plan to the request and from the answer to the results.
         hash_seconds: In the writer process until all hashes were known; it writes meanwhile.
         write_seconds: Of that and after it, in write calls and fsync.
-        commit_seconds: In publishing ``.metadata`` and removing what it replaced; None on ranks that do not commit.
+        commit_seconds: In publishing ``.metadata``; None on ranks that do not commit.
         durable_at: When this rank's data, and on the coordinator the checkpoint, was durable (``time.time()``).
     """
 

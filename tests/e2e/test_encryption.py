@@ -296,10 +296,10 @@ def test_stock_tensorizer_opens_every_file(saved):
 def test_keys_that_do_not_fit(saved, plain):
     """A missing, wrong or superfluous key is named on every rank, and no target has changed."""
     messages = {
-        "no key": "is encrypted: give TensorizerStorageReader its key",
+        "no key": "is encrypted: give its key (encryption=tensorizer.DecryptionParams",
         "another key": "another key, or passphrase",
         "another passphrase": "another key, or passphrase",
-        "a key for a plain one": "is not encrypted, and the reader was given a key",
+        "a key for a plain one": "is not encrypted, and a key was given",
     }
     for failures in run_ranks(2, _load_with_wrong_keys, saved[0], plain):
         for case, message in messages.items():
