@@ -193,7 +193,9 @@ def unlock(params: DecryptionParams | None, record: Mapping[str, Any] | None, pa
     if record is None and params is None:
         return None
     if params is None:
-        raise DecryptionError(f"{path} is encrypted: give its key (encryption=tensorizer.DecryptionParams..., or --key-file)")
+        raise DecryptionError(
+            f"{path} is encrypted: give its key (encryption=tensorizer.DecryptionParams..., or --key-file)"
+        )
     if record is None:
         raise DecryptionError(
             f"{path} is not encrypted, and a key was given: it is not the checkpoint that was meant, or needs no key"
