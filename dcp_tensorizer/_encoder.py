@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import mmap
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -22,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 import xxhash
+from isal.isal_zlib import crc32 as crc32_of  # ten times as fast as zlib's
 
 from ._crypt import Cipher, random_nonce
 from ._layout import NONCE_BYTES, block_size
@@ -164,14 +164,14 @@ class _Encoding:
     def _hash(self, entry: Entry, data: memoryview, *, fill: bool) -> tuple[bytes, Encoded]:
         """One tensor's header, and what becomes of it; its bytes go into their parts on the way, if they are to."""
         digester = Digester(block_size(data.nbytes))
-        crc32 = zlib.crc32(entry.header)
+        crc32 = crc32_of(entry.header)
         sha256 = hashlib.sha256(entry.header)
         apart = self._apart.submit(sha256.update, data) if self._apart is not None else None
         array = np.frombuffer(data, dtype=np.uint8)
         for start in range(0, data.nbytes, _PIECE):
             piece = data[start : start + _PIECE]
             digester.update(piece)
-            crc32 = zlib.crc32(piece, crc32)
+            crc32 = crc32_of(piece, crc32)
             if apart is None:
                 sha256.update(piece)
             if fill:

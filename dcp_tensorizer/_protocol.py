@@ -73,6 +73,7 @@ class WriteRequest:
     sync: bool
     threads: int
     buffer_bytes: int
+    timeout: float
     cipher: Cipher | None = None
 
 

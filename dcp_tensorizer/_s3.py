@@ -37,16 +37,17 @@ class S3Storage(Storage):
         root: Bucket and prefix.
         url: The directory, as the user named it.
         scrub: Removes credentials from a text.
+        patience: Seconds of silence after which a request is tried again.
     """
 
     read_threads = 32
     gap_bytes = 512 << 10
     file_bytes = 64 << 30  # of 8,192 parts
 
-    def __init__(self, filesystem: Any, root: str, url: str, scrub: Callable[[str], str]) -> None:
+    def __init__(self, filesystem: Any, root: str, url: str, scrub: Callable[[str], str], patience: float) -> None:
         self.bucket, prefix, _ = filesystem.split_path(root.rstrip("/") + "/")
         self._prefix = prefix.rstrip("/") + "/" if prefix.strip("/") else ""
-        self._client = S3Client(filesystem)
+        self._client = S3Client(filesystem, patience)
         self._scrub = scrub
         self.path = redact(url)
         self.location = url

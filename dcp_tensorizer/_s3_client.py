@@ -14,8 +14,6 @@ __all__ = ["NoSuchObject", "S3Client", "read_body"]
 
 # For whatever the user's own config_kwargs leave open.
 _CONFIG: dict[str, Any] = {
-    "connect_timeout": 20,  # botocore also allows so much for sending a piece of a body
-    "read_timeout": 60,
     "retries": {"mode": "standard", "total_max_attempts": 6},
     "max_pool_connections": 300,
     # Over https it is off by default. Over http nothing that is read back is signed either, and hashing each part once
@@ -39,10 +37,16 @@ class S3Client:
 
     botocore retries what is worth it (5xx, slow-down, resets, timeouts), with backoff, and refreshes credentials that
     it can refresh. When a token has expired all the same, a fresh client looks for credentials anew, once a request.
+
+    Args:
+        filesystem: s3fs's, which is not connected.
+        patience: Seconds of silence after which a request is tried again.
     """
 
-    def __init__(self, filesystem: Any) -> None:
+    def __init__(self, filesystem: Any, patience: float) -> None:
         self._filesystem = filesystem
+        # botocore takes the first one also for sending a piece of a body.
+        self._timeouts = {"connect_timeout": patience, "read_timeout": patience}
         self._lock = threading.Lock()
         self._botocore: Any = None
 
@@ -77,7 +81,8 @@ class S3Client:
         import botocore.session
 
         given = self._filesystem
-        config = _CONFIG | {key: value for key, value in given.config_kwargs.items() if key not in _ASYNC_CONFIG}
+        wanted = {key: value for key, value in given.config_kwargs.items() if key not in _ASYNC_CONFIG}
+        config = _CONFIG | self._timeouts | wanted
         config["s3"] = _CONFIG["s3"] | dict(given.config_kwargs.get("s3") or {})
         named = {
             "aws_access_key_id": given.key,

@@ -19,7 +19,6 @@ __all__ = ["SftpStorage"]
 
 _T = TypeVar("_T")
 
-_TIMEOUT = 60.0  # for an answer; a connection that is silent for so long is given up
 _KEEPALIVE = 20
 
 
@@ -28,8 +27,9 @@ class SftpStorage(StreamStorage):
 
     read_threads = 4  # OpenSSH allows 10 channels a connection, and the connection is one cipher's stream anyway
 
-    def __init__(self, filesystem: Any, root: str, url: str, scrub: Callable[[str], str]) -> None:
+    def __init__(self, filesystem: Any, root: str, url: str, scrub: Callable[[str], str], patience: float) -> None:
         super().__init__(filesystem, root, url, scrub)
+        self._patience = patience  # for an answer; a connection that is silent for so long is given up
         self._lock = threading.Lock()
         self._idle: list[Any] = []
         self._adopt(filesystem)
@@ -103,7 +103,7 @@ class SftpStorage(StreamStorage):
             ftp = self._idle.pop() if self._idle else None
         if ftp is None:
             ftp = filesystem.client.open_sftp()
-            ftp.get_channel().settimeout(_TIMEOUT)
+            ftp.get_channel().settimeout(self._patience)
         try:
             yield ftp
         except FileNotFoundError:
@@ -148,7 +148,7 @@ class SftpStorage(StreamStorage):
     def _adopt(self, filesystem: Any) -> None:
         """Closes a connection with its storage: nobody else does."""
         filesystem.client.get_transport().set_keepalive(_KEEPALIVE)
-        filesystem.ftp.get_channel().settimeout(_TIMEOUT)
+        filesystem.ftp.get_channel().settimeout(self._patience)
         weakref.finalize(self, filesystem.client.close)
 
 

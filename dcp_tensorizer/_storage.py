@@ -11,7 +11,10 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-__all__ = ["TAKEN", "Claim", "FileInfo", "RangeReader", "Sink", "Storage", "redact", "scatter"]
+__all__ = ["TAKEN", "TIMEOUT", "Claim", "FileInfo", "RangeReader", "Sink", "Storage", "redact", "scatter"]
+
+TIMEOUT = 600.0
+"""Seconds after which a wait for the storage is given up, unless the user says otherwise."""
 
 TAKEN = "there is one already, and it must not be replaced"
 

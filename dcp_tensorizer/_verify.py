@@ -12,13 +12,13 @@ import mmap
 import os
 import threading
 import time
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from isal.isal_zlib import crc32 as crc32_of
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ._crypt import Cipher
@@ -218,7 +218,7 @@ class _Sealed:
         self._stored = stored
         self._entry = entry
         self._header = b""
-        self._crc32 = zlib.crc32(entry.header)
+        self._crc32 = crc32_of(entry.header)
         self._sha256 = hashlib.sha256(entry.header)
         self._blocks = _Blocks(stored, 0, entry.length)
 
@@ -227,7 +227,7 @@ class _Sealed:
         self._header += bytes(piece[:missing])
         data = piece[missing:]
         if not self._stored.item.seal:
-            self._crc32 = zlib.crc32(data, self._crc32)
+            self._crc32 = crc32_of(data, self._crc32)
             self._sha256.update(data)
         self._blocks.update(data)
 

@@ -105,7 +105,7 @@ class _Worker:
             info.id: attach(fd, info.nbytes)
             for info, fd in zip((i for i in request.arenas if not i.attached), fds, strict=True)
         }
-        storage = open_storage(request.path, request.storage_options)
+        storage = open_storage(request.path, request.storage_options, request.timeout)
         job = FileJob(
             storage,
             request.files,

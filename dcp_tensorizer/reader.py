@@ -28,7 +28,7 @@ from ._destination import open_storage
 from ._fetch import Wanted, fetch, is_direct
 from ._layout import StoredItem, metadata_file_name
 from ._plan import Box, ReadRequest, covers
-from ._storage import Storage, redact
+from ._storage import TIMEOUT, Storage, redact
 from ._tensorfile import unsafe_globals
 from .errors import CheckpointError, MetadataError, NotCommitted, ReadError, UntrustedObject
 
@@ -56,6 +56,8 @@ class TensorizerStorageReader(StorageReader):
         allow_pickle: Load objects that the weights-only rules of ``torch.load`` refuse. They can run any code:
             only for checkpoints that you trust as you trust a program.
         thread_count: Parallel reads; None for a number that suits the storage.
+        timeout: Seconds after which a wait for a remote storage is given up. Requests to S3 and SFTP servers that stay
+            silent for a tenth of that are tried again.
         on_progress: Called while tensors are read, with the bytes that are done and the bytes in all; by several
             threads, one at a time.
         encryption: The key, or the passphrase, of an encrypted checkpoint (`tensorizer.DecryptionParams`). With one, a
@@ -73,6 +75,7 @@ class TensorizerStorageReader(StorageReader):
         verify: bool = True,
         allow_pickle: bool = False,
         thread_count: int | None = None,
+        timeout: float = TIMEOUT,
         on_progress: Callable[[int, int], object] | None = None,
         encryption: DecryptionParams | None = None,
     ) -> None:
@@ -84,6 +87,7 @@ class TensorizerStorageReader(StorageReader):
         self._verify = verify
         self._allow_pickle = allow_pickle
         self._threads = thread_count
+        self._timeout = timeout
         self._on_progress = on_progress
         self._encryption = encryption
         self._cipher: Cipher | None = None
@@ -115,7 +119,7 @@ class TensorizerStorageReader(StorageReader):
         rank = kwargs.get("rank")
         self._error = None
         try:
-            self._storage = open_storage(self._path, self._options)
+            self._storage = open_storage(self._path, self._options, self._timeout)
             metadata = read_metadata(self._storage, rank)
             if metadata is None and rank is None:
                 raise NotCommitted(f"{self._storage.path} has no {metadata_file_name()}")

@@ -41,7 +41,7 @@ from ._plan import plan_files
 from ._process import WriterProcess
 from ._protocol import FileRequest, WriteDone, WriteRequest
 from ._report import SaveReport
-from ._storage import Claim, Storage, redact
+from ._storage import TIMEOUT, Claim, Storage, redact
 from ._tensorfile import host_bytes
 from .errors import CheckpointError, StagingError, WriteError, WriterProcessDied
 from .staging import ArenaStager, Lease
@@ -106,7 +106,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         max_consecutive_failures: From that many failed saves in a row on, ``stage()`` raises on the coordinator, so
             that a job that looks at no future does not train on without checkpoints. None for never.
         timeout: Seconds after which a wait for the storage is given up: a write that makes no progress, or another
-            save's clean-up of the same directory.
+            save's clean-up of the same directory. Requests to S3 and SFTP servers that stay silent for a tenth of
+            that are tried again.
         buffer_bytes: Memory, in the writer process, for the parts of a file that are being made or sent. Less of it
             means fewer parts in flight.
         on_report: Called with the `SaveReport` of each save that this rank has written, and on the coordinator
@@ -131,7 +132,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         thread_count: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
         max_consecutive_failures: int | None = 3,
-        timeout: float = 600.0,
+        timeout: float = TIMEOUT,
         buffer_bytes: int = BUFFER_BYTES,
         on_report: Callable[[SaveReport], object] | None = None,
         encryption: EncryptionParams | None = None,
@@ -284,7 +285,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
                 )
             if path is None:
                 raise WriteError("nowhere to save: give the writer a path, or the save a checkpoint_id")
-            storage = open_storage(path, self._options)
+            storage = open_storage(path, self._options, self._timeout)
         except CheckpointError as error:
             self._outcomes.failed(error)
             raise
@@ -431,6 +432,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             sync=self._sync,
             threads=self._threads,
             buffer_bytes=self._buffer_bytes,
+            timeout=self._timeout,
             cipher=self._cipher,
         )
         return files, self._send(save, request, [arena] if self._spill is None else [arena, self._spill])

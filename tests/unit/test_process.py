@@ -53,7 +53,7 @@ def request(path, arena, count=1000, options=None):
     tensor = arena.allocate(torch.float32, (count,))
     tensor.copy_(torch.arange(count, dtype=torch.float32))
     source = TensorSource("w", "float32", (count,), arena.id, arena.locate(tensor), tensor.nbytes)
-    return WriteRequest(str(path), options or {}, (FileRequest(NAME, (source,)),), (), True, 2, 64 << 20)
+    return WriteRequest(str(path), options or {}, (FileRequest(NAME, (source,)),), (), True, 2, 64 << 20, 60.0)
 
 
 def test_requests_are_written(process, arena, tmp_path):
@@ -136,7 +136,7 @@ def test_a_process_that_takes_no_request_is_killed(process, arena, tmp_path):
     rescue = threading.Timer(20, os.kill, (process.pid, signal.SIGKILL))
     rescue.start()
     source = TensorSource("w" * 200, "float32", (1,), arena.id, 0, 4)
-    large = WriteRequest(str(tmp_path), {}, (FileRequest(NAME, (source,) * 20_000),), (), True, 1, 64 << 20)
+    large = WriteRequest(str(tmp_path), {}, (FileRequest(NAME, (source,) * 20_000),), (), True, 1, 64 << 20, 60.0)
     large = dataclasses.replace(large, storage_options={"padding": os.urandom(4 << 20)})
     try:
         with pytest.raises(WriterProcessDied, match="made no progress for 1 s"):

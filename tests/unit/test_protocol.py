@@ -36,6 +36,7 @@ REQUEST = WriteRequest(
     sync=True,
     threads=2,
     buffer_bytes=64 << 20,
+    timeout=600.0,
 )
 DONE = WriteDone((FileResult("f", 300_000, (TensorResult(262_300, 24, b"8" * 8),)),), 1.5, 1.0, 0.5, {"o": ("a.B",)})
 
@@ -94,7 +95,9 @@ def test_descriptors_travel_with_their_message(channels: tuple[Channel, Channel]
 def test_a_message_larger_than_the_socket_buffer_arrives(channels: tuple[Channel, Channel]) -> None:
     """20,000 tensors with long names: sent while the other end reads."""
     sources = tuple(TensorSource(f"{n:0200}", "float32", (n,), 1, 64 * n, 4 * n) for n in range(20_000))
-    request = WriteRequest("/p", {}, (FileRequest("f", sources),), (), sync=False, threads=1, buffer_bytes=1)
+    request = WriteRequest(
+        "/p", {}, (FileRequest("f", sources),), (), sync=False, threads=1, buffer_bytes=1, timeout=1.0
+    )
     sending = threading.Thread(target=channels[0].send, args=(request,), daemon=True)
     sending.start()
     message, _ = channels[1].receive()

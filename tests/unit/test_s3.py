@@ -20,6 +20,7 @@ from dcp_tensorizer import ReadError, WriteError, _retry
 from dcp_tensorizer._destination import open_storage
 from dcp_tensorizer._layout import data_file_name
 from dcp_tensorizer._s3 import S3Storage
+from dcp_tensorizer._storage import TIMEOUT
 
 from ..proxy import Fault, Request, S3Proxy, s3_proxy
 from ..servers import KEY, OTHER_KEY, SECRET, S3Server
@@ -51,8 +52,8 @@ Opener = Callable[..., S3Storage]
 def opened(s3: S3Server, proxy: S3Proxy, prefix: str) -> Opener:
     """Opens the prefix by way of the proxy."""
 
-    def opened(**options: Any) -> S3Storage:
-        storage = open_storage(f"s3://{s3.bucket}/{prefix}", s3.options(proxy.endpoint, **options))
+    def opened(timeout: float = TIMEOUT, **options: Any) -> S3Storage:
+        storage = open_storage(f"s3://{s3.bucket}/{prefix}", s3.options(proxy.endpoint, **options), timeout)
         assert isinstance(storage, S3Storage)
         return storage
 
@@ -176,7 +177,7 @@ def test_an_upload_survives_a_cut_in_the_middle_of_a_part(storage: S3Storage, pr
 
 def test_a_slow_link_is_no_fault(opened: Opener, proxy: S3Proxy) -> None:
     """A part may take longer than the timeout, as long as it gets on."""
-    storage = opened(config_kwargs={"connect_timeout": 0.5, "read_timeout": 0.5, "retries": {"total_max_attempts": 1}})
+    storage = opened(timeout=5.0, config_kwargs={"retries": {"total_max_attempts": 1}})
     proxy.rule = always("UploadPart", Fault(rate=8e6))
     started = time.monotonic()
     put_file(storage, NAME, CONTENT)
@@ -192,9 +193,12 @@ def test_a_slow_link_is_no_fault(opened: Opener, proxy: S3Proxy) -> None:
     ids=["slow down", "reset", "cut", "stall in the body", "stall before it"],
 )
 def test_a_read_survives(opened: Opener, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
-    """Overload, a reset before and within the body, a server that falls silent: the rest is asked for, once."""
+    """Overload, a reset before and within the body, a server that falls silent: the rest is asked for, once.
+
+    Silence is long when it takes a tenth of the time after which all is given up.
+    """
     monkeypatch.setattr(_retry, "_FIRST_WAIT", 0.0)
-    storage = opened(config_kwargs={"read_timeout": 1})
+    storage = opened(timeout=10.0)
     put_file(storage, NAME, CONTENT)
     proxy.rule = once("GetObject", fault)
     proxy.forget()
