@@ -138,7 +138,8 @@ class _Job:
                 try:
                     self._files[name] = self._storage.open(name)
                 except OSError as error:
-                    raise ReadError(f"cannot open {self._storage.path}/{name}: {error}") from error
+                    message = f"cannot open {self._storage.path}/{name}: {error}"
+                    raise ReadError(self._storage.scrub(message)) from self._storage.cause(error)
             file = self._files[name]
         yield file
         with self._opening:
@@ -169,7 +170,7 @@ class _Job:
                     f"cannot read {operation.nbytes:,} bytes at {operation.offset:,} of {self._storage.path}/"
                     f"{operation.file} (for {key!r}): {type(error).__name__}: {error}"
                 )
-            ) from error
+            ) from self._storage.cause(error)
         for segment, place in zip(operation.segments, places, strict=True):
             if self._verify:
                 self._check(segment, place)

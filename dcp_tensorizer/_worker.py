@@ -36,6 +36,7 @@ _NICENESS_SPARE = 19
 _SPARE = 0.75  # cores that are idle or this process's: two threads get less where all are busy
 _LOOK_SECONDS = 0.1
 _PROGRESS_SECONDS = 1.0
+_ABANDON_SECONDS = 10.0  # for removing what was written, while a whole staged state is kept in memory for nobody
 
 
 class SpareCores:
@@ -161,7 +162,9 @@ def _end_with(trainer: int, abandon: Callable[[], None]) -> None:
     poll = select.poll()
     poll.register(trainer, select.POLLIN)
     poll.poll()
-    abandon()
+    abandoning = threading.Thread(target=abandon, name="abandon", daemon=True)
+    abandoning.start()
+    abandoning.join(_ABANDON_SECONDS)
     os._exit(1)
 
 
