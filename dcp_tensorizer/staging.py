@@ -7,25 +7,48 @@ see `Lease`.
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ._arena import Arena, aligned, check_headroom
-from ._copying import copy_all
-from ._lease import Lease, StagedStateDict
+from ._copying import Copies, order
+from ._device import CUDA, Device
+from ._lease import Lease, StagedStateDict, Staging
+from ._shared import SharedMappings
 from ._twins import build, dense_tensors
 from .errors import StagingError
 
-__all__ = ["ArenaStager", "Lease", "StagedStateDict"]
+__all__ = ["ArenaStager", "Lease", "StagedStateDict", "Staging"]
 
 # In PROCESS mode the save before may not have been taken because torch is still starting its process. Only a save's
 # own thread waits so long for it, and only once.
 _START_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """The plain tensors of a state dict, and the numbers of those that are their own twins."""
+
+    tensors: list[torch.Tensor]
+    shared: SharedMappings | None
+    in_place: set[int]
+
+    @property
+    def sources(self) -> list[torch.Tensor]:
+        """What is copied."""
+        return [tensor for number, tensor in enumerate(self.tensors) if number not in self.in_place]
+
+    def merge(self, copied: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """The twins of all, from those of the `sources`."""
+        others = iter(copied)
+        return iter([t if n in self.in_place else next(others) for n, t in enumerate(self.tensors)])
 
 
 class ArenaStager:
@@ -34,11 +57,29 @@ class ArenaStager:
     Args:
         cache: Keep the buffer after a save. Without it, memory is given back between saves, and each save allocates.
         threads: That copy on the host, where torch itself has only one (as ``torchrun`` sets it).
+        in_place: Tensors that are in shared memory already are not copied: their twins are themselves, and the state
+            is released when the save has written them.
+        elsewhere: Makes the copies from devices to an arena in another way; False if it cannot.
+        overlap: `stage` returns before the copies are complete: see `Lease.wait_copied` and `Lease.wait_released`.
+        device: Where tensors may be, apart from host memory.
     """
 
-    def __init__(self, *, cache: bool = True, threads: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        cache: bool = True,
+        threads: int = 1,
+        in_place: bool = False,
+        elsewhere: Callable[[Arena, Copies], bool] | None = None,
+        overlap: bool = False,
+        device: Device = CUDA,
+    ) -> None:
         self._cache = cache
         self._threads = threads
+        self._in_place = in_place
+        self._elsewhere = elsewhere
+        self._overlap = overlap
+        self._device = device
         self._leases: list[Lease] = []
         self._idle: Arena | None = None
         self._warming: Future[Arena] | None = None
@@ -50,15 +91,16 @@ class ArenaStager:
             StagingError: memory is short, or a tensor is of a kind that cannot be saved; names the key.
         """
         self._reclaim()
-        nbytes = _nbytes(list(dense_tensors(state_dict, "")))
+        sources = self._walk(state_dict).sources
+        nbytes = _nbytes(sources)
         self._settle_warming()
         if self._leases or (self._idle is not None and self._idle.fits(nbytes)):
             return
         self._give_back_idle()
         check_headroom(nbytes)
         self._warming = Future()
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
-        threading.Thread(target=_warm, args=(nbytes, device, self._warming), name="prewarm", daemon=True).start()
+        arguments = nbytes, self._device, self._pin_for(sources), self._warming
+        threading.Thread(target=_warm, args=arguments, name="prewarm", daemon=True).start()
 
     def wait_turn(self, before: Lease | None = None) -> None:
         """Waits until the saves that were staged earlier, all or those before a given one, are over.
@@ -82,11 +124,10 @@ class ArenaStager:
         """Copies everything into a buffer that no save uses.
 
         Never fails for what the state dict holds: one rank that raised here would leave the others waiting in a
-        collective. The error is kept in the lease of the (then empty) result, and the save raises it where DCP hands
-        errors round.
+        collective. The error is kept in the lease of the result, and the save raises it where DCP hands errors round.
 
         Returns:
-            The twin of the state dict, with its ``lease``.
+            The twin of the state dict, with its ``lease``; empty if it could not be made.
         """
         self._reclaim()
         lease = Lease()
@@ -95,20 +136,24 @@ class ArenaStager:
             distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
         )
         self._leases.append(lease)
+        content: dict[str, Any] = {}
         try:
-            content = self._copy(state_dict, lease)
-        except StagingError as error:
-            lease.error = StagingError(str(error))  # without the traceback, whose frames hold the live tensors
-            content = {}
+            content = self._stage(state_dict, lease)
+        except Exception as error:
+            lease.fail(error)
+            lease.finish()
         except BaseException:  # a KeyboardInterrupt: there will be no save
             self._leases.remove(lease)
             raise
+        if lease.error is not None and not self._overlap:
+            content = {}
         return StagedStateDict(content, lease, self.wait_turn)
 
     def refuse(self, error: StagingError) -> StagedStateDict:
         """The result of a staging that was not even tried: its save fails with ``error``."""
         lease = Lease()
-        lease.error = error
+        lease.fail(error)
+        lease.finish()
         self._leases.append(lease)
         return StagedStateDict({}, lease, self.wait_turn)
 
@@ -120,23 +165,68 @@ class ArenaStager:
                 return lease
         return None
 
-    def _copy(self, state_dict: Mapping[str, Any], lease: Lease) -> dict[str, Any]:
+    def wait_released(self) -> None:
+        """Returns when training may change everything that was staged."""
+        for lease in list(self._leases):
+            lease.wait_released()
+
+    def hold_training(self) -> None:
+        """Keeps what the calling thread does next from changing anything that is still being copied."""
+        for lease in list(self._leases):
+            lease.hold_training()
+
+    @torch.no_grad()
+    def _stage(self, state_dict: Mapping[str, Any], lease: Lease) -> dict[str, Any]:
+        """The twin, its copies complete, or with ``overlap`` about to be made on a thread of their own."""
+        walk = self._walk(state_dict)
+        lease.shared, lease.in_place = walk.shared, bool(walk.in_place)
+        arena, self._idle = self._arena_for(_nbytes(walk.sources)), None
+        lease.arena = arena
+        if (index := self._pin_for(walk.sources)) is not None:
+            arena.pin(self._device, index)
+        copied = self._twins(walk.sources, arena)
+        elsewhere = None if self._elsewhere is None else functools.partial(self._elsewhere, arena)
+        copies = Copies(zip(copied, walk.sources, strict=True), self._device, self._threads, elsewhere)
+        copies.follow()
         try:
-            with torch.no_grad():
-                sources = list(dense_tensors(state_dict, ""))
-                lease.arena, self._idle = self._arena_for(_nbytes(sources)), None
-                twins = [lease.arena.allocate(tensor.dtype, tensor.shape) for _, tensor in sources]
-                copy_all(list(zip(twins, (tensor for _, tensor in sources), strict=True)), self._threads)
-                remaining = iter(twins)
-                return {key: build(value, key, remaining) for key, value in state_dict.items()}
-        except StagingError:
-            raise
-        except Exception as error:
-            raise StagingError(f"the state dict could not be copied: {type(error).__name__}: {error}") from error
+            if not self._overlap:
+                lease.start(copies)  # what is on a GPU is copied while the twin is built
+            twins = walk.merge(copied)
+            content = {key: build(value, key, twins) for key, value in state_dict.items()}
+        finally:
+            if not self._overlap:
+                lease.finish()
+        if self._overlap:
+            threading.Thread(target=_copy, args=(lease, copies), name="stage").start()
+            if lease.in_place:  # whose save may end without having written anything
+                threading.Thread(target=lease.wait_released, name="release", daemon=True).start()
+        return content
+
+    def _twins(self, sources: Sequence[torch.Tensor], arena: Arena) -> list[torch.Tensor]:
+        """Memory for a copy of each."""
+        twins: dict[int, torch.Tensor] = {}
+        for number in order(sources, self._device):
+            twins[number] = arena.allocate(sources[number].dtype, sources[number].shape)
+        return [twins[number] for number in range(len(sources))]
+
+    def _walk(self, state_dict: Mapping[str, Any]) -> _Walk:
+        tensors = [tensor for _, tensor in dense_tensors(state_dict, "")]
+        shared = SharedMappings() if self._in_place else None
+        in_place = {n for n, t in enumerate(tensors) if shared is not None and shared.locate(t) is not None}
+        return _Walk(tensors, shared, in_place)
+
+    def _pin_for(self, sources: Sequence[torch.Tensor]) -> int | None:
+        """The first device that any of these are copied from, by this process."""
+        if self._elsewhere is not None:
+            return None
+        return next((index for tensor in sources if (index := self._device.index_of(tensor)) is not None), None)
 
     def close(self) -> None:
         """Gives the buffers back; those that a save still uses follow when it lets go of its state dict."""
         self._settle_warming()
+        for lease in self._leases:
+            with suppress(StagingError):
+                lease.wait_copied()
         for arena in (self._idle, *(lease.arena for lease in self._leases)):
             if arena is not None:
                 arena.close()
@@ -157,7 +247,7 @@ class ArenaStager:
             arena.reset()
             return arena
         self._give_back_idle()
-        return Arena(nbytes, pin=True)
+        return Arena(nbytes)
 
     def _give_back_idle(self) -> None:
         """Frees the buffer that no save uses: a larger one takes its place."""
@@ -176,13 +266,20 @@ class ArenaStager:
                 spare.close()
 
 
-def _warm(nbytes: int, device: int, future: Future[Arena]) -> None:
+def _copy(lease: Lease, copies: Copies) -> None:
+    lease.start(copies)
+    lease.finish()
+
+
+def _warm(nbytes: int, device: Device, index: int | None, future: Future[Arena]) -> None:
     try:
-        with torch.cuda.device(device):  # what is pinned is pinned for a device; -1 for none
-            future.set_result(Arena(nbytes, pin=True))
+        arena = Arena(nbytes)
+        if index is not None:
+            arena.pin(device, index)
+        future.set_result(arena)
     except Exception as error:
         future.set_exception(error)
 
 
-def _nbytes(sources: list[tuple[str, torch.Tensor]]) -> int:
-    return sum(aligned(tensor.nbytes) for _, tensor in sources)
+def _nbytes(sources: Sequence[torch.Tensor]) -> int:
+    return sum(aligned(tensor.nbytes) for tensor in sources)
