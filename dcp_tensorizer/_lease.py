@@ -51,6 +51,7 @@ class Lease:
         self._queued = threading.Event()
         self._released = threading.Event()
         self._staging: weakref.ref[Staging] | None = None
+        self._taken: Staging | None = None
 
     def attach(self, staged: StagedStateDict) -> None:
         """Ties the lease to the life of the staged state dict."""
@@ -108,6 +109,7 @@ class Lease:
             first = not self._released.is_set()
             self._released.set()
             staging = self._staging() if self._staging is not None else None
+            self._taken = None
         if first and staging is not None:
             staging.complete()
 
@@ -144,6 +146,10 @@ class Lease:
         with self._changed:
             if self.thread is None:
                 self.thread = threading.current_thread()
+                # From here on the save keeps the state dict alive, and this the future that tells of its release.
+                self._taken = self._staging() if self._staging is not None else None
+                if self._taken is not None:
+                    self._taken.let_go()
                 self._changed.notify_all()
 
     def over(self) -> bool:
@@ -224,14 +230,18 @@ class Staging(concurrent.futures.Future[dict[str, Any]]):
 
     def __init__(self, staged: StagedStateDict) -> None:
         super().__init__()
-        self._staged = staged
+        self._staged: StagedStateDict | None = staged
         staged.lease.watch(self)
 
     def result(self, timeout: float | None = None) -> dict[str, Any]:
-        """The staged state dict, whose tensors are complete when `Lease.wait_copied` returns."""
-        return self._staged
+        """The staged state dict, whose tensors are complete when `Lease.wait_copied` returns; until a save takes it."""
+        return {} if self._staged is None else self._staged
+
+    def let_go(self) -> None:
+        """Called when a save has taken the staged state dict."""
+        self._staged = None
 
     def complete(self) -> None:
         """Training may change the state."""
         with suppress(concurrent.futures.InvalidStateError):  # cancelled, or done
-            self.set_result(self._staged)
+            self.set_result({})

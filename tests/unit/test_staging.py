@@ -816,7 +816,7 @@ def test_a_future_is_done_even_if_its_callback_comes_late(overlapping: ArenaStag
     overlapping.wait_released()
     staging = Staging(result)
     told: list[bool] = []
-    staging.add_done_callback(lambda future: told.append(future.result() is result))
+    staging.add_done_callback(lambda future: told.append(future.done()))
     assert staging.done()
     assert told == [True]
 
@@ -974,4 +974,27 @@ def test_copies_that_another_process_makes_are_waited_for(able: bool) -> None:
     assert device.pinned == []
     training.join(WAIT)
     del result
+    stager.close()
+
+
+def test_a_save_that_ends_without_writing_releases_what_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its future is done when its thread has ended, though nobody but the lease refers to it any more."""
+    stager = ArenaStager(in_place=True, overlap=True)
+    shared = torch.ones(10).share_memory_()
+    told = threading.Event()
+    staging = Staging(stager.stage({"a": shared}))
+    staging.add_done_callback(lambda future: told.set())
+    end = threading.Event()
+
+    def save(taken: Mapping[str, Any]) -> None:
+        taken.items()
+        assert end.wait(WAIT)
+
+    taken = staging.result()
+    saving = in_thread(lambda state=taken: save(state))  # type: ignore[misc]
+    del staging, taken
+    assert not told.wait(SOON)
+    end.set()
+    assert told.wait(WAIT)
+    saving.join(WAIT)
     stager.close()
