@@ -44,7 +44,7 @@ def _processes():
     """Everything that descends from this process, also what has been orphaned since."""
     found = {process for process in psutil.process_iter() if process.pid != os.getpid() and _is_ours(process)}
     found.update(psutil.Process().children(recursive=True))
-    return [process for process in found if process.pid not in servers.pids() and not _is_resource_tracker(process)]
+    return [process for process in found if process.pid not in servers.pids() and not _is_a_servant(process)]
 
 
 def _is_ours(process):
@@ -54,10 +54,11 @@ def _is_ours(process):
         return False
 
 
-def _is_resource_tracker(process):
-    """multiprocessing keeps one for the life of the interpreter that first spawned something."""
+def _is_a_servant(process):
+    """multiprocessing keeps a resource tracker, and the server that ranks are forked off, as long as we live."""
     try:
-        return any("multiprocessing.resource_tracker" in argument for argument in process.cmdline())
+        arguments = " ".join(process.cmdline())
+        return "multiprocessing.resource_tracker" in arguments or "from multiprocessing.forkserver" in arguments
     except psutil.Error:
         return True
 

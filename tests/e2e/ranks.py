@@ -1,6 +1,10 @@
-"""Runs functions on real ranks: spawned processes, a gloo group, their tracebacks, and a hard timeout."""
+"""Runs functions on real ranks: processes of their own, a gloo group, their tracebacks, and a hard timeout.
+
+The processes are forked off a server that has done nothing but import torch, which takes each longer than most tests.
+"""
 
 import faulthandler
+import multiprocessing
 import multiprocessing.connection
 import os
 import signal
@@ -18,6 +22,7 @@ import torch.multiprocessing as mp
 
 # Of every process that belongs to these tests, orphans included: children inherit their parent's environment.
 MARK = "DCP_TENSORIZER_E2E"
+_IMPORTED = ["dcp_tensorizer", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "pytest", "psutil"]
 _GRACE = 15.0  # for the other ranks, when one has failed: they may wait for it in a collective
 
 
@@ -41,8 +46,13 @@ def run_ranks(world_size, fn, *args, distributed=True, killed=(), timeout=90.0):
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
-        started = mp.spawn(
-            _rank, (world_size, folder, distributed, bool(killed), timeout, fn, args), nprocs=world_size, join=False
+        multiprocessing.set_forkserver_preload(_IMPORTED)
+        started = mp.start_processes(
+            _rank,
+            (world_size, dict(os.environ), folder, distributed, bool(killed), timeout, fn, args),
+            nprocs=world_size,
+            join=False,
+            start_method="forkserver",
         ).processes
         overdue = _wait(started, killed, timeout + _GRACE)
         failures = [
@@ -97,7 +107,9 @@ def kill_self():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _rank(index, world_size, folder, distributed, killed, timeout, fn, args):
+def _rank(index, world_size, environment, folder, distributed, killed, timeout, fn, args):
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(1)
     os.environ["MASTER_ADDR"] = "127.0.0.1"  # DCP's PROCESS mode asks for it
     with open(folder / f"{index}.stacks", "w") as stacks:
