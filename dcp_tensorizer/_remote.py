@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ._s3 import S3Storage
-from ._sftp import SftpStorage
 from ._storage import Storage, redact
 from ._stream import StreamStorage
 from .errors import WriteError
 
 __all__ = ["open_url"]
-
-_TRIES = 10  # so that requests can be tried again, with waits between, before time is up
 
 
 def open_url(url: str, options: Mapping[str, Any], timeout: float) -> Storage | Path:
@@ -27,30 +24,28 @@ def open_url(url: str, options: Mapping[str, Any], timeout: float) -> Storage | 
         url: Of the directory.
         options: For the filesystem.
         timeout: Seconds after which a wait for it is given up; connections that are silent for a tenth of that are
-            renewed, where the filesystem leaves that to us (S3 and SFTP).
+            renewed, where the filesystem leaves that to us.
 
     Raises:
         WriteError: its protocol is unknown, its library is missing, or its server cannot be reached.
     """
     scrub = Scrubber(options)
-    patience = timeout / _TRIES
     try:
         import fsspec.core
         from fsspec.implementations.local import LocalFileSystem
 
         protocol = fsspec.utils.get_protocol(url)
-        options = {"skip_instance_cache": True} | dict(options)
         if protocol in ("sftp", "ssh"):
-            options = {"timeout": patience, "banner_timeout": patience} | options
-            host, slash, path = url.partition("://")[2].partition("/")
-            filesystem, _ = fsspec.core.url_to_fs(f"{protocol}://{host}/", **options)  # which would cut "?" and "#" off
-            return SftpStorage(filesystem, slash + path, url, scrub, patience)
+            from ._sftp import SftpStorage
+
+            return SftpStorage(url, options, scrub, timeout)
+        options = {"skip_instance_cache": True} | dict(options)
         filesystem, root = fsspec.core.url_to_fs(url, **options)
         if type(filesystem) is LocalFileSystem:
             return Path(root)
         if protocol in ("s3", "s3a") and "session" not in options:  # a session is aiobotocore's, and s3fs's to use
-            return S3Storage(filesystem, root, url, scrub, patience)
-        return StreamStorage(filesystem, root, url, scrub)
+            return S3Storage(filesystem, root, url, scrub, timeout)
+        return StreamStorage(filesystem, root, url, scrub, timeout)
     except Exception as error:
         message = scrub(f"cannot open {url}: {type(error).__name__}: {error}")
         raise WriteError(

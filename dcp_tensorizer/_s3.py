@@ -37,17 +37,18 @@ class S3Storage(Storage):
         root: Bucket and prefix.
         url: The directory, as the user named it.
         scrub: Removes credentials from a text.
-        patience: Seconds of silence after which a request is tried again.
+        timeout: Seconds after which a request is given up.
     """
 
     read_threads = 32
     gap_bytes = 512 << 10
     file_bytes = 64 << 30  # of 8,192 parts
 
-    def __init__(self, filesystem: Any, root: str, url: str, scrub: Callable[[str], str], patience: float) -> None:
+    def __init__(self, filesystem: Any, root: str, url: str, scrub: Callable[[str], str], timeout: float) -> None:
         self.bucket, prefix, _ = filesystem.split_path(root.rstrip("/") + "/")
         self._prefix = prefix.rstrip("/") + "/" if prefix.strip("/") else ""
-        self._client = S3Client(filesystem, patience)
+        self._client = S3Client(filesystem, timeout)
+        self.timeout = timeout
         self._scrub = scrub
         self.path = redact(url)
         self.location = url
@@ -170,7 +171,7 @@ class _S3Reader:
 
     def pieces(self, start: int, stop: int | None) -> Iterator[memoryview]:
         """The bytes from ``start`` to before ``stop``, None for the end of the object."""
-        failures = iter(waits())
+        failures = waits(self._storage.timeout)
         while True:
             error: Exception | None = None
             for data in self._body(start, stop):

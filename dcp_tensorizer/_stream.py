@@ -30,17 +30,18 @@ class StreamStorage(Storage):
         root: The directory, as the filesystem names it.
         url: The directory, as the user named it.
         scrub: Removes credentials from a text.
+        timeout: Seconds after which a request is not tried again.
     """
 
     # 512 KiB arrive in the time that a request takes, where it takes 5 ms and a connection brings 100 MB/s.
     gap_bytes = 512 << 10
 
-    def __init__(self, filesystem: Any, root: str, url: str, scrub: Callable[[str], str]) -> None:
+    def __init__(self, filesystem: Any, root: str, url: str, scrub: Callable[[str], str], timeout: float) -> None:
         protocol = filesystem.protocol
         self._filesystem = filesystem
         self._root = root.rstrip("/")
         self._scrub = scrub
-        self._parent: Storage | None = None
+        self._timeout = timeout
         self.path = redact(url)
         self.location = url
         self.in_process = "memory" in ((protocol,) if isinstance(protocol, str) else protocol)
@@ -50,7 +51,6 @@ class StreamStorage(Storage):
 
     def child(self, name: str) -> Storage:
         child = copy.copy(self)
-        child._parent = self  # whose connection it uses, and so keeps open
         child._root, child.path, child.location = (
             f"{where}/{name}" for where in (self._root, self.path, self.location)
         )
@@ -123,7 +123,9 @@ class StreamStorage(Storage):
         self._call("pipe_file", self._full(name), data)
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return retry(lambda: getattr(self._filesystem, method)(*args, **kwargs), self._renew, is_transient)
+        return retry(
+            lambda: getattr(self._filesystem, method)(*args, **kwargs), is_transient, self._timeout, self._renew
+        )
 
     def _renew(self) -> None:
         """Takes a fresh filesystem: with new connections, and with credentials as they are now."""

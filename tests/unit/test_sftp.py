@@ -79,7 +79,7 @@ def test_metadata_survives_a_lost_connection(opened: Opener, proxy: TcpProxy, af
     proxy.cut_after = proxy.forwarded + after
     storage.publish(".metadata", CONTENT[:1_000_000], sync=True)
     assert storage.read(".metadata") == CONTENT[:1_000_000]
-    assert storage._filesystem.ls(storage._root) == [f"{storage._root}/.metadata"]
+    assert [file.name for file in storage.listing()[0]] == [".metadata"]
 
 
 def test_a_server_that_goes_away_is_an_error(opened: Opener, proxy: TcpProxy) -> None:
@@ -99,7 +99,7 @@ def test_what_is_asked_wrongly_is_not_tried_again(opened: Opener, proxy: TcpProx
     """A file that is not there, one that ends, a directory in its place: one connection all the while."""
     storage = opened()
     put_file(storage, NAME, b"short")
-    storage._filesystem.mkdir(f"{storage._root}/directory")
+    storage.child("directory").make_directory()
     assert storage.size("missing") is None
     with pytest.raises(FileNotFoundError):
         storage.open("missing").read_into([memoryview(bytearray(1))], 0)

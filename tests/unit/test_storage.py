@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -330,7 +331,23 @@ def test_tries_are_bounded(memory: Any, no_waiting: None) -> None:
 
 def test_waits_grow_and_are_bounded() -> None:
     """From a fraction of a second to ten, less some chance."""
-    found = _retry.waits()
+    found = list(_retry.waits(600.0))
     assert len(found) == 5
     for number, wait in enumerate(found):
         assert 0.1 * 2**number <= wait <= min(0.2 * 2**number, 10.0)
+
+
+def test_tries_end_in_time() -> None:
+    """No try begins that could be over too late."""
+    tries = []
+
+    def fail() -> None:
+        tries.append(time.monotonic())
+        raise TimeoutError
+
+    started = time.monotonic()
+    with pytest.raises(TimeoutError):
+        _retry.retry(fail, _retry.is_transient, 1.0)
+    assert 2 <= len(tries) <= 4
+    assert tries[-1] - started <= 0.95
+    assert list(_retry.waits(0.1)) == []
