@@ -187,9 +187,9 @@ def _rename_to_new(channel: Any, source: str, target: str) -> None:
 
 
 def _drop(client: SftpClient, path: str) -> None:
-    """Removes what is of no use any more, if that can be done."""
+    """Removes what is of no use any more, if that can be done at once."""
     with suppress(Exception):
-        client.call(lambda channel: channel.remove(path))
+        client.attempt(lambda channel: channel.remove(path))
 
 
 class _SftpReader:

@@ -71,12 +71,12 @@ class SftpClient:
             EOFError: a file ends.
             OSError: anything else that the server says, or that happens on the way to it.
         """
+        return retry(lambda: self.attempt(use), _is_transient, self._timeout)
 
-        def attempt() -> _T:
-            with self._free, self._channel() as channel:
-                return use(channel)
-
-        return retry(attempt, lambda error: is_transient(error) and not isinstance(error, EOFError), self._timeout)
+    def attempt(self, use: Callable[[Any], _T]) -> _T:
+        """The same, once."""
+        with self._free, self._channel() as channel:
+            return use(channel)
 
     @contextmanager
     def _channel(self) -> Iterator[Any]:
@@ -205,6 +205,10 @@ def _policy(wanted: Any) -> Any:
 def _is_active(connection: Any) -> bool:
     transport = connection and connection.get_transport()
     return bool(transport and transport.is_active())
+
+
+def _is_transient(error: Exception) -> bool:
+    return is_transient(error) and not isinstance(error, EOFError)  # which is a file's
 
 
 def _translated(error: Exception, connection: Any) -> Exception:
