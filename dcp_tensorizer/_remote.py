@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
+from ._retry import patience_of
 from ._s3 import S3Storage
 from ._storage import Storage, redact
 from ._stream import StreamStorage
@@ -30,6 +33,7 @@ def open_url(url: str, options: Mapping[str, Any], timeout: float) -> Storage | 
         WriteError: its protocol is unknown, its library is missing, or its server cannot be reached.
     """
     scrub = Scrubber(options)
+    url = re.sub(r"(?<!:)(?<!:/)/+$", "", url)
     try:
         import fsspec.core
         from fsspec.implementations.local import LocalFileSystem
@@ -39,7 +43,7 @@ def open_url(url: str, options: Mapping[str, Any], timeout: float) -> Storage | 
             from ._sftp import SftpStorage
 
             return SftpStorage(url, options, scrub, timeout)
-        options = {"skip_instance_cache": True} | dict(options)
+        options = {"skip_instance_cache": True} | _timeouts(protocol, timeout) | dict(options)
         filesystem, root = fsspec.core.url_to_fs(url, **options)
         if type(filesystem) is LocalFileSystem:
             return Path(root)
@@ -51,6 +55,15 @@ def open_url(url: str, options: Mapping[str, Any], timeout: float) -> Storage | 
         raise WriteError(
             f"{message} (is the package for this kind of URL installed, and are storage_options right?)"
         ) from None
+
+
+def _timeouts(protocol: str, timeout: float) -> dict[str, float]:
+    """Those options by which filesystems that connect by themselves end their waits."""
+    if protocol in ("gs", "gcs"):
+        return {"requests_timeout": timeout / 2}  # of a whole request, and not of silence
+    if protocol in ("az", "abfs", "abfss"):
+        return dict.fromkeys(("connection_timeout", "read_timeout"), math.ceil(patience_of(timeout)))
+    return {}
 
 
 class Scrubber:
@@ -66,14 +79,18 @@ class Scrubber:
         return text
 
 
+_SHORTEST = 6  # of what is taken for a secret: anything shorter occurs in messages by chance
 _OPEN_KEY = re.compile("endpoint|region")
 
 
 def _strings(value: Any) -> list[str]:
+    """What may be secret: by their names, addresses of servers are not."""
     if isinstance(value, Mapping):
         return [text for key, item in value.items() if not _OPEN_KEY.search(str(key)) for text in _strings(item)]
     if isinstance(value, list | tuple):
         return [text for item in value for text in _strings(item)]
-    return (
-        [value] if isinstance(value, str) and len(value) >= 6 and not value.startswith(("http://", "https://")) else []
-    )
+    if not isinstance(value, str):
+        return []
+    # Of connection strings ("AccountKey=...;...") and signed URLs ("?sv=...&sig=...") errors may quote a part.
+    parts = re.findall(r"=([^;&]+)", value)
+    return [text for text in (value, *parts, *map(unquote, parts)) if len(text) >= _SHORTEST]

@@ -49,7 +49,7 @@ class SftpStorage(Storage):
     def child(self, name: str) -> Storage:
         child = copy.copy(self)
         child._root, child.path, child.location = (
-            f"{where}/{name}" for where in (self._root, self.path.rstrip("/"), self.location.rstrip("/"))
+            f"{where}/{name}" for where in (self._root, self.path, self.location)
         )
         return child
 
