@@ -164,9 +164,10 @@ class S3Storage(Storage):
         while True:
             found = self._client.call("list_multipart_uploads", **where)
             yield from found.get("Uploads", [])
-            if not found.get("IsTruncated"):
+            markers = {name: found.get(f"Next{name}") for name in ("KeyMarker", "UploadIdMarker")}
+            if not found.get("IsTruncated") or not any(markers.values()):
                 return
-            where |= {"KeyMarker": found["NextKeyMarker"], "UploadIdMarker": found["NextUploadIdMarker"]}
+            where |= {name: marker for name, marker in markers.items() if marker}  # SeaweedFS gives one of them only
 
     def call(self, operation: str, name: str, **arguments: Any) -> Any:
         """One request about an object.

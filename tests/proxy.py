@@ -53,6 +53,7 @@ class Fault:
         delay: Seconds before the request is forwarded.
         rate: Bytes a second, at most.
         lose_answer: The server carries the request out, and then the connection is reset.
+        hang: The server carries the request out, and then nothing more happens on this connection.
     """
 
     status: int = 0
@@ -62,6 +63,7 @@ class Fault:
     delay: float = 0.0
     rate: float = 0.0
     lose_answer: bool = False
+    hang: bool = False
 
 
 Rule = Callable[[Request], "Fault | None"]
@@ -163,16 +165,18 @@ class S3Proxy:
         answer = _head(server)
         if fault.lose_answer:
             return _reset(client)
+        if fault.hang:
+            return self._stall()
         client.sendall(answer)
         count = _body_length(request, answer)
-        for limit, then in ((fault.cut, _reset), (fault.stall, self._stall)):
+        for limit, then in ((fault.cut, lambda: _reset(client)), (fault.stall, self._stall)):
             if limit is not None:
                 _relay(server, client, min(limit, count), fault.rate)
-                return then(client)
+                return then()
         _relay(server, client, count, fault.rate)
         return True
 
-    def _stall(self, client: socket.socket) -> bool:
+    def _stall(self) -> bool:
         self._ended.wait()
         return False
 
