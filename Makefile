@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench soak clean
+.PHONY: demo test check bench gpu soak clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo
@@ -25,6 +25,20 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.remote
 	$(BIN)/python -m benchmarks.verify
 
+# On a machine with a GPU: its tests, and its benchmark. GPU_PYTHON may be any Python that has a CUDA build of torch,
+# this package and the group `gpu`; else one is made, with the torch that the registry gives for this machine.
+GPU_PYTHON ?= .venv-gpu/bin/python
+
+gpu: $(filter .venv-gpu/bin/python,$(GPU_PYTHON))
+	timeout 240 $(GPU_PYTHON) -m pytest --confcutdir=tests/gpu tests/gpu
+	timeout 240 $(GPU_PYTHON) -m benchmarks.gpu
+
+.venv-gpu/bin/python: pyproject.toml
+	$(PYTHON) -m venv .venv-gpu
+	$@ -m pip install --quiet --upgrade pip
+	$@ -m pip install --quiet --group gpu --editable .
+	touch $@
+
 soak: $(READY)
 	$(BIN)/python -m benchmarks.soak
 
@@ -39,4 +53,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) .venv-gpu build dist

@@ -16,11 +16,12 @@ import sys
 import tempfile
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
+from ._device import Device
 from .errors import StagingError
 
 __all__ = ["Arena", "aligned", "attach", "check_headroom"]
@@ -45,13 +46,12 @@ class Arena:
 
     Args:
         nbytes: Capacity in bytes, rounded up to whole pages. All of it is allocated here.
-        pin: Register the memory with CUDA where there is one, so that copies from a GPU run at full speed.
 
     Raises:
         StagingError: there is not enough memory; nothing has been allocated.
     """
 
-    def __init__(self, nbytes: int, *, pin: bool = False) -> None:
+    def __init__(self, nbytes: int) -> None:
         self.id = next(_ids)
         self.nbytes = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
         check_headroom(self.nbytes)
@@ -71,7 +71,21 @@ class Arena:
         self._base = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
         _populate(self._base, self.nbytes)
         self._used = 0
-        self._release = weakref.finalize(self, _release, self.fd, self._register() if pin else None, os.getpid())
+        self._pinning = False
+        self._undo: list[Callable[[], None]] = []
+        self._release = weakref.finalize(self, _release, self.fd, self._undo, os.getpid())
+
+    def pin(self, device: Device, index: int) -> None:
+        """Registers all of it for copies from a GPU at full speed, once; undone before the memory is unmapped.
+
+        What the system refuses is a warning, once for each arena: pageable memory is slower, and nothing worse.
+        """
+        if not self._pinning:
+            self._pinning = True
+            try:
+                self._undo.append(device.pin(self._base, self.nbytes, index))
+            except StagingError as error:
+                warnings.warn(str(error), RuntimeWarning, stacklevel=2)
 
     def reset(self) -> None:
         """Empties the arena; tensors made before share their memory with those made after."""
@@ -116,40 +130,25 @@ class Arena:
         self._release()
         self._map = None
 
-    def _register(self) -> int | None:
-        """Registers the memory with CUDA on the current device; returns the address to unregister."""
-        if not torch.cuda.is_available():
-            return None
-        status = torch.cuda.cudart().cudaHostRegister(self._base, self.nbytes, 0)
-        if int(status) != 0:
-            warnings.warn(
-                f"the staging buffer ({self.nbytes:,} bytes) could not be pinned (cudaHostRegister: {status}); copies "
-                f"from the GPU will be slower. Raise the locked-memory limit (ulimit -l).",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-            return None
-        return self._base
-
 
 def aligned(nbytes: int) -> int:
     """Bytes that a tensor of ``nbytes`` bytes takes in an arena."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def attach(fd: int, nbytes: int) -> mmap.mmap:
-    """Maps another process's arena read-only; takes over the descriptor."""
+def attach(fd: int, nbytes: int, *, writable: bool = False) -> mmap.mmap:
+    """Maps another process's arena; takes over the descriptor."""
     try:
-        return mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        return mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
     finally:
         os.close(fd)
 
 
-def _release(fd: int, registered: int | None, pid: int) -> None:
+def _release(fd: int, undo: list[Callable[[], None]], pid: int) -> None:
     if os.getpid() != pid:  # a forked child must not undo its parent's registration
         return
-    if registered is not None:
-        torch.cuda.cudart().cudaHostUnregister(registered)
+    while undo:
+        undo.pop()()
     os.close(fd)
 
 

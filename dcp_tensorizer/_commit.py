@@ -30,7 +30,7 @@ from ._layout import (
     is_temporary_file_name,
     metadata_file_name,
 )
-from ._storage import Claim, Storage
+from ._storage import Claim, Refused, Storage
 from .errors import CheckpointError, MetadataError, UntrustedObject, WriteError
 
 __all__ = [
@@ -113,7 +113,8 @@ def commit(
         The data files of the checkpoint that it replaced, to be removed (`remove`).
 
     Raises:
-        WriteError: nothing has been committed, and what was committed before is untouched.
+        WriteError: nothing has been committed, what was committed before is untouched, and the save's files are
+            removed. Or it may have been, or will be, as after a lost answer: then all files stay.
     """
     assert metadata.storage_meta is not None and metadata.storage_meta.save_id is not None
     save_id = metadata.storage_meta.save_id
@@ -126,20 +127,23 @@ def commit(
     content = {"format": FORMAT, "version": FORMAT_VERSION, "save_id": save_id, "files": files, "items": places}
     if encryption is not None:
         content |= {"version": ENCRYPTED_VERSION, "encryption": dict(encryption)}
+    replaced: set[str] = set()
+    with suppress(CheckpointError):  # a checkpoint that is not one of ours, or damaged
+        replaced = _named_files(storage, metadata_file_name(rank))
     try:
-        try:
-            data = encode(dataclasses.replace(metadata, storage_data=content))
-        except Exception as error:
-            raise WriteError(f"{storage.path}: the checkpoint's metadata cannot be stored: {error}") from error
-        replaced: set[str] = set()
-        with suppress(CheckpointError):  # a checkpoint that is not one of ours, or damaged
-            replaced = _named_files(storage, metadata_file_name(rank))
+        data = _encoded(storage, dataclasses.replace(metadata, storage_data=content))
         storage.publish(metadata_file_name(rank), data, sync=sync, replace=overwrite)
-    except CheckpointError:
-        if not _is_committed(storage, rank, save_id):
-            remove(storage, files)
-        raise
+    except Refused as error:
+        remove(storage, files)
+        raise WriteError(str(error)) from error.__cause__
     return replaced - files.keys()
+
+
+def _encoded(storage: Storage, metadata: Metadata) -> bytes:
+    try:
+        return encode(metadata)
+    except Exception as error:
+        raise Refused(f"{storage.path}: the checkpoint's metadata cannot be stored: {error}") from error
 
 
 def remove(storage: Storage, names: Iterable[str]) -> None:
@@ -289,15 +293,6 @@ def _is_sealed(item: StoredItem) -> bool:
     if not item.length or not isinstance(item.seal, bytes):
         return item.length == 0
     return len(item.seal) == NONCE_BYTES + -(-item.length // item.block) * MAC_BYTES
-
-
-def _is_committed(storage: Storage, rank: int | None, save_id: str) -> bool:
-    """Whether a save's metadata is in place, although publishing it failed; True where that cannot be told."""
-    try:
-        metadata = read_metadata(storage, rank)
-    except CheckpointError:
-        return True
-    return metadata is not None and metadata.storage_data["save_id"] == save_id
 
 
 def _named_files(storage: Storage, name: str) -> set[str]:

@@ -15,7 +15,7 @@ import hashlib
 import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -35,6 +35,9 @@ BUFFER_BYTES = 256 << 20
 # A quarter of a second-level cache of 2 MiB. Measured there, GB/s a core: CRC-32 5.5 against 2.4 from memory, SHA-256
 # 1.96 against 1.3-1.7, XXH3 60 against 15.
 _PIECE = 512 << 10
+
+
+_LEAST_PARTS = 6  # that one thread fills, and one more on its way
 
 
 class Encoded(NamedTuple):
@@ -63,7 +66,8 @@ def encode(
         contents: Give the tensors' bytes, in the layout's order.
         sink: Where to; aborted when anything fails.
         threads: Hashing threads.
-        buffer_bytes: Memory for parts. Fewer are written at once where more would not fit, but never none.
+        buffer_bytes: Memory for parts, of which six are the least. Where more do not fit, fewer threads hash, and
+            fewer parts are written at once.
 
     Returns:
         For each tensor its digests, and if it is encrypted its seal.
@@ -71,8 +75,10 @@ def encode(
     Raises:
         OSError: the sink failed.
     """
+    room = max(_LEAST_PARTS, buffer_bytes // sink.part_bytes)
+    threads = max(1, min(threads, (room - 3) // 3))
     filling = 3 * threads + 2
-    writing = max(1, min(sink.concurrency, buffer_bytes // sink.part_bytes - filling))
+    writing = min(sink.concurrency, room - filling)
     try:
         with ThreadPoolExecutor(writing, thread_name_prefix="parts") as io:
             parts = Parts(layout.nbytes, sink, io, filling + writing)
@@ -241,7 +247,6 @@ class Parts:
         self._unmade = buffers
         self._filling: dict[int, np.ndarray] = {}
         self._missing: dict[int, int] = {}
-        self._in_flight: list[Future[None]] = []
         self._error: BaseException | None = None
         self._changed = threading.Condition()
 
@@ -255,14 +260,16 @@ class Parts:
             with self._changed:
                 self._missing[number] -= count
                 if not self._missing[number]:
-                    self._in_flight.append(self._io.submit(self._put, number, self._filling.pop(number)))
+                    del self._missing[number]
+                    self._io.submit(self._put, number, self._filling.pop(number))
             offset += count
             data = data[count:]
 
     def finish(self) -> None:
-        """Waits until the sink has every part."""
-        for future in self._in_flight:
-            future.result()
+        """Waits until the sink has every part; raises what kept it from getting one."""
+        self._io.shutdown()
+        if self._error is not None:
+            raise self._error
         assert not self._filling, "a part was never completed"
 
     def fail(self, error: BaseException) -> None:
@@ -292,12 +299,14 @@ class Parts:
         return _new_buffer(self._sink.part_bytes)
 
     def _put(self, number: int, buffer: np.ndarray) -> None:
+        if self._error is not None:
+            return
         try:
             count = min(self._sink.part_bytes, self._nbytes - number * self._sink.part_bytes)
             self._sink.put(number, buffer[:count].data)
         except BaseException as error:
             self.fail(error)
-            raise
+            return
         with self._changed:
             self._free.append(buffer)
             self._changed.notify_all()

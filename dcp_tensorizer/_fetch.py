@@ -1,7 +1,8 @@
 """Carries out a read plan: parallel range reads into the targets' own memory, checked against their digests.
 
-What cannot be read in place (other dtypes, devices, strides, parts of blocks) goes through a scratch buffer, one a
-thread, of an operation's size at most. Encrypted blocks are decrypted where they have been read to.
+What cannot be read in place (other dtypes, strides, parts of blocks) goes through a scratch buffer, one a thread, of an
+operation's size at most; what goes to a GPU, through the slots of a `Ring`. Encrypted blocks are decrypted where they
+have been read to.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from dataclasses import dataclass
 
 import torch
 
+from ._arena import aligned
 from ._crypt import Cipher
+from ._device import CUDA
 from ._plan import Box, ReadOperation, ReadRequest, Segment, boxes_of_range, plan_reads
+from ._ring import Ring, Slot
 from ._storage import RangeReader, Storage
 from ._tensorfile import check_digests, host_bytes
 from .errors import ChecksumMismatch, ReadError
 
 __all__ = ["Wanted", "copy_elements", "fetch", "is_direct", "part_of"]
-
-_ALIGNMENT = 64  # of each segment in the scratch buffer: views of any dtype need their element's
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ def fetch(
     progress: Callable[[int, int], object] = lambda done, total: None,
     cipher: Cipher | None = None,
 ) -> int:
-    """Reads everything that is wanted into its targets.
+    """Reads everything that is wanted into its targets; those on a GPU are ready when it returns.
 
     Args:
         storage: The checkpoint's directory.
@@ -81,7 +83,8 @@ def fetch(
     """
     operations = plan_reads([w.request for w in wanted], verify=verify, gap=storage.gap_bytes)
     total = sum(operation.nbytes for operation in operations)
-    job = _Job(storage, wanted, verify, Counter(operation.file for operation in operations), cipher)
+    uses = Counter(operation.file for operation in operations)
+    job = _Job(storage, wanted, verify, uses, cipher, _ring(wanted, operations, threads))
     remaining = iter(operations)
     taking, counting = threading.Lock(), threading.Lock()
     done_bytes = 0
@@ -115,20 +118,31 @@ def fetch(
 
 class _Job:
     def __init__(
-        self, storage: Storage, wanted: Sequence[Wanted], verify: bool, uses: Counter[str], cipher: Cipher | None
+        self,
+        storage: Storage,
+        wanted: Sequence[Wanted],
+        verify: bool,
+        uses: Counter[str],
+        cipher: Cipher | None,
+        ring: Ring | None,
     ) -> None:
         self._storage = storage
         self._wanted = wanted
         self._verify = verify
         self._uses = uses
         self._cipher = cipher
+        self._ring = ring
         self._files: dict[str, RangeReader] = {}
         self._opening = threading.Lock()
         self._scratch = threading.local()
 
     def close(self) -> None:
-        for file in self._files.values():
-            file.close()
+        try:
+            if self._ring is not None:
+                self._ring.close()
+        finally:
+            for file in self._files.values():
+                file.close()
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[RangeReader]:
@@ -138,7 +152,8 @@ class _Job:
                 try:
                     self._files[name] = self._storage.open(name)
                 except OSError as error:
-                    raise ReadError(f"cannot open {self._storage.path}/{name}: {error}") from error
+                    message = f"cannot open {self._storage.path}/{name}: {error}"
+                    raise ReadError(self._storage.scrub(message)) from self._storage.cause(error)
             file = self._files[name]
         yield file
         with self._opening:
@@ -148,7 +163,15 @@ class _Job:
 
     def run(self, operation: ReadOperation) -> None:
         """Reads, checks and copies out one operation's segments."""
-        places = self._places(operation)
+        numbers = (number for segment in operation.segments for number in segment.requests)
+        if self._ring is not None and not self._ring.numbers.isdisjoint(numbers):
+            with self._ring.slot() as slot:
+                self._run(operation, slot)
+        else:
+            self._run(operation, None)
+
+    def _run(self, operation: ReadOperation, slot: Slot | None) -> None:
+        places = self._places(operation, slot)
         buffers = []
         position = operation.offset
         gap = self._gap(operation)
@@ -169,19 +192,19 @@ class _Job:
                     f"cannot read {operation.nbytes:,} bytes at {operation.offset:,} of {self._storage.path}/"
                     f"{operation.file} (for {key!r}): {type(error).__name__}: {error}"
                 )
-            ) from error
+            ) from self._storage.cause(error)
         for segment, place in zip(operation.segments, places, strict=True):
             if self._verify:
                 self._check(segment, place)
             if segment.item.seal:
                 self._decrypt(segment, place)
             if segment.direct is None:
-                self._copy_out(segment, place)
+                self._copy_out(segment, place, slot)
 
-    def _places(self, operation: ReadOperation) -> list[memoryview]:
-        """Where each segment is read to: its target, or a part of this thread's scratch buffer."""
-        indirect = [segment for segment in operation.segments if segment.direct is None]
-        scratch = iter(self._scratch_views([segment.nbytes for segment in indirect]) if indirect else ())
+    def _places(self, operation: ReadOperation, slot: Slot | None) -> list[memoryview]:
+        """Where each segment is read to: its target, or a part of a slot, or of this thread's scratch buffer."""
+        indirect = [segment.nbytes for segment in operation.segments if segment.direct is None]
+        scratch = iter(self._scratch_views(indirect, slot) if indirect else ())
         return [
             next(scratch)
             if segment.direct is None
@@ -189,16 +212,14 @@ class _Job:
             for segment in operation.segments
         ]
 
-    def _scratch_views(self, sizes: Sequence[int]) -> list[memoryview]:
-        starts, total = [], 0
-        for size in sizes:
-            starts.append(total)
-            total += -(-size // _ALIGNMENT) * _ALIGNMENT
-        buffer = getattr(self._scratch, "buffer", None)
-        if buffer is None or buffer.numel() < total:
-            self._scratch.buffer = buffer = torch.empty(total, dtype=torch.uint8)
+    def _scratch_views(self, sizes: Sequence[int], slot: Slot | None) -> list[memoryview]:
+        starts = list(itertools.accumulate((aligned(size) for size in sizes), initial=0))
+        buffer = getattr(self._scratch, "buffer", None) if slot is None else slot.memory
+        if buffer is None or buffer.numel() < starts[-1]:
+            assert slot is None, "slots are of the size of the largest operation"
+            self._scratch.buffer = buffer = torch.empty(starts[-1], dtype=torch.uint8)
         view = buffer.numpy().data
-        return [view[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+        return [view[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
     def _gap(self, operation: ReadOperation) -> memoryview:
         """Room for bytes that nobody asked for; all gaps of an operation share it."""
@@ -227,7 +248,7 @@ class _Job:
             f"{segment.item.offset:,} are not what was saved. The file is damaged: load another checkpoint{otherwise}."
         )
 
-    def _copy_out(self, segment: Segment, data: memoryview) -> None:
+    def _copy_out(self, segment: Segment, data: memoryview, slot: Slot | None) -> None:
         """Copies to the targets whatever they want of a segment."""
         for number in segment.requests:
             request, target = self._wanted[number].request, self._wanted[number].target
@@ -241,14 +262,39 @@ class _Job:
                     continue
                 offset = sum(a * b for a, b in zip(box.start, strides, strict=True)) - first
                 source = elements.as_strided(box.size, strides, elements.storage_offset() + offset)
-                copy_elements(part_of(target, box, request.box), source)
+                pair = _copyable(part_of(target, box, request.box), source)
+                if slot is not None and number in slot.numbers:
+                    slot.copy(*pair)
+                else:
+                    pair[0].copy_(pair[1])
 
 
 def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
     """``target.copy_(source)``, for every dtype."""
-    if target.dtype == source.dtype and source.itemsize == 1:  # some one-byte dtypes have no copy kernel
-        target, source = target.view(torch.uint8), source.view(torch.uint8)
+    target, source = _copyable(target, source)
     target.copy_(source)
+
+
+def _copyable(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if target.dtype == source.dtype and source.itemsize == 1:  # some one-byte dtypes have no copy kernel
+        return target.view(torch.uint8), source.view(torch.uint8)
+    return target, source
+
+
+def _ring(wanted: Sequence[Wanted], operations: Sequence[ReadOperation], threads: int) -> Ring | None:
+    """Slots for what goes to a GPU, one and a half for each thread that reads; None if nothing does."""
+    indices = {number: CUDA.index_of(w.target) for number, w in enumerate(wanted)}
+    landing = {number: index for number, index in indices.items() if index is not None}
+    if not landing:
+        return None
+    sizes = (
+        sum(aligned(segment.nbytes) for segment in operation.segments if segment.direct is None)
+        for operation in operations
+        if any(number in landing for segment in operation.segments for number in segment.requests)
+    )
+    nbytes = max(sizes, default=0)
+    readers = min(threads, len(operations))
+    return Ring(CUDA, landing, readers + -(-readers // 2), nbytes)
 
 
 def part_of(target: torch.Tensor, box: Box, whole: Box) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -78,11 +77,8 @@ class FileJob:
         except Exception as error:
             self.remove()
             cause = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-            shown = "".join(traceback.format_exception(error))
-            hides_secrets = self._storage.scrub(shown) != shown  # as another library's own words may
-            raise WriteError(self._storage.scrub(f"cannot write {self._storage.path}/{name}: {cause}")) from (
-                None if hides_secrets else error
-            )
+            message = f"cannot write {self._storage.path}/{name}: {cause}"
+            raise WriteError(self._storage.scrub(message)) from self._storage.cause(error)
 
     def remove(self) -> None:
         """Removes the files of this job, as far as there are any."""

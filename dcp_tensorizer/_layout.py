@@ -37,9 +37,10 @@ INDEX_CAPACITY = 256 * 1024
 
 # Digests are per block, so that a partial read can be verified too. 64 blocks a tensor bound the metadata to
 # 520 bytes a tensor, and what a row slice reads beyond its need to two blocks; below 64 KiB a block costs more to
-# request than to read.
+# request than to read. Beyond 8 MiB a block would not fit into a reader's buffers; one more for each 8 MiB is nothing.
 _MAX_BLOCKS = 64
 _MIN_BLOCK = 64 * 1024
+_MAX_BLOCK = 8 << 20
 # Blocks start at a multiple of the largest element (complex128), so that no element straddles two of them.
 _BLOCK_ALIGNMENT = 16
 # In an encrypted item each block is encrypted by itself, so it must fit into a small buffer; the size and the alignment
@@ -101,7 +102,7 @@ def block_size(nbytes: int, *, encrypted: bool = False) -> int:
     per_block = -(-nbytes // _MAX_BLOCKS)
     if encrypted:
         return min(_MAX_ENCRYPTED_BLOCK, max(_MIN_BLOCK, _round_up(per_block, _ENCRYPTED_ALIGNMENT)))
-    return max(_MIN_BLOCK, _round_up(per_block, _BLOCK_ALIGNMENT))
+    return min(_MAX_BLOCK, max(_MIN_BLOCK, _round_up(per_block, _BLOCK_ALIGNMENT)))
 
 
 def metadata_file_name(rank: int | None = None) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ._direct_io import LocalFile, LocalSink, UncachedFile
 from ._layout import temporary_file_name
-from ._storage import TAKEN, Claim, FileInfo, RangeReader, Sink, Storage
+from ._storage import TAKEN, Claim, FileInfo, RangeReader, Refused, Sink, Storage
 from .errors import NotCommitted, ReadError, WriteError
 
 __all__ = ["LocalStorage"]
@@ -76,13 +76,16 @@ class LocalStorage(Storage):
             if not replace:
                 _link(temporary, self._root / name)
             os.replace(temporary, self._root / name)  # for a link to the same file this does nothing
-            temporary.unlink(missing_ok=True)
         except OSError as error:
+            raise Refused(f"cannot write {self._root / name}: {error}") from error
+        finally:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
-            raise WriteError(f"cannot write {self._root / name}: {error}") from error
         if sync:
-            self.sync_directory()
+            try:
+                self.sync_directory()
+            except OSError as error:
+                raise WriteError(f"{self._root / name} is in place, but may not stay there: {error}") from error
 
     def read(self, name: str) -> bytes | None:
         try:

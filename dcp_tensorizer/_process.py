@@ -17,7 +17,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
-from ._protocol import ArenaInfo, Channel, Progress, Ready, WriteDone, WriteFailed, WriteRequest
+from ._protocol import (
+    ArenaInfo,
+    Channel,
+    Progress,
+    Ready,
+    SnapshotRequest,
+    SnapshotTaken,
+    WriteDone,
+    WriteFailed,
+    WriteRequest,
+)
 from .errors import WriteError, WriterProcessDied
 
 __all__ = ["WriterProcess"]
@@ -41,20 +51,23 @@ class WriterProcess:
     """A process that writes files from shared memory, started at once and ended with `close`.
 
     Not `multiprocessing`: that imports the user's ``__main__`` again and is forbidden in daemonic processes.
+
+    Args:
+        devices: Let it see the trainer's GPUs, where it makes a context when it is first asked for a snapshot.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, devices: bool = False) -> None:
         ours, theirs = socket.socketpair()
         trainer = os.pidfd_open(os.getpid()) if hasattr(os, "pidfd_open") else -1
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self._popen = subprocess.Popen(
-                [sys.executable, "-m", f"{__package__}._worker", str(theirs.fileno()), str(trainer)],
+                [sys.executable, "-m", f"{__package__}._worker", str(theirs.fileno()), str(trainer), str(int(devices))],
                 stdin=subprocess.DEVNULL,
                 stdout=self._stderr,
                 stderr=self._stderr,
                 pass_fds=[fd for fd in (theirs.fileno(), trainer) if fd >= 0],
-                env=_environment(),
+                env=_environment(devices),
             )
         finally:
             theirs.close()
@@ -86,6 +99,17 @@ class WriterProcess:
             WriterProcessDied: it ended meanwhile, or was killed because it made no progress.
             WriteError: it could not fulfil the request.
         """
+        answer = self._ask(request, buffers, timeout)
+        assert isinstance(answer, WriteDone)
+        return answer
+
+    def snapshot(self, request: SnapshotRequest, buffers: Sequence[SharedBuffer], timeout: float) -> None:
+        """Has GPU memory copied to one of the buffers, and waits for it; raises as `write` does."""
+        self._ask(request, buffers, timeout)
+
+    def _ask(
+        self, request: WriteRequest | SnapshotRequest, buffers: Sequence[SharedBuffer], timeout: float
+    ) -> WriteDone | SnapshotTaken:
         with self._lock:
             infos = tuple(ArenaInfo(b.id, b.nbytes, b.id in self._attached) for b in buffers)
             fds = [b.fd for b in buffers if b.id not in self._attached]
@@ -113,14 +137,14 @@ class WriterProcess:
             self._stderr.close()
             self._lock.release()
 
-    def _wait(self, timeout: float) -> WriteDone | WriteFailed:
+    def _wait(self, timeout: float) -> WriteDone | SnapshotTaken | WriteFailed:
         progress = -1
         deadline = time.monotonic() + timeout
         while True:
             if not self._readable(deadline - time.monotonic()):
                 raise self._hung(timeout)
             message, _ = self._channel.receive()
-            if isinstance(message, WriteDone | WriteFailed):
+            if isinstance(message, WriteDone | SnapshotTaken | WriteFailed):
                 return message
             if isinstance(message, Ready) or (isinstance(message, Progress) and message.nbytes != progress):
                 progress = message.nbytes if isinstance(message, Progress) else progress
@@ -167,16 +191,20 @@ class _RemoteTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
-def _environment() -> dict[str, str]:
-    """The trainer's environment, less its GPU, and the modules the trainer sees."""
-    return os.environ | {
-        "CUDA_VISIBLE_DEVICES": "",  # no CUDA context, no GPU memory
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path),
-        "PYTHONWARNINGS": "ignore",
-        "PYTHONSAFEPATH": "1",  # not the working directory: -m would put it first
-    }
+def _environment(devices: bool) -> dict[str, str]:
+    """The trainer's environment, less its GPUs unless it is to use them, and the modules the trainer sees."""
+    hidden = {} if devices else {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}  # no context, no GPU memory
+    return (
+        os.environ
+        | hidden
+        | {
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path),
+            "PYTHONWARNINGS": "ignore",
+            "PYTHONSAFEPATH": "1",  # not the working directory: -m would put it first
+        }
+    )
 
 
 def _end(popen: subprocess.Popen[bytes], channel: Channel, stderr: IO[bytes], pid: int) -> None:

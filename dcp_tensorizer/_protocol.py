@@ -17,14 +17,18 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ._crypt import Cipher
+from ._shared import SharedFile
 
 __all__ = [
     "ArenaInfo",
     "Channel",
+    "DeviceTensor",
     "FileRequest",
     "FileResult",
     "Progress",
     "Ready",
+    "SnapshotRequest",
+    "SnapshotTaken",
     "TensorResult",
     "TensorSource",
     "WriteDone",
@@ -34,7 +38,10 @@ __all__ = [
 
 
 class TensorSource(NamedTuple):
-    """A tensor to be written: C-contiguous bytes at an offset of a shared buffer."""
+    """A tensor to be written: C-contiguous bytes at an offset of a shared buffer, or of a shared file.
+
+    ``arena`` is the number of the buffer; of the request's shared files, the first is -1, the second -2.
+    """
 
     name: str
     dtype: str
@@ -62,6 +69,38 @@ class ArenaInfo:
     attached: bool
 
 
+class DeviceTensor(NamedTuple):
+    """A tensor on a GPU, and the offset in an arena where its elements go in C order."""
+
+    storage: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    storage_offset: int
+    is_conj: bool
+    is_neg: bool
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRequest:
+    """Copy GPU memory of the trainer to an arena.
+
+    Attributes:
+        arena: Number of the arena.
+        device: A GPU that something is on.
+        storages: What torch needs to open each; it can be opened once.
+        tensors: What is in them.
+        arenas: As in a `WriteRequest`.
+    """
+
+    arena: int
+    device: int
+    storages: tuple[tuple[Any, ...], ...]
+    tensors: tuple[DeviceTensor, ...]
+    arenas: tuple[ArenaInfo, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class WriteRequest:
     """Write ``files`` below ``path`` and make them durable. Buffers not in ``arenas`` are let go."""
@@ -75,6 +114,7 @@ class WriteRequest:
     buffer_bytes: int
     timeout: float
     cipher: Cipher | None = None
+    shared: tuple[SharedFile, ...] = ()
 
 
 class TensorResult(NamedTuple):
@@ -98,6 +138,11 @@ class FileResult:
 @dataclass(frozen=True, slots=True)
 class Ready:
     """The writer process has imported what it needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotTaken:
+    """The trainer may change what it asked a snapshot of."""
 
 
 @dataclass(frozen=True, slots=True)

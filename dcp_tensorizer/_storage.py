@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import abc
 import re
+import traceback
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-__all__ = ["TAKEN", "TIMEOUT", "Claim", "FileInfo", "RangeReader", "Sink", "Storage", "redact", "scatter"]
+from .errors import WriteError
+
+__all__ = ["TAKEN", "TIMEOUT", "Claim", "FileInfo", "RangeReader", "Refused", "Sink", "Storage", "redact", "scatter"]
 
 TIMEOUT = 600.0
 """Seconds after which a wait for the storage is given up, unless the user says otherwise."""
 
 TAKEN = "there is one already, and it must not be replaced"
+
+
+class Refused(WriteError):
+    """The storage said no: nothing of what was to be written is there, or will be later."""
 
 
 class Sink(Protocol):
@@ -175,6 +182,11 @@ class Storage(abc.ABC):
     def scrub(self, text: str) -> str:
         """``text`` without credentials, for messages that quote another library."""
         return redact(text)
+
+    def cause(self, error: BaseException) -> BaseException | None:
+        """An error as the cause of another, unless its traceback would show credentials."""
+        shown = "".join(traceback.format_exception(error))
+        return error if self.scrub(shown) == shown else None
 
 
 def scatter(pieces: Iterable[memoryview], buffers: Iterable[memoryview]) -> int:

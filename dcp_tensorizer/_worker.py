@@ -6,6 +6,7 @@ at low priority, ignores the terminal's signals (the trainer decides when to sto
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import select
@@ -22,9 +23,23 @@ import torch
 
 from ._arena import attach
 from ._destination import open_storage
+from ._device import CUDA
+from ._ipc import take_snapshot
 from ._job import FileJob
-from ._protocol import Channel, Progress, Ready, TensorSource, WriteDone, WriteFailed, WriteRequest
-from .errors import CheckpointError
+from ._protocol import (
+    ArenaInfo,
+    Channel,
+    Progress,
+    Ready,
+    SnapshotRequest,
+    SnapshotTaken,
+    TensorSource,
+    WriteDone,
+    WriteFailed,
+    WriteRequest,
+)
+from ._shared import SharedFile, map_shared
+from .errors import CheckpointError, StagingError
 
 __all__ = ["SpareCores"]
 
@@ -36,6 +51,7 @@ _NICENESS_SPARE = 19
 _SPARE = 0.75  # cores that are idle or this process's: two threads get less where all are busy
 _LOOK_SECONDS = 0.1
 _PROGRESS_SECONDS = 1.0
+_ABANDON_SECONDS = 10.0  # for removing what was written, while a whole staged state is kept in memory for nobody
 
 
 class SpareCores:
@@ -73,10 +89,14 @@ def _tasks() -> set[int]:
 
 
 class _Worker:
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, *, devices: bool = False) -> None:
         self._channel = channel
+        self._devices = devices
+        self._unpin: dict[int, Callable[[], None]] = {}
         self._sending = threading.Lock()
         self._arenas: dict[int, mmap.mmap] = {}
+        self._shared: dict[int, mmap.mmap] = {}
+        self._mapping = threading.Lock()
         self._job: FileJob | None = None
 
     def serve(self) -> None:
@@ -86,7 +106,9 @@ class _Worker:
         while True:
             try:
                 request, fds = self._channel.receive()
-                answer: WriteDone | WriteFailed = self._fulfil(request, fds)
+                self._attach(request.arenas, fds)
+                answer: WriteDone | SnapshotTaken | WriteFailed
+                answer = self._snapshot(request) if isinstance(request, SnapshotRequest) else self._write(request)
             except EOFError:
                 return
             except Exception as error:
@@ -100,16 +122,33 @@ class _Worker:
         if job is not None:
             job.remove()
 
-    def _fulfil(self, request: WriteRequest, fds: list[int]) -> WriteDone:
-        self._arenas = {info.id: self._arenas[info.id] for info in request.arenas if info.attached} | {
-            info.id: attach(fd, info.nbytes)
-            for info, fd in zip((i for i in request.arenas if not i.attached), fds, strict=True)
+    def _attach(self, arenas: Sequence[ArenaInfo], fds: list[int]) -> None:
+        """Maps the arenas that are new, and lets go of those that are not there any more."""
+        attached = {info.id for info in arenas if info.attached}
+        for number in self._unpin.keys() - attached:
+            self._unpin.pop(number)()
+        new = [info for info in arenas if not info.attached]
+        self._arenas = {number: self._arenas[number] for number in attached} | {
+            info.id: attach(fd, info.nbytes, writable=self._devices) for info, fd in zip(new, fds, strict=True)
         }
+
+    def _snapshot(self, request: SnapshotRequest) -> SnapshotTaken:
+        """Copies GPU memory of the trainer to an arena, which is registered for that the first time."""
+        memory = self._arenas[request.arena]
+        if request.arena not in self._unpin:
+            address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+            self._unpin[request.arena] = lambda: None
+            with suppress(StagingError):  # it is slower then
+                self._unpin[request.arena] = CUDA.pin(address, len(memory), request.device)
+        take_snapshot(request, memory)
+        return SnapshotTaken()
+
+    def _write(self, request: WriteRequest) -> WriteDone:
         storage = open_storage(request.path, request.storage_options, request.timeout)
         job = FileJob(
             storage,
             request.files,
-            self._bytes,
+            functools.partial(self._bytes, request.shared),
             sync=request.sync,
             threads=request.threads,
             buffer_bytes=request.buffer_bytes,
@@ -122,9 +161,18 @@ class _Worker:
             return job.run()
         finally:
             self._job = None
+            self._shared.clear()
 
-    def _bytes(self, source: TensorSource) -> memoryview:
-        return memoryview(self._arenas[source.arena])[source.offset : source.offset + source.nbytes]
+    def _bytes(self, shared: Sequence[SharedFile], source: TensorSource) -> memoryview:
+        memory = self._arenas[source.arena] if source.arena >= 0 else self._map(shared, -1 - source.arena)
+        return memoryview(memory)[source.offset : source.offset + source.nbytes]
+
+    def _map(self, shared: Sequence[SharedFile], number: int) -> mmap.mmap:
+        """Maps a file when the first tensor in it is written, for as long as the request takes."""
+        with self._mapping:
+            if number not in self._shared:
+                self._shared[number] = map_shared(shared[number])
+            return self._shared[number]
 
     def _send(self, message: object) -> None:
         with self._sending, suppress(EOFError):
@@ -161,19 +209,21 @@ def _end_with(trainer: int, abandon: Callable[[], None]) -> None:
     poll = select.poll()
     poll.register(trainer, select.POLLIN)
     poll.poll()
-    abandon()
+    abandoning = threading.Thread(target=abandon, name="abandon", daemon=True)
+    abandoning.start()
+    abandoning.join(_ABANDON_SECONDS)
     os._exit(1)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Arguments: descriptor of the channel, descriptor of a pidfd of the trainer or -1 where there are none."""
-    channel_fd, trainer = map(int, arguments)
+    """Arguments: descriptor of the channel, of a pidfd of the trainer or -1 where there are none, 1 to use GPUs."""
+    channel_fd, trainer, devices = map(int, arguments)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):
         os.nice(_NICENESS_BUSY)
     torch.set_num_threads(1)
-    worker = _Worker(Channel(socket.socket(fileno=channel_fd)))
+    worker = _Worker(Channel(socket.socket(fileno=channel_fd)), devices=bool(devices))
     if trainer >= 0:
         threading.Thread(target=_end_with, args=(trainer, worker.abandon), name="trainer", daemon=True).start()
     worker.serve()

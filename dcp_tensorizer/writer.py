@@ -15,8 +15,8 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -28,23 +28,20 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ._arena import Arena, aligned
 from ._commit import begin, commit, remove
 from ._crypt import encryption_cipher, find_other_key
 from ._destination import open_storage
 from ._encoder import BUFFER_BYTES
-from ._items import Item, resolve, sources, write_results
-from ._job import FileJob
+from ._handover import Handover, Options
+from ._items import Item, resolve, write_results
 from ._layout import StoredItem, metadata_file_name
 from ._outcomes import Outcomes
-from ._plan import plan_files
 from ._process import WriterProcess
-from ._protocol import FileRequest, WriteDone, WriteRequest
+from ._protocol import WriteDone
 from ._report import SaveReport
 from ._storage import TIMEOUT, Claim, Storage, redact
-from ._tensorfile import host_bytes
-from .errors import CheckpointError, StagingError, WriteError, WriterProcessDied
-from .staging import ArenaStager, Lease
+from .errors import CheckpointError, StagingError, WriteError
+from .staging import ArenaStager, Lease, Staging
 
 if TYPE_CHECKING:
     from ._crypt import EncryptionParams
@@ -64,7 +61,6 @@ class _Save:
     rank: int = 0
     is_coordinator: bool = True
     use_collectives: bool = True
-    attempts: int = 1
     began: float = dataclasses.field(default_factory=time.perf_counter)
     report: SaveReport | None = None
 
@@ -96,6 +92,13 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         path: Where to save: a local directory that all ranks share, or any URL that fsspec opens. A save's
             ``checkpoint_id`` overrides it for that save.
         cache_staged_state_dict: Keep the staging buffer between saves.
+        staging: ``"buffer"``: everything is copied to the staging buffer. ``"shared"``: but for CPU tensors that are in
+            shared memory already, which are written from where they are, and may be changed when they are written;
+            not together with encryption. ``"device"``: CUDA tensors are copied to it by the writer process, which
+            then has a CUDA context of its own. Unless staging overlaps, ``async_save`` returns when the state may be
+            changed.
+        overlap_staging: Have ``async_save`` return before the state is copied, with an ``AsyncSaveResponse``: the state
+            may be changed when its ``staging_completion`` is done, see `lock`.
         overwrite: Replace a checkpoint at the path; if False, that is an error.
         sync_files: Return only when data is on permanent storage (fsync). Without it a checkpoint can be lost or
             damaged when the machine fails, not when the job does.
@@ -127,6 +130,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         path: str | os.PathLike[str] | None = None,
         *,
         cache_staged_state_dict: bool = True,
+        staging: str = "buffer",
+        overlap_staging: bool = False,
         overwrite: bool = True,
         sync_files: bool = True,
         thread_count: int | None = None,
@@ -138,30 +143,51 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         encryption: EncryptionParams | None = None,
     ) -> None:
         super().__init__()
+        if staging not in _STAGING:
+            raise ValueError(f"staging={staging!r} is none of {', '.join(map(repr, _STAGING))}")
+        if encryption is not None and staging == "shared":
+            raise ValueError(
+                "staging='shared' and encryption exclude each other: what is encrypted can be read twice, and if it "
+                "changed in between, its key would be spent on two texts"
+            )
         self._path = path
         self._cache = cache_staged_state_dict
+        self._overlap = overlap_staging
+        self._staging = staging
+        self._synchronize_after_execute = staging != "buffer"
         self._overwrite = overwrite
-        self._sync = sync_files
-        self._threads = thread_count or min(4, _cores())
-        self._options = dict(storage_options or {})
         self._max_failures = max_consecutive_failures
-        self._timeout = timeout
-        self._buffer_bytes = buffer_bytes
         self._on_report = on_report
-        self._cipher = None if encryption is None else encryption_cipher(encryption)
+        self._options = Options(
+            storage_options=dict(storage_options or {}),
+            sync=sync_files,
+            threads=thread_count or min(4, _cores()),
+            buffer_bytes=buffer_bytes,
+            timeout=timeout,
+            cipher=None if encryption is None else encryption_cipher(encryption),
+        )
         self._closed = False
         self._error_of_trainer: StagingError | None = None
         self._set_up()
-        self._living_process()  # its imports overlap with whatever the trainer does next
+        self._handover.living_process()  # its imports overlap with whatever the trainer does next
 
     def _set_up(self) -> None:
-        self._stager = ArenaStager(cache=self._cache, threads=self._threads)
-        self._spill: Arena | None = None
+        self._handover = Handover(self._options, devices=self._staging == "device")
+        self._stager = ArenaStager(
+            cache=self._cache,
+            threads=self._options.threads,
+            in_place=self._staging == "shared",
+            elsewhere=self._handover.snapshot if self._staging == "device" else None,
+            overlap=self._overlap,
+        )
         self._outcomes = Outcomes(self._max_failures)
         self._local = threading.local()
-        self._process: WriterProcess | None = None
         self._last_report: SaveReport | None = None
         self._claim: Claim | None = None
+
+    @property
+    def _process(self) -> WriterProcess | None:
+        return self._handover.process
 
     # --- lifetime -----------------------------------------------------------------------------------------------
 
@@ -193,12 +219,10 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         if not self._stager.drain(timeout):
             logger.error("the save under way was not over after %s s and is abandoned", timeout)
         self._closed = True
-        if self._process is not None:
-            self._process.close()
+        self._handover.close()
         self._outcomes.settle()
         self._release_claim()
-        if self._spill is not None:
-            self._spill.close()
+        self._handover.free()
         self._stager.close()
 
     @property
@@ -227,8 +251,11 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
     # --- AsyncStager: on the training thread --------------------------------------------------------------------
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Staging:
         """Copies the state dict into the staging buffer, once the saves before are over.
+
+        Returns:
+            The staged state dict; with ``overlap_staging`` a future that is done when the state may be changed.
 
         Raises:
             WriteError: on the coordinator, when ``max_consecutive_failures`` saves in a row were not committed.
@@ -237,17 +264,32 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._outcomes.settle()
         self._outcomes.check()
         if self._closed:
-            return self._stager.refuse(StagingError(_CLOSED))
-        self._living_process()
-        started = time.perf_counter()
-        staged = self._stager.stage(state_dict)
-        staged.lease.stage_seconds = time.perf_counter() - started
-        if staged.lease.error is not None:
-            logger.error("staging failed, and so will the save: %s", staged.lease.error)
-        return staged
+            staged = self._stager.refuse(StagingError(_CLOSED))
+        else:
+            self._handover.living_process()
+            started = time.perf_counter()
+            staged = self._stager.stage(state_dict)
+            staged.lease.stage_seconds = time.perf_counter() - started
+            if staged.lease.error is not None:
+                logger.error("staging failed, and so will the save: %s", str(staged.lease.error))
+        return Staging(staged) if self._overlap else staged
 
     def synchronize_staging(self) -> None:
-        """`stage` returns when everything is copied."""
+        """Returns when training may change everything that was staged."""
+        self._stager.wait_released()
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Inside, training may change the state: to be held around ``optimizer.step()``, with ``overlap_staging``::
+
+            with writer.lock():
+                optimizer.step()
+
+        Where all that is left to do is copies from a GPU, entering it does not wait for them: what is queued inside,
+        on the current stream, does.
+        """
+        self._stager.hold_training()
+        yield
 
     # --- StorageWriter: on the save's thread --------------------------------------------------------------------
 
@@ -275,7 +317,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._outcomes.begin(redact(str(path)))
         try:
             if error := self._error_of_trainer or (lease and lease.error):
-                raise error
+                raise StagingError(str(error))  # one of its own: a traceback keeps frames alive, and they the tensors
             if self._closed:
                 raise WriteError(_CLOSED)
             if lease is not None and lease.distributed and not torch.distributed.is_initialized():
@@ -285,7 +327,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
                 )
             if path is None:
                 raise WriteError("nowhere to save: give the writer a path, or the save a checkpoint_id")
-            storage = open_storage(path, self._options, self._timeout)
+            storage = open_storage(path, self._options.storage_options, self._options.timeout)
         except CheckpointError as error:
             self._outcomes.failed(error)
             raise
@@ -313,8 +355,11 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
                 name = metadata_file_name(save.metadata_rank)
                 if save.storage.size(name) is not None:
                     raise WriteError(f"{save.storage.path} holds a checkpoint already, and overwrite=False")
-            if save.is_coordinator and save.use_collectives:
-                self._claim = begin(save.storage, self._timeout)
+            if not save.use_collectives:  # each rank is its own coordinator, and none knows what the others leave
+                self._claim = save.storage.claim()
+                self._claim.share(self._options.timeout)
+            elif save.is_coordinator:
+                self._claim = begin(save.storage, self._options.timeout)
         except CheckpointError as error:
             self._outcomes.failed(error)
             raise
@@ -333,22 +378,28 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         save = self._save
         planned = time.perf_counter()
         try:
+            if save.lease is not None:
+                save.lease.wait_copied()
             items = resolve(plan, planner)
-            files, done = self._write(save, items)
+            written = self._handover.write(save.storage, save.rank, save.id, items, save.lease)
         except CheckpointError as error:
             self._outcomes.failed(error)
             raise type(error)(f"rank {save.rank}: {error}") from error
+        finally:
+            if save.lease is not None:
+                save.lease.release()
+        done = written.done
         _warn_of_objects(items, done)
         future: Future[list[WriteResult]] = Future()
-        check = b"" if self._cipher is None else self._cipher.check_value()
-        future.set_result(write_results(items, files, done, check))
+        check = b"" if self._options.cipher is None else self._options.cipher.check_value()
+        future.set_result(write_results(items, written.files, done, check))
         save.report = SaveReport(
             path=save.storage.path,
             save_id=save.id,
             rank=save.rank,
             nbytes=sum(item.tensor.nbytes for item in items),
-            files=len(files),
-            attempts=save.attempts,
+            files=len(written.files),
+            attempts=written.attempts,
             stage_seconds=save.lease.stage_seconds if save.lease is not None else 0.0,
             plan_seconds=planned - save.began,
             resolve_seconds=max(0.0, time.perf_counter() - planned - done.seconds),
@@ -379,7 +430,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
                 dataclasses.replace(metadata, storage_meta=meta),
                 places,
                 rank=save.metadata_rank,
-                sync=self._sync,
+                sync=self._options.sync,
                 overwrite=self._overwrite,
                 encryption=encryption,
             )
@@ -405,85 +456,10 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     def _save(self) -> _Save:
         return self._local.save  # type: ignore[no-any-return]
 
-    def _write(self, save: _Save, items: Sequence[Item]) -> tuple[tuple[FileRequest, ...], WriteDone]:
-        """Writes the items: what was staged, in the writer process; what was not, or cannot be seen there, here."""
-        arena = save.lease.arena if save.lease is not None else None
-        if arena is None or self._process is None or save.storage.in_process:
-            tensors = {item.name: item.tensor for item in items}
-            files = plan_files(sources(items, lambda item: (-1, 0)), save.rank, save.id, save.storage.file_bytes)
-            job = FileJob(
-                save.storage,
-                files,
-                lambda s: host_bytes(tensors[s.name]),
-                sync=self._sync,
-                threads=self._threads,
-                buffer_bytes=self._buffer_bytes,
-                cipher=self._cipher,
-            )
-            return files, job.run()
-        places = self._place(items, arena)
-        located = sources(items, lambda item: places[item.name])
-        files = plan_files(located, save.rank, save.id, save.storage.file_bytes)
-        request = WriteRequest(
-            path=save.storage.location,
-            storage_options=self._options,
-            files=files,
-            arenas=(),
-            sync=self._sync,
-            threads=self._threads,
-            buffer_bytes=self._buffer_bytes,
-            timeout=self._timeout,
-            cipher=self._cipher,
-        )
-        return files, self._send(save, request, [arena] if self._spill is None else [arena, self._spill])
-
-    def _place(self, items: Sequence[Item], arena: Arena) -> dict[str, tuple[int, int]]:
-        """Where each item's bytes are in shared memory; those that the planner made anew are copied there."""
-        places: dict[str, tuple[int, int]] = {}
-        made = []
-        for item in items:
-            offset = arena.locate(item.tensor)
-            if offset is not None:
-                places[item.name] = arena.id, offset
-            else:
-                made.append(item)
-        needed = sum(aligned(item.tensor.nbytes) for item in made)
-        if self._spill is not None and (not needed or not self._spill.fits(needed)):
-            self._spill.close()
-            self._spill = None
-        if needed:
-            self._spill = self._spill or Arena(needed)
-            self._spill.reset()
-        for item in made:
-            if item.tensor.numel():
-                assert self._spill is not None
-                copied = self._spill.allocate(item.tensor.dtype, item.tensor.shape)
-                copied.copy_(item.tensor)
-                places[item.name] = self._spill.id, self._spill.locate(copied) or 0
-        return places
-
-    def _send(self, save: _Save, request: WriteRequest, arenas: Sequence[Arena]) -> WriteDone:
-        """Has the writer process write; if it dies, once more by a fresh one, for the staged buffer is still there."""
-        for attempt in (1, 2):
-            process = self._living_process()
-            try:
-                return process.write(request, arenas, self._timeout)
-            except WriterProcessDied as error:
-                save.attempts += 1
-                _remove(save.storage, request.files)
-                if self._closed:
-                    raise WriteError(
-                        f"the writer was closed before the save to {save.storage.path} was over"
-                    ) from error
-                if attempt == 2:
-                    raise WriterProcessDied(f"the save to {save.storage.path} failed twice: {error}") from error
-                logger.warning("rank %d: %s; writing once more with a fresh process", save.rank, error)
-        raise AssertionError("unreachable")
-
     def _agreed_encryption(self, results: list[list[WriteResult]]) -> dict[str, Any] | None:
         """What ``.metadata`` says of the key, which must be every rank's: else nobody could load the checkpoint."""
         checks = ((rank, part[0].storage_data[2]) for rank, part in enumerate(results) if part)
-        other = find_other_key(self._cipher, checks)
+        other = find_other_key(self._options.cipher, checks)
         if other is not None:
             for name in {StoredItem(*r.storage_data[0]).file for part in results for r in part} - {""}:
                 with suppress(Exception):
@@ -493,7 +469,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
                 f"every rank's writer the same EncryptionParams, made on one rank and sent to the others, or made of "
                 f"one passphrase and one salt: EncryptionParams.from_string(passphrase, salt=...)"
             )
-        return None if self._cipher is None else self._cipher.record()
+        return None if self._options.cipher is None else self._options.cipher.record()
 
     def _release_claim(self) -> None:
         claim, self._claim = self._claim, None
@@ -509,17 +485,11 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             except Exception:
                 logger.exception("on_report failed; the save did not")
 
-    def _living_process(self) -> WriterProcess:
-        if self._process is None or not self._process.alive:
-            if self._process is not None:
-                self._process.close()
-            self._process = WriterProcess()
-        return self._process
 
-
+_STAGING = ("buffer", "device", "shared")
 _CLOSED = "the writer is closed: make a new one, or close it after the last save"
 # Tied to this process, or to one of its threads.
-_NOT_COPIED = {"_stager", "_spill", "_outcomes", "_local", "_process", "_last_report", "_on_report", "_claim"}
+_NOT_COPIED = {"_stager", "_handover", "_outcomes", "_local", "_last_report", "_on_report", "_claim"}
 
 
 def _check_trainer_lives(storage: Storage) -> None:
@@ -527,14 +497,6 @@ def _check_trainer_lives(storage: Storage) -> None:
     trainer = multiprocessing.parent_process()
     if trainer is not None and multiprocessing.current_process().daemon and not trainer.is_alive():
         raise WriteError(f"the trainer (pid {trainer.pid}) is gone: its save to {storage.path} is not committed")
-
-
-def _remove(storage: Storage, files: Sequence[FileRequest]) -> None:
-    for file in files:
-        try:
-            storage.discard(file.name)
-        except Exception as error:
-            logger.warning("%s/%s is left over from a failed save: %s", storage.path, file.name, error)
 
 
 def _warn_of_objects(items: Sequence[Item], done: WriteDone) -> None:

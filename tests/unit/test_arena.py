@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from dcp_tensorizer import StagingError, _arena
 from dcp_tensorizer._arena import Arena, aligned, attach
 
+from .simulated import SimulatedDevice
 from .support import ALL_DTYPES, dtype_name, filled, memory_files, open_descriptors, raw, run_python, same
 
 PAGE = 4096
@@ -217,7 +219,7 @@ import gc, mmap, os, signal, sys
 import torch
 from dcp_tensorizer._arena import Arena
 
-arena = Arena(1 << 20, pin=False)
+arena = Arena(1 << 20)
 tensor = arena.allocate(torch.uint8, (1000,)).fill_(42)
 address = tensor.data_ptr()
 
@@ -358,10 +360,42 @@ def test_a_cgroup_that_cannot_be_read_is_no_bound(tmp_path: Path, content: str) 
     assert _arena._cgroup_headroom(membership, tmp_path) is None
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu looks at pinning")
-def test_pinning_without_a_gpu_does_nothing() -> None:
-    """The same arena, no warning, no CUDA initialised."""
-    arena = Arena(PAGE, pin=True)
+def test_an_arena_is_registered_once_and_at_its_exact_size() -> None:
+    """All of it, at the address where it is mapped; undone while it is still mapped."""
+    device = SimulatedDevice()
+    arena = Arena(PAGE + 1)
+    tensor = arena.allocate(torch.uint8, (3,))
+    arena.pin(device, 0)
+    arena.pin(device, 0)
+    assert device.pinned == [(tensor.data_ptr(), 2 * PAGE)]
+    arena.close()
+    assert device.pinned == []
+    assert tensor.fill_(1).tolist() == [1, 1, 1]  # still mapped, when it was unregistered
+
+
+def test_a_dropped_arena_is_unregistered() -> None:
+    """Nobody needs to close it."""
+    device = SimulatedDevice()
+    arena = Arena(PAGE)
+    arena.pin(device, 0)
+    del arena
+    gc.collect()
+    assert device.pinned == []
+
+
+class Refusing(SimulatedDevice):
+    """Memory cannot be registered."""
+
+    def pin(self, address: int, nbytes: int, index: int) -> Callable[[], None]:
+        raise StagingError("raise the limit of locked memory")
+
+
+def test_an_arena_that_cannot_be_registered_is_pageable() -> None:
+    """One warning, with the device's advice, and memory that works."""
+    device = Refusing()
+    arena = Arena(PAGE)
+    with pytest.warns(RuntimeWarning, match="raise the limit of locked memory"):
+        arena.pin(device, 0)
+    arena.pin(device, 0)  # warnings are errors here
     assert arena.allocate(torch.uint8, (3,)).fill_(1).tolist() == [1, 1, 1]
-    assert not torch.cuda.is_initialized()
     arena.close()

@@ -287,13 +287,31 @@ def test_a_commit_that_fails_when_it_is_in_place_keeps_its_files(storage, tmp_pa
     name = data_file_name(0, 0, "a" * 32)
 
     def fail():
-        raise WriteError("the directory cannot be synced")
+        raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(storage, "sync_directory", fail)
-    with pytest.raises(WriteError, match="synced"):
+    with pytest.raises(WriteError, match=r"\.metadata is in place, but may not stay there.*Input/output"):
         commit_file(storage, name)
     assert set(os.listdir(tmp_path)) == {".metadata", name}
     assert read_metadata(storage).storage_data["files"] == {name: 4}
+
+
+def test_a_commit_whose_answer_was_lost_removes_nothing(storage, tmp_path, monkeypatch):
+    """It may be carried out later, by a server that has all of it: then both checkpoints' files must be there."""
+    old, new = data_file_name(0, 0, "a" * 32), data_file_name(0, 0, "b" * 32)
+    commit_file(storage, old, save_id="a" * 32)
+    late = []
+
+    def lose(name, data, **options):
+        late.append(data)
+        raise WriteError("timed out")
+
+    monkeypatch.setattr(storage, "publish", lose)
+    with pytest.raises(WriteError, match="timed out"):
+        commit_file(storage, new, save_id="b" * 32)
+    assert set(os.listdir(tmp_path)) == {".metadata", old, new}
+    (tmp_path / ".metadata").write_bytes(*late)
+    assert read_metadata(storage).storage_data["files"] == {new: 4}
 
 
 @pytest.mark.parametrize("rank", [None, 3])

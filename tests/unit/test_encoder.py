@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import threading
 from pathlib import Path
@@ -234,3 +235,35 @@ def test_parts_in_flight_are_as_many_as_the_memory_allows(parts: int, most: int)
     encode(layout, [lambda: host_bytes(tensor)], sink, threads=1, buffer_bytes=parts * 4096)
     assert sink.content == stock([("t", tensor)])
     assert 1 <= sink.deepest <= most
+
+
+@pytest.mark.parametrize(("threads", "parts"), [(1, 6), (4, 7), (16, 32), (16, 60)])
+def test_no_more_parts_are_made_than_fit(monkeypatch: pytest.MonkeyPatch, threads: int, parts: int) -> None:
+    """With many threads and little memory, fewer hash; six parts are the least."""
+    made = []
+    real = _encoder._new_buffer
+    monkeypatch.setattr(_encoder, "_new_buffer", lambda nbytes: made.append(nbytes) or real(nbytes))
+    tensors = [(f"{n}", filled(torch.uint8, (40_000,))) for n in range(100)]
+    sink = BufferSink(4096)
+    contents = [functools.partial(host_bytes, tensor) for _, tensor in tensors]
+    encode(lay_out(sources(tensors)), contents, sink, threads, buffer_bytes=parts * 4096)
+    assert sink.content == stock(tensors)
+    assert len(made) <= parts
+
+
+def test_nothing_more_is_sent_when_a_part_has_failed() -> None:
+    """What is queued behind it would take minutes to fail by itself."""
+
+    class Failing(BufferSink):
+        concurrency = 1
+        puts = 0
+
+        def put(self, number: int, data: memoryview) -> None:
+            self.puts += 1
+            raise OSError("no")
+
+    sink = Failing(4096)
+    tensor = filled(torch.uint8, (1 << 20,))
+    with pytest.raises(OSError, match="no"):
+        encode(lay_out(sources([("t", tensor)])), [lambda: host_bytes(tensor)], sink, threads=2)
+    assert (sink.puts, sink.aborted) == (1, True)

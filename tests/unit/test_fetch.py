@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_tensorizer import ChecksumMismatch, ReadError, _layout, _plan
+from dcp_tensorizer import ChecksumMismatch, ReadError, _fetch, _layout, _plan
 from dcp_tensorizer._destination import open_storage
 from dcp_tensorizer._encoder import encode
 from dcp_tensorizer._fetch import Wanted, fetch, is_direct
@@ -25,6 +25,7 @@ from dcp_tensorizer._plan import Box, ReadRequest
 from dcp_tensorizer._storage import Storage
 from dcp_tensorizer._tensorfile import host_bytes, lay_out
 
+from .simulated import SimulatedDevice
 from .support import ALL_DTYPES, dtype_name, filled, open_descriptors, same, sources
 
 Tensors = dict[str, torch.Tensor]
@@ -393,3 +394,116 @@ def test_an_unknown_failure_of_the_storage_is_a_read_error(storage: Storage) -> 
         with pytest.raises(ReadError, match=r"'t'.*RuntimeError: token expired") as caught:
             fetch(storage, [wanted("t", item, stored, torch.empty(10))], threads=1, verify=True)
     assert "hunter2" not in str(caught.value)
+
+
+# --- targets on a (simulated) device ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
+    device = SimulatedDevice()
+    monkeypatch.setattr(_fetch, "CUDA", device)
+    return device
+
+
+def landing(key: str, item: StoredItem, stored: torch.Tensor, target: torch.Tensor, box: Box | None = None) -> Wanted:
+    """As for a target on a device: never read into directly."""
+    request = ReadRequest(item, tuple(stored.shape), stored.itemsize, box or whole(stored), direct=False)
+    return Wanted(key, request, target)
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
+def test_targets_on_a_device_of_every_dtype_and_layout(
+    storage: Storage, device: SimulatedDevice, dtype: torch.dtype
+) -> None:
+    """Whole tensors and boxes, contiguous and not, beside targets on the host, in one read operation."""
+    stored, other = filled(dtype, (9, 14)), filled(dtype, (100,), seed=2)
+    items = write_file(storage, "f", {"t": stored, "o": other})
+    box = Box((2, 3), (5, 8))
+    whole_target = device.declare(filled(dtype, (9, 14), seed=1))
+    columns = device.declare(filled(dtype, (5, 16), seed=1))[:, 3:11]
+    on_host, both = filled(dtype, (100,), seed=1), filled(dtype, (9, 14), seed=1)
+    fetch(
+        storage,
+        [
+            landing("whole", items["t"], stored, whole_target),
+            landing("columns", items["t"], stored, columns, box),
+            wanted("on host", items["o"], other, on_host),
+            wanted("the same on the host", items["t"], stored, both),
+        ],
+        threads=2,
+        verify=True,
+    )
+    assert same(whole_target, stored)
+    assert same(as_plain(columns), as_plain(part(stored, box)))
+    assert same(on_host, other)
+    assert same(both, stored)
+    assert device.pinned == []
+
+
+def test_elements_for_a_device_are_converted_there(storage: Storage, device: SimulatedDevice) -> None:
+    """A target of another dtype gets the stored values."""
+    stored = torch.arange(1000, dtype=torch.float32)
+    (item,) = write_file(storage, "f", {"t": stored}).values()
+    target = device.declare(torch.zeros(1000, dtype=torch.float64))
+    fetch(storage, [landing("t", item, stored, target)], threads=2, verify=True)
+    assert target.tolist() == stored.tolist()
+
+
+def test_memory_for_loads_to_a_device_is_bounded(
+    storage: Storage, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots go round: many operations, few slots, none read into before its copies are done."""
+    monkeypatch.setattr(_plan, "_MAX_OPERATION", 1 << 16)
+    stored = {f"t{n}": filled(torch.int32, (300, 100), seed=n) for n in range(40)}
+    items = write_file(storage, "f", stored)
+    targets = {key: device.declare(torch.zeros_like(tensor)) for key, tensor in stored.items()}
+    moved = fetch(
+        storage,
+        [landing(key, items[key], tensor, targets[key]) for key, tensor in stored.items()],
+        threads=3,
+        verify=True,
+    )
+    assert moved >= 40 * 120_000
+    assert [key for key in stored if not same(stored[key], targets[key])] == []
+    assert device.most_pinned <= 5 * (1 << 17)
+    assert device.pinned == []
+
+
+def test_loads_come_after_what_training_has_queued(storage: Storage, device: SimulatedDevice) -> None:
+    """A kernel that fills the targets, queued before the load, does not overwrite what is loaded."""
+    stored = torch.arange(1000)
+    (item,) = write_file(storage, "f", {"t": stored}).values()
+    target = device.declare(torch.zeros(1000, dtype=torch.int64))
+    device.queue(lambda: target.fill_(-1))
+    fetch(storage, [landing("t", item, stored, target)], threads=2, verify=True)
+    device.run()
+    assert target.tolist() == stored.tolist()
+
+
+def test_a_load_to_a_device_that_fails_leaves_nothing_registered(
+    storage: Storage, device: SimulatedDevice, tmp_path: Path
+) -> None:
+    """Damage is found before it goes to the device, and named."""
+    stored = torch.arange(1000)
+    (item,) = write_file(storage, "f", {"t": stored}).values()
+    content = bytearray((tmp_path / "f").read_bytes())
+    content[item.offset + 100] ^= 1
+    (tmp_path / "f").write_bytes(content)
+    target = device.declare(torch.zeros(1000, dtype=torch.int64))
+    with pytest.raises(ChecksumMismatch, match="'t'"):
+        fetch(storage, [landing("t", item, stored, target)], threads=2, verify=True)
+    assert target.tolist() == [0] * 1000
+    assert device.pinned == []
+
+
+def test_a_shortage_of_memory_for_slots_is_a_read_error(
+    storage: Storage, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says what for, and how much."""
+    stored = torch.arange(100_000)
+    (item,) = write_file(storage, "f", {"t": stored}).values()
+    target = device.declare(torch.zeros(100_000, dtype=torch.int64))
+    monkeypatch.setattr("dcp_tensorizer._arena._available_memory", lambda: 1 << 16)
+    with pytest.raises(ReadError, match=r"on their way to a GPU.*bytes of memory are available"):
+        fetch(storage, [landing("t", item, stored, target)], threads=2, verify=True)

@@ -16,7 +16,7 @@ from tensorizer import TensorDeserializer
 from dcp_tensorizer._arena import Arena
 from dcp_tensorizer._layout import data_file_name
 from dcp_tensorizer._process import WriterProcess
-from dcp_tensorizer._protocol import FileRequest, TensorSource, WriteRequest
+from dcp_tensorizer._protocol import DeviceTensor, FileRequest, SnapshotRequest, TensorSource, WriteRequest
 from dcp_tensorizer.errors import WriteError, WriterProcessDied
 
 NAME = data_file_name(0, 0, "a" * 32)
@@ -249,3 +249,29 @@ def test_started_from_several_threads(tmp_path):
         process.close()
         arena.close()
     assert all((folder / NAME).exists() for folder in folders)
+
+
+def test_a_snapshot_that_cannot_be_taken_is_an_error_and_no_more(arena, tmp_path):
+    """Without a GPU it fails; the process, and what it has attached, serve the next request."""
+    process = WriterProcess(devices=True)
+    handle = ((torch.Tensor, "no handle"),)
+    wrong = SnapshotRequest(arena.id, 0, handle, (DeviceTensor(0, "float32", (3,), (1,), 0, False, False, 0),))
+    try:
+        with pytest.raises(WriteError):
+            process.snapshot(wrong, [arena], 60)
+        arena.reset()
+        process.write(request(tmp_path, arena), [arena], 60)
+    finally:
+        process.close()
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
+def test_a_process_that_may_use_gpus_sees_the_trainers(monkeypatch, arena, tmp_path):
+    """Its environment names the same ones."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    process = WriterProcess(devices=True)
+    try:
+        process.write(request(tmp_path, arena), [arena], 60)  # it has started
+        assert psutil.Process(process.pid).environ()["CUDA_VISIBLE_DEVICES"] == "3,5"
+    finally:
+        process.close()

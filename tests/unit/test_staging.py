@@ -26,10 +26,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.masked import masked_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from dcp_tensorizer import StagingError, staging
+from dcp_tensorizer import StagingError, _copying, staging
 from dcp_tensorizer._arena import Arena
-from dcp_tensorizer.staging import ArenaStager, Lease, StagedStateDict
+from dcp_tensorizer._copying import copy_on_host
+from dcp_tensorizer.staging import ArenaStager, Lease, StagedStateDict, Staging
 
+from .simulated import SimulatedDevice
 from .support import ALL_DTYPES, dtype_name, filled, memory_files, raw, same
 
 WAIT = 10.0
@@ -687,10 +689,10 @@ def test_staging_waits_for_a_buffer_that_is_being_prewarmed(
     made: list[Arena] = []
 
     class Slow(Arena):
-        def __init__(self, nbytes: int, *, pin: bool = False) -> None:
+        def __init__(self, nbytes: int) -> None:
             began.set()
             assert release.wait(WAIT)
-            super().__init__(nbytes, pin=pin)
+            super().__init__(nbytes)
             made.append(self)
 
     monkeypatch.setattr(staging, "Arena", Slow)
@@ -738,3 +740,261 @@ def test_staging_is_bit_exact_for_many_small_tensors(stager: ArenaStager) -> Non
     state = {f"layer.{n}": filled(ALL_DTYPES[n % len(ALL_DTYPES)], (n % 7, 3), seed=n) for n in range(2000)}
     twin = staged(stager, state)
     assert [key for key in state if not same(state[key], twin[key])] == []
+
+
+# --- overlap: what training may do meanwhile -------------------------------------------------------------------------
+
+
+class Gate:
+    """Holds the copying of host tensors back until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+        monkeypatch.setattr(_copying, "copy_on_host", self._copy)
+
+    def _copy(self, pairs: Any, threads: int) -> None:
+        self.reached.set()
+        assert self.opened.wait(WAIT)
+        copy_on_host(pairs, threads)
+
+
+@pytest.fixture
+def overlapping() -> Iterator[ArenaStager]:
+    stager = ArenaStager(overlap=True)
+    yield stager
+    stager.close()
+
+
+def test_overlapped_staging_returns_before_it_has_copied(
+    overlapping: ArenaStager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The twin is there at once, its values later; then training may change the state, and not before."""
+    gate = Gate(monkeypatch)
+    live = torch.ones(1000)
+    result = overlapping.stage({"a": live, "n": 3})
+    staging = Staging(result)
+    assert staging.result() is result
+    assert dict(result)["n"] == 3
+    assert gate.reached.wait(WAIT)
+    changed = threading.Event()
+
+    def train() -> None:
+        overlapping.hold_training()
+        live.zero_()
+        changed.set()
+
+    training = in_thread(train)
+    assert not changed.wait(SOON)
+    assert not staging.done()
+    gate.opened.set()
+    assert changed.wait(WAIT)
+    result.lease.wait_copied()
+    assert dict(result)["a"].tolist() == [1.0] * 1000
+    assert staging.done()
+    training.join(WAIT)
+
+
+def test_objects_are_copied_before_overlapped_staging_returns(
+    overlapping: ArenaStager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only tensors have to stay as they are: what a dict or a list held is kept at once."""
+    gate = Gate(monkeypatch)
+    state = {"trainer": {"step": 1, "seen": [1, 2], "t": torch.ones(2)}}
+    result = overlapping.stage(state)
+    state["trainer"]["step"] = 2
+    state["trainer"]["seen"].append(3)  # type: ignore[union-attr]
+    del state["trainer"]["t"]
+    gate.opened.set()
+    result.lease.wait_copied()
+    twin = dict(result)["trainer"]
+    assert (twin["step"], twin["seen"], twin["t"].tolist()) == (1, [1, 2], [1.0, 1.0])
+
+
+def test_a_future_is_done_even_if_its_callback_comes_late(overlapping: ArenaStager) -> None:
+    """Whoever asks after the copies are complete is told so."""
+    result = overlapping.stage({"a": torch.ones(2)})
+    overlapping.wait_released()
+    staging = Staging(result)
+    told: list[bool] = []
+    staging.add_done_callback(lambda future: told.append(future.done()))
+    assert staging.done()
+    assert told == [True]
+
+
+def test_a_buffer_is_not_free_while_it_is_copied_to(overlapping: ArenaStager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that fails early, or that nobody begins, does not free a buffer that copies still go to."""
+    gate = Gate(monkeypatch)
+    result = overlapping.stage({"a": torch.ones(10)})
+    in_thread(result.items).join(WAIT)
+    assert gate.reached.wait(WAIT)
+    assert not result.lease.over()
+    assert not overlapping.drain(0.05)
+    gate.opened.set()
+    assert overlapping.drain(WAIT)
+
+
+def test_an_error_of_overlapped_copying_is_the_saves(overlapping: ArenaStager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on, the future is done, and the save raises what happened."""
+
+    def fail(pairs: Any, threads: int) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(_copying, "copy_on_host", fail)
+    result = overlapping.stage({"a": torch.ones(10)})
+    staging = Staging(result)
+    overlapping.wait_released()
+    with pytest.raises(StagingError, match="illegal memory access"):
+        result.lease.wait_copied()
+    assert staging.done()
+
+
+def test_an_error_of_overlapped_staging_releases_training(overlapping: ArenaStager) -> None:
+    """What cannot be copied is known at once, and nobody waits."""
+    result = overlapping.stage({"lock": threading.Lock(), "a": torch.ones(3)})
+    overlapping.hold_training()
+    assert isinstance(result.lease.error, StagingError)
+    assert Staging(result).done()
+
+
+def test_pickling_waits_for_the_copies(overlapping: ArenaStager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In PROCESS mode the values leave with the pickle."""
+    gate = Gate(monkeypatch)
+    result = overlapping.stage({"a": torch.arange(3)})
+    opening = in_thread(lambda: (gate.reached.wait(WAIT), gate.opened.set()))
+    assert pickle.loads(pickle.dumps(result))["a"].tolist() == [0, 1, 2]
+    opening.join(WAIT)
+
+
+def test_dropping_the_future_frees_everything(overlapping: ArenaStager) -> None:
+    """A save that never starts costs its buffer only until the copies are complete."""
+    before = len(memory_files())
+    staging = Staging(overlapping.stage({"a": torch.ones(10)}))
+    overlapping.wait_released()
+    del staging
+    overlapping.wait_turn()
+    overlapping._reclaim()
+    overlapping.close()
+    gc.collect()
+    assert len(memory_files()) == before
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_state_on_a_device_is_staged_through_pinned_memory(overlap: bool) -> None:
+    """(Simulated device.) The buffer is registered, holds what was queued before, and training's next step waits."""
+    device = SimulatedDevice()
+    stager = ArenaStager(overlap=overlap, device=device)
+    weight, cpu = device.declare(torch.zeros(100_000)), torch.arange(3)
+    device.queue(lambda: weight.fill_(1.0))
+    result = stager.stage({"w": weight, "cpu": cpu})
+    stager.hold_training()
+    device.queue(lambda: weight.fill_(2.0))
+    device.run()
+    result.lease.wait_copied()
+    assert set(dict(result)["w"].tolist()) == {1.0}
+    assert set(weight.tolist()) == {2.0}
+    assert dict(result)["cpu"].tolist() == [0, 1, 2]
+    assert result.lease.arena is not None
+    assert [nbytes for _, nbytes in device.pinned] == [result.lease.arena.nbytes]
+    del result
+    stager.close()
+    assert device.pinned == []
+
+
+def test_a_buffer_is_unregistered_before_it_regrows() -> None:
+    """(Simulated device.) One buffer is registered at any time, at its exact size."""
+    device = SimulatedDevice()
+    stager = ArenaStager(device=device)
+    sizes = []
+    for count in (1000, 100_000, 10):
+        result = stager.stage({"w": device.declare(torch.ones(count))})
+        sizes.append([nbytes for _, nbytes in device.pinned])
+        del result
+    assert sizes == [[4096], [401_408], [401_408]]
+    stager.close()
+    assert device.pinned == []
+
+
+def test_prewarming_registers_for_the_device_of_the_state() -> None:
+    """(Simulated device.) The first save finds the buffer pinned."""
+    device = SimulatedDevice()
+    stager = ArenaStager(device=device)
+    state = {"w": device.declare(torch.ones(1000))}
+    stager.prewarm(state)
+    stager._settle_warming()
+    assert [nbytes for _, nbytes in device.pinned] == [4096]
+    stager.stage(state)
+    assert len(device.pinned) == 1
+    stager.close()
+
+
+def test_staging_host_memory_starts_no_cuda(stager: ArenaStager) -> None:
+    """Nothing is registered for a state dict without tensors on a device."""
+    device = SimulatedDevice()
+    other = ArenaStager(device=device)
+    assert staged(other, {"a": torch.ones(3)})["a"].tolist() == [1.0] * 3
+    assert (device.pinned, device.streams) == ([], [])
+    other.close()
+
+
+@pytest.mark.parametrize("able", [True, False])
+def test_copies_that_another_process_makes_are_waited_for(able: bool) -> None:
+    """(Simulated device.) Training is held until they are made, or are made here because they could not be."""
+    device = SimulatedDevice()
+    asked, made = threading.Event(), threading.Event()
+
+    def elsewhere(arena: Arena, copies: _copying.Copies) -> bool:
+        asked.set()
+        assert made.wait(WAIT)
+        if able:
+            device.run()
+            for twin, source in copies.on_device:
+                assert arena.locate(twin) is not None
+                twin.copy_(source)
+        return able
+
+    stager = ArenaStager(overlap=True, elsewhere=elsewhere, device=device)
+    weight, host = device.declare(torch.ones(1000)), torch.ones(10)
+    result = stager.stage({"w": weight, "host": host})
+    changed = threading.Event()
+
+    def train() -> None:
+        stager.hold_training()
+        device.queue(weight.zero_)
+        host.zero_()
+        changed.set()
+
+    training = in_thread(train)
+    assert asked.wait(WAIT)
+    assert not changed.wait(SOON)
+    made.set()
+    assert changed.wait(WAIT)
+    device.run()
+    result.lease.wait_copied()
+    assert (set(dict(result)["w"].tolist()), set(dict(result)["host"].tolist())) == ({1.0}, {1.0})
+    assert device.pinned == []
+    training.join(WAIT)
+    del result
+    stager.close()
+
+
+def test_a_save_that_ends_without_writing_releases_what_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its future is done when its thread has ended, though nobody but the lease refers to it any more."""
+    stager = ArenaStager(in_place=True, overlap=True)
+    shared = torch.ones(10).share_memory_()
+    told = threading.Event()
+    staging = Staging(stager.stage({"a": shared}))
+    staging.add_done_callback(lambda future: told.set())
+    end = threading.Event()
+
+    def save(taken: Mapping[str, Any]) -> None:
+        taken.items()
+        assert end.wait(WAIT)
+
+    taken = staging.result()
+    saving = in_thread(lambda state=taken: save(state))  # type: ignore[misc]
+    del staging, taken
+    assert not told.wait(SOON)
+    end.set()
+    assert told.wait(WAIT)
+    saving.join(WAIT)
+    stager.close()

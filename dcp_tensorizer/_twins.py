@@ -1,0 +1,118 @@
+"""Twins: the walk over a state dict, once for the plain tensors in it, and once to build the same around others.
+
+Containers, wrapper subclasses and sharded tensors are built anew and share nothing with the live ones; so are plain
+objects. Whatever tensors a twin is given, `build` puts in the places of those that `dense_tensors` found.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+# Private, and the only way to a ShardedTensor: FSDP1 still makes them.
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.remote_device import _remote_device
+
+from ._tensors import check_supported, is_wrapper
+from .errors import StagingError
+
+__all__ = ["build", "dense_tensors"]
+
+_ATOMIC = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+def dense_tensors(value: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The plain tensors inside a value, in the order in which `build` asks for their twins."""
+    if isinstance(value, torch.Tensor):
+        yield from _inner_tensors(value, key)
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from dense_tensors(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from dense_tensors(item, f"{key}.{number}")
+
+
+def _inner_tensors(tensor: torch.Tensor, key: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(tensor, ShardedTensor):
+        for shard in tensor.local_shards():
+            yield from _inner_tensors(shard.tensor, key)
+    elif is_wrapper(tensor) and not tensor.is_nested:
+        if hasattr(tensor, "trigger_wait"):  # a collective's result that may still be on its way
+            tensor.trigger_wait()
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        for name in names:
+            inner = getattr(tensor, name)
+            if isinstance(inner, torch.Tensor):
+                yield from _inner_tensors(inner, key)
+    else:
+        check_supported(key, tensor)
+        yield key, tensor.detach()
+
+
+def build(value: Any, key: str, twins: Iterator[torch.Tensor]) -> Any:
+    """A copy of a value, with the given twins in place of its tensors."""
+    if isinstance(value, torch.Tensor):
+        return _rebuild_tensor(value, twins)
+    if isinstance(value, _ATOMIC):
+        return value
+    if isinstance(value, Mapping):
+        items = [(name, build(item, f"{key}.{name}", twins)) for name, item in value.items()]
+        if type(value) in (dict, collections.OrderedDict):
+            return type(value)(items)  # type: ignore[call-arg]
+        # A shallow copy of a mapping that is not a dict may share its contents: to refill it would change the live one.
+        return _refill(copy.copy(value), items) if isinstance(value, dict) else dict(items)
+    if isinstance(value, list | tuple):
+        members = [build(item, f"{key}.{number}", twins) for number, item in enumerate(value)]
+        return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        raise StagingError(
+            f"{key!r}: an object of type {type(value).__module__}.{type(value).__qualname__} cannot be copied "
+            f"({type(error).__name__}: {error}). Leave it out of the state dict, or give it a __deepcopy__."
+        ) from error
+
+
+def _refill(mapping: Any, items: list[tuple[Any, Any]]) -> Any:
+    for name, item in items:
+        mapping[name] = item
+    return mapping
+
+
+def _rebuild_tensor(tensor: torch.Tensor, twins: Iterator[torch.Tensor]) -> torch.Tensor:
+    if isinstance(tensor, ShardedTensor):
+        return _rebuild_sharded(tensor, twins)
+    if not is_wrapper(tensor):
+        return next(twins)
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = {name: getattr(tensor, name) for name in names}
+    staged = {k: _rebuild_tensor(v, twins) if isinstance(v, torch.Tensor) else v for k, v in inner.items()}
+    rebuild = type(tensor).__tensor_unflatten__  # type: ignore[attr-defined]
+    return rebuild(staged, context, tensor.size(), tensor.stride())  # type: ignore[no-any-return]
+
+
+def _rebuild_sharded(tensor: ShardedTensor, twins: Iterator[torch.Tensor]) -> ShardedTensor:
+    metadata = copy.deepcopy(tensor.metadata())
+    for shard_metadata in metadata.shards_metadata:
+        shard_metadata.placement = _on_cpu(shard_metadata)
+    shards = []
+    for shard in tensor.local_shards():
+        where = ShardMetadata(shard.metadata.shard_offsets, shard.metadata.shard_sizes, _on_cpu(shard.metadata))
+        shards.append(Shard(_rebuild_tensor(shard.tensor, twins), where))
+    metadata.tensor_properties.requires_grad = False
+    metadata.tensor_properties.pin_memory = bool(shards) and shards[0].tensor.is_pinned()
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, metadata, process_group=tensor._process_group, init_rrefs=False
+    )
+
+
+def _on_cpu(metadata: ShardMetadata) -> _remote_device:
+    assert metadata.placement is not None
+    return _remote_device(f"rank:{metadata.placement.rank()}/cpu")

@@ -1,0 +1,137 @@
+"""Copies from a (simulated) device: what is in them, in what order they happen, and in how many calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from dcp_tensorizer import _copying
+from dcp_tensorizer._arena import Arena, aligned
+from dcp_tensorizer._copying import GATHER_BYTES, Copies, copy_on_host, order
+
+from .simulated import SimulatedDevice
+from .support import ALL_DTYPES, dtype_name, filled, raw, same
+
+
+def copied(sources: Sequence[torch.Tensor], device: SimulatedDevice) -> tuple[list[torch.Tensor], Arena]:
+    """Twins in an arena of their own, with everything copied to them."""
+    arena = Arena(sum(aligned(source.nbytes) for source in sources))
+    twins = {n: arena.allocate(sources[n].dtype, sources[n].shape) for n in order(sources, device)}
+    copies = Copies([(twins[n], source) for n, source in enumerate(sources)], device, 1)
+    copies.follow()
+    copies.start()
+    copies.wait()
+    return [twins[n] for n in range(len(sources))], arena
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
+def test_every_dtype_and_layout_leaves_the_device_as_it_is(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors and large ones, contiguous and not, gathered and in pieces, bit for bit."""
+    monkeypatch.setattr(_copying, "_SMALL", 200)
+    monkeypatch.setattr(_copying, "GATHER_BYTES", 1024)
+    device = SimulatedDevice()
+    base = device.declare(filled(dtype, (40, 24)))
+    on_host = filled(dtype, (3, 5), seed=1)
+    sources = [base, base.t(), base[::2, 1::3], base[0], base[:, 0], base[3, 4], base[:0], on_host, base[:1, :1]]
+    sources += [base[n, :5] for n in range(20)]
+    twins, arena = copied(sources, device)
+    assert [n for n, (a, b) in enumerate(zip(twins, sources, strict=True)) if not same(a, b)] == []
+    del twins
+    arena.close()
+
+
+def test_conjugate_and_negative_bits_are_carried_out_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lazy views arrive as the values they stand for, small or large."""
+    device = SimulatedDevice()
+    values = device.declare(torch.view_as_complex(torch.arange(400.0).view(200, 2)))
+    for small in (1 << 20, 8):
+        monkeypatch.setattr(_copying, "_SMALL", small)
+        twins, arena = copied([values.conj(), values.conj().imag], device)
+        assert raw(twins[0]) == raw(values.conj())
+        assert raw(twins[1]) == raw(values.conj().imag)
+        del twins
+        arena.close()
+
+
+def test_thousands_of_small_tensors_cross_in_a_few_copies() -> None:
+    """An optimizer's small states, of several dtypes, between large tensors: one crossing for each kind, about."""
+    device = SimulatedDevice()
+    pool = device.declare(torch.arange(300_000, dtype=torch.float32))
+    steps = device.declare(torch.arange(5000, dtype=torch.int64))
+    sources: list[torch.Tensor] = []
+    for number in range(2000):
+        sources += [pool[number * 100 : number * 100 + 50 + number % 50], steps[number]]
+    twins, arena = copied(sources, device)
+    assert all(torch.equal(a, b) for a, b in zip(twins, sources, strict=True))
+    assert len(device.crossings) <= 6
+    assert device.buffers == [GATHER_BYTES]
+    del twins
+    arena.close()
+
+
+def test_memory_on_the_device_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One buffer, however large what goes through it."""
+    monkeypatch.setattr(_copying, "GATHER_BYTES", 4096)
+    monkeypatch.setattr(_copying, "_SMALL", 512)
+    device = SimulatedDevice()
+    base = device.declare(torch.arange(64 * 64 * 16, dtype=torch.int32))
+    bent = [base.view(64, 1024).t(), base.view(4, 16, 1024).permute(2, 0, 1), base.view(1, 2, 32768).transpose(1, 2)]
+    small = [base[n * 128 : n * 128 + 100] for n in range(100)]
+    twins, arena = copied([*bent, *small], device)
+    assert all(torch.equal(a, b) for a, b in zip(twins, [*bent, *small], strict=True))
+    assert device.buffers == [4096]
+    del twins
+    arena.close()
+
+
+@pytest.mark.parametrize("training_first", [True, False])
+def test_copies_have_what_was_queued_before_them_and_nothing_after(training_first: bool) -> None:
+    """A kernel queued before staging shows, whichever stream the device prefers; one after `hold` does not."""
+    device = SimulatedDevice(free_running=False)
+    weight, small = device.declare(torch.zeros(100_000)), device.declare(torch.zeros(3))
+    bent = device.declare(torch.zeros(400, 400)).t()
+    arena = Arena(1 << 21)
+    twins = [arena.allocate(t.dtype, t.shape) for t in (small, weight, bent)]
+    device.queue(lambda: [t.fill_(1.0) for t in (weight, small, bent)])  # the step before
+    copies = Copies(list(zip(twins, (small, weight, bent), strict=True)), device, 1)
+    copies.follow()
+    copies.start()
+    copies.hold()
+    device.queue(lambda: [t.fill_(2.0) for t in (weight, small, bent)])  # the step after
+    assert [t.sum().item() for t in (weight, small, bent)] == [0.0, 0.0, 0.0]
+    device.run(training_first=training_first)
+    copies.wait()
+    assert [set(twin.flatten().tolist()) for twin in twins] == [{1.0}] * 3
+    assert [set(t.flatten().tolist()) for t in (weight, small, bent)] == [{2.0}] * 3
+    del twins, copies
+    arena.close()
+
+
+def test_what_is_changed_without_holding_is_torn() -> None:
+    """The simulation can fail: without `hold`, the step after is in the copies."""
+    device = SimulatedDevice(free_running=False)
+    weight = device.declare(torch.zeros(100_000))
+    twin = torch.empty(100_000)
+    copies = Copies([(twin, weight)], device, 1)
+    copies.follow()
+    copies.start()
+    device.queue(lambda: weight.fill_(2.0))
+    device.run(training_first=True)
+    copies.wait()
+    assert set(twin.tolist()) == {2.0}
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_host_tensors_are_copied_by_any_number_of_threads(threads: int) -> None:
+    """Large and small ones, contiguous or not, with torch's threads or ours."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        sources = [torch.arange(10_000_000, dtype=torch.int32), torch.arange(12).view(3, 4).t(), torch.tensor(5)]
+        twins = [torch.empty(source.shape, dtype=source.dtype) for source in sources]
+        copy_on_host(list(zip(twins, sources, strict=True)), threads)
+        assert all(torch.equal(a, b) for a, b in zip(twins, sources, strict=True))
+    finally:
+        torch.set_num_threads(before)

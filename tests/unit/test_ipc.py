@@ -1,0 +1,72 @@
+"""Handles to GPU memory, with handles simulated: what crosses, what is kept, and what arrives in the arena.
+
+Torch's own two functions, which need a GPU, are replaced: a handle is the alias itself. tests/gpu has the real ones.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+from typing import Any
+
+import pytest
+import torch
+
+from dcp_tensorizer import WriteError, _ipc
+from dcp_tensorizer._arena import Arena, aligned
+from dcp_tensorizer._ipc import export, take_snapshot
+
+from .simulated import SimulatedDevice, SimulatedStream
+from .support import ALL_DTYPES, filled, same
+
+
+@pytest.fixture(autouse=True)
+def handles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ipc, "reduce_tensor", lambda alias: (None, (alias,)))
+    monkeypatch.setattr(_ipc, "rebuild_cuda_tensor", lambda alias: alias)
+
+
+def streams() -> dict[Any, SimulatedStream]:
+    return {None: SimulatedStream(SimulatedDevice())}  # the index of the host's "device"
+
+
+def test_tensors_arrive_as_they_are() -> None:
+    """Every dtype, views of one storage, strides, lazy views: each at its offset of the arena."""
+    sources = [filled(dtype, (9, 14), seed=n) for n, dtype in enumerate(ALL_DTYPES)]
+    base = torch.arange(400.0)
+    values = torch.view_as_complex(base.view(200, 2))
+    sources += [base[3:50], base.view(20, 20).t(), base[7], values.conj(), values.conj().imag]
+    arena = Arena(sum(aligned(source.nbytes) for source in sources))
+    twins = [arena.allocate(source.dtype, source.shape) for source in sources]
+    offsets = [arena.locate(twin) or 0 for twin in twins]
+    request, kept = export(list(zip(twins, sources, strict=True)), offsets, arena.id, streams())
+    assert len(request.storages) == len(kept) == len(ALL_DTYPES) + 1
+    with mmap.mmap(arena.fd, arena.nbytes) as memory:
+        take_snapshot(request, memory)
+        gc.collect()
+    assert [n for n, (a, b) in enumerate(zip(twins, sources, strict=True)) if not same(a, b)] == []
+    del twins
+    arena.close()
+
+
+def test_what_is_sent_is_not_what_training_has() -> None:
+    """Torch changes the storage that it is given: that is an alias, which keeps the memory for as long as it lives."""
+    source = torch.arange(1000)
+    twin = torch.empty_like(source)
+    _, (alias,) = export([(twin, source)], [0], 1, streams())
+    assert alias.untyped_storage()._cdata != source.untyped_storage()._cdata
+    assert alias.data_ptr() == source.data_ptr()
+    del source
+    gc.collect()
+    assert alias.view(torch.int64).tolist() == list(range(1000))
+
+
+def test_memory_that_cannot_be_handed_over_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own words, and the way out."""
+
+    def refuse(alias: torch.Tensor) -> Any:
+        raise RuntimeError("invalid device pointer")
+
+    monkeypatch.setattr(_ipc, "reduce_tensor", refuse)
+    with pytest.raises(WriteError, match=r"invalid device pointer.*staging='buffer'"):
+        export([(torch.empty(3), torch.ones(3))], [0], 1, streams())

@@ -1,0 +1,267 @@
+"""What training may do during a save, by each way of staging: through DCP, in one process, to real files."""
+
+import threading
+from concurrent.futures import Future
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+from dcp_tensorizer import StagingError, TensorizerStorageReader, TensorizerStorageWriter, _copying, _handover
+from dcp_tensorizer._copying import copy_on_host
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+WAIT = 30.0
+SOON = 0.2
+
+
+def loaded(path):
+    state = {"w": torch.zeros(1000), "b": torch.zeros(10), "step": None}
+    dcp.load(state, storage_reader=TensorizerStorageReader(path))
+    return set(state["w"].tolist()), set(state["b"].tolist()), state["step"]
+
+
+class Gate:
+    """Holds a function back until it is opened."""
+
+    def __init__(self, function):
+        self.function = function
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self, *args, **kwargs):
+        self.reached.set()
+        assert self.opened.wait(WAIT)
+        return self.function(*args, **kwargs)
+
+
+@pytest.fixture
+def copying(monkeypatch):
+    """The copying of host tensors, held back."""
+    gate = Gate(copy_on_host)
+    monkeypatch.setattr(_copying, "copy_on_host", gate)
+    return gate
+
+
+@pytest.fixture
+def writing(monkeypatch):
+    """The writing of files, held back before it begins."""
+    gate = Gate(_handover.Handover.write)
+    monkeypatch.setattr(_handover.Handover, "write", lambda *args: gate(*args))
+    return gate
+
+
+def test_by_default_async_save_returns_when_everything_is_copied(tmp_path, writing):
+    """A plain future; the state changes while nothing is written yet."""
+    state = {"w": torch.ones(1000), "b": torch.ones(10), "step": 1}
+    with TensorizerStorageWriter(tmp_path) as writer:
+        future = dcp.async_save(state, storage_writer=writer)
+        assert isinstance(future, Future)
+        with writer.lock():
+            state["w"].zero_()
+        writer.synchronize_staging()
+        writing.opened.set()
+        future.result(WAIT)
+    assert loaded(tmp_path) == ({1.0}, {1.0}, 1)
+
+
+def test_overlapped_staging_says_when_the_state_may_change(tmp_path, copying):
+    """`async_save` returns before anything is copied; `staging_completion` and `lock` wait for it."""
+    state = {"w": torch.ones(1000), "b": torch.ones(10), "step": 1}
+    with TensorizerStorageWriter(tmp_path, overlap_staging=True) as writer:
+        response = dcp.async_save(state, storage_writer=writer)
+        assert isinstance(response, AsyncSaveResponse)
+        stepped = threading.Event()
+
+        def step():
+            with writer.lock():
+                state["w"].zero_()
+            stepped.set()
+
+        training = threading.Thread(target=step)
+        training.start()
+        assert copying.reached.wait(WAIT)
+        assert not stepped.wait(SOON)
+        assert not response.staging_completion.done()
+        copying.opened.set()
+        assert stepped.wait(WAIT)
+        training.join(WAIT)
+        response.staging_completion.result(WAIT)
+        response.upload_completion.result(WAIT)
+    assert loaded(tmp_path) == ({1.0}, {1.0}, 1)
+    assert set(state["w"].tolist()) == {0.0}
+
+
+class Telling(DefaultSavePlanner):
+    """Says when it has planned."""
+
+    planned = threading.Event()
+
+    def create_local_plan(self):
+        plan = super().create_local_plan()
+        self.planned.set()
+        return plan
+
+
+def test_planning_overlaps_with_copying(tmp_path, copying):
+    """The plan is made while nothing is copied yet."""
+    state = {"w": torch.ones(1000), "b": torch.ones(10), "step": 1}
+    planner = Telling()
+    with TensorizerStorageWriter(tmp_path, overlap_staging=True) as writer:
+        response = dcp.async_save(state, storage_writer=writer, planner=planner)
+        assert planner.planned.wait(WAIT)
+        copying.opened.set()
+        response.upload_completion.result(WAIT)
+    assert loaded(tmp_path) == ({1.0}, {1.0}, 1)
+
+
+def test_a_training_loop_with_lock_saves_every_step_as_it_was(tmp_path):
+    """Eight saves, each overlapping with the step after it, none torn."""
+    state = {"w": torch.zeros(1000), "b": torch.zeros(10), "step": 0}
+    with TensorizerStorageWriter(overlap_staging=True) as writer:
+        for step in range(8):
+            with writer.lock():
+                state["w"].fill_(step)
+                state["b"].fill_(step)
+            state["step"] = step
+            dcp.async_save(state, storage_writer=writer, checkpoint_id=tmp_path / str(step))
+    found = [loaded(tmp_path / str(step)) for step in range(8)]
+    assert found == [({float(step)}, {float(step)}, step) for step in range(8)]
+
+
+def test_an_error_while_copying_fails_the_save_and_releases_training(tmp_path, monkeypatch):
+    """The step goes on, the save's future has the cause, and the next save works."""
+    state = {"w": torch.ones(1000), "b": torch.ones(10), "step": 1}
+
+    def fail(pairs, threads):
+        raise RuntimeError("unspecified launch failure")
+
+    with TensorizerStorageWriter(tmp_path, overlap_staging=True) as writer:
+        with monkeypatch.context() as patch:
+            patch.setattr(_copying, "copy_on_host", fail)
+            response = dcp.async_save(state, storage_writer=writer)
+            response.staging_completion.result(WAIT)
+            with pytest.raises(CheckpointException) as caught:
+                response.upload_completion.result(WAIT)
+        error = caught.value.failures[0][0]
+        assert isinstance(error, StagingError)
+        assert "unspecified launch failure" in str(error)
+        dcp.async_save(state, storage_writer=writer).upload_completion.result(WAIT)
+    assert loaded(tmp_path) == ({1.0}, {1.0}, 1)
+
+
+def test_what_cannot_be_staged_is_the_saves_error(tmp_path):
+    """Known at once, and raised where DCP hands errors round."""
+    with TensorizerStorageWriter(tmp_path, overlap_staging=True) as writer:
+        response = dcp.async_save({"lock": threading.Lock()}, storage_writer=writer)
+        response.staging_completion.result(WAIT)
+        with pytest.raises(CheckpointException) as caught:
+            response.upload_completion.result(WAIT)
+    assert "'lock'" in str(caught.value.failures[0][0])
+
+
+def test_closing_waits_for_an_overlapped_save(tmp_path):
+    """A save whose response is dropped is whole when the writer is closed."""
+    state = {"w": torch.ones(1000), "b": torch.ones(10), "step": 1}
+    with TensorizerStorageWriter(tmp_path, overlap_staging=True) as writer:
+        dcp.async_save(state, storage_writer=writer)
+    assert loaded(tmp_path) == ({1.0}, {1.0}, 1)
+
+
+# --- shared memory, in place -----------------------------------------------------------------------------------------
+
+
+def test_shared_tensors_are_written_in_place(tmp_path, copying):
+    """No copy is made of them, only of the others, and they may be changed when they are written."""
+    state = {"w": torch.ones(1000).share_memory_(), "b": torch.ones(10), "step": 1}
+    copying.opened.set()
+    with TensorizerStorageWriter(tmp_path, staging="shared") as writer:
+        staged = writer.stage(state)
+        twin = dict(staged)
+        assert twin["w"].data_ptr() == state["w"].data_ptr()
+        assert twin["b"].data_ptr() != state["b"].data_ptr()
+        assert staged.lease.arena.nbytes == 4096
+        del staged, twin
+        future = dcp.async_save(state, storage_writer=writer)
+        with writer.lock():
+            state["w"].zero_()
+            state["b"].zero_()
+        future.result(WAIT)
+        assert writer.last_report.attempts == 1
+    assert loaded(tmp_path) == ({1.0}, {1.0}, 1)
+
+
+def test_shared_tensors_are_released_when_they_are_written(tmp_path, writing):
+    """Not before: with overlap, `staging_completion` says so."""
+    state = {"w": torch.ones(1000).share_memory_(), "b": torch.ones(10), "step": 1}
+    with TensorizerStorageWriter(tmp_path, staging="shared", overlap_staging=True) as writer:
+        response = dcp.async_save(state, storage_writer=writer)
+        assert writing.reached.wait(WAIT)
+        assert not response.staging_completion.done()
+        state["b"].zero_()  # which was copied
+        writing.opened.set()
+        response.staging_completion.result(WAIT)
+        state["w"].zero_()
+        response.upload_completion.result(WAIT)
+    assert loaded(tmp_path) == ({1.0}, {1.0}, 1)
+
+
+def test_without_overlap_async_save_returns_when_shared_tensors_are_written(tmp_path):
+    """The rule is the same for every way of staging: after `async_save` the state may change."""
+    state = {"w": torch.ones(1000).share_memory_(), "b": torch.ones(10), "step": 1}
+    with TensorizerStorageWriter(staging="shared") as writer:
+        for step in range(5):
+            for tensor in (state["w"], state["b"]):
+                tensor.fill_(step)
+            dcp.async_save(state, storage_writer=writer, checkpoint_id=tmp_path / str(step))
+    assert [loaded(tmp_path / str(s))[:2] for s in range(5)] == [({float(s)}, {float(s)}) for s in range(5)]
+
+
+def test_a_save_that_fails_before_it_writes_releases_shared_tensors(tmp_path):
+    """Training is not held for a save that is over."""
+    state = {"w": torch.ones(1000).share_memory_(), "b": torch.ones(10), "step": 1}
+    (tmp_path / "file").write_text("not a directory")
+    with TensorizerStorageWriter(tmp_path / "file" / "checkpoint", staging="shared", overlap_staging=True) as writer:
+        response = dcp.async_save(state, storage_writer=writer)
+        response.staging_completion.result(WAIT)
+        with pytest.raises(CheckpointException):
+            response.upload_completion.result(WAIT)
+
+
+def test_many_shared_tensors_need_no_descriptors_of_their_own(tmp_path):
+    """Two thousand of them, and views of one storage."""
+    flat = torch.arange(100_000, dtype=torch.float32).share_memory_()
+    state = {f"v{n}": flat[n * 50 : n * 50 + 50] for n in range(2000)}
+    state |= {f"s{n}": torch.full((3,), float(n)).share_memory_() for n in range(200)}
+    with TensorizerStorageWriter(tmp_path, staging="shared") as writer:
+        dcp.async_save(state, storage_writer=writer).result(WAIT)
+    found = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+    dcp.load(found, storage_reader=TensorizerStorageReader(tmp_path))
+    assert [key for key in state if not torch.equal(state[key], found[key])] == []
+
+
+def test_the_ways_of_staging_are_known_ones(tmp_path):
+    """Others, and what excludes one another, are refused at once."""
+    with pytest.raises(ValueError, match="'buffer', 'device', 'shared'"):
+        TensorizerStorageWriter(tmp_path, staging="fast")
+
+
+def test_shared_memory_and_encryption_exclude_each_other(tmp_path):
+    """Tensors that changed between two readings would spend a key twice."""
+    from tensorizer import EncryptionParams
+
+    with pytest.raises(ValueError, match="encryption"):
+        TensorizerStorageWriter(tmp_path, staging="shared", encryption=EncryptionParams.random())
+
+
+def test_device_staging_of_host_tensors_is_as_any_other(tmp_path):
+    """Without anything on a GPU, there is nothing to hand over."""
+    state = {"w": torch.ones(1000), "b": torch.ones(10), "step": 1}
+    with TensorizerStorageWriter(tmp_path, staging="device", overlap_staging=True) as writer:
+        response = dcp.async_save(state, storage_writer=writer)
+        response.staging_completion.result(WAIT)
+        state["w"].zero_()
+        response.upload_completion.result(WAIT)
+    assert loaded(tmp_path) == ({1.0}, {1.0}, 1)
