@@ -17,7 +17,7 @@ from typing import Any
 
 from ._retry import waits
 from ._s3_client import NoSuchObject, S3Client, read_body
-from ._storage import TAKEN, FileInfo, RangeReader, Sink, Storage, redact, scatter
+from ._storage import TAKEN, FileInfo, RangeReader, Refused, Sink, Storage, redact, scatter
 from .errors import CheckpointError, NotCommitted, ReadError, WriteError
 
 __all__ = ["S3Storage"]
@@ -108,7 +108,8 @@ class S3Storage(Storage):
                 if self.read(name) != data:  # an answer that was lost, and a retry that met its own object
                     raise
         except Exception as error:
-            raise WriteError(self.scrub(f"cannot write {self.path}/{name}: {error}")) from None
+            kind = Refused if isinstance(error, FileExistsError | FileNotFoundError | PermissionError) else WriteError
+            raise kind(self.scrub(f"cannot write {self.path}/{name}: {error}")) from None
 
     def read(self, name: str) -> bytes | None:
         try:

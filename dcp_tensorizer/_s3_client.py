@@ -157,7 +157,8 @@ def _translated(error: Any, arguments: Mapping[str, Any]) -> OSError:
         return _PastEnd("the file ends before that")
     tries = 1 + response.get("ResponseMetadata", {}).get("RetryAttempts", 0)
     said = f"{code}: {response.get('Error', {}).get('Message', '')} ({error.operation_name}, tried {tries} times)"
-    return PermissionError(said) if code in _DENIED else OSError(said)
+    # A denial after a request without an answer does not say what has become of that one.
+    return PermissionError(said) if code in _DENIED and tries == 1 else OSError(said)
 
 
 class NoSuchObject(FileNotFoundError):

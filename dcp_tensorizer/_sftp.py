@@ -12,8 +12,8 @@ from itertools import accumulate
 from typing import Any
 
 from ._layout import temporary_file_name
-from ._sftp_client import SftpClient, sync_file, write_all
-from ._storage import TAKEN, FileInfo, RangeReader, Sink, Storage, redact, scatter
+from ._sftp_client import LOST, SftpClient, sync_file, write_all
+from ._storage import TAKEN, FileInfo, RangeReader, Refused, Sink, Storage, redact, scatter
 from .errors import CheckpointError, NotCommitted, ReadError, WriteError
 
 __all__ = ["SftpStorage"]
@@ -89,8 +89,11 @@ class SftpStorage(Storage):
 
     def publish(self, name: str, data: bytes, *, sync: bool, replace: bool = True) -> None:
         temporary, path = self._full(temporary_file_name(name)), self._full(name)
+        tries = 0
 
         def put(channel: Any) -> None:
+            nonlocal tries
+            tries += 1
             with channel.open(temporary, "wb") as file:
                 write_all(file, memoryview(data))
                 if sync:
@@ -109,7 +112,10 @@ class SftpStorage(Storage):
                 _drop(self._client, temporary)
         except Exception as error:
             _drop(self._client, temporary)
-            raise WriteError(self.scrub(f"cannot write {self.path}/{name}: {type(error).__name__}: {error}")) from None
+            # What has become of a try whose answer was lost, another one's failure does not say.
+            final = isinstance(error, FileExistsError) or (tries == 1 and not isinstance(error, LOST))
+            kind = Refused if final else WriteError
+            raise kind(self.scrub(f"cannot write {self.path}/{name}: {type(error).__name__}: {error}")) from None
 
     def read(self, name: str) -> bytes | None:
         def get(channel: Any) -> bytes:

@@ -15,7 +15,10 @@ from paramiko.sftp import CMD_EXTENDED, CMD_VERSION
 
 from ._retry import is_transient, patience_of, retry
 
-__all__ = ["SftpClient", "sync_file", "write_all"]
+__all__ = ["LOST", "SftpClient", "sync_file", "write_all"]
+
+LOST = (ConnectionError, TimeoutError)
+"""Errors after which nobody knows what has become of a request."""
 
 _T = TypeVar("_T")
 

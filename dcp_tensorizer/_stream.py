@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from ._retry import is_transient, retry
-from ._storage import TAKEN, FileInfo, RangeReader, Sink, Storage, redact, scatter
+from ._storage import TAKEN, FileInfo, RangeReader, Refused, Sink, Storage, redact, scatter
 from .errors import CheckpointError, NotCommitted, ReadError, WriteError
 
 __all__ = ["StreamStorage"]
@@ -83,6 +83,8 @@ class StreamStorage(Storage):
     def publish(self, name: str, data: bytes, *, sync: bool, replace: bool = True) -> None:
         try:
             self._put(name, data, replace)
+        except Refused as error:
+            raise Refused(self.scrub(f"cannot write {self.path}/{name}: {error}")) from None
         except Exception as error:
             raise WriteError(self.scrub(f"cannot write {self.path}/{name}: {type(error).__name__}: {error}")) from None
 
@@ -118,16 +120,25 @@ class StreamStorage(Storage):
 
     def _put(self, name: str, data: bytes, replace: bool) -> None:
         """Puts a small file in place."""
-        if replace:
-            self._call("pipe_file", self._full(name), data)
-            return
-        if self.size(name) is not None:  # also for filesystems that do not know the mode
-            raise FileExistsError(TAKEN)
+        mode = {} if replace else {"mode": "create"}
+        tries = 0
+
+        def put() -> None:
+            nonlocal tries
+            tries += 1
+            self._filesystem.pipe_file(self._full(name), data, **mode)
+
         try:
-            self._call("pipe_file", self._full(name), data, mode="create")
+            if not replace and self.size(name) is not None:  # also for filesystems that do not know the mode
+                raise FileExistsError
+            retry(put, is_transient, self._timeout, self._renew)
         except FileExistsError:
-            if self.read(name) != data:  # an answer that was lost, and a retry that met its own file
-                raise FileExistsError(TAKEN) from None
+            if not tries or self.read(name) != data:  # an answer that was lost, and a retry that met its own file
+                raise Refused(f"{FileExistsError.__name__}: {TAKEN}") from None
+        except (FileNotFoundError, PermissionError) as error:
+            if tries > 1:  # it does not say what has become of a request whose answer was lost
+                raise
+            raise Refused(f"{type(error).__name__}: {error}") from None
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return retry(

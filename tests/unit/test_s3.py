@@ -20,7 +20,7 @@ from dcp_tensorizer import ReadError, WriteError, _retry, _s3
 from dcp_tensorizer._destination import open_storage
 from dcp_tensorizer._layout import data_file_name
 from dcp_tensorizer._s3 import S3Storage
-from dcp_tensorizer._storage import TIMEOUT
+from dcp_tensorizer._storage import TIMEOUT, Refused
 
 from ..proxy import Fault, Request, S3Proxy, s3_proxy
 from ..servers import KEY, OTHER_KEY, SECRET, S3Server
@@ -317,6 +317,29 @@ def test_a_read_that_is_refused(opened: Opener, proxy: S3Proxy, fault: Fault) ->
         assert caught.value.__suppress_context__
     with pytest.raises(WriteError, match=rf"{storage.path}/\.metadata.*{fault.code}"):
         storage.publish(".metadata", b"x", sync=True)
+
+
+@pytest.mark.parametrize(
+    ("faults", "refused"),
+    [
+        ([Fault(403, "AccessDenied")], True),
+        ([Fault(404, "NoSuchBucket")], True),
+        ([Fault(503, "SlowDown"), Fault(503, "SlowDown")], False),
+        ([Fault(cut=0), Fault(403, "AccessDenied")], False),
+    ],
+    ids=["denied", "no bucket", "slow down", "denied after a cut"],
+)
+def test_whether_metadata_may_be_there_after_all(
+    opened: Opener, proxy: S3Proxy, faults: list[Fault], refused: bool
+) -> None:
+    """The server has refused them if it says so to the first request; otherwise one may be carried out unanswered."""
+    storage = opened(config_kwargs=FEW)
+    left = iter(faults)
+    proxy.rule = lambda request: next(left) if request.operation == "PutObject" else None
+    with pytest.raises(WriteError) as caught:
+        storage.publish(".metadata", b"x", sync=True)
+    assert isinstance(caught.value, Refused) == refused
+    assert next(left, None) is None
 
 
 def test_a_connection_that_always_breaks_off_is_an_error(

@@ -18,7 +18,7 @@ from dcp_tensorizer import ReadError, WriteError, _retry, _sftp
 from dcp_tensorizer._destination import open_storage
 from dcp_tensorizer._layout import data_file_name
 from dcp_tensorizer._sftp import SftpStorage
-from dcp_tensorizer._storage import TIMEOUT, Storage
+from dcp_tensorizer._storage import TIMEOUT, Refused, Storage
 
 from ..proxy import TcpProxy, tcp_proxy
 from ..servers import PASSWORD, USER, SftpServer
@@ -86,6 +86,29 @@ def test_metadata_survives_a_lost_connection(opened: Opener, proxy: TcpProxy, af
     storage.publish(".metadata", CONTENT[:1_000_000], sync=True)
     assert storage.read(".metadata") == CONTENT[:1_000_000]
     assert [file.name for file in storage.listing()[0]] == [".metadata"]
+
+
+def test_whether_metadata_may_be_there_after_all(
+    opened: Opener, proxy: TcpProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not if the server refuses them at first; but if an answer was lost, another one's failure proves nothing."""
+    storage = opened()
+    storage.child(".metadata").make_directory()
+    with pytest.raises(Refused, match=r"cannot write .*\.metadata"):
+        storage.publish(".metadata", b"x", sync=True)
+    write_all = _sftp.write_all
+    cuts = iter([True])
+
+    def write_and_lose(file: Any, data: memoryview) -> None:
+        if next(cuts, False):
+            proxy.cut()
+        write_all(file, data)
+
+    monkeypatch.setattr(_sftp, "write_all", write_and_lose)
+    with pytest.raises(WriteError) as caught:
+        storage.publish(".metadata", b"x", sync=True)
+    assert proxy.connections == 2
+    assert not isinstance(caught.value, Refused)
 
 
 def test_a_server_that_goes_away_is_an_error(opened: Opener, proxy: TcpProxy) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from dcp_tensorizer import ReadError, WriteError, _retry
 from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._storage import redact
+from dcp_tensorizer._storage import Refused, redact
 
 from .support import open_descriptors
 
@@ -368,6 +368,28 @@ def test_what_another_job_has_put_there_meanwhile_is_not_replaced(memory: Any, m
     with pytest.raises(WriteError, match="must not be replaced"):
         memory.publish("f", b"ours", sync=True, replace=False)
     assert memory.read("f") == b"theirs"
+
+
+@pytest.mark.parametrize(
+    ("errors", "refused"),
+    [([PermissionError()], True), ([ValueError()], False), ([ConnectionResetError(), PermissionError()], False)],
+    ids=["denied", "who knows", "denied after a reset"],
+)
+def test_whether_a_file_may_be_there_after_all(
+    memory: Any, no_waiting: None, errors: list[Exception], refused: bool
+) -> None:
+    """Not if the first request was denied; otherwise nobody knows."""
+    left = iter(errors)
+
+    class Failing(type(memory._filesystem)):  # type: ignore[misc]
+        def pipe_file(self, *args: Any, **kwargs: Any) -> Any:
+            raise next(left)
+
+    memory._filesystem = Failing(skip_instance_cache=True)
+    with pytest.raises(WriteError, match="cannot write memory://streamed/f: ") as caught:
+        memory.publish("f", b"x", sync=True)
+    assert isinstance(caught.value, Refused) == refused
+    assert next(left, None) is None
 
 
 def test_a_put_whose_answer_is_lost(memory: Any, no_waiting: None) -> None:

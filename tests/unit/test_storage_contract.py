@@ -9,7 +9,7 @@ import pytest
 
 from dcp_tensorizer._destination import open_storage
 from dcp_tensorizer._layout import data_file_name
-from dcp_tensorizer._storage import redact
+from dcp_tensorizer._storage import Refused, redact
 from dcp_tensorizer._stream import StreamStorage
 from dcp_tensorizer.errors import NotCommitted, ReadError, WriteError
 
@@ -81,7 +81,7 @@ class Contract:
     def test_publish_does_not_replace_unless_it_may(self, storage):
         """With replace=False a file that is there stays as it is, and that is an error; nothing else is left."""
         storage.publish(".metadata", b"first", sync=True, replace=False)
-        with pytest.raises(WriteError, match=r"\.metadata.*must not be replaced"):
+        with pytest.raises(Refused, match=r"\.metadata.*must not be replaced"):
             storage.publish(".metadata", b"second", sync=True, replace=False)
         assert storage.read(".metadata") == b"first"
 
