@@ -65,6 +65,7 @@ class SftpClient:
         self._free = threading.BoundedSemaphore(_CHANNELS)
         self._idle: list[Any] = []
         self._connection: Any = None
+        self._failure: OSError | None = None
         self.call(lambda channel: None)
 
     def call(self, use: Callable[[Any], _T]) -> _T:
@@ -78,17 +79,31 @@ class SftpClient:
 
     def attempt(self, use: Callable[[Any], _T]) -> _T:
         """The same, once."""
-        with self._free, self._channel() as channel:
+        known = self._failure
+        with self._free, self._channel(known) as channel:
             return use(channel)
 
+    def _connected(self, known: OSError | None) -> Any:
+        """The connection; made again if it is lost, but not after another thread's failure that we did not know of.
+
+        Threads that each waited for one more attempt at a server that hangs would wait for long.
+        """
+        if not _is_active(self._connection):
+            if self._failure is not None and self._failure is not known:
+                raise type(self._failure)(*self._failure.args)
+            self._idle.clear()
+            try:
+                self._connection = self._connect()
+            except OSError as error:
+                self._failure = type(error)(*error.args)  # without the frames that it has been through
+                raise
+        return self._connection
+
     @contextmanager
-    def _channel(self) -> Iterator[Any]:
+    def _channel(self, known: OSError | None) -> Iterator[Any]:
         """A channel that nobody else uses; one that has failed is not used again."""
         with self._lock:
-            if not _is_active(self._connection):
-                self._idle.clear()
-                self._connection = self._connect()
-            connection = self._connection
+            connection = self._connected(known)
             channel = self._idle.pop() if self._idle else None
         try:
             if channel is None:

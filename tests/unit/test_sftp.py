@@ -272,6 +272,17 @@ def test_a_server_that_hangs(opened: Opener, proxy: TcpProxy, what: str, fresh: 
     assert "NoneType" not in str(caught.value)
 
 
+def test_many_threads_at_a_server_that_hangs(opened: Opener, proxy: TcpProxy) -> None:
+    """They do not wait for one another's attempts."""
+    storage = opened(LIMIT)
+    proxy.silent_until = math.inf
+    started = time.monotonic()
+    with ThreadPoolExecutor(20) as pool:
+        asked = [pool.submit(storage.size, NAME) for _ in range(20)]
+    assert {type(one.exception()) for one in asked} == {ReadError}
+    assert time.monotonic() - started < 2 * LIMIT
+
+
 def test_connecting_to_a_server_that_hangs(opened: Opener, proxy: TcpProxy) -> None:
     """It is an error, too."""
     proxy.silent_until = math.inf
