@@ -33,7 +33,7 @@ def open_url(url: str, options: Mapping[str, Any], timeout: float) -> Storage | 
         WriteError: its protocol is unknown, its library is missing, or its server cannot be reached.
     """
     scrub = Scrubber(options)
-    url = re.sub(r"(?<!:)(?<!:/)/+$", "", url)
+    url = re.sub(r"(?<=[^:/])/+$", "", url)
     try:
         import fsspec.core
         from fsspec.implementations.local import LocalFileSystem
@@ -67,7 +67,7 @@ def _timeouts(protocol: str, timeout: float) -> dict[str, float]:
 
 
 class Scrubber:
-    """Removes credentials from a text: those in URLs, and every longer string among the storage options."""
+    """Removes credentials from a text: those in URLs, and every longer string or number among the storage options."""
 
     def __init__(self, options: Mapping[str, Any] | None) -> None:
         self._secrets = sorted(_strings(options or {}), key=len, reverse=True)
@@ -89,6 +89,8 @@ def _strings(value: Any) -> list[str]:
         return [text for key, item in value.items() if not _OPEN_KEY.search(str(key)) for text in _strings(item)]
     if isinstance(value, list | tuple):
         return [text for item in value for text in _strings(item)]
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)  # a password of digits
     if not isinstance(value, str):
         return []
     # Of connection strings ("AccountKey=...;...") and signed URLs ("?sv=...&sig=...") errors may quote a part.

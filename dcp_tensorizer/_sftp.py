@@ -55,13 +55,24 @@ class SftpStorage(Storage):
 
     def listing(self) -> tuple[list[FileInfo], list[str]]:
         try:
-            entries = self._client.call(lambda channel: channel.listdir_attr(self._root or "/"))
+            entries = self._client.call(self._entries)
         except FileNotFoundError:
             raise NotCommitted(f"there is nothing at {self.path}") from None
         except Exception as error:
             raise ReadError(self.scrub(f"cannot list {self.path}: {type(error).__name__}: {error}")) from None
-        files = [FileInfo(e.filename, e.st_size, float(e.st_mtime)) for e in entries if stat.S_ISREG(e.st_mode)]
-        return files, [entry.filename for entry in entries if stat.S_ISDIR(entry.st_mode)]
+        files = [FileInfo(name, e.st_size, float(e.st_mtime)) for name, e in entries if stat.S_ISREG(e.st_mode)]
+        return files, [name for name, entry in entries if stat.S_ISDIR(entry.st_mode)]
+
+    def _entries(self, channel: Any) -> list[tuple[str, Any]]:
+        """Names and attributes of what is in the directory, of links those of the files that they lead to."""
+        entries = [(entry.filename, entry) for entry in channel.listdir_attr(self._root or "/")]
+        for number, (name, entry) in enumerate(entries):
+            if stat.S_ISLNK(entry.st_mode):
+                with suppress(OSError):
+                    target = channel.stat(self._full(name))
+                    if stat.S_ISREG(target.st_mode):
+                        entries[number] = (name, target)
+        return entries
 
     def make_directory(self) -> None:
         parts = [part for part in self._root.split("/") if part]

@@ -215,6 +215,19 @@ def test_no_directory_below_a_file(opened: Opener) -> None:
     assert storage.remove_directory()
 
 
+def test_links_in_a_listing(opened: Opener, sftp: SftpServer) -> None:
+    """Those to files are files, with the size of what they lead to; others are left out."""
+    storage = opened()
+    folder = sftp.folder / storage.path.rpartition("/")[2]
+    storage.child("directory").make_directory()
+    put_file(storage, "file", b"12345")
+    for name, target in (("to-file", "file"), ("to-directory", "directory"), ("to-nothing", "missing")):
+        (folder / name).symlink_to(target)
+    files, folders = storage.listing()
+    assert sorted((file.name, file.nbytes) for file in files) == [("file", 5), ("to-file", 5)]
+    assert folders == ["directory"]
+
+
 def test_more_threads_than_a_server_allows_channels(opened: Opener) -> None:
     """They wait for one."""
     storage = opened()

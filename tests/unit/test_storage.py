@@ -116,6 +116,7 @@ def test_options_are_scrubbed_from_messages() -> None:
         ({"account_url": "https://a.example/c?sv=2022-11-02&sig=s1gn%2Fature"}, "sig s1gn%2Fature", "sig ***"),
         ({"account_url": "https://a.example/c?sv=2022-11-02&sig=s1gn%2Fature"}, "sig s1gn/ature", "sig ***"),
         ({"connection_string": "AccountName=x;AccountKey=azure+k3y==;E=y"}, "with azure+k3y==", "with ***"),
+        ({"password": 12345678, "port": 2222, "anon": True}, "12345678 at port 2222: True", "*** at port 2222: True"),
         ({"proxies": {"http": "http://user:pr0xy@host"}}, "by http://user:pr0xy@host", "by http://host"),
     ],
 )
@@ -437,6 +438,7 @@ def test_trailing_slashes_are_dropped(url: str, path: str) -> None:
     storage = open_storage(url)
     assert (storage.path, storage.location) == (path, path)
     assert open_storage(url).child("step-1").path == f"{path}/step-1"
+    assert open_storage("file:///").path == "/"
 
 
 def test_waits_grow_and_are_bounded() -> None:
