@@ -34,6 +34,8 @@ from .workloads import WORKLOADS, nbytes
 State = dict[str, torch.Tensor]
 _RANGE = 8 << 20
 _RANGES_AT_ONCE = 16
+# Over http botocore signs what it sends, hashing all of it. We switch that off, and so do the others here.
+_UNSIGNED = {"payload_signing_enabled": False}
 
 
 class Contender(Protocol):
@@ -51,6 +53,7 @@ class _Dcp:
             "key": server["key"],
             "secret": server["secret"],
             "client_kwargs": {"endpoint_url": server["endpoint"]},
+            "config_kwargs": {"s3": _UNSIGNED},
         }
 
     def url(self, prefix: str) -> str:
@@ -115,40 +118,59 @@ class Connector(_Dcp):
 
 
 class _Raw(_Dcp):
-    """The same bytes, as one object, from memory and back to it: no checkpoint, no hash."""
+    """The same bytes, as one object, from memory and back to it: no checkpoint, no hash.
+
+    What a library wants as bytes or as a file is made of them once, in the first, unmeasured round.
+    """
 
     def __init__(self, server: dict[str, str]) -> None:
         super().__init__(server)
-        self._bytes: memoryview | None = None
+        self._made: dict[str, Any] = {}
         self.boto = boto3.client(
             "s3",
             region_name="us-east-1",
             endpoint_url=server["endpoint"],
             aws_access_key_id=server["key"],
             aws_secret_access_key=server["secret"],
-            config=boto3.session.Config(max_pool_connections=_RANGES_AT_ONCE),
+            config=boto3.session.Config(max_pool_connections=_RANGES_AT_ONCE, s3=_UNSIGNED),
         )
         self.s3fs = s3fs.S3FileSystem(**self.options)
 
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """What ``make`` makes, the first time."""
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
+
     def content(self, state: State) -> memoryview:
-        """Made in the first, unmeasured round."""
-        if self._bytes is None:
-            self._bytes = torch.cat([tensor.reshape(-1) for tensor in state.values()]).view(torch.uint8).numpy().data
-        return self._bytes
+        return self.once(
+            "content", lambda: torch.cat([t.reshape(-1) for t in state.values()]).view(torch.uint8).numpy().data
+        )
+
+
+class _Kept(io.BytesIO):
+    """A file in memory that boto3 does not close."""
+
+    def close(self) -> None:
+        """It serves again."""
 
 
 class Boto3(_Raw):
     def save(self, state: State, prefix: str) -> None:
-        self.boto.upload_fileobj(io.BytesIO(self.content(state)), self.server["bucket"], f"{prefix}/raw")
+        source = self.once("source", lambda: _Kept(self.content(state)))
+        source.seek(0)
+        self.boto.upload_fileobj(source, self.server["bucket"], f"{prefix}/raw")
 
     def load(self, state: State, prefix: str) -> None:
-        target = io.BytesIO(self.content(state))
+        target = self.once("target", lambda: _Kept(self.content(state)))
+        target.seek(0)
         self.boto.download_fileobj(self.server["bucket"], f"{prefix}/raw", target)
 
 
 class S3fs(_Raw):
     def save(self, state: State, prefix: str) -> None:
-        self.s3fs.pipe_file(f"{self.server['bucket']}/{prefix}/raw", bytes(self.content(state)))
+        content = self.once("bytes", lambda: bytes(self.content(state)))
+        self.s3fs.pipe_file(f"{self.server['bucket']}/{prefix}/raw", content)
 
     def load(self, state: State, prefix: str) -> None:
         self.s3fs.cat_file(f"{self.server['bucket']}/{prefix}/raw")

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
+from ._retry import patience_of
 from ._s3 import S3Storage
-from ._sftp import SftpStorage
 from ._storage import Storage, redact
 from ._stream import StreamStorage
 from .errors import WriteError
 
 __all__ = ["open_url"]
-
-_TRIES = 10  # so that requests can be tried again, with waits between, before time is up
 
 
 def open_url(url: str, options: Mapping[str, Any], timeout: float) -> Storage | Path:
@@ -27,30 +27,29 @@ def open_url(url: str, options: Mapping[str, Any], timeout: float) -> Storage | 
         url: Of the directory.
         options: For the filesystem.
         timeout: Seconds after which a wait for it is given up; connections that are silent for a tenth of that are
-            renewed, where the filesystem leaves that to us (S3 and SFTP).
+            renewed, where the filesystem leaves that to us.
 
     Raises:
         WriteError: its protocol is unknown, its library is missing, or its server cannot be reached.
     """
     scrub = Scrubber(options)
-    patience = timeout / _TRIES
+    url = re.sub(r"(?<=[^:/])/+$", "", url)
     try:
         import fsspec.core
         from fsspec.implementations.local import LocalFileSystem
 
         protocol = fsspec.utils.get_protocol(url)
-        options = {"skip_instance_cache": True} | dict(options)
         if protocol in ("sftp", "ssh"):
-            options = {"timeout": patience, "banner_timeout": patience} | options
-            host, slash, path = url.partition("://")[2].partition("/")
-            filesystem, _ = fsspec.core.url_to_fs(f"{protocol}://{host}/", **options)  # which would cut "?" and "#" off
-            return SftpStorage(filesystem, slash + path, url, scrub, patience)
+            from ._sftp import SftpStorage
+
+            return SftpStorage(url, options, scrub, timeout)
+        options = {"skip_instance_cache": True} | _timeouts(protocol, timeout) | dict(options)
         filesystem, root = fsspec.core.url_to_fs(url, **options)
         if type(filesystem) is LocalFileSystem:
             return Path(root)
         if protocol in ("s3", "s3a") and "session" not in options:  # a session is aiobotocore's, and s3fs's to use
-            return S3Storage(filesystem, root, url, scrub, patience)
-        return StreamStorage(filesystem, root, url, scrub)
+            return S3Storage(filesystem, root, url, scrub, timeout)
+        return StreamStorage(filesystem, root, url, scrub, timeout)
     except Exception as error:
         message = scrub(f"cannot open {url}: {type(error).__name__}: {error}")
         raise WriteError(
@@ -58,8 +57,17 @@ def open_url(url: str, options: Mapping[str, Any], timeout: float) -> Storage | 
         ) from None
 
 
+def _timeouts(protocol: str, timeout: float) -> dict[str, float]:
+    """Those options by which filesystems that connect by themselves end their waits."""
+    if protocol in ("gs", "gcs"):
+        return {"requests_timeout": timeout / 2}  # of a whole request, and not of silence
+    if protocol in ("az", "abfs", "abfss"):
+        return dict.fromkeys(("connection_timeout", "read_timeout"), math.ceil(patience_of(timeout)))
+    return {}
+
+
 class Scrubber:
-    """Removes credentials from a text: those in URLs, and every longer string among the storage options."""
+    """Removes credentials from a text: those in URLs, and every longer string or number among the storage options."""
 
     def __init__(self, options: Mapping[str, Any] | None) -> None:
         self._secrets = sorted(_strings(options or {}), key=len, reverse=True)
@@ -71,14 +79,20 @@ class Scrubber:
         return text
 
 
+_SHORTEST = 6  # of what is taken for a secret: anything shorter occurs in messages by chance
 _OPEN_KEY = re.compile("endpoint|region")
 
 
 def _strings(value: Any) -> list[str]:
+    """What may be secret: by their names, addresses of servers are not."""
     if isinstance(value, Mapping):
         return [text for key, item in value.items() if not _OPEN_KEY.search(str(key)) for text in _strings(item)]
     if isinstance(value, list | tuple):
         return [text for item in value for text in _strings(item)]
-    return (
-        [value] if isinstance(value, str) and len(value) >= 6 and not value.startswith(("http://", "https://")) else []
-    )
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)  # a password of digits
+    if not isinstance(value, str):
+        return []
+    # Of connection strings ("AccountKey=...;...") and signed URLs ("?sv=...&sig=...") errors may quote a part.
+    parts = re.findall(r"=([^;&]+)", value)
+    return [text for text in (value, *parts, *map(unquote, parts)) if len(text) >= _SHORTEST]

@@ -1,4 +1,4 @@
-"""Retries: of what may go better the next time, with growing waits, and a bounded number of them."""
+"""Retries: of what may go better the next time, with growing waits, and a bounded number of them and of seconds."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import asyncio
 import errno
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-__all__ = ["is_transient", "retry", "waits"]
+__all__ = ["is_transient", "patience_of", "retry", "waits"]
 
 _T = TypeVar("_T")
 
 _ATTEMPTS = 6
 _FIRST_WAIT = 0.2
 _LONGEST_WAIT = 10.0
+_TRIES = 10  # so that requests can be tried again, with waits between, before time is up
 
 _STATUS = {401, 408, 425, 429, 500, 502, 503, 504}  # 401: a token has expired, and a fresh filesystem gets a fresh one
 _ERRNO = {
@@ -32,30 +33,51 @@ _ERRNO = {
 _NAMES = {"ClientConnectionError", "ClientPayloadError", "ServiceRequestError", "ServiceResponseError", "SSHException"}
 
 
-def waits() -> list[float]:
-    """Seconds to wait before each retry, drawn so that many ranks do not come back at once."""
-    return [min(_LONGEST_WAIT, _FIRST_WAIT * 2**n) * random.uniform(0.5, 1.0) for n in range(_ATTEMPTS - 1)]
+def patience_of(timeout: float) -> float:
+    """Seconds of silence after which a request is given up, of an operation that may take ``timeout`` in all."""
+    return timeout / _TRIES
+
+
+def waits(timeout: float) -> Iterator[float]:
+    """Seconds to wait before each retry, drawn so that many ranks do not come back at once.
+
+    They end when another attempt, at a server that stays silent, would not be over ``timeout`` seconds from now.
+    """
+    end = time.monotonic() + timeout - patience_of(timeout)
+    for number in range(_ATTEMPTS - 1):
+        wait = min(_LONGEST_WAIT, _FIRST_WAIT * 2**number) * random.uniform(0.5, 1.0)
+        if time.monotonic() + wait > end:
+            return
+        yield wait
 
 
 def retry(
     operation: Callable[[], _T],
-    recover: Callable[[], object],
     transient: Callable[[Exception], bool],
+    timeout: float,
+    recover: Callable[[], object] = lambda: None,
 ) -> _T:
     """The result of an operation, tried again, after ``recover``, as long as it fails in a way that may pass.
+
+    Args:
+        operation: What to do.
+        transient: Whether a failure may pass.
+        timeout: Seconds after which it is not tried again.
+        recover: What to do before another attempt.
 
     Raises:
         Exception: what the operation raised last.
     """
-    for wait in waits():
+    left = waits(timeout)
+    while True:
         try:
             return operation()
         except Exception as error:
-            if not transient(error):
+            wait = next(left, None) if transient(error) else None
+            if wait is None:
                 raise
         time.sleep(wait)
         recover()
-    return operation()
 
 
 def is_transient(error: Exception) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ._retry import waits
 from ._s3_client import NoSuchObject, S3Client, read_body
-from ._storage import FileInfo, RangeReader, Sink, Storage, redact, scatter
+from ._storage import TAKEN, FileInfo, RangeReader, Refused, Sink, Storage, redact, scatter
 from .errors import CheckpointError, NotCommitted, ReadError, WriteError
 
 __all__ = ["S3Storage"]
@@ -27,6 +27,7 @@ _MOST_PARTS = 10_000
 _CONCURRENCY = 8
 _PIECE = 1 << 20
 _REMOVALS = 16
+_UPLOADS = 1000  # in one answer
 
 
 class S3Storage(Storage):
@@ -37,17 +38,18 @@ class S3Storage(Storage):
         root: Bucket and prefix.
         url: The directory, as the user named it.
         scrub: Removes credentials from a text.
-        patience: Seconds of silence after which a request is tried again.
+        timeout: Seconds after which a request is given up.
     """
 
     read_threads = 32
     gap_bytes = 512 << 10
     file_bytes = 64 << 30  # of 8,192 parts
 
-    def __init__(self, filesystem: Any, root: str, url: str, scrub: Callable[[str], str], patience: float) -> None:
+    def __init__(self, filesystem: Any, root: str, url: str, scrub: Callable[[str], str], timeout: float) -> None:
         self.bucket, prefix, _ = filesystem.split_path(root.rstrip("/") + "/")
         self._prefix = prefix.rstrip("/") + "/" if prefix.strip("/") else ""
-        self._client = S3Client(filesystem, patience)
+        self._client = S3Client(filesystem, timeout)
+        self.timeout = timeout
         self._scrub = scrub
         self.path = redact(url)
         self.location = url
@@ -96,13 +98,18 @@ class S3Storage(Storage):
     def publish(self, name: str, data: bytes, *, sync: bool, replace: bool = True) -> None:
         condition = {} if replace else {"IfNoneMatch": "*"}
         try:
+            if not replace:  # also for servers that do not know the condition
+                with suppress(NoSuchObject):
+                    self.call("head_object", name)
+                    raise FileExistsError(TAKEN)
             try:
                 self.call("put_object", name, Body=data, **condition)
             except FileExistsError:
                 if self.read(name) != data:  # an answer that was lost, and a retry that met its own object
                     raise
         except Exception as error:
-            raise WriteError(self.scrub(f"cannot write {self.path}/{name}: {error}")) from None
+            kind = Refused if isinstance(error, FileExistsError | FileNotFoundError | PermissionError) else WriteError
+            raise kind(self.scrub(f"cannot write {self.path}/{name}: {error}")) from None
 
     def read(self, name: str) -> bytes | None:
         try:
@@ -134,12 +141,34 @@ class S3Storage(Storage):
     def discard(self, *names: str) -> None:
         """Removes objects, and aborts the uploads to their keys, of which nobody may be left who knows."""
         for name in names:
-            with suppress(FileNotFoundError):
-                found = self._client.call("list_multipart_uploads", Bucket=self.bucket, Prefix=self._prefix + name)
-                for upload in found.get("Uploads", []):
-                    if upload["Key"] == self._prefix + name:
-                        self.call("abort_multipart_upload", name, UploadId=upload["UploadId"])
+            self.abort_uploads(name)
         self.remove(*names)
+
+    def uploads(self) -> list[FileInfo]:
+        try:
+            found = list(self._uploads(""))
+        except Exception as error:
+            raise ReadError(self.scrub(f"cannot list the uploads to {self.path}: {error}")) from None
+        named = [(upload["Key"].removeprefix(self._prefix), upload["Initiated"].timestamp()) for upload in found]
+        return [FileInfo(name, 0, begun) for name, begun in named if "/" not in name]
+
+    def abort_uploads(self, name: str) -> None:
+        """Aborts all uploads to a file, as far as the server lets us."""
+        with suppress(OSError):
+            for upload in list(self._uploads(name)):
+                if upload["Key"] == self._prefix + name:
+                    self.call("abort_multipart_upload", name, UploadId=upload["UploadId"])
+
+    def _uploads(self, start: str) -> Iterator[dict[str, Any]]:
+        """What the server says of each upload whose name begins so."""
+        where = {"Bucket": self.bucket, "Prefix": self._prefix + start, "MaxUploads": _UPLOADS}
+        while True:
+            found = self._client.call("list_multipart_uploads", **where)
+            yield from found.get("Uploads", [])
+            markers = {name: found.get(f"Next{name}") for name in ("KeyMarker", "UploadIdMarker")}
+            if not found.get("IsTruncated") or not any(markers.values()):
+                return
+            where |= {name: marker for name, marker in markers.items() if marker}  # SeaweedFS gives one of them only
 
     def call(self, operation: str, name: str, **arguments: Any) -> Any:
         """One request about an object.
@@ -170,7 +199,7 @@ class _S3Reader:
 
     def pieces(self, start: int, stop: int | None) -> Iterator[memoryview]:
         """The bytes from ``start`` to before ``stop``, None for the end of the object."""
-        failures = iter(waits())
+        failures = waits(self._storage.timeout)
         while True:
             error: Exception | None = None
             for data in self._body(start, stop):
@@ -244,12 +273,16 @@ class _S3Sink:
         self._etags: dict[int, str] = {}
         self._is_open = True
         self._upload: str | None = None
+        self._has_others = False
         self.part_bytes = max(_PART, -(-nbytes // _MOST_PARTS))
         self.bytes_written = 0
         self.write_seconds = 0.0
         self.close_seconds = 0.0
         if nbytes > self.part_bytes:
-            self._upload = storage.call("create_multipart_upload", name)["UploadId"]
+            answer = storage.call("create_multipart_upload", name)
+            self._upload = answer["UploadId"]
+            # An answer that was lost may have been that to another upload, of which nobody knows.
+            self._has_others = answer["ResponseMetadata"].get("RetryAttempts", 0) > 0
 
     def put(self, number: int, data: memoryview) -> None:
         started = time.perf_counter()
@@ -271,6 +304,8 @@ class _S3Sink:
         started = time.perf_counter()
         if self._upload is not None:
             self._complete()
+            if self._has_others:
+                self._storage.abort_uploads(self._name)
         elif not self._nbytes:
             self._storage.call("put_object", self._name, Body=b"")
         self._is_open = False
@@ -285,6 +320,8 @@ class _S3Sink:
                     self._storage.remove(self._name)
                 else:
                     self._storage.call("abort_multipart_upload", self._name, UploadId=self._upload)
+            if self._has_others:
+                self._storage.abort_uploads(self._name)
 
     def _complete(self) -> None:
         parts = [{"PartNumber": number, "ETag": tag} for number, tag in sorted(self._etags.items())]

@@ -8,13 +8,13 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from ._retry import patience_of
 from ._storage import TAKEN
 
 __all__ = ["NoSuchObject", "S3Client", "read_body"]
 
 # For whatever the user's own config_kwargs leave open.
 _CONFIG: dict[str, Any] = {
-    "retries": {"mode": "standard", "total_max_attempts": 6},
     "max_pool_connections": 300,
     # Over https it is off by default. Over http nothing that is read back is signed either, and hashing each part once
     # more would cost as much as the save's own hashes. Parts have a CRC-32 in any case.
@@ -40,13 +40,17 @@ class S3Client:
 
     Args:
         filesystem: s3fs's, which is not connected.
-        patience: Seconds of silence after which a request is tried again.
+        timeout: Seconds after which a request that is not answered is given up.
     """
 
-    def __init__(self, filesystem: Any, patience: float) -> None:
+    def __init__(self, filesystem: Any, timeout: float) -> None:
         self._filesystem = filesystem
-        # botocore takes the first one also for sending a piece of a body.
-        self._timeouts = {"connect_timeout": patience, "read_timeout": patience}
+        patience = patience_of(timeout)
+        self._waiting = {
+            "connect_timeout": patience,  # botocore takes it also for sending a piece of a body
+            "read_timeout": patience,
+            "retries": {"mode": "standard", "total_max_attempts": _attempts(timeout)},
+        }
         self._lock = threading.Lock()
         self._botocore: Any = None
 
@@ -82,7 +86,7 @@ class S3Client:
 
         given = self._filesystem
         wanted = {key: value for key, value in given.config_kwargs.items() if key not in _ASYNC_CONFIG}
-        config = _CONFIG | self._timeouts | wanted
+        config = _CONFIG | self._waiting | wanted
         config["s3"] = _CONFIG["s3"] | dict(given.config_kwargs.get("s3") or {})
         named = {
             "aws_access_key_id": given.key,
@@ -108,6 +112,11 @@ class S3Client:
             return {}
         model = client.meta.service_model.operation_model(client.meta.method_to_api_mapping[operation])
         return {key: value for key, value in given.items() if key in model.input_shape.members}
+
+
+def _attempts(timeout: float) -> int:
+    """Up to six, and so few that they end in time: botocore waits up to 1, 2, 4, ... seconds between them."""
+    return max([1] + [n for n in range(2, 7) if n * patience_of(timeout) + 2 ** (n - 1) - 1 <= timeout])
 
 
 def read_body(body: Any, count: int) -> bytes:
@@ -148,7 +157,8 @@ def _translated(error: Any, arguments: Mapping[str, Any]) -> OSError:
         return _PastEnd("the file ends before that")
     tries = 1 + response.get("ResponseMetadata", {}).get("RetryAttempts", 0)
     said = f"{code}: {response.get('Error', {}).get('Message', '')} ({error.operation_name}, tried {tries} times)"
-    return PermissionError(said) if code in _DENIED else OSError(said)
+    # A denial after a request without an answer does not say what has become of that one.
+    return PermissionError(said) if code in _DENIED and tries == 1 else OSError(said)
 
 
 class NoSuchObject(FileNotFoundError):

@@ -2,51 +2,140 @@
 
 from __future__ import annotations
 
-import functools
+import copy
+import stat
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import accumulate
+from typing import Any
 
 from ._layout import temporary_file_name
-from ._retry import is_transient, retry
-from ._storage import TAKEN, RangeReader, Sink, scatter
-from ._stream import StreamStorage
+from ._sftp_client import LOST, SftpClient, sync_file, write_all
+from ._storage import TAKEN, FileInfo, RangeReader, Refused, Sink, Storage, redact, scatter
+from .errors import CheckpointError, NotCommitted, ReadError, WriteError
 
 __all__ = ["SftpStorage"]
 
-_T = TypeVar("_T")
 
-_KEEPALIVE = 20
+class SftpStorage(Storage):
+    """Files below a directory of an SFTP server.
 
+    Args:
+        url: The directory, as the user named it: ``sftp://user:password@host:port/path``, the path taken literally.
+        options: For the connection; see `SftpClient`.
+        scrub: Removes credentials from a text.
+        timeout: Seconds after which a wait for the server is given up.
 
-class SftpStorage(StreamStorage):
-    """Files over one SSH connection, with a channel for each thread: paramiko's are for one thread at a time."""
+    Raises:
+        OSError: there is no connection, or the server refuses the user.
+    """
 
-    read_threads = 4  # OpenSSH allows 10 channels a connection, and the connection is one cipher's stream anyway
+    read_threads = 4  # a connection is one cipher's stream
+    gap_bytes = 512 << 10
 
-    def __init__(self, filesystem: Any, root: str, url: str, scrub: Callable[[str], str], patience: float) -> None:
-        super().__init__(filesystem, root, url, scrub)
-        self._patience = patience  # for an answer; a connection that is silent for so long is given up
-        self._lock = threading.Lock()
-        self._idle: list[Any] = []
-        self._adopt(filesystem)
+    def __init__(self, url: str, options: Mapping[str, Any], scrub: Callable[[str], str], timeout: float) -> None:
+        address, slash, path = url.partition("://")[2].partition("/")
+        self._root = (slash + path).rstrip("/")
+        self._scrub = scrub
+        self.path = redact(url)
+        self.location = url
+        self._client = SftpClient(address, options, timeout)
+
+    def scrub(self, text: str) -> str:
+        return self._scrub(text)
+
+    def child(self, name: str) -> Storage:
+        child = copy.copy(self)
+        child._root, child.path, child.location = (
+            f"{where}/{name}" for where in (self._root, self.path, self.location)
+        )
+        return child
+
+    def listing(self) -> tuple[list[FileInfo], list[str]]:
+        try:
+            entries = self._client.call(self._entries)
+        except FileNotFoundError:
+            raise NotCommitted(f"there is nothing at {self.path}") from None
+        except Exception as error:
+            raise ReadError(self.scrub(f"cannot list {self.path}: {type(error).__name__}: {error}")) from None
+        files = [FileInfo(name, e.st_size, float(e.st_mtime)) for name, e in entries if stat.S_ISREG(e.st_mode)]
+        return files, [name for name, entry in entries if stat.S_ISDIR(entry.st_mode)]
+
+    def _entries(self, channel: Any) -> list[tuple[str, Any]]:
+        """Names and attributes of what is in the directory, of links those of the files that they lead to."""
+        entries = [(entry.filename, entry) for entry in channel.listdir_attr(self._root or "/")]
+        for number, (name, entry) in enumerate(entries):
+            if stat.S_ISLNK(entry.st_mode):
+                with suppress(OSError):
+                    target = channel.stat(self._full(name))
+                    if stat.S_ISREG(target.st_mode):
+                        entries[number] = (name, target)
+        return entries
+
+    def make_directory(self) -> None:
+        parts = [part for part in self._root.split("/") if part]
+        lead = "/" if self._root.startswith("/") else ""
+
+        def make(channel: Any) -> None:
+            if _is_directory(channel, self._root):
+                return
+            for path in accumulate(parts, lambda above, name: f"{above}/{name}"):
+                _make_directory(channel, lead + path)
+
+        try:
+            if parts:
+                self._client.call(make)
+        except Exception as error:
+            raise WriteError(self.scrub(f"cannot create {self.path}: {type(error).__name__}: {error}")) from None
 
     def create(self, name: str, nbytes: int, *, sync: bool) -> Sink:
         path = self._full(name)
-        self.with_channel(lambda ftp: ftp.open(path, "wb").close())
-        return _SftpSink(self, path, nbytes)
+        self._client.call(lambda channel: channel.open(path, "wb").close())
+        return _SftpSink(self._client, path, nbytes, sync)
+
+    def sync_directory(self) -> None:
+        """The protocol has nothing for it."""
+
+    def publish(self, name: str, data: bytes, *, sync: bool, replace: bool = True) -> None:
+        temporary, path = self._full(temporary_file_name(name)), self._full(name)
+        tries = 0
+
+        def put(channel: Any) -> None:
+            nonlocal tries
+            tries += 1
+            with channel.open(temporary, "wb") as file:
+                write_all(file, memoryview(data))
+                if sync:
+                    sync_file(channel, file)
+            if replace:
+                channel.posix_rename(temporary, path)
+            else:
+                _rename_to_new(channel, temporary, path)
+
+        try:
+            try:
+                self._client.call(put)
+            except FileExistsError:
+                if self.read(name) != data:  # an answer that was lost, and a retry that met its own file
+                    raise
+                _drop(self._client, temporary)
+        except Exception as error:
+            _drop(self._client, temporary)
+            # What has become of a try whose answer was lost, another one's failure does not say.
+            final = isinstance(error, FileExistsError) or (tries == 1 and not isinstance(error, LOST))
+            kind = Refused if final else WriteError
+            raise kind(self.scrub(f"cannot write {self.path}/{name}: {type(error).__name__}: {error}")) from None
 
     def read(self, name: str) -> bytes | None:
-        def get(ftp: Any) -> bytes:
-            with ftp.open(self._full(name), "rb") as file:
+        def get(channel: Any) -> bytes:
+            with channel.open(self._full(name), "rb") as file:
                 file.prefetch()
                 return bytes(file.read())
 
         try:
-            return self.with_channel(get)
+            return self._client.call(get)
         except FileNotFoundError:
             return None
         except Exception as error:
@@ -54,141 +143,86 @@ class SftpStorage(StreamStorage):
 
     def size(self, name: str) -> int | None:
         try:
-            return int(self.with_channel(lambda ftp: ftp.stat(self._full(name))).st_size)
+            return int(self._client.call(lambda channel: channel.stat(self._full(name))).st_size)
         except FileNotFoundError:
             return None
         except Exception as error:
             raise self._read_error(name, error) from None
 
     def open(self, name: str) -> RangeReader:
-        return _SftpReader(self, self._full(name))
+        return _SftpReader(self._client, self._full(name))
 
     def remove(self, *names: str) -> None:
-        for path in map(self._full, names):
-            with suppress(FileNotFoundError):
-                self.with_channel(functools.partial(_remove, path))
+        def remove(channel: Any) -> None:
+            for path in map(self._full, names):
+                with suppress(FileNotFoundError):
+                    channel.remove(path)
 
-    def with_channel(self, use: Callable[[Any], _T]) -> _T:
-        """What a function makes of a channel; tried again with a fresh connection where this one is gone."""
+        self._client.call(remove)
 
-        def attempt() -> _T:
-            with self._channel() as ftp:
-                return use(ftp)
-
-        return retry(attempt, self._renew, self._is_transient)
-
-    def _put(self, name: str, data: bytes, replace: bool) -> None:
-        temporary, path = self._full(temporary_file_name(name)), self._full(name)
-
-        def put(ftp: Any) -> None:
-            with ftp.open(temporary, "wb") as file:
-                write_all(file, memoryview(data))
-            if replace:
-                ftp.posix_rename(temporary, path)
-            else:
-                _rename_to_new(ftp, temporary, path)
-
+    def remove_directory(self) -> bool:
         try:
-            self.with_channel(put)
-        except Exception:
-            with suppress(Exception):
-                self.with_channel(lambda ftp: ftp.remove(temporary))
-            raise
-
-    @contextmanager
-    def _channel(self) -> Iterator[Any]:
-        """A channel that nobody else uses; one that has failed is not used again."""
-        with self._lock:
-            filesystem = self._filesystem
-            ftp = self._idle.pop() if self._idle else None
-        if ftp is None:
-            ftp = filesystem.client.open_sftp()
-            ftp.get_channel().settimeout(self._patience)
-        try:
-            yield ftp
+            self._client.call(lambda channel: channel.rmdir(self._root))
         except FileNotFoundError:
-            self._give_back(ftp, filesystem)
+            return True
+        except OSError:
+            return False
+        return True
+
+    def _full(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _read_error(self, name: str, error: Exception) -> CheckpointError:
+        return ReadError(self.scrub(f"cannot read {self.path}/{name}: {type(error).__name__}: {error}"))
+
+
+def _make_directory(channel: Any, path: str) -> None:
+    """Makes a directory unless somebody else has: servers say no more than that it failed."""
+    try:
+        channel.mkdir(path)
+    except OSError:
+        if not _is_directory(channel, path):
             raise
-        except TimeoutError:
-            filesystem.client.close()
-            raise
-        except BaseException as error:
-            with suppress(Exception):
-                ftp.close()
-            if isinstance(error, EOFError) and not error.args:  # with a text it is the server's: a file ends
-                raise ConnectionResetError("the connection was lost") from None
-            raise
-        self._give_back(ftp, filesystem)
-
-    def _give_back(self, ftp: Any, filesystem: Any) -> None:
-        with self._lock:
-            if filesystem is self._filesystem:
-                self._idle.append(ftp)
-                return
-        ftp.close()
-
-    def _is_connected(self) -> bool:
-        transport = self._filesystem.client.get_transport()
-        return transport is not None and transport.is_active()
-
-    def _is_transient(self, error: Exception) -> bool:
-        """Whether to try again; not where a file ends."""
-        return not self._is_connected() or (is_transient(error) and not isinstance(error, EOFError))
-
-    def _renew(self) -> None:
-        with self._lock:
-            if self._is_connected():  # another thread has renewed it
-                return
-            self._idle.clear()
-            self._filesystem.client.close()
-            with suppress(Exception):  # then the next attempt finds no connection, and says so
-                super()._renew()
-                self._adopt(self._filesystem)
-
-    def _adopt(self, filesystem: Any) -> None:
-        """Closes a connection with its storage: nobody else does."""
-        filesystem.client.get_transport().set_keepalive(_KEEPALIVE)
-        filesystem.ftp.get_channel().settimeout(self._patience)
-        weakref.finalize(self, filesystem.client.close)
 
 
-def _remove(path: str, ftp: Any) -> None:
-    ftp.remove(path)
+def _is_directory(channel: Any, path: str) -> bool:
+    try:
+        return stat.S_ISDIR(channel.stat(path).st_mode)
+    except FileNotFoundError:
+        return False
 
 
-def write_all(file: Any, data: memoryview) -> None:
-    """Writes at a file's position without waiting for each answer, then waits for all of them; raises `OSError`."""
-    file.set_pipelined(True)
-    file.write(data[:-1])
-    file.set_pipelined(False)  # the answer to this write is awaited, and with it those to all before
-    file.write(data[-1:])
-
-
-def _rename_to_new(ftp: Any, source: str, target: str) -> None:
+def _rename_to_new(channel: Any, source: str, target: str) -> None:
     """Renames a file to a name that must not be taken; servers say no more than that it failed."""
     try:
-        ftp.rename(source, target)
+        channel.rename(source, target)
     except OSError:
         with suppress(FileNotFoundError):
-            ftp.stat(target)
+            channel.stat(target)
             raise FileExistsError(TAKEN) from None
         raise
 
 
+def _drop(client: SftpClient, path: str) -> None:
+    """Removes what is of no use any more, if that can be done at once."""
+    with suppress(Exception):
+        client.attempt(lambda channel: channel.remove(path))
+
+
 class _SftpReader:
-    def __init__(self, storage: SftpStorage, path: str) -> None:
-        self._storage = storage
+    def __init__(self, client: SftpClient, path: str) -> None:
+        self._client = client
         self._path = path
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
         wanted = sum(buffer.nbytes for buffer in buffers)
 
-        def get(ftp: Any) -> bytes:
-            with ftp.open(self._path, "rb") as file:
+        def get(channel: Any) -> bytes:
+            with channel.open(self._path, "rb") as file:
                 (data,) = file.readv([(offset, wanted)])
                 return bytes(data)
 
-        data = memoryview(self._storage.with_channel(get))
+        data = memoryview(self._client.call(get))
         if data.nbytes != wanted:
             raise EOFError(f"the file ends {wanted - data.nbytes:,} bytes too early")
         scatter([data], buffers)
@@ -204,10 +238,11 @@ class _SftpSink:
     concurrency = 2
     in_order = False
 
-    def __init__(self, storage: SftpStorage, path: str, nbytes: int) -> None:
-        self._storage = storage
+    def __init__(self, client: SftpClient, path: str, nbytes: int, sync: bool) -> None:
+        self._client = client
         self._path = path
         self._nbytes = nbytes
+        self._sync = sync
         self._lock = threading.Lock()
         self._is_open = True
         self.bytes_written = 0
@@ -217,27 +252,36 @@ class _SftpSink:
     def put(self, number: int, data: memoryview) -> None:
         started = time.perf_counter()
 
-        def write(ftp: Any) -> None:
-            with ftp.open(self._path, "r+b") as file:
+        def write(channel: Any) -> None:
+            with channel.open(self._path, "r+b") as file:
                 file.seek(number * self.part_bytes)
                 write_all(file, data)
 
-        self._storage.with_channel(write)
+        self._client.call(write)
         with self._lock:
             self.bytes_written += data.nbytes
             self.write_seconds += time.perf_counter() - started
 
     def close(self) -> None:
-        """Checks that the server has everything. Idempotent."""
-        if self._is_open:
-            found = self._storage.with_channel(lambda ftp: ftp.stat(self._path)).st_size
-            if found != self._nbytes:
-                raise OSError(f"the server has {found:,} of the file's {self._nbytes:,} bytes")
-            self._is_open = False
+        """Checks that the server has everything, and has it make that durable, where it can. Idempotent."""
+        if not self._is_open:
+            return
+        started = time.perf_counter()
+
+        def finish(channel: Any) -> int:
+            with channel.open(self._path, "r+b") as file:
+                if self._sync:
+                    sync_file(channel, file)
+                return int(file.stat().st_size)
+
+        found = self._client.call(finish)
+        if found != self._nbytes:
+            raise OSError(f"the server has {found:,} of the file's {self._nbytes:,} bytes")
+        self._is_open = False
+        self.close_seconds += time.perf_counter() - started
 
     def abort(self) -> None:
         """Removes the file. Idempotent; does nothing after `close`."""
         if self._is_open:
             self._is_open = False
-            with suppress(Exception):
-                self._storage.with_channel(lambda ftp: ftp.remove(self._path))
+            _drop(self._client, self._path)

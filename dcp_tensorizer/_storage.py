@@ -116,6 +116,13 @@ class Storage(abc.ABC):
         Raises `NotCommitted` if there is no such directory.
         """
 
+    def uploads(self) -> list[FileInfo]:
+        """Files in the directory that somebody has begun to write and that no listing shows; raises `ReadError`.
+
+        `discard` removes them. Their sizes are unknown, and given as 0; ``modified`` is when they were begun.
+        """
+        return []
+
     @abc.abstractmethod
     def make_directory(self) -> None:
         """Creates the directory and its parents, durably; raises `WriteError`."""

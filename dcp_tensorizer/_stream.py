@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from ._retry import is_transient, retry
-from ._storage import TAKEN, FileInfo, RangeReader, Sink, Storage, redact, scatter
+from ._storage import TAKEN, FileInfo, RangeReader, Refused, Sink, Storage, redact, scatter
 from .errors import CheckpointError, NotCommitted, ReadError, WriteError
 
 __all__ = ["StreamStorage"]
@@ -30,17 +30,18 @@ class StreamStorage(Storage):
         root: The directory, as the filesystem names it.
         url: The directory, as the user named it.
         scrub: Removes credentials from a text.
+        timeout: Seconds after which a request is not tried again.
     """
 
     # 512 KiB arrive in the time that a request takes, where it takes 5 ms and a connection brings 100 MB/s.
     gap_bytes = 512 << 10
 
-    def __init__(self, filesystem: Any, root: str, url: str, scrub: Callable[[str], str]) -> None:
+    def __init__(self, filesystem: Any, root: str, url: str, scrub: Callable[[str], str], timeout: float) -> None:
         protocol = filesystem.protocol
         self._filesystem = filesystem
         self._root = root.rstrip("/")
         self._scrub = scrub
-        self._parent: Storage | None = None
+        self._timeout = timeout
         self.path = redact(url)
         self.location = url
         self.in_process = "memory" in ((protocol,) if isinstance(protocol, str) else protocol)
@@ -50,7 +51,6 @@ class StreamStorage(Storage):
 
     def child(self, name: str) -> Storage:
         child = copy.copy(self)
-        child._parent = self  # whose connection it uses, and so keeps open
         child._root, child.path, child.location = (
             f"{where}/{name}" for where in (self._root, self.path, self.location)
         )
@@ -83,6 +83,8 @@ class StreamStorage(Storage):
     def publish(self, name: str, data: bytes, *, sync: bool, replace: bool = True) -> None:
         try:
             self._put(name, data, replace)
+        except Refused as error:
+            raise Refused(self.scrub(f"cannot write {self.path}/{name}: {error}")) from None
         except Exception as error:
             raise WriteError(self.scrub(f"cannot write {self.path}/{name}: {type(error).__name__}: {error}")) from None
 
@@ -118,12 +120,30 @@ class StreamStorage(Storage):
 
     def _put(self, name: str, data: bytes, replace: bool) -> None:
         """Puts a small file in place."""
-        if not replace and self._call("exists", self._full(name)):
-            raise FileExistsError(TAKEN)
-        self._call("pipe_file", self._full(name), data)
+        mode = {} if replace else {"mode": "create"}
+        tries = 0
+
+        def put() -> None:
+            nonlocal tries
+            tries += 1
+            self._filesystem.pipe_file(self._full(name), data, **mode)
+
+        try:
+            if not replace and self.size(name) is not None:  # also for filesystems that do not know the mode
+                raise FileExistsError
+            retry(put, is_transient, self._timeout, self._renew)
+        except FileExistsError:
+            if not tries or self.read(name) != data:  # an answer that was lost, and a retry that met its own file
+                raise Refused(f"{FileExistsError.__name__}: {TAKEN}") from None
+        except (FileNotFoundError, PermissionError) as error:
+            if tries > 1:  # it does not say what has become of a request whose answer was lost
+                raise
+            raise Refused(f"{type(error).__name__}: {error}") from None
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return retry(lambda: getattr(self._filesystem, method)(*args, **kwargs), self._renew, is_transient)
+        return retry(
+            lambda: getattr(self._filesystem, method)(*args, **kwargs), is_transient, self._timeout, self._renew
+        )
 
     def _renew(self) -> None:
         """Takes a fresh filesystem: with new connections, and with credentials as they are now."""

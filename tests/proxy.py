@@ -53,6 +53,7 @@ class Fault:
         delay: Seconds before the request is forwarded.
         rate: Bytes a second, at most.
         lose_answer: The server carries the request out, and then the connection is reset.
+        hang: The server carries the request out, and then nothing more happens on this connection.
     """
 
     status: int = 0
@@ -62,6 +63,7 @@ class Fault:
     delay: float = 0.0
     rate: float = 0.0
     lose_answer: bool = False
+    hang: bool = False
 
 
 Rule = Callable[[Request], "Fault | None"]
@@ -163,16 +165,18 @@ class S3Proxy:
         answer = _head(server)
         if fault.lose_answer:
             return _reset(client)
+        if fault.hang:
+            return self._stall()
         client.sendall(answer)
         count = _body_length(request, answer)
-        for limit, then in ((fault.cut, _reset), (fault.stall, self._stall)):
+        for limit, then in ((fault.cut, lambda: _reset(client)), (fault.stall, self._stall)):
             if limit is not None:
                 _relay(server, client, min(limit, count), fault.rate)
-                return then(client)
+                return then()
         _relay(server, client, count, fault.rate)
         return True
 
-    def _stall(self, client: socket.socket) -> bool:
+    def _stall(self) -> bool:
         self._ended.wait()
         return False
 
@@ -191,6 +195,9 @@ class TcpProxy:
         self.forwarded = 0
         self.cut_after: int | None = None
         """Bytes, in both directions, after which every connection there is ends, once."""
+        self.silent_until: float = 0
+        """The number of the last connection, counted from 1, on which nothing is forwarded any more."""
+        self._ended = threading.Event()
         _start(self._accept, self._threads)
 
     def cut(self) -> None:
@@ -202,6 +209,7 @@ class TcpProxy:
                 end.shutdown(socket.SHUT_RDWR)  # which wakes the thread that reads from it, and that closes it
 
     def close(self) -> None:
+        self._ended.set()
         with suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
@@ -219,12 +227,16 @@ class TcpProxy:
             with self._lock:
                 self.connections += 1
                 self._pairs.append((client, server))
-            _start(lambda a=client, b=server: self._pump(a, b), self._threads)  # type: ignore[misc]
-            _start(lambda a=server, b=client: self._pump(a, b), self._threads)  # type: ignore[misc]
+                number = self.connections
+            _start(lambda a=client, b=server, n=number: self._pump(a, b, n), self._threads)  # type: ignore[misc]
+            _start(lambda a=server, b=client, n=number: self._pump(a, b, n), self._threads)  # type: ignore[misc]
 
-    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+    def _pump(self, source: socket.socket, target: socket.socket, number: int) -> None:
         with suppress(OSError):
             while data := source.recv(1 << 16):
+                if number <= self.silent_until:
+                    self._ended.wait()
+                    break
                 target.sendall(data)
                 with self._lock:
                     self.forwarded += len(data)

@@ -79,6 +79,10 @@ class SftpServer:
         """``storage_options`` for fsspec's SFTP, at the server itself or at a proxy in front of it."""
         return {"username": USER, "password": PASSWORD, "port": port or self.port, "look_for_keys": False}
 
+    def synced(self) -> list[str]:
+        """The names of the files that it has made durable, in that order."""
+        return (self.folder.parent / "synced").read_text().splitlines()
+
 
 @functools.cache
 def _models() -> Any:
@@ -144,8 +148,9 @@ def s3_server(folder: Path) -> Iterator[S3Server]:
 def sftp_server(folder: Path) -> Iterator[SftpServer]:
     """asyncssh's server; what clients see as ``/`` is ``folder / "root"``."""
     with _free_ports(1) as (port,):
-        root = folder / "root"
+        root, synced = folder / "root", folder / "synced"
         root.mkdir()
+        synced.touch()
     command = [sys.executable, "-m", f"{__package__}.sftp_server", str(port), str(root)]
 
     def ready() -> bool:
@@ -155,7 +160,7 @@ def sftp_server(folder: Path) -> Iterator[SftpServer]:
             return False
         return True
 
-    with _process(command, folder, ready, {"SFTP_USER": USER, "SFTP_PASSWORD": PASSWORD}):
+    with _process(command, folder, ready, {"SFTP_USER": USER, "SFTP_PASSWORD": PASSWORD, "SFTP_SYNCED": str(synced)}):
         yield SftpServer(port, root)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from typing import Any
 
 import asyncssh
 
@@ -20,13 +21,23 @@ class _Server(asyncssh.SSHServer):
         return (username, password) == (os.environ["SFTP_USER"], os.environ["SFTP_PASSWORD"])
 
 
+class _Files(asyncssh.SFTPServer):
+    """Writes down which files it was asked to make durable, beside its folder."""
+
+    def fsync(self, file_obj: Any) -> None:
+        super().fsync(file_obj)
+        name = os.path.basename(os.fsdecode(file_obj.name))
+        with open(os.environ["SFTP_SYNCED"], "a") as log:
+            log.write(f"{name}\n")
+
+
 async def main(port: int, folder: str) -> None:
     await asyncssh.listen(
         "127.0.0.1",
         port,
         server_factory=_Server,
         server_host_keys=[asyncssh.generate_private_key("ssh-ed25519")],
-        sftp_factory=lambda channel: asyncssh.SFTPServer(channel, chroot=folder.encode()),
+        sftp_factory=lambda channel: _Files(channel, chroot=folder.encode()),
         allow_scp=False,
     )
     await asyncio.Event().wait()

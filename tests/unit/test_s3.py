@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from dcp_tensorizer import ReadError, WriteError, _retry
+from dcp_tensorizer import ReadError, WriteError, _retry, _s3
 from dcp_tensorizer._destination import open_storage
 from dcp_tensorizer._layout import data_file_name
 from dcp_tensorizer._s3 import S3Storage
-from dcp_tensorizer._storage import TIMEOUT
+from dcp_tensorizer._storage import TIMEOUT, Refused
 
 from ..proxy import Fault, Request, S3Proxy, s3_proxy
 from ..servers import KEY, OTHER_KEY, SECRET, S3Server
@@ -159,12 +159,14 @@ def test_a_file_has_at_most_as_many_parts_as_s3_allows(storage: S3Storage, nbyte
     ids=["slow down", "internal error", "reset", "lost answer"],
 )
 def test_an_upload_survives(storage: S3Storage, proxy: S3Proxy, operation: str, fault: Fault) -> None:
-    """Overload and lost connections, at each step: the file is whole, at the price of another request or two."""
+    """Overload and lost connections, at each step: the file is whole, at the price of a few more requests.
+
+    An answer that was lost may have been that to another upload: it is not left open.
+    """
     proxy.rule = once(operation, fault)
     put_file(storage, NAME, CONTENT)
     assert read(storage) == CONTENT
     assert proxy.counts()[operation] > {"UploadPart": PARTS}.get(operation, 1)
-    storage.discard(NAME)  # an upload whose answer was lost is one that nobody can complete
 
 
 def test_an_upload_survives_a_cut_in_the_middle_of_a_part(storage: S3Storage, proxy: S3Proxy) -> None:
@@ -214,6 +216,13 @@ def test_a_read_goes_on_where_it_broke_off(storage: S3Storage, proxy: S3Proxy, m
     proxy.rule = once("GetObject", Fault(cut=4 << 20), times=4)
     assert read(storage) == CONTENT
     assert proxy.counts() == {"GetObject": 5}
+
+
+def test_an_aborted_upload_whose_first_answer_was_lost(storage: S3Storage, proxy: S3Proxy) -> None:
+    """Nothing is left of either one, which the fixture sees."""
+    proxy.rule = once("CreateMultipartUpload", Fault(lose_answer=True))
+    storage.create(NAME, len(CONTENT), sync=True).abort()
+    assert proxy.counts()["CreateMultipartUpload"] == 2
 
 
 @pytest.mark.parametrize("replace", [True, False])
@@ -310,6 +319,29 @@ def test_a_read_that_is_refused(opened: Opener, proxy: S3Proxy, fault: Fault) ->
         storage.publish(".metadata", b"x", sync=True)
 
 
+@pytest.mark.parametrize(
+    ("faults", "refused"),
+    [
+        ([Fault(403, "AccessDenied")], True),
+        ([Fault(404, "NoSuchBucket")], True),
+        ([Fault(503, "SlowDown"), Fault(503, "SlowDown")], False),
+        ([Fault(cut=0), Fault(403, "AccessDenied")], False),
+    ],
+    ids=["denied", "no bucket", "slow down", "denied after a cut"],
+)
+def test_whether_metadata_may_be_there_after_all(
+    opened: Opener, proxy: S3Proxy, faults: list[Fault], refused: bool
+) -> None:
+    """The server has refused them if it says so to the first request; otherwise one may be carried out unanswered."""
+    storage = opened(config_kwargs=FEW)
+    left = iter(faults)
+    proxy.rule = lambda request: next(left) if request.operation == "PutObject" else None
+    with pytest.raises(WriteError) as caught:
+        storage.publish(".metadata", b"x", sync=True)
+    assert isinstance(caught.value, Refused) == refused
+    assert next(left, None) is None
+
+
 def test_a_connection_that_always_breaks_off_is_an_error(
     opened: Opener, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +354,59 @@ def test_a_connection_that_always_breaks_off_is_an_error(
     with pytest.raises(OSError, match="the connection broke off again and again"):
         read(storage)
     assert proxy.counts() == {"GetObject": 6}
+
+
+@pytest.mark.parametrize("fault", [Fault(403, "AccessDenied"), Fault(501, "NotImplemented")], ids=["denied", "unknown"])
+def test_discarding_where_uploads_cannot_be_listed(storage: S3Storage, proxy: S3Proxy, fault: Fault) -> None:
+    """The objects are removed all the same."""
+    put_file(storage, NAME, b"x")
+    proxy.rule = always("ListMultipartUploads", fault)
+    storage.discard(NAME)
+    assert storage.size(NAME) is None
+    with pytest.raises(ReadError, match=f"cannot list the uploads to {storage.path}.*{fault.code}"):
+        storage.uploads()
+
+
+def test_metadata_that_are_there_are_not_even_sent(storage: S3Storage, proxy: S3Proxy) -> None:
+    """Not all servers know conditional puts: with overwrite=False they are asked first."""
+    storage.publish(".metadata", b"first", sync=True)
+    proxy.forget()
+    with pytest.raises(WriteError, match="must not be replaced"):
+        storage.publish(".metadata", b"second", sync=True, replace=False)
+    assert proxy.counts() == {"HeadObject": 1}
+
+
+HANGING = {
+    "write": ("UploadPart", Fault(hang=True)),
+    "metadata": ("PutObject", Fault(hang=True)),
+    "read": ("GetObject", Fault(hang=True)),
+    "read on": ("GetObject", Fault(stall=1000)),
+}
+
+
+@pytest.mark.parametrize("what", HANGING)
+def test_a_server_that_hangs(opened: Opener, proxy: S3Proxy, what: str) -> None:
+    """Whatever is asked of it ends in an error within the timeout, after another try or more."""
+    limit = 3.0
+    storage = opened(timeout=limit)
+    put_file(storage, NAME, CONTENT[:10_000])
+    sink = storage.create("other", len(CONTENT), sync=True)
+    part = on_a_page(CONTENT[: sink.part_bytes])
+    operation, fault = HANGING[what]
+    calls: dict[str, Callable[[], object]] = {
+        "write": lambda: sink.put(0, part),
+        "metadata": lambda: storage.publish(".metadata", b"x", sync=True),
+        "read": lambda: read(storage, 10_000),
+        "read on": lambda: read(storage, 10_000),
+    }
+    proxy.forget()
+    proxy.rule = always(operation, fault)
+    started = time.monotonic()
+    with pytest.raises((OSError, WriteError)):
+        calls[what]()
+    assert time.monotonic() - started < limit
+    assert proxy.counts()[operation] >= 2
+    sink.abort()
 
 
 def test_a_server_that_is_gone(s3: S3Server, prefix: str) -> None:
@@ -339,6 +424,26 @@ def test_wrong_credentials(s3: S3Server, prefix: str) -> None:
     with pytest.raises(ReadError, match="SignatureDoesNotMatch") as caught:
         storage.read(".metadata")
     assert "wrong-secret-42" not in str(caught.value)
+
+
+# --- uploads that nobody completes -----------------------------------------------------------------------------------
+
+
+def test_uploads_are_listed(storage: S3Storage, s3: S3Server, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of this directory, in as many answers as it takes, with the time when they were begun."""
+    monkeypatch.setattr(_s3, "_UPLOADS", 1)
+    names = [data_file_name(rank, 0, "b" * 32) for rank in range(3)]
+    child = storage.child("step-1")
+    begun = [where.create(name, len(CONTENT), sync=True) for where in (storage, child) for name in names]
+    found = storage.uploads()
+    assert sorted(file.name for file in found) == names
+    assert all(file.modified is not None and abs(file.modified - time.time()) < 60 for file in found)
+    storage.discard(*names)
+    assert storage.uploads() == []
+    assert len(child.uploads()) == 3
+    for sink in begun:
+        sink.abort()
+    assert child.uploads() == []
 
 
 # --- options ---------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,12 +12,13 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.registry import _registry
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_tensorizer import ReadError, WriteError, _retry
 from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._storage import redact
+from dcp_tensorizer._storage import Refused, redact
 
 from .support import open_descriptors
 
@@ -106,6 +108,24 @@ def test_options_are_scrubbed_from_messages() -> None:
     storage = open_storage("memory://bucket", OPTIONS)
     text = "key AKIA-123456 at http://minio.local:9000 in eu-central-1: Bearer t0ken-region sup3r-s3cret abc"
     assert storage.scrub(text) == "key *** at http://minio.local:9000 in eu-central-1: *** *** abc"
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "clean"),
+    [
+        ({"account_url": "https://a.example/c?sv=2022-11-02&sig=s1gn%2Fature"}, "sig s1gn%2Fature", "sig ***"),
+        ({"account_url": "https://a.example/c?sv=2022-11-02&sig=s1gn%2Fature"}, "sig s1gn/ature", "sig ***"),
+        ({"connection_string": "AccountName=x;AccountKey=azure+k3y==;E=y"}, "with azure+k3y==", "with ***"),
+        ({"password": 12345678, "port": 2222, "anon": True}, "12345678 at port 2222: True", "*** at port 2222: True"),
+        ({"proxies": {"http": "http://user:pr0xy@host"}}, "by http://user:pr0xy@host", "by http://host"),
+    ],
+)
+def test_parts_of_options_are_scrubbed(options: dict[str, Any], text: str, clean: str) -> None:
+    """Signed URLs and connection strings: by themselves, and each part of them."""
+    storage = open_storage("memory://bucket", options)
+    for secret in options.values():
+        assert not isinstance(secret, str) or storage.scrub(f"at {secret}") == "at ***"
+    assert storage.scrub(text) == clean
 
 
 def test_a_secret_within_another_is_scrubbed_whole() -> None:
@@ -328,9 +348,118 @@ def test_tries_are_bounded(memory: Any, no_waiting: None) -> None:
     assert len(tries) == 6
 
 
+def test_a_check_that_fails_is_not_an_answer(memory: Any) -> None:
+    """With overwrite=False nothing is put where nobody knows whether there is something."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise PermissionError("403")
+
+    memory.publish("f", b"first", sync=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory._filesystem, "info", fail)
+        with pytest.raises(WriteError, match="403"):
+            memory.publish("f", b"second", sync=True, replace=False)
+    assert memory.read("f") == b"first"
+
+
+def test_what_another_job_has_put_there_meanwhile_is_not_replaced(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The filesystem is told, besides the check before: those of object stores decide it at the put."""
+    memory.publish("f", b"theirs", sync=True)
+    monkeypatch.setattr(memory, "size", lambda name: None)
+    with pytest.raises(WriteError, match="must not be replaced"):
+        memory.publish("f", b"ours", sync=True, replace=False)
+    assert memory.read("f") == b"theirs"
+
+
+@pytest.mark.parametrize(
+    ("errors", "refused"),
+    [([PermissionError()], True), ([ValueError()], False), ([ConnectionResetError(), PermissionError()], False)],
+    ids=["denied", "who knows", "denied after a reset"],
+)
+def test_whether_a_file_may_be_there_after_all(
+    memory: Any, no_waiting: None, errors: list[Exception], refused: bool
+) -> None:
+    """Not if the first request was denied; otherwise nobody knows."""
+    left = iter(errors)
+
+    class Failing(type(memory._filesystem)):  # type: ignore[misc]
+        def pipe_file(self, *args: Any, **kwargs: Any) -> Any:
+            raise next(left)
+
+    memory._filesystem = Failing(skip_instance_cache=True)
+    with pytest.raises(WriteError, match="cannot write memory://streamed/f: ") as caught:
+        memory.publish("f", b"x", sync=True)
+    assert isinstance(caught.value, Refused) == refused
+    assert next(left, None) is None
+
+
+def test_a_put_whose_answer_is_lost(memory: Any, no_waiting: None) -> None:
+    """The second one meets the object of the first, and knows it."""
+    tries = []
+
+    class Failing(type(memory._filesystem)):  # type: ignore[misc]
+        def pipe_file(self, *args: Any, **kwargs: Any) -> Any:
+            super().pipe_file(*args, **kwargs)
+            tries.append(args)
+            raise ConnectionResetError("reset by peer")
+
+    memory._filesystem = Failing(skip_instance_cache=True)
+    memory.publish("f", b"ours", sync=True, replace=False)
+    assert (len(tries), memory.read("f")) == (1, b"ours")
+
+
+@pytest.mark.parametrize(
+    ("protocol", "defaults"),
+    [("gs", {"requests_timeout": 30.0}), ("abfs", {"connection_timeout": 6, "read_timeout": 6}), ("memory", {})],
+)
+def test_filesystems_that_connect_by_themselves_get_timeouts(
+    monkeypatch: pytest.MonkeyPatch, protocol: str, defaults: dict[str, float]
+) -> None:
+    """By the names of their own options, unless the user gives some."""
+    given: list[dict[str, Any]] = []
+
+    class Recording(fsspec.get_filesystem_class("memory")):  # type: ignore[misc]
+        def __init__(self, **options: Any) -> None:
+            given.append({key: options[key] for key in options if key.endswith("timeout")})
+            super().__init__()
+
+    monkeypatch.setitem(_registry, protocol, Recording)
+    open_storage(f"{protocol}://bucket/x", {}, 60.0)
+    open_storage(f"{protocol}://bucket/x", {"read_timeout": 1}, 60.0)
+    assert given == [defaults, defaults | {"read_timeout": 1}]
+
+
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [("s3://b/run/", "s3://b/run"), ("s3://b/", "s3://b"), ("memory://", "memory://"), ("memory://x//", "memory://x")],
+)
+def test_trailing_slashes_are_dropped(url: str, path: str) -> None:
+    """What is below has one slash before its name; the root of a filesystem stays as it is."""
+    storage = open_storage(url)
+    assert (storage.path, storage.location) == (path, path)
+    assert open_storage(url).child("step-1").path == f"{path}/step-1"
+    assert open_storage("file:///").path == "/"
+
+
 def test_waits_grow_and_are_bounded() -> None:
     """From a fraction of a second to ten, less some chance."""
-    found = _retry.waits()
+    found = list(_retry.waits(600.0))
     assert len(found) == 5
     for number, wait in enumerate(found):
         assert 0.1 * 2**number <= wait <= min(0.2 * 2**number, 10.0)
+
+
+def test_tries_end_in_time() -> None:
+    """No try begins that could be over too late."""
+    tries = []
+
+    def fail() -> None:
+        tries.append(time.monotonic())
+        raise TimeoutError
+
+    started = time.monotonic()
+    with pytest.raises(TimeoutError):
+        _retry.retry(fail, _retry.is_transient, 1.0)
+    assert 2 <= len(tries) <= 4
+    assert tries[-1] - started <= 0.95
+    assert list(_retry.waits(0.1)) == []

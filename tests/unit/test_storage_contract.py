@@ -9,7 +9,8 @@ import pytest
 
 from dcp_tensorizer._destination import open_storage
 from dcp_tensorizer._layout import data_file_name
-from dcp_tensorizer._storage import redact
+from dcp_tensorizer._storage import Refused, redact
+from dcp_tensorizer._stream import StreamStorage
 from dcp_tensorizer.errors import NotCommitted, ReadError, WriteError
 
 from .support import on_a_page, put_file, run_python
@@ -80,7 +81,7 @@ class Contract:
     def test_publish_does_not_replace_unless_it_may(self, storage):
         """With replace=False a file that is there stays as it is, and that is an error; nothing else is left."""
         storage.publish(".metadata", b"first", sync=True, replace=False)
-        with pytest.raises(WriteError, match=r"\.metadata.*must not be replaced"):
+        with pytest.raises(Refused, match=r"\.metadata.*must not be replaced"):
             storage.publish(".metadata", b"second", sync=True, replace=False)
         assert storage.read(".metadata") == b"first"
 
@@ -144,6 +145,8 @@ class Contract:
         assert files[0].modified is None or abs(files[0].modified - started) < 60
         assert [file.name for file in child.listing()[0]] == [NAME]
         assert open_storage(child.location, options).size(NAME) == 1
+        assert open_storage(url + "/", options).child("below [1]*").path == child.path
+        assert storage.uploads() == []
         with pytest.raises(NotCommitted, match="nowhere"):
             storage.child("nowhere").listing()
 
@@ -245,6 +248,33 @@ class TestS3(Contract):
         self.write(storage, name, b"x")
         assert s3.client().head_object(Bucket=s3.bucket, Key=name)["ContentLength"] == 1
         storage.remove(name)
+
+
+class TestS3Stream(Contract):
+    """s3fs's streams, as they serve for a session of aiobotocore's, and as those of other object stores do."""
+
+    @pytest.fixture
+    def options(self, s3):
+        return s3.options(session=None)
+
+    @pytest.fixture
+    def url(self, s3):
+        """A fresh prefix, below which no upload is left open in the end."""
+        name = uuid.uuid4().hex
+        yield f"s3://{s3.bucket}/{name}"
+        assert s3.uploads(name) == []
+
+    def test_an_aborted_stream_leaves_nothing(self, storage, s3, url):
+        """Not even when it has sent parts: no object and no upload."""
+        assert type(storage) is StreamStorage
+        sink = storage.create(NAME, 60 << 20, sync=True)
+        part = on_a_page(bytes(sink.part_bytes))
+        for number in range(5):
+            sink.put(number, part)
+        prefix = url.rpartition("/")[2]
+        assert s3.uploads(prefix) == [f"{prefix}/{NAME}"]
+        sink.abort()
+        assert (s3.uploads(prefix), s3.objects(prefix)) == ([], [])
 
 
 class TestSftp(Contract):
