@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from ._commit import item_key, read_metadata
 from ._crypt import Cipher, unlock
 from ._fetch import Wanted, copy_elements, fetch, is_direct, part_of
-from ._layout import StoredItem, metadata_file_name
+from ._layout import StoredItem, data_file_rank, is_data_file_name, is_metadata_file_name, metadata_file_name
 from ._plan import Box, ReadRequest, boxes_of_range
 from ._storage import Storage
 from ._tensorfile import host_bytes
@@ -147,6 +147,7 @@ def read_parts(storage: Storage) -> dict[int | None, Metadata]:
 
     Raises:
         NotCommitted: there is none.
+        MetadataError: it is damaged, or a rank's is missing, as far as a listing shows.
         CheckpointError: it cannot be read.
     """
     metadata = read_metadata(storage)
@@ -160,7 +161,20 @@ def read_parts(storage: Storage) -> dict[int | None, Metadata]:
             f"{storage.path} holds no committed checkpoint: there is no {metadata_file_name()}. The path is wrong, or "
             f"the save that wrote there never finished."
         )
+    _check_ranks(storage, len(parts))
     return parts
+
+
+def _check_ranks(storage: Storage, count: int) -> None:
+    """Looks for files of ranks from ``count`` on: the metadata of that rank is lost, or was not yet committed."""
+    known = {metadata_file_name(rank) for rank in range(count)}
+    for name in (file.name for file in storage.listing()[0]):
+        is_others = data_file_rank(name) >= count if is_data_file_name(name) else is_metadata_file_name(name)
+        if is_others and name not in known:
+            raise MetadataError(
+                f"{storage.path} lacks {metadata_file_name(count)}, the metadata of rank {count}, although there is "
+                f"{name}: the save never finished, or files were lost"
+            )
 
 
 def unlock_parts(

@@ -6,7 +6,8 @@ import fnmatch
 import functools
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,7 +32,7 @@ from ._layout import INDEX_CAPACITY, StoredItem, index_entry_size
 from ._output import new_directory, new_file, write_stream
 from ._plan import Box, plan_files, stored_names
 from ._protocol import TensorSource
-from ._storage import Storage
+from ._storage import TIMEOUT, Storage
 from ._tensorfile import host_bytes, lay_out
 from ._torchfile import skeleton
 from .errors import ConversionError, WriteError
@@ -224,7 +225,7 @@ def _write_dcp_tensorizer(contents: Contents, path: str, storage_options: Mappin
         key = keys[source.name]
         return memoryview(objects[key].read()) if key in objects else _bytes_of(tensors[key])
 
-    with new_directory(path, storage_options) as storage:
+    with new_directory(path, storage_options) as storage, _claimed(storage):
         files = plan_files(sources, 0, save_id, storage.file_bytes)
         threads = _threads(list(tensors.values()))
         done = FileJob(storage, files, bytes_of, sync=True, threads=threads).run()
@@ -251,6 +252,17 @@ def _write_dcp_tensorizer(contents: Contents, path: str, storage_options: Mappin
             storage_meta=StorageMeta(checkpoint_id=storage.path, save_id=save_id),
         )
         commit(storage, metadata, written, rank=None, sync=True)
+
+
+@contextmanager
+def _claimed(storage: Storage) -> Iterator[None]:
+    """Keeps who collects leftovers away, as a save does."""
+    claim = storage.claim()
+    try:
+        claim.share(TIMEOUT)
+        yield
+    finally:
+        claim.release()
 
 
 def _described(contents: Contents) -> dict[str, TensorStorageMetadata | BytesStorageMetadata]:

@@ -18,8 +18,19 @@ from safetensors.torch import save_file
 from tensorizer import TensorDeserializer, TensorSerializer
 from torch import nn
 
-from dcp_tensorizer import CheckpointError, ConversionError, MetadataError, NotCommitted, ReadError, UntrustedObject
+from dcp_tensorizer import (
+    CheckpointError,
+    ConversionError,
+    MetadataError,
+    NotCommitted,
+    ReadError,
+    UntrustedObject,
+    _targets,
+)
+from dcp_tensorizer._catalogue import collect, find, plan_collection
+from dcp_tensorizer._commit import commit
 from dcp_tensorizer._contents import blocks_of, whole
+from dcp_tensorizer._destination import open_storage
 from dcp_tensorizer._sources import FORMATS, open_contents
 from dcp_tensorizer.convert import Options, convert
 
@@ -340,3 +351,31 @@ def test_a_torch_file_that_holds_no_state_dict(tmp_path: Path) -> None:
     (tmp_path / "a.pt").write_bytes(stream.getvalue())
     with pytest.raises(ConversionError, match="list"):
         convert(tmp_path / "a.pt", tmp_path / "b", "dcp_tensorizer")
+
+
+@pytest.mark.parametrize("lost", ["__0_*.tensors", "__1.metadata", "__2.metadata"])
+def test_ranks_that_lost_their_metadata_are_missed(tmp_path: Path, lost: str) -> None:
+    """In the middle, or the last one while its data is there; what is lost else shows when it is read."""
+    for rank in range(3):
+        make_checkpoint(tmp_path / "a", {f"x{rank}": torch.ones(3)}, rank=rank)
+    for path in (tmp_path / "a").glob(lost):
+        path.unlink()
+    words = r"lacks __\d.metadata, the metadata of rank \d" if "metadata" in lost else "__0"
+    with pytest.raises(CheckpointError, match=words):
+        convert(tmp_path / "a", tmp_path / "b", "torch")
+
+
+def test_a_conversion_under_way_is_not_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its directory is claimed, as a save's is, until it has its name."""
+    make_checkpoint(tmp_path / "a", {"x": torch.ones(3)})
+    kept = []
+
+    def collecting(*arguments: Any, **committing: Any) -> set[str]:
+        kept.extend(collect(removal).kept for removal in plan_collection(find(open_storage(tmp_path)), None, None))
+        return commit(*arguments, **committing)
+
+    monkeypatch.setattr(_targets, "commit", collecting)
+    convert(tmp_path / "a", tmp_path / "b", "dcp_tensorizer")
+    assert kept == ["a save is under way there"]
+    assert same(tensors_of(tmp_path / "b")["x"], torch.ones(3))
+    assert find(open_storage(tmp_path / "b"))[0].state == "committed"
