@@ -32,6 +32,7 @@ __all__ = [
     "BLOCK",
     "Chunk",
     "Contents",
+    "OtherKey",
     "StoredObject",
     "StoredTensor",
     "blocks_of",
@@ -51,6 +52,21 @@ _KEPT = 1 << 20
 
 Path = tuple[str | int, ...]
 """Where a value is in the nested state dict: keys of dicts, and indices of lists."""
+
+
+class OtherKey(str):
+    """A key of a dict that is no string, by its name: DCP's formats have only names, ``torch.save`` files keep it.
+
+    Attributes:
+        value: The key.
+    """
+
+    value: Any
+
+    def __new__(cls, value: Any) -> OtherKey:
+        made = super().__new__(cls, value)
+        made.value = value
+        return made
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter  # what torch has for URLs
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict  # the inverse of what the planner does
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo  # what ``.metadata`` is made of
@@ -35,7 +34,7 @@ from ._contents import Chunk, Contents, Path, StoredObject, StoredTensor, read_b
 from ._fetch import copy_elements
 from ._plan import Box
 from ._storage import Storage
-from ._torchfile import FileView, load_fake, locate
+from ._torchfile import FileView, load_fake, locate, nested
 from .errors import CheckpointError, ConversionError, MetadataError, ReadError, WriteError
 
 __all__ = ["read_checkpoint", "write_checkpoint"]
@@ -104,7 +103,7 @@ def write_checkpoint(contents: Contents, path: str, options: Mapping[str, Any]) 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that there is only one process: so it should be
             save(
-                unflatten_state_dict(values, contents.paths),
+                nested(values, contents.paths),
                 storage_writer=writer,
                 planner=_Planner(contents),
                 no_dist=True,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # what dcp.save does
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from . import _safetensors
 from ._commit import commit
-from ._contents import Contents, StoredTensor, blocks_of, whole
+from ._contents import Contents, OtherKey, Path, StoredTensor, blocks_of, whole
 from ._dcpfile import write_checkpoint
 from ._encoder import encode
 from ._job import FileJob
@@ -34,7 +35,7 @@ from ._plan import Box, plan_files, stored_names
 from ._protocol import TensorSource
 from ._storage import TIMEOUT, Storage
 from ._tensorfile import host_bytes, lay_out
-from ._torchfile import skeleton
+from ._torchfile import nested, skeleton
 from .errors import ConversionError, WriteError
 
 __all__ = ["TARGETS", "Options", "Target"]
@@ -287,8 +288,50 @@ def _check_no_objects(contents: Contents, what: str) -> None:
         )
 
 
-def _holds_everything(contents: Contents, options: Options) -> None:
-    """The formats of torch, and this package's own, can hold whatever can be read."""
+def _check_dcp_tensorizer(contents: Contents, options: Options) -> None:
+    _check_paths(contents)
+    _check_names(contents)
+
+
+def _check_torch(contents: Contents, options: Options) -> None:
+    _check_paths(contents)
+    _check_lists(contents)
+
+
+def _check_dcp(contents: Contents, options: Options) -> None:
+    _check_dcp_tensorizer(contents, options)
+    _check_lists(contents)
+
+
+def _check_paths(contents: Contents) -> None:
+    """All keys must be one state dict: none below a value, and each container either a dict or a list."""
+    is_list: dict[Path, bool] = {(): False}
+    for key, path in contents.paths.items():
+        for depth, part in enumerate(path):
+            if is_list.setdefault(path[:depth], type(part) is int) != (type(part) is int):
+                raise ConversionError(f"{key!r} would be in a dict that is a list for other keys: leave it out")
+    for key, path in contents.paths.items():
+        if path in is_list:
+            raise ConversionError(f"{key!r} cannot be a value, and hold the values of other keys, too: leave it out")
+
+
+def _check_names(contents: Contents) -> None:
+    """DCP has only names for the keys of dicts."""
+    for key, path in contents.paths.items():
+        for part in path:
+            if isinstance(part, OtherKey):
+                raise ConversionError(
+                    f"{key!r} is below {part.value!r} in a dict, a key of type {type(part.value).__name__} that would "
+                    f"become a string: leave it out, or convert to torch"
+                )
+
+
+def _check_lists(contents: Contents) -> None:
+    """Lists must be whole, or taking the nested state dict apart gives other keys."""
+    values = dict.fromkeys(contents.objects) | {key: torch.empty(0, device="meta") for key in contents.tensors}
+    found, _ = flatten_state_dict(nested(values, contents.paths))
+    if odd := sorted(found.keys() ^ values.keys()):
+        raise ConversionError(f"{odd[0]!r} belongs to a list of which not all is to be converted: take all, or none")
 
 
 def _source(name: str, tensor: StoredTensor) -> TensorSource:
@@ -310,9 +353,9 @@ def _threads(tensors: Sequence[StoredTensor]) -> int:
 
 
 TARGETS = {
-    "dcp_tensorizer": Target(_holds_everything, _write_dcp_tensorizer),
+    "dcp_tensorizer": Target(_check_dcp_tensorizer, _write_dcp_tensorizer),
     "tensorizer": Target(_check_tensorizer, _write_tensorizer),
     "safetensors": Target(_check_safetensors, _write_safetensors),
-    "torch": Target(_holds_everything, _write_torch),
-    "dcp": Target(_holds_everything, _write_dcp),
+    "torch": Target(_check_torch, _write_torch),
+    "dcp": Target(_check_dcp, _write_dcp),
 }

@@ -138,7 +138,9 @@ def _stripped(path: Path, prefix: str) -> Path:
     while path and prefix.startswith(f"{path[0]}."):
         prefix = prefix.removeprefix(f"{path[0]}.")
         path = path[1:]
-    return (str(path[0]).removeprefix(prefix), *path[1:]) if path else path
+    if not path or (not prefix and isinstance(path[0], str)):
+        return path
+    return (str(path[0]).removeprefix(prefix), *path[1:])
 
 
 def _cast(tensor: StoredTensor, dtype: torch.dtype | None) -> StoredTensor:

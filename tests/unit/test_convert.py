@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -379,3 +380,72 @@ def test_a_conversion_under_way_is_not_collected(tmp_path: Path, monkeypatch: py
     assert kept == ["a save is under way there"]
     assert same(tensors_of(tmp_path / "b")["x"], torch.ones(3))
     assert find(open_storage(tmp_path / "b"))[0].state == "committed"
+
+
+@pytest.mark.parametrize("how", ["compressed", "big-endian"])
+def test_torch_files_that_do_not_hold_the_elements_as_they_are(tmp_path: Path, how: str) -> None:
+    """An archive that somebody compressed, or a machine with the other byte order wrote, is no source."""
+    torch.save({"x": filled(torch.float32, (1000,))}, tmp_path / "stock.pt")
+    form = zipfile.ZIP_DEFLATED if how == "compressed" else zipfile.ZIP_STORED
+    with zipfile.ZipFile(tmp_path / "stock.pt") as stock, zipfile.ZipFile(tmp_path / "a.pt", "w", form) as out:
+        for name in stock.namelist():
+            out.writestr(name, b"big" if name.endswith("byteorder") and how == "big-endian" else stock.read(name))
+    with pytest.raises(ConversionError, match=rf"a\.pt is .*{how}"):
+        convert(tmp_path / "a.pt", tmp_path / "b", "safetensors")
+    assert not (tmp_path / "b").exists()
+
+
+def test_keys_that_are_no_strings(tmp_path: Path) -> None:
+    """An optimizer's state is found again in a torch file; DCP's formats, which have only strings, refuse it."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.save({"optimizer": optimizer.state_dict(), None: {1.5: torch.ones(1)}}, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "b.pt", "torch")
+    found = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert str(found) == str(torch.load(tmp_path / "a.pt", weights_only=True))
+    convert(tmp_path / "a.pt", tmp_path / "c.pt", "torch", options=Options(("optimizer*",), "optimizer."))
+    assert str(torch.load(tmp_path / "c.pt", weights_only=True)) == str(optimizer.state_dict())
+    convert(tmp_path / "a.pt", tmp_path / "d.pt", "torch", options=Options(("optimizer.state.*",), "optimizer.state."))
+    assert list(torch.load(tmp_path / "d.pt", weights_only=True)) == [0, 1]
+    for to in ("dcp", "dcp_tensorizer"):
+        with pytest.raises(ConversionError, match=r"'optimizer\.state\.0\.step' is below 0 in a dict"):
+            convert(tmp_path / "a.pt", tmp_path / "e", to)
+    convert(tmp_path / "a.pt", tmp_path / "e.safetensors", "safetensors", options=Options(("*exp_avg",)))
+    assert "optimizer.state.1.exp_avg" in tensors_of(tmp_path / "e.safetensors")
+
+
+def test_torch_files_have_right_checksums(tmp_path: Path) -> None:
+    """Whoever reads the archive with a zip library finds it whole, and nothing in it tells where it was made."""
+    state = {"x": filled(torch.float32, (50, 30)), "y": filled(torch.int64, (7,)), "none": torch.empty(0)}
+    make_checkpoint(tmp_path / "a", state, {"n": 5})
+    for name in ("b.pt", "c.pt"):
+        convert(tmp_path / "a", tmp_path / name, "torch")
+    with zipfile.ZipFile(tmp_path / "b.pt") as archive:
+        assert archive.testzip() is None
+        assert {name.split("/")[0] for name in archive.namelist()} == {"archive"}
+    assert (tmp_path / "b.pt").read_bytes() == (tmp_path / "c.pt").read_bytes()
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp", "dcp_tensorizer"])
+def test_a_key_that_would_hold_others(tmp_path: Path, to: str) -> None:
+    """After a prefix is gone, a tensor cannot take the place of a dict."""
+    torch.save({"model": {"x": torch.ones(2)}, "x": {"y": torch.ones(1)}}, tmp_path / "a.pt")
+    with pytest.raises(ConversionError, match="'x' cannot be a value, and hold"):
+        convert(tmp_path / "a.pt", tmp_path / "b", to, options=Options(strip_prefix="model."))
+    torch.save({"m": {"a": {"x": torch.ones(2)}}, "a": [torch.ones(1)]}, tmp_path / "c.pt")
+    with pytest.raises(ConversionError, match=r"'a\.0' would be in a dict"):
+        convert(tmp_path / "c.pt", tmp_path / "b", to, options=Options(strip_prefix="m."))
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_a_part_of_a_list(tmp_path: Path, to: str) -> None:
+    """Its other elements would be missing, or it would be taken for a list of another kind."""
+    torch.save({"groups": [{"w": torch.ones(2)}, {"w": torch.ones(2)}], "l": [5, torch.ones(1)]}, tmp_path / "a.pt")
+    for pattern in ("groups.1.*", "l.0"):
+        with pytest.raises(ConversionError, match="belongs to a list of which not all"):
+            convert(tmp_path / "a.pt", tmp_path / "b", to, options=Options(select=[pattern]))
+    convert(tmp_path / "a.pt", tmp_path / "b", to, options=Options(select=["groups.*"]))
+    assert tensors_of(tmp_path / "b").keys() == {"groups.0.w", "groups.1.w"}
