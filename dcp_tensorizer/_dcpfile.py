@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from ._commit import unpickle
 from ._contents import Chunk, Contents, Path, StoredObject, StoredTensor, read_box, value_path, whole
 from ._fetch import copy_elements
-from ._plan import Box
+from ._plan import Box, covers
 from ._storage import Storage
 from ._torchfile import FileView, load_fake, locate, nested
 from .errors import CheckpointError, ConversionError, MetadataError, ReadError, WriteError
@@ -153,7 +153,7 @@ def _tensor(storage: Storage, named: tuple[str, Path], entry: TensorStorageMetad
         (Box(tuple(chunk.offsets), tuple(chunk.sizes)), _checked(places.get((key, chunk.offsets)), key, path))
         for chunk in entry.chunks
     ]
-    if sum(math.prod(box.size) for box, _ in chunks) != math.prod(shape):
+    if not covers(shape, [box for box, _ in chunks]):
         raise MetadataError(f"{path}: the stored chunks of {key!r} do not make up its {math.prod(shape):,} elements")
 
     @functools.cache

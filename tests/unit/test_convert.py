@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from tensorizer import TensorDeserializer, TensorSerializer
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from dcp_tensorizer import (
     CheckpointError,
@@ -26,12 +27,14 @@ from dcp_tensorizer import (
     NotCommitted,
     ReadError,
     UntrustedObject,
+    _contents,
     _targets,
 )
 from dcp_tensorizer._catalogue import collect, find, plan_collection
 from dcp_tensorizer._commit import commit
 from dcp_tensorizer._contents import blocks_of, whole
 from dcp_tensorizer._destination import open_storage
+from dcp_tensorizer._plan import Box
 from dcp_tensorizer._sources import FORMATS, open_contents
 from dcp_tensorizer.convert import Options, convert
 
@@ -449,3 +452,45 @@ def test_a_part_of_a_list(tmp_path: Path, to: str) -> None:
             convert(tmp_path / "a.pt", tmp_path / "b", to, options=Options(select=[pattern]))
     convert(tmp_path / "a.pt", tmp_path / "b", to, options=Options(select=["groups.*"]))
     assert tensors_of(tmp_path / "b").keys() == {"groups.0.w", "groups.1.w"}
+
+
+def test_of_several_ranks_values_of_other_shapes_the_first_is_taken(tmp_path: Path) -> None:
+    """Each rank has its own by the same key: they are no chunks of one tensor."""
+    make_checkpoint(tmp_path / "a", {"x": torch.zeros(3)}, rank=0)
+    make_checkpoint(tmp_path / "a", {"x": torch.ones(5)}, rank=1)
+    assert tensors_of(tmp_path / "a")["x"].tolist() == [0, 0, 0]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("form", ["dcp", "dcp_tensorizer"])
+def test_chunks_that_overlap_are_no_tensor(tmp_path: Path, form: str) -> None:
+    """They have as many elements as it, and leave a gap."""
+    boxes = [Box((0,), (2,)), Box((1,), (2,))]
+    if form == "dcp_tensorizer":
+        make_checkpoint(tmp_path / "a", {"x": torch.ones(4)}, None, {"x": boxes})
+    else:
+        dcp.save({"x": torch.ones(4)}, checkpoint_id=tmp_path / "a", no_dist=True)
+        metadata = pickle.loads((tmp_path / "a" / ".metadata").read_bytes())
+        (place,) = metadata.storage_data.values()
+        entry = metadata.state_dict_metadata["x"]
+        entry.chunks[:] = [ChunkStorageMetadata(torch.Size(b.start), torch.Size(b.size)) for b in boxes]
+        metadata.storage_data = {MetadataIndex("x", torch.Size(box.start)): place for box in boxes}
+        (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(MetadataError, match="'x' do not make up its 4 elements"):
+        open_contents(tmp_path / "a", {})
+
+
+def test_views_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many blocks there are of a tensor whose elements do not lie in order; then it is let go."""
+    tensor = filled(torch.int32, (100, 100)).t()
+    torch.save({"x": tensor, "y": torch.ones(2, 3).t()}, tmp_path / "a.pt")
+    reads = []
+    fetch = _contents.fetch
+    monkeypatch.setattr(
+        _contents, "fetch", lambda storage, parts, **how: [reads.append(1), fetch(storage, parts, **how)]
+    )
+    monkeypatch.setattr(_targets, "blocks_of", lambda stored: blocks_of(stored, 1000))
+    convert(tmp_path / "a.pt", tmp_path / "b.safetensors", "safetensors")
+    assert len(reads) == 2
+    assert _contents._last_strided._elements is None
+    assert same(tensors_of(tmp_path / "b.safetensors")["x"], tensor.contiguous())
