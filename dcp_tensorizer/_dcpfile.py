@@ -58,6 +58,7 @@ def read_checkpoint(storage: Storage, pickled: bytes) -> Contents:
 
     Raises:
         MetadataError: that is damaged, or describes what this cannot read.
+        ReadError: a file is too short for an object in it.
         UntrustedObject: it would need code to run.
     """
     path = f"{storage.path}/.metadata"
@@ -65,10 +66,16 @@ def read_checkpoint(storage: Storage, pickled: bytes) -> Contents:
     if not isinstance(metadata.storage_data, dict):
         raise MetadataError(f"{path} is not what torch's FileSystemWriter writes")
     places = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
+    size_of = functools.cache(storage.size)
     tensors, objects = {}, {}
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):
             info = _checked(places.get((key, None)), key, path)
+            if info.offset + info.length > (nbytes := size_of(info.relative_path) or 0):
+                raise ReadError(
+                    f"{storage.path}/{info.relative_path} is missing, or too short to hold {key!r}: it has {nbytes:,} "
+                    f"bytes"
+                )
             read = functools.partial(_read_bytes, storage, info, key)
             objects[key] = StoredObject(key, value_path(metadata, key), info.length, read)
         elif isinstance(entry, TensorStorageMetadata):
@@ -210,4 +217,6 @@ def _checked(info: Any, key: str, path: str) -> _StorageInfo:
     name = info.relative_path
     if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
         raise MetadataError(f"{path} names a data file {name!r} that is not beside it")
+    if any(type(number) is not int or number < 0 for number in (info.offset, info.length)):
+        raise MetadataError(f"{path} has no data for {key!r}, but {info.length!r} bytes at {info.offset!r}")
     return info

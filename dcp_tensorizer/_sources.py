@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from . import _safetensors
+from . import _safetensors, _tensorindex
 from ._commit import is_ours
-from ._contents import Contents, StoredTensor, contents_of, plain_tensor, read_parts, unlock_parts
+from ._contents import Contents, StoredTensor, contents_of, read_parts, unlock_parts
 from ._dcpfile import read_checkpoint
 from ._destination import open_storage
 from ._layout import metadata_file_name
 from ._output import beside
 from ._storage import RangeReader, Storage
-from ._tensorfile import read_index
 from ._torchfile import read_state_dict
 from .errors import ConversionError, DecryptionError, NotCommitted, ReadError
 
@@ -104,7 +103,7 @@ def _file_format(storage: Storage, name: str) -> str:
 def _read_tensorizer(storage: Storage, name: str) -> Contents:
     path = f"{storage.path}/{name}"
     with _opened(storage, name) as (_, read), _translated(path):
-        found = [plain_tensor(storage, (e.name,), e.dtype, e.shape, (name, e.offset)) for e in read_index(read)]
+        found = _tensorindex.read_file(storage, name, read)
     return Contents(path, "tensorizer", _by_key(found))
 
 

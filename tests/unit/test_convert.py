@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from dcp_tensorizer import (
     CheckpointError,
+    ChecksumMismatch,
     ConversionError,
     MetadataError,
     NotCommitted,
@@ -29,6 +30,7 @@ from dcp_tensorizer import (
     UntrustedObject,
     _contents,
     _targets,
+    _torchfile,
 )
 from dcp_tensorizer._catalogue import collect, find, plan_collection
 from dcp_tensorizer._commit import commit
@@ -39,7 +41,7 @@ from dcp_tensorizer._sources import FORMATS, open_contents
 from dcp_tensorizer.convert import Options, convert
 
 from .checkpoints import ODD, make_checkpoint
-from .support import ALL_DTYPES, filled, same
+from .support import ALL_DTYPES, filled, raw, same
 
 SAFETENSORS_LACKS = {torch.complex32, torch.complex128, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2}
 
@@ -494,3 +496,62 @@ def test_views_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(reads) == 2
     assert _contents._last_strided._elements is None
     assert same(tensors_of(tmp_path / "b.safetensors")["x"], tensor.contiguous())
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("by", ["a block at a time", "whole"])
+def test_tensorizer_files_are_verified(tmp_path: Path, to: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the CRC-32 in each tensor's header, however it is read."""
+    if by == "a block at a time":
+        monkeypatch.setattr(_targets, "blocks_of", lambda stored: blocks_of(stored, 1000))
+        monkeypatch.setattr(_torchfile, "blocks_of", lambda stored: blocks_of(stored, 1000))
+    state = {"good": filled(torch.bfloat16, (50, 40)), "bad": filled(torch.float32, (50, 40)), "none": torch.ones(0)}
+    serializer = TensorSerializer(tmp_path / "a")
+    serializer.write_state_dict(state)
+    serializer.close()
+    convert(tmp_path / "a", tmp_path / "b", to)
+    assert all(same(found, state[key]) for key, found in tensors_of(tmp_path / "b").items())
+    content = bytearray((tmp_path / "a").read_bytes())
+    content[content.index(raw(state["bad"])) + 4001] ^= 1
+    (tmp_path / "c").write_bytes(content)
+    with pytest.raises(ChecksumMismatch, match="'bad' is damaged"):
+        convert(tmp_path / "c", tmp_path / "d", to)
+    assert not (tmp_path / "d").exists()
+    convert(tmp_path / "c", tmp_path / "d", to, options=Options(select=["good"]))
+
+
+def test_tensorizer_files_are_verified_in_any_order(tmp_path: Path) -> None:
+    """Columns, or blocks from the end: then all of the tensor is looked at first."""
+    state = {"x": filled(torch.int32, (50, 40))}
+    save_file(state, tmp_path / "a.safetensors")
+    convert(tmp_path / "a.safetensors", tmp_path / "b", "tensorizer")
+    stored = open_contents(tmp_path / "b", {}).tensors["x"]
+    for box in (Box((0, 3), (50, 5)), Box((20, 0), (1, 40)), Box((0, 0), (50, 40))):
+        part = tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))
+        assert same(stored.read(box), state["x"][part])
+    content = bytearray((tmp_path / "b").read_bytes())
+    content[-20] ^= 1
+    (tmp_path / "b").write_bytes(content)
+    for box in (Box((0, 3), (50, 5)), Box((20, 0), (1, 40)), Box((0, 0), (50, 40))):
+        with pytest.raises(ChecksumMismatch, match="'x'"):
+            open_contents(tmp_path / "b", {}).tensors["x"].read(box)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_lengths_that_no_file_has(tmp_path: Path) -> None:
+    """A damaged head does not make anybody ask for memory."""
+    make_checkpoint(tmp_path / "a", {"x": torch.ones(3)})
+    convert(tmp_path / "a", tmp_path / "b", "tensorizer")
+    content = bytearray((tmp_path / "b").read_bytes())
+    content[71] ^= 1  # in the length of the index
+    (tmp_path / "b").write_bytes(content)
+    with pytest.raises(ConversionError, match="its index would have"):
+        convert(tmp_path / "b", tmp_path / "c", "torch")
+    dcp.save({"o": 5}, checkpoint_id=tmp_path / "d", no_dist=True)
+    for length, error in ((1 << 60, ReadError), (-1, MetadataError), ("x", MetadataError)):
+        metadata = pickle.loads((tmp_path / "d" / ".metadata").read_bytes())
+        for info in metadata.storage_data.values():
+            info.length = length
+        (tmp_path / "d" / ".metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(error, match="'o'"):
+            convert(tmp_path / "d", tmp_path / "c", "dcp_tensorizer")

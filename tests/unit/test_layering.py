@@ -32,7 +32,7 @@ LAYERS = {
     2: ["_destination", "_plan", "_items", "staging", "_commit", "_encoder", "_outcomes"],
     3: ["_job", "_worker", "_process", "_fetch"],
     4: ["writer", "reader", "_contents", "_verify", "_output"],
-    5: ["_catalogue", "_inspect", "_safetensors", "_torchfile", "_dcpfile"],
+    5: ["_catalogue", "_inspect", "_safetensors", "_tensorindex", "_torchfile", "_dcpfile"],
     6: ["_diff", "_sources", "_targets"],
     7: ["convert"],
     8: ["cli", "_render"],
