@@ -203,7 +203,14 @@ def unlock_parts(
     Raises:
         DecryptionError: there is no key, a wrong one, or one too many.
     """
-    return {rank: unlock(key, part.storage_data.get("encryption"), storage.path) for rank, part in parts.items()}
+    ciphers: dict[int | None, Cipher | None] = {}
+    last: Cipher | None = None
+    for rank, part in parts.items():
+        record = part.storage_data.get("encryption")
+        if last is None or record is None or not last.opens(record["check"]):  # to make one of a passphrase takes long
+            last = unlock(key, record, storage.path)
+        ciphers[rank] = last
+    return ciphers
 
 
 def contents_of(

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageIn
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     MetadataIndex,
+    StorageMeta,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
@@ -57,8 +58,7 @@ def read_checkpoint(storage: Storage, pickled: bytes) -> Contents:
         pickled: Its ``.metadata``.
 
     Raises:
-        MetadataError: that is damaged, or describes what this cannot read.
-        ReadError: a file is too short for an object in it.
+        MetadataError: that is damaged, or describes what this cannot read, or no file holds.
         UntrustedObject: it would need code to run.
     """
     path = f"{storage.path}/.metadata"
@@ -72,7 +72,7 @@ def read_checkpoint(storage: Storage, pickled: bytes) -> Contents:
         if isinstance(entry, BytesStorageMetadata):
             info = _checked(places.get((key, None)), key, path)
             if info.offset + info.length > (nbytes := size_of(info.relative_path) or 0):
-                raise ReadError(
+                raise MetadataError(
                     f"{storage.path}/{info.relative_path} is missing, or too short to hold {key!r}: it has {nbytes:,} "
                     f"bytes"
                 )
@@ -85,13 +85,14 @@ def read_checkpoint(storage: Storage, pickled: bytes) -> Contents:
     return Contents(storage.path, "dcp", tensors, objects)
 
 
-def write_checkpoint(contents: Contents, path: str, options: Mapping[str, Any]) -> None:
+def write_checkpoint(contents: Contents, path: str, options: Mapping[str, Any], name: str) -> None:
     """Writes a checkpoint as ``dcp.save`` would, from one process; tensors are read when it is their turn.
 
     Args:
         contents: What to write.
         path: A local directory, or a URL.
         options: For the fsspec filesystem of a URL.
+        name: What its metadata calls the path.
 
     Raises:
         CheckpointError: it cannot be read or written.
@@ -101,11 +102,10 @@ def write_checkpoint(contents: Contents, path: str, options: Mapping[str, Any]) 
     }
     values |= dict.fromkeys(contents.objects)
     # With copies made ahead, tensors would be asked for before the one before them is written.
-    writer = (
-        FsspecWriter(path, per_thread_copy_ahead=0, **options)
-        if "://" in path
-        else FileSystemWriter(path, per_thread_copy_ahead=0)
+    writer: _Named = (
+        _UrlWriter(path, per_thread_copy_ahead=0, **options) if "://" in path else _Named(path, per_thread_copy_ahead=0)
     )
+    writer.name = name
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that there is only one process: so it should be
@@ -120,6 +120,19 @@ def write_checkpoint(contents: Contents, path: str, options: Mapping[str, Any]) 
         if isinstance(cause, CheckpointError):
             raise cause from None
         raise WriteError(f"cannot write {contents.path} as torch's own format: {cause}") from error
+
+
+class _Named(FileSystemWriter):
+    """Does not put the path that it was given, which may have a password in it, into ``.metadata``."""
+
+    name: str
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.name, save_id=self.save_id)
+
+
+class _UrlWriter(_Named, FsspecWriter):
+    pass
 
 
 class _Planner(DefaultSavePlanner):

@@ -16,19 +16,28 @@ import numpy as np
 from ._destination import open_storage
 from ._encoder import Parts
 from ._local import LocalStorage
-from ._storage import Storage
+from ._storage import Storage, redact
 from .errors import ConversionError, NotCommitted, WriteError
 
-__all__ = ["beside", "new_directory", "new_file", "write_stream"]
+__all__ = ["beside", "new_directory", "new_file", "shown_path", "write_stream"]
 
 
 def beside(path: str, options: Mapping[str, Any]) -> tuple[Storage, str]:
     """The storage of the directory that a file is in, and the file's name there."""
-    if "://" in path or "::" in path:
+    if _is_url(path):
         folder, _, name = path.rpartition("/")
         return open_storage(folder, options), name
     absolute = Path(os.path.abspath(path))
     return LocalStorage(absolute.parent), absolute.name
+
+
+def shown_path(path: str) -> str:
+    """What metadata and messages call a result: not where it is written first, and without credentials."""
+    return redact(path) if _is_url(path) else os.path.abspath(path)
+
+
+def _is_url(path: str) -> bool:
+    return "://" in path or "::" in path
 
 
 @contextmanager

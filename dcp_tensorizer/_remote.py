@@ -59,7 +59,7 @@ def open_url(url: str, options: Mapping[str, Any], timeout: float) -> Storage | 
 
 
 class Scrubber:
-    """Removes credentials from a text: those in URLs, and every longer string among the storage options."""
+    """Removes credentials from a text: those in URLs, and every longer string or number among the storage options."""
 
     def __init__(self, options: Mapping[str, Any] | None) -> None:
         self._secrets = sorted(_strings(options or {}), key=len, reverse=True)
@@ -79,6 +79,8 @@ def _strings(value: Any) -> list[str]:
         return [text for key, item in value.items() if not _OPEN_KEY.search(str(key)) for text in _strings(item)]
     if isinstance(value, list | tuple):
         return [text for item in value for text in _strings(item)]
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)  # a password of digits
     return (
         [value] if isinstance(value, str) and len(value) >= 6 and not value.startswith(("http://", "https://")) else []
     )

@@ -30,7 +30,7 @@ from ._dcpfile import write_checkpoint
 from ._encoder import encode
 from ._job import FileJob
 from ._layout import INDEX_CAPACITY, StoredItem, index_entry_size
-from ._output import new_directory, new_file, write_stream
+from ._output import new_directory, new_file, shown_path, write_stream
 from ._plan import Box, plan_files, stored_names
 from ._protocol import TensorSource
 from ._storage import TIMEOUT, Storage
@@ -211,7 +211,7 @@ def _write_torch(contents: Contents, path: str, storage_options: Mapping[str, An
 
 def _write_dcp(contents: Contents, path: str, storage_options: Mapping[str, Any], options: Options) -> None:
     with new_directory(path, storage_options) as storage:
-        write_checkpoint(contents, storage.location, storage_options)
+        write_checkpoint(contents, storage.location, storage_options, shown_path(path))
 
 
 def _write_dcp_tensorizer(contents: Contents, path: str, storage_options: Mapping[str, Any], options: Options) -> None:
@@ -250,7 +250,7 @@ def _write_dcp_tensorizer(contents: Contents, path: str, storage_options: Mappin
         metadata = Metadata(
             _described(contents),
             contents.paths,
-            storage_meta=StorageMeta(checkpoint_id=storage.path, save_id=save_id),
+            storage_meta=StorageMeta(checkpoint_id=shown_path(path), save_id=save_id),
         )
         commit(storage, metadata, written, rank=None, sync=True)
 

@@ -26,18 +26,20 @@ from ._destination import open_storage
 from ._diff import diff as compare
 from ._inspect import inspect_contents
 from ._render import Screen, count, size
-from ._sources import FORMATS, open_contents
-from ._storage import Storage
+from ._sources import FORMATS, open_two
+from ._storage import Storage, redact
 from ._verify import verify as verify_files
 from .convert import Options
 from .convert import convert as convert_checkpoint
 from .errors import (
     CheckpointError,
+    ChecksumMismatch,
     ConversionError,
     DecryptionError,
     MetadataError,
     NotCommitted,
     ReadError,
+    UntrustedObject,
 )
 
 if TYPE_CHECKING:
@@ -71,22 +73,33 @@ StorageOptions = Annotated[
 ]
 
 
-def _command(function: Callable[..., int]) -> Callable[..., None]:
-    """A command that ends with the exit code it returns, and without a traceback for what users can mend."""
+def _command(damaged: int = _DAMAGED) -> Callable[[Callable[..., int]], None]:
+    """A command that ends with the exit code it returns, and without a traceback for what users can mend.
 
-    @app.command(name=function.__name__)
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            code = function(*args, **kwargs)
-        except CheckpointError as error:
-            Screen(as_json=False).error(str(error))
-            damaged = isinstance(error, ReadError | MetadataError)
-            damaged &= not isinstance(error, NotCommitted | DecryptionError)
-            code = _DAMAGED if damaged else _NOT_DONE
-        raise typer.Exit(code)
+    Args:
+        damaged: The exit code where it fails because the checkpoint is damaged.
+    """
 
-    return run
+    def add(function: Callable[..., int]) -> None:
+        @app.command(name=function.__name__)
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> None:
+            try:
+                code = function(*args, **kwargs)
+            except CheckpointError as error:
+                Screen(as_json=False).error(str(error))
+                code = damaged if _is_damage(error) else _NOT_DONE
+            raise typer.Exit(code)
+
+    return add
+
+
+def _is_damage(error: CheckpointError) -> bool:
+    """Whether what was read is not what was saved, and not a server, a key or permissions what is missing."""
+    if isinstance(error, NotCommitted | UntrustedObject):
+        return False
+    gone = isinstance(error, ReadError) and isinstance(error.__cause__, EOFError | FileNotFoundError)
+    return gone or isinstance(error, ChecksumMismatch | MetadataError)
 
 
 def _options(given: list[str] | None) -> dict[str, Any]:
@@ -115,7 +128,7 @@ def _key(key_file: Path | None, passphrase_file: Path | None) -> DecryptionParam
         raise DecryptionError(f"cannot read a key from {key_file or passphrase_file}: {error}") from None
 
 
-@_command
+@_command()
 def ls(
     path: Annotated[str, typer.Argument(help="A directory with checkpoints below it: local path or URL.")],
     storage_option: StorageOptions = None,
@@ -158,11 +171,11 @@ def ls(
         ),
     )
     if not found:
-        screen.line(f"no checkpoints below {path}")
+        screen.line(f"no checkpoints below {storage.path}")
     return 0
 
 
-@_command
+@_command()
 def inspect(
     checkpoint: Checkpoint,
     pattern: Annotated[str, typer.Argument(help="Keys to show, as in a shell: 'model.*.weight'.")] = "*",
@@ -247,7 +260,7 @@ def _show_contents(screen: Screen, found: dict[str, Any], chunks: bool) -> None:
     )
 
 
-@_command
+@_command()
 def verify(
     checkpoint: Checkpoint,
     full: Annotated[
@@ -290,7 +303,7 @@ def verify(
     return _DAMAGED if found.damages else 0
 
 
-@_command
+@_command(damaged=_NOT_DONE)
 def diff(
     before: Annotated[str, typer.Argument(metavar="A", help="A checkpoint of any format that convert reads.")],
     after: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
@@ -303,8 +316,7 @@ def diff(
     screen = Screen(as_json=as_json)
     options, key = _options(storage_option), _key(key_file, passphrase_file)
     with screen.progress("comparing") as progress:
-        a, b = (open_contents(path, options, encryption=key) for path in (before, after))
-        found = compare(a, b, progress)
+        found = compare(*open_two((before, after), options, key), progress)
     code = _DIFFERENT if found else 0
     if as_json:
         screen.json(dataclasses.asdict(found))
@@ -333,7 +345,7 @@ def diff(
     return code
 
 
-@_command
+@_command()
 def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: local path or URL.")],
     target: Annotated[str, typer.Argument(metavar="DST", help="Where there is nothing yet: local path or URL.")],
@@ -387,13 +399,13 @@ def convert(
     else:
         objects = f" and {count(done.objects, 'object')}" if done.objects else ""
         screen.line(
-            f"{target}: {count(done.tensors, 'tensor')}{objects}, {size(done.nbytes)}, "
+            f"{redact(target)}: {count(done.tensors, 'tensor')}{objects}, {size(done.nbytes)}, "
             f"from {done.source_format} to {to} in {done.seconds:.1f} s"
         )
     return 0
 
 
-@_command
+@_command()
 def gc(
     path: Annotated[str, typer.Argument(help="A directory with checkpoints below it: local path or URL.")],
     keep: Annotated[

@@ -94,7 +94,7 @@ def convert(
         TARGETS[to].write(contents, os.fspath(target), storage_options or {}, how)
     except WriteError as error:
         if isinstance(error.__cause__, ReadError):  # it was the source
-            raise error.__cause__ from None
+            raise error.__cause__ from error.__cause__.__cause__
         raise
     return Converted(found, len(contents.tensors), len(contents.objects), total, time.monotonic() - started)
 

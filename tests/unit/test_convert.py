@@ -548,10 +548,10 @@ def test_lengths_that_no_file_has(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="its index would have"):
         convert(tmp_path / "b", tmp_path / "c", "torch")
     dcp.save({"o": 5}, checkpoint_id=tmp_path / "d", no_dist=True)
-    for length, error in ((1 << 60, ReadError), (-1, MetadataError), ("x", MetadataError)):
+    for length in (1 << 60, -1, "x"):
         metadata = pickle.loads((tmp_path / "d" / ".metadata").read_bytes())
         for info in metadata.storage_data.values():
             info.length = length
         (tmp_path / "d" / ".metadata").write_bytes(pickle.dumps(metadata))
-        with pytest.raises(error, match="'o'"):
+        with pytest.raises(MetadataError, match="'o'"):
             convert(tmp_path / "d", tmp_path / "c", "dcp_tensorizer")

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from dcp_tensorizer import ReadError, WriteError, _retry
 from dcp_tensorizer._destination import open_storage
+from dcp_tensorizer._remote import Scrubber
 from dcp_tensorizer._storage import redact
 
 from .support import open_descriptors
@@ -334,3 +335,11 @@ def test_waits_grow_and_are_bounded() -> None:
     assert len(found) == 5
     for number, wait in enumerate(found):
         assert 0.1 * 2**number <= wait <= min(0.2 * 2**number, 10.0)
+
+
+def test_passwords_of_digits_are_removed() -> None:
+    """The command line reads them as numbers."""
+    scrub = Scrubber({"password": 12345678, "port": 2222, "nested": {"pin": [987654321]}, "anon": True})
+    assert (
+        scrub("bad password 12345678 or 987654321 at port 2222: True") == "bad password *** or *** at port 2222: True"
+    )
