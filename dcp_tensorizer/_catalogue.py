@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from ._commit import leftovers
 from ._contents import contents_of, read_parts
 from ._layout import data_file_rank, is_data_file_name, is_metadata_file_name, is_temporary_file_name
-from ._storage import FileInfo, Storage
-from .errors import CheckpointError, NotCommitted, WriteError
+from ._storage import Claim, FileInfo, Storage
+from .errors import CheckpointError, NotCommitted
 
 __all__ = ["Listed", "Removal", "collect", "find", "plan_collection"]
 
@@ -66,13 +66,15 @@ class Removal:
     Attributes:
         files: All of the checkpoint's files, or the leftovers in its directory.
         whole: The checkpoint goes, and with it its directory.
-        kept: Why nothing is removed although something could be; empty if it is.
+        kept: Why nothing, or not all, is removed although it could be; empty if it is.
+        failed: That is because it could not be, and not because somebody may need it.
     """
 
     listed: Listed
     files: tuple[FileInfo, ...]
     whole: bool
     kept: str = ""
+    failed: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -125,38 +127,36 @@ def plan_collection(found: Sequence[Listed], keep: int | None, older_than: float
 
 
 def collect(removal: Removal) -> Removal:
-    """Removes what was planned, as far as it is still to be removed; returns what was, or why it was not.
-
-    Raises:
-        WriteError: files cannot be removed.
-    """
+    """Removes what was planned, as far as it is still to be removed; returns what was, or why it was not."""
     storage = removal.listed.storage
     if removal.kept:
         return removal
     try:
         claim = storage.claim()
-    except CheckpointError as error:
-        return Removal(removal.listed, (), removal.whole, str(error))
-    try:
-        if storage.shows_claims and claim.leftovers() is None:
-            return Removal(removal.listed, (), removal.whole, "a save is under way there")
-        if set(storage.listing()[0]) != set(removal.listed.files):
-            return Removal(removal.listed, (), removal.whole, "a save has been there in the meantime")
-        # The metadata first: from then on the rest is what a save that died would have left.
-        names = [file.name for file in removal.files]
-        storage.remove(*filter(is_metadata_file_name, names))
-        storage.remove(*itertools.filterfalse(is_metadata_file_name, names))
-        if removal.whole or removal.listed.state == "unfinished":
-            storage.remove_directory()
-        return removal
-    except CheckpointError:
-        raise
+        try:
+            reason = _remove(removal, claim)
+        finally:
+            claim.release()
     except Exception as error:
-        raise WriteError(
-            storage.scrub(f"cannot remove from {storage.path}: {type(error).__name__}: {error}")
-        ) from error
-    finally:
-        claim.release()
+        cause = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        return replace(removal, files=(), kept=storage.scrub(f"cannot remove: {cause}"), failed=True)
+    return replace(removal, files=(), kept=reason) if reason else removal
+
+
+def _remove(removal: Removal, claim: Claim) -> str:
+    """Removes files from a directory that is claimed, unless there is a reason not to, which it returns."""
+    storage = removal.listed.storage
+    if storage.shows_claims and claim.leftovers() is None:
+        return "a save is under way there"
+    if set(storage.listing()[0]) != set(removal.listed.files):
+        return "a save has been there in the meantime"
+    # The metadata first: from then on the rest is what a save that died would have left.
+    names = [file.name for file in removal.files]
+    storage.remove(*filter(is_metadata_file_name, names))
+    storage.remove(*itertools.filterfalse(is_metadata_file_name, names))
+    if removal.whole or removal.listed.state == "unfinished":
+        storage.remove_directory()
+    return ""
 
 
 def _walk(storage: Storage, files: list[FileInfo], folders: list[str]) -> Iterator[Listed]:

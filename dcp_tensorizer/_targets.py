@@ -97,17 +97,24 @@ def _check_tensorizer(contents: Contents, options: Options) -> None:
     named = [t.key for t in contents.tensors.values()]
     if (bad := next((k for k, n in zip(named, stored_names(named), strict=True) if k != n), None)) is not None:
         raise ConversionError(f"{bad!r} cannot be a name in a tensorizer file: leave it out, or strip a prefix")
-    for pattern, dim in options.split.items():
-        matching = [t for t in contents.tensors.values() if fnmatch.fnmatchcase(t.key, pattern)]
-        if not matching:
+    for pattern in options.split:
+        if not any(fnmatch.fnmatchcase(tensor.key, pattern) for tensor in contents.tensors.values()):
             raise ConversionError(f"no key matches {pattern!r}, which is to be split")
-        for tensor in matching:
-            extent = tensor.shape[dim] if -len(tensor.shape) <= dim < len(tensor.shape) else None
-            if extent is None or extent % options.tensor_parallel:
-                raise ConversionError(
-                    f"{tensor.key!r} of shape {tensor.shape} cannot be split into {options.tensor_parallel} equal "
-                    f"parts along dimension {dim}"
-                )
+    for tensor in contents.tensors.values():
+        dim = _dim_of(tensor.key, options)
+        if dim is None:
+            continue
+        extent = tensor.shape[dim] if -len(tensor.shape) <= dim < len(tensor.shape) else None
+        if extent is None or extent % options.tensor_parallel:
+            raise ConversionError(
+                f"{tensor.key!r} of shape {tensor.shape} cannot be split into {options.tensor_parallel} equal "
+                f"parts along dimension {dim}"
+            )
+
+
+def _dim_of(key: str, options: Options) -> int | None:
+    """The dimension along which a tensor is split, None if it is whole in each file."""
+    return next((dim for pattern, dim in options.split.items() if fnmatch.fnmatchcase(key, pattern)), None)
 
 
 def _write_tensorizer(contents: Contents, path: str, storage_options: Mapping[str, Any], options: Options) -> None:
@@ -116,7 +123,7 @@ def _write_tensorizer(contents: Contents, path: str, storage_options: Mapping[st
         with new_file(path, storage_options) as (storage, name):
             _write_tensorizer_file(storage, name, tensors, options)
         return
-    with new_directory(path, storage_options) as storage:
+    with new_directory(path, storage_options, "model-rank-*.tensors") as storage:
         for rank in range(options.tensor_parallel):
             shard = [_part(tensor, rank, options) for tensor in tensors]
             _write_tensorizer_file(storage, f"model-rank-{rank:03}.tensors", shard, options)
@@ -136,7 +143,7 @@ def _write_tensorizer_file(storage: Storage, name: str, tensors: Sequence[Stored
 
 def _part(tensor: StoredTensor, rank: int, options: Options) -> StoredTensor:
     """What one rank has of a tensor."""
-    dim = next((d for pattern, d in options.split.items() if fnmatch.fnmatchcase(tensor.key, pattern)), None)
+    dim = _dim_of(tensor.key, options)
     if dim is None:
         return tensor
     dim %= len(tensor.shape)
@@ -186,7 +193,7 @@ def _write_safetensors(contents: Contents, path: str, storage_options: Mapping[s
         return
     shards = _safetensors.shards(tensors, options.shard_bytes)
     names = _safetensors.shard_names(len(shards))
-    with new_directory(path, storage_options) as storage:
+    with new_directory(path, storage_options, "model*.safetensors") as storage:
         for name, shard in zip(names, shards, strict=True):
             _write_safetensors_file(storage, name, shard)
         if len(shards) > 1:
@@ -210,7 +217,7 @@ def _write_torch(contents: Contents, path: str, storage_options: Mapping[str, An
 
 
 def _write_dcp(contents: Contents, path: str, storage_options: Mapping[str, Any], options: Options) -> None:
-    with new_directory(path, storage_options) as storage:
+    with new_directory(path, storage_options, "__*.distcp") as storage:
         write_checkpoint(contents, storage.location, storage_options, shown_path(path))
 
 
@@ -226,7 +233,7 @@ def _write_dcp_tensorizer(contents: Contents, path: str, storage_options: Mappin
         key = keys[source.name]
         return memoryview(objects[key].read()) if key in objects else _bytes_of(tensors[key])
 
-    with new_directory(path, storage_options) as storage, _claimed(storage):
+    with new_directory(path, storage_options, f"__*_{save_id}.tensors") as storage, _claimed(storage):
         files = plan_files(sources, 0, save_id, storage.file_bytes)
         threads = _threads(list(tensors.values()))
         done = FileJob(storage, files, bytes_of, sync=True, threads=threads).run()

@@ -374,6 +374,8 @@ def convert(
 ) -> int:
     """Bring a checkpoint into another format: whole tensors, in the memory of the largest one."""
     screen = Screen(as_json=as_json)
+    if split is not None and tensor_parallel == 1:
+        raise typer.BadParameter("is for --tensor-parallel N, into how many files to split", param_hint="--split")
     how = Options(
         select=select or (),
         strip_prefix=strip_prefix,
@@ -426,6 +428,7 @@ def gc(
     removals = planned if dry_run else [_catalogue.collect(removal) for removal in planned]
     gone = [removal for removal in removals if not removal.kept]
     total = sum(removal.nbytes for removal in gone)
+    code = _NOT_DONE if any(removal.failed for removal in removals) else 0
     if as_json:
         screen.json(
             {
@@ -438,12 +441,13 @@ def gc(
                         "files": [file.name for file in removal.files],
                         "bytes": removal.nbytes,
                         "kept": removal.kept or None,
+                        "failed": removal.failed,
                     }
                     for removal in removals
                 ],
             }
         )
-        return 0
+        return code
     verb = "would be removed" if dry_run else "removed"
     screen.table(
         ["path", "what", ">size", ""],
@@ -462,7 +466,7 @@ def gc(
     screen.line(
         f"{count(checkpoints, 'checkpoint')} and leftovers in {count(others, 'directory')} {verb}: {size(total)}"
     )
-    return 0
+    return code
 
 
 def _below(listed: _catalogue.Listed, storage: Storage) -> str:

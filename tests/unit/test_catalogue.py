@@ -14,7 +14,8 @@ from dcp_tensorizer._catalogue import Removal, collect, find, plan_collection
 from dcp_tensorizer._commit import begin
 from dcp_tensorizer._destination import open_storage
 from dcp_tensorizer._layout import data_file_name
-from dcp_tensorizer.errors import NotCommitted, WriteError
+from dcp_tensorizer._local import LocalStorage
+from dcp_tensorizer.errors import NotCommitted
 
 from .checkpoints import make_checkpoint
 
@@ -169,8 +170,8 @@ def test_an_interrupted_removal_leaves_no_half_checkpoint(tmp_path: Path, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(storage_type, "remove", fail)
-        with pytest.raises(WriteError, match="step-1"):
-            run(tmp_path, keep=1)
+        (removal,) = run(tmp_path, keep=1)
+    assert (removal.failed, removal.files, "PermissionError" in removal.kept) == (True, (), True)
     assert find(open_storage(tmp_path / "step-1"))[0].state == "unfinished"
     run(tmp_path)
     assert names(tmp_path) == {"step-2"}
@@ -236,3 +237,26 @@ def test_ranks_that_have_not_all_committed(tmp_path: Path) -> None:
     assert {listed.step: listed.parts for listed in find(open_storage(tmp_path))} == {1: 2, 2: 2, 3: 1}
     run(tmp_path, keep=1)
     assert names(tmp_path) == {"step-2", "step-3"}
+
+
+def test_one_that_cannot_be_removed_does_not_keep_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is shown with the reason, and what was removed as well."""
+    for step in (1, 2, 3, 4):
+        make(tmp_path / f"step-{step}", 100 - step)
+    storage_type = type(open_storage(tmp_path))
+    remove = storage_type.remove
+
+    def fail(storage: LocalStorage, *names: str) -> None:
+        if storage.path.endswith("step-2"):
+            raise PermissionError("not yours")
+        remove(storage, *names)
+
+    monkeypatch.setattr(storage_type, "remove", fail)
+    removals = {removal.listed.step: removal for removal in run(tmp_path, keep=1)}
+    assert {step: (removal.failed, removal.nbytes > 0) for step, removal in removals.items()} == {
+        1: (False, True),
+        2: (True, False),
+        3: (False, True),
+    }
+    assert "not yours" in removals[2].kept
+    assert names(tmp_path) == {"step-2", "step-4"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -14,7 +15,8 @@ import torch
 from tensorizer import EncryptionParams
 from typer.testing import CliRunner
 
-from dcp_tensorizer import _crypt
+from dcp_tensorizer import _catalogue, _crypt
+from dcp_tensorizer._catalogue import Removal
 from dcp_tensorizer._crypt import encryption_cipher
 from dcp_tensorizer.cli import app
 
@@ -134,7 +136,14 @@ def test_gc(checkpoint: Path) -> None:
         (["convert", "{checkpoint}", "x", "--to", "torch", "--select", "modle.*"], "modle.*"),
         (["convert", "{checkpoint}", "x", "--to", "torch", "--dtype", "int8"], "int8"),
         (["convert", "{checkpoint}", "x", "--to", "torch", "--shard-size", "many"], "many"),
-        (["convert", "{checkpoint}", "x", "--to", "tensorizer", "--split", "nowhere.json"], "nowhere.json"),
+        (["convert", "{checkpoint}", "x", "--to", "tensorizer", "--split", "nowhere.json"], "--tensor-parallel N"),
+        (
+            ["convert", "{checkpoint}", "x", "--to", "tensorizer", "--split", "nowhere.json", "--tensor-parallel", "2"],
+            "nowhere.json",
+        ),
+        (["convert", "{checkpoint}", "memory://x", "--to", "torch"], "names no file in a directory"),
+        (["convert", "{checkpoint}", "s3://bucket", "--to", "torch"], "names no file in a directory"),
+        (["convert", "{checkpoint}", "memory://x/", "--to", "torch"], "names no file in a directory"),
         (["gc", "{checkpoint}", "--older-than", "long"], "long"),
         (["gc", "{checkpoint}", "--keep", "0"], "--keep"),
         (["ls", "memory://x", "--storage-option", "novalue"], "KEY=VALUE"),
@@ -331,3 +340,22 @@ def test_exit_codes(checkpoint: Path, tmp_path: Path, damage: str, commands: dic
         (checkpoint / ".metadata").mkdir()
     arguments = {"convert": [tmp_path / "out", "--to", "torch"], "diff": [tmp_path / "other"]}
     assert {name: run(name, checkpoint, *arguments.get(name, []))[0] for name in commands} == commands
+
+
+def test_gc_that_cannot_remove_something(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 2, after all that could be done has been, and shown."""
+    for step in (8, 9):
+        make_checkpoint(checkpoint.parent / f"step-{step}", {"x": torch.ones(3)})
+    collect = _catalogue.collect
+
+    def fail(removal: Removal) -> Removal:
+        if removal.listed.step == 7:
+            return dataclasses.replace(removal, files=(), kept="cannot remove: not yours", failed=True)
+        return collect(removal)
+
+    monkeypatch.setattr(_catalogue, "collect", fail)
+    code, out, _ = run("gc", checkpoint.parent, "--keep", "1", "--dry-run")
+    assert (code, out.count("checkpoint ")) == (0, 2)
+    code, out, _ = run("gc", checkpoint.parent, "--keep", "1")
+    assert (code, "kept: cannot remove: not yours" in out, "1 checkpoint and" in out) == (2, True, True)
+    assert {path.name for path in checkpoint.parent.iterdir()} == {"step-7", "step-9"}

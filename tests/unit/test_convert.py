@@ -38,6 +38,7 @@ from dcp_tensorizer._contents import blocks_of, whole
 from dcp_tensorizer._destination import open_storage
 from dcp_tensorizer._plan import Box
 from dcp_tensorizer._sources import FORMATS, open_contents
+from dcp_tensorizer._stream import StreamStorage
 from dcp_tensorizer.convert import Options, convert
 
 from .checkpoints import ODD, make_checkpoint
@@ -555,3 +556,61 @@ def test_lengths_that_no_file_has(tmp_path: Path) -> None:
         (tmp_path / "d" / ".metadata").write_bytes(pickle.dumps(metadata))
         with pytest.raises(MetadataError, match="'o'"):
             convert(tmp_path / "d", tmp_path / "c", "dcp_tensorizer")
+
+
+def test_the_first_rule_for_a_split_counts(tmp_path: Path) -> None:
+    """Also for what can be split at all: a later one for the same key has no say."""
+    make_checkpoint(tmp_path / "a", {"l.weight": filled(torch.float32, (4, 3)), "l.bias": filled(torch.float32, (4,))})
+    rules = {"*.bias": 0, "l.*": 0, "*": 1}
+    convert(tmp_path / "a", tmp_path / "b", "tensorizer", options=Options(tensor_parallel=2, split=rules))
+    found = [tensors_of(tmp_path / "b" / f"model-rank-00{rank}.tensors") for rank in (0, 1)]
+    for key, tensor in tensors_of(tmp_path / "a").items():
+        assert same(torch.cat([part[key] for part in found]), tensor)
+
+
+def test_a_destination_that_is_a_link(tmp_path: Path) -> None:
+    """What it leads to is written, and it stays."""
+    make_checkpoint(tmp_path / "a", {"x": torch.ones(3)})
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "b").symlink_to("disk")
+    (tmp_path / "c").symlink_to("disk/new")
+    for name in "bc":
+        if name == "c":
+            (tmp_path / "disk" / "model.safetensors").unlink()
+        convert(tmp_path / "a", tmp_path / name, "safetensors")
+        assert (tmp_path / name).is_symlink()
+        assert same(tensors_of(tmp_path / name)["x"], torch.ones(3))
+    assert (tmp_path / "disk" / "new" / "model.safetensors").exists()
+
+
+def test_a_destination_that_is_a_mount_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can take its place, which is said before the work."""
+    make_checkpoint(tmp_path / "a", {"x": torch.ones(3)})
+    (tmp_path / "b").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "b")
+    with pytest.raises(ConversionError, match="is a mount point"):
+        convert(tmp_path / "a", tmp_path / "b", "safetensors")
+    assert list((tmp_path / "b").iterdir()) == []
+
+
+@pytest.mark.parametrize("to", ["dcp_tensorizer", "safetensors", "dcp"])
+def test_a_failure_leaves_what_others_put_there(tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a directory off local disks, where a result cannot be written elsewhere first."""
+    make_checkpoint(tmp_path / "a", {"x": torch.ones(300), "y": filled(torch.float32, (300,))})
+    (path,) = (tmp_path / "a").glob("*.tensors")
+    path.write_bytes(path.read_bytes()[:-200])
+    memory = fsspec.filesystem("memory")
+    entered = StreamStorage.make_directory
+
+    def meanwhile(storage: StreamStorage) -> None:
+        entered(storage)
+        memory.pipe_file("/converted/b/.metadata", b"of another job")
+        memory.pipe_file("/converted/b/notes.txt", b"mine")
+
+    monkeypatch.setattr(StreamStorage, "make_directory", meanwhile)
+    try:
+        with pytest.raises(ReadError):
+            convert(tmp_path / "a", "memory://converted/b", to)
+        assert sorted(memory.find("/converted")) == ["/converted/b/.metadata", "/converted/b/notes.txt"]
+    finally:
+        memory.rm("/converted", recursive=True)

@@ -143,3 +143,12 @@ def test_tensors_of_subclasses_differ_in_any_chunk(tmp_path: Path) -> None:
     assert (b.objects["w"].read(), b.objects["w"].nbytes) == (b"oneTHREE", 8)
     assert [change.key for change in diff(a, b).changed] == ["w"]
     assert not diff(a, open_contents(tmp_path / "a", {}))
+
+
+def test_objects_are_compared_by_value(tmp_path: Path) -> None:
+    """Pickles of equal values differ where one has a string twice and the other two equal ones; types count."""
+    one, two = "".join(["ab"] * 10), "".join(["ab"] * 10)
+    same: dict[str, Any] = {"o": {"a": one, "b": one}, "n": 1, "nan": math.nan, "l": [torch.ones(2)]}
+    other: dict[str, Any] = {"o": {"a": one, "b": two}, "n": 1.0, "nan": math.inf, "l": [torch.zeros(2)]}
+    found = compare(tmp_path, same, other)
+    assert {change.key for change in found.changed} == {"n", "nan", "l"}
