@@ -10,18 +10,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
-import re
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import torch
 import typer
 
 from . import _catalogue, _render
+from ._arguments import (
+    Checkpoint,
+    Json,
+    KeyFile,
+    PassphraseFile,
+    StorageOptions,
+    read_dtype,
+    read_key,
+    read_nbytes,
+    read_options,
+    read_seconds,
+    read_split,
+)
 from ._contents import contents_of, read_parts, unlock_parts
-from ._crypt import decryption_key
 from ._destination import open_storage
 from ._diff import diff as compare
 from ._inspect import inspect_contents
@@ -34,16 +42,11 @@ from .convert import convert as convert_checkpoint
 from .errors import (
     CheckpointError,
     ChecksumMismatch,
-    ConversionError,
-    DecryptionError,
     MetadataError,
     NotCommitted,
     ReadError,
     UntrustedObject,
 )
-
-if TYPE_CHECKING:
-    from ._crypt import DecryptionParams
 
 __all__ = ["app"]
 
@@ -57,20 +60,6 @@ app = typer.Typer(
 
 _DAMAGED = _DIFFERENT = 1
 _NOT_DONE = 2
-
-Checkpoint = Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint: local path, or URL that fsspec opens.")]
-KeyFile = Annotated[
-    Path | None, typer.Option("--key-file", metavar="FILE", help="The key of an encrypted checkpoint: 32 bytes.")
-]
-PassphraseFile = Annotated[
-    Path | None,
-    typer.Option("--passphrase-file", metavar="FILE", help="The passphrase; a newline at its end is no part of it."),
-]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for scripts.")]
-StorageOptions = Annotated[
-    list[str] | None,
-    typer.Option("--storage-option", metavar="KEY=VALUE", help="For the fsspec file system; VALUE may be JSON."),
-]
 
 
 def _command(damaged: int = _DAMAGED) -> Callable[[Callable[..., int]], None]:
@@ -102,32 +91,6 @@ def _is_damage(error: CheckpointError) -> bool:
     return gone or isinstance(error, ChecksumMismatch | MetadataError)
 
 
-def _options(given: list[str] | None) -> dict[str, Any]:
-    """``KEY=VALUE``s, each value JSON if it can be read so."""
-    options = {}
-    for option in given or []:
-        key, equals, text = option.partition("=")
-        if not key or not equals:
-            raise typer.BadParameter(f"{key!r} is not of the form KEY=VALUE", param_hint="--storage-option")
-        try:
-            options[key] = json.loads(text)
-        except ValueError:
-            options[key] = text
-    return options
-
-
-def _key(key_file: Path | None, passphrase_file: Path | None) -> DecryptionParams | None:
-    """The key in a file; in an argument, other users of the machine would see it."""
-    if key_file is None and passphrase_file is None:
-        return None
-    try:
-        key = None if key_file is None else key_file.read_bytes()
-        passphrase = None if passphrase_file is None else passphrase_file.read_text(encoding="utf-8").removesuffix("\n")
-        return decryption_key(key=key, passphrase=passphrase)
-    except (OSError, ValueError) as error:
-        raise DecryptionError(f"cannot read a key from {key_file or passphrase_file}: {error}") from None
-
-
 @_command()
 def ls(
     path: Annotated[str, typer.Argument(help="A directory with checkpoints below it: local path or URL.")],
@@ -136,7 +99,7 @@ def ls(
 ) -> int:
     """List the checkpoints below a path, newest first."""
     screen = Screen(as_json=as_json)
-    storage = open_storage(path, _options(storage_option))
+    storage = open_storage(path, read_options(storage_option))
     found = _catalogue.find(storage)
     if as_json:
         screen.json(
@@ -187,10 +150,10 @@ def inspect(
 ) -> int:
     """Show what is in a checkpoint: tensors, objects, totals."""
     screen = Screen(as_json=as_json)
-    storage = open_storage(checkpoint, _options(storage_option))
+    storage = open_storage(checkpoint, read_options(storage_option))
     parts = read_parts(storage)
     files = {name: nbytes for part in parts.values() for name, nbytes in part.storage_data["files"].items()}
-    key = _key(key_file, passphrase_file)
+    key = read_key(key_file, passphrase_file)
     ciphers = None if key is None else unlock_parts(storage, parts, key)
     found = inspect_contents(contents_of(storage, parts, ciphers), files, pattern)
     if as_json:
@@ -271,7 +234,7 @@ def verify(
 ) -> int:
     """Compare a checkpoint's files with what was saved; exit code 1 if any is damaged."""
     screen = Screen(as_json=as_json)
-    storage = open_storage(checkpoint, _options(storage_option))
+    storage = open_storage(checkpoint, read_options(storage_option))
     with screen.progress("verifying") as progress:
         found = verify_files(storage, read_parts(storage), full=full, progress=progress)
     rate = found.nbytes / 1e9 / max(found.seconds, 1e-9)
@@ -314,7 +277,7 @@ def diff(
 ) -> int:
     """Show how two checkpoints differ; exit code 1 if they do."""
     screen = Screen(as_json=as_json)
-    options, key = _options(storage_option), _key(key_file, passphrase_file)
+    options, key = read_options(storage_option), read_key(key_file, passphrase_file)
     with screen.progress("comparing") as progress:
         found = compare(*open_two((before, after), options, key), progress)
     code = _DIFFERENT if found else 0
@@ -379,11 +342,11 @@ def convert(
     how = Options(
         select=select or (),
         strip_prefix=strip_prefix,
-        dtype=_dtype(dtype),
+        dtype=read_dtype(dtype),
         source_format=source_format,
-        shard_bytes=_nbytes(shard_size),
+        shard_bytes=read_nbytes(shard_size),
         tensor_parallel=tensor_parallel,
-        split=_split(split),
+        split=read_split(split),
         buffers=(*Options.buffers, *(buffer or ())),
     )
     with screen.progress("converting") as progress:
@@ -392,8 +355,8 @@ def convert(
             target,
             to,
             options=how,
-            storage_options=_options(storage_option),
-            encryption=_key(key_file, passphrase_file),
+            storage_options=read_options(storage_option),
+            encryption=read_key(key_file, passphrase_file),
             on_progress=progress,
         )
     if as_json:
@@ -422,9 +385,9 @@ def gc(
 ) -> int:
     """Remove old checkpoints, and what dead saves have left; never the newest committed one."""
     screen = Screen(as_json=as_json)
-    storage = open_storage(path, _options(storage_option))
+    storage = open_storage(path, read_options(storage_option))
     found = _catalogue.find(storage)
-    planned = _catalogue.plan_collection(found, keep, None if older_than is None else _seconds(older_than))
+    planned = _catalogue.plan_collection(found, keep, None if older_than is None else read_seconds(older_than))
     removals = planned if dry_run else [_catalogue.collect(removal) for removal in planned]
     gone = [removal for removal in removals if not removal.kept]
     total = sum(removal.nbytes for removal in gone)
@@ -472,41 +435,3 @@ def gc(
 def _below(listed: _catalogue.Listed, storage: Storage) -> str:
     """A checkpoint as seen from the directory that was asked for."""
     return listed.path.removeprefix(storage.path).lstrip("/") or listed.path
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    found = getattr(torch, name or "", None)
-    if name is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise typer.BadParameter(f"{name!r} is no floating-point dtype of torch", param_hint="--dtype")
-    return found
-
-
-def _split(file: str | None) -> dict[str, int]:
-    if file is None:
-        return {}
-    try:
-        with open(file, encoding="utf-8") as stream:
-            rules = json.load(stream)
-    except (OSError, ValueError) as error:
-        raise ConversionError(f"cannot read the rules in {file}: {error}") from error
-    if not isinstance(rules, dict) or not all(type(dim) is int for dim in rules.values()):
-        raise ConversionError(f"{file} is not a JSON object of patterns and dimensions, like {{'*.q_proj.weight': 0}}")
-    return rules
-
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-_SPANS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
-
-
-def _nbytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
-    if match is None or match[2] not in _UNITS or not (found := int(float(match[1]) * _UNITS[match[2]])):
-        raise typer.BadParameter(f"{text!r} is no size like 5GB", param_hint="--shard-size")
-    return found
-
-
-def _seconds(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip().lower())
-    if match is None:
-        raise typer.BadParameter(f"{text!r} is no age like 12h or 7d", param_hint="--older-than")
-    return float(match[1]) * _SPANS[match[2]]
