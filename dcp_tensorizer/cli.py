@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
-from . import _catalogue, _render
+from . import _catalogue
 from ._arguments import (
     Checkpoint,
     Json,
@@ -34,8 +33,9 @@ from ._destination import open_storage
 from ._diff import diff as compare
 from ._inspect import inspect_contents
 from ._render import Screen, count, size
+from ._show import show_contents, show_difference, show_listing, show_removals, show_verified
 from ._sources import FORMATS, open_two
-from ._storage import Storage, redact
+from ._storage import redact
 from ._verify import verify as verify_files
 from .convert import Options
 from .convert import convert as convert_checkpoint
@@ -101,40 +101,7 @@ def ls(
     screen = Screen(as_json=as_json)
     storage = open_storage(path, read_options(storage_option))
     found = _catalogue.find(storage)
-    if as_json:
-        screen.json(
-            [
-                {
-                    "path": listed.path,
-                    "step": listed.step,
-                    "state": listed.state,
-                    "saved": listed.saved,
-                    "bytes": listed.nbytes,
-                    "ranks": listed.ranks,
-                    "tensors": listed.tensors,
-                    "objects": listed.objects,
-                    "leftover_bytes": sum(file.nbytes for file in listed.leftovers),
-                }
-                for listed in found
-            ]
-        )
-        return 0
-    screen.table(
-        ["checkpoint", "state", "saved", ">size", ">ranks", ">tensors"],
-        (
-            [
-                _below(listed, storage),
-                listed.state,
-                _render.moment(listed.saved),
-                size(listed.nbytes),
-                "-" if listed.ranks is None else str(listed.ranks),
-                "-" if listed.tensors is None else f"{listed.tensors:,}",
-            ]
-            for listed in found
-        ),
-    )
-    if not found:
-        screen.line(f"no checkpoints below {storage.path}")
+    show_listing(screen, found, storage)
     return 0
 
 
@@ -156,71 +123,8 @@ def inspect(
     key = read_key(key_file, passphrase_file)
     ciphers = None if key is None else unlock_parts(storage, parts, key)
     found = inspect_contents(contents_of(storage, parts, ciphers), files, pattern)
-    if as_json:
-        screen.json(found)
-    else:
-        _show_contents(screen, found, chunks)
+    show_contents(screen, found, chunks)
     return 0
-
-
-def _show_contents(screen: Screen, found: dict[str, Any], chunks: bool) -> None:
-    tensors, objects = found["tensors"], found["objects"]
-    if chunks:
-        screen.table(
-            ["tensor", "from", "shape", ">bytes", "file", ">at"],
-            (
-                [
-                    tensor["key"],
-                    _render.shape(chunk["offset"]) if chunk["offset"] else "-",
-                    _render.shape(chunk["shape"]),
-                    size(chunk["bytes"]),
-                    chunk["file"] or "-",
-                    "-" if chunk["file"] is None else f"{chunk['file_offset']:,}",
-                ]
-                for tensor in tensors
-                for chunk in tensor["chunks"]
-            ),
-        )
-    else:
-        screen.table(
-            ["tensor", "shape", "dtype", ">size", ">chunks", "ranks"],
-            (
-                [
-                    tensor["key"],
-                    _render.shape(tensor["shape"]),
-                    tensor["dtype"],
-                    size(tensor["bytes"]),
-                    str(len(tensor["chunks"])),
-                    _render.ranks(chunk["rank"] for chunk in tensor["chunks"]),
-                ]
-                for tensor in tensors
-            ),
-        )
-    screen.table(
-        ["object", "type", "value", ">size"],
-        ([o["key"], o["type"], o["value"], size(o["bytes"])] for o in objects),
-        title="Objects",
-    )
-    for title, name in (("By dtype", "by_dtype"), ("By key", "by_key")):
-        screen.table(
-            [name.removeprefix("by_"), ">tensors", ">elements", ">size"],
-            (
-                [key, f"{total['tensors']:,}", f"{total['elements']:,}", size(total["bytes"])]
-                for key, total in found[name].items()
-            ),
-            title=title,
-        )
-    screen.table(
-        ["file", ">rank", ">size"],
-        ([file["file"], str(file["rank"]), size(file["bytes"])] for file in found["files"]),
-        title="Files",
-    )
-    total = sum(tensor["bytes"] for tensor in tensors)
-    screen.line("")
-    screen.line(
-        f"{count(len(tensors), 'tensor')} of {size(total)} and {count(len(objects), 'object')}, "
-        f"saved by {count(found['ranks'], 'rank')}"
-    )
 
 
 @_command()
@@ -237,32 +141,7 @@ def verify(
     storage = open_storage(checkpoint, read_options(storage_option))
     with screen.progress("verifying") as progress:
         found = verify_files(storage, read_parts(storage), full=full, progress=progress)
-    rate = found.nbytes / 1e9 / max(found.seconds, 1e-9)
-    if as_json:
-        screen.json(
-            {
-                "path": storage.path,
-                "ok": not found.damages,
-                "full": full,
-                "files": found.files,
-                "items": found.items,
-                "bytes": found.nbytes,
-                "seconds": found.seconds,
-                "damages": [damage._asdict() for damage in found.damages],
-            }
-        )
-        return _DAMAGED if found.damages else 0
-    for name, damages in itertools.groupby(found.damages, lambda damage: damage.file):
-        rows = [["(the file)" if d.key is None else d.key, f"{d.offset:,}", d.what] for d in damages]
-        screen.table(["damaged", ">at", "what"], rows, title=f"{storage.path}/{name}")
-    if found.damages:
-        screen.line("")
-    screen.line(
-        f"{'DAMAGED' if found.damages else 'ok'}: {count(found.files, 'file')}, {count(found.items, 'item')}, "
-        f"{size(found.nbytes)} in {found.seconds:.1f} s ({rate:.2f} GB/s)"
-        + (f", {count(len(found.damages), 'damage')}" if found.damages else ""),
-        "bold red" if found.damages else "bold green",
-    )
+    show_verified(screen, found, storage, full)
     return _DAMAGED if found.damages else 0
 
 
@@ -280,32 +159,8 @@ def diff(
     options, key = read_options(storage_option), read_key(key_file, passphrase_file)
     with screen.progress("comparing") as progress:
         found = compare(*open_two((before, after), options, key), progress)
-    code = _DIFFERENT if found else 0
-    if as_json:
-        screen.json(dataclasses.asdict(found))
-        return code
-    screen.table(
-        ["changed", "what", ">elements", ">differing", ">largest", ">relative"],
-        (
-            [
-                change.key,
-                change.what if change.elements is not None else f"{change.what}: {change.before} -> {change.after}",
-                _render.number(change.elements),
-                _render.number(change.differing),
-                _render.number(change.largest),
-                _render.number(change.relative),
-            ]
-            for change in found.changed
-        ),
-    )
-    screen.table(["only in A"], ([key] for key in found.removed))
-    screen.table(["only in B"], ([key] for key in found.added))
-    screen.line(
-        f"{'different' if found else 'the same'}: {found.same:,} keys the same, {len(found.changed):,} changed, "
-        f"{len(found.removed):,} only in A, {len(found.added):,} only in B ({size(found.nbytes)} read)",
-        "bold yellow" if found else "bold green",
-    )
-    return code
+    show_difference(screen, found)
+    return _DIFFERENT if found else 0
 
 
 @_command()
@@ -389,49 +244,5 @@ def gc(
     found = _catalogue.find(storage)
     planned = _catalogue.plan_collection(found, keep, None if older_than is None else read_seconds(older_than))
     removals = planned if dry_run else [_catalogue.collect(removal) for removal in planned]
-    gone = [removal for removal in removals if not removal.kept]
-    total = sum(removal.nbytes for removal in gone)
-    code = _NOT_DONE if any(removal.failed for removal in removals) else 0
-    if as_json:
-        screen.json(
-            {
-                "dry_run": dry_run,
-                "bytes": total,
-                "removals": [
-                    {
-                        "path": removal.listed.path,
-                        "whole": removal.whole,
-                        "files": [file.name for file in removal.files],
-                        "bytes": removal.nbytes,
-                        "kept": removal.kept or None,
-                        "failed": removal.failed,
-                    }
-                    for removal in removals
-                ],
-            }
-        )
-        return code
-    verb = "would be removed" if dry_run else "removed"
-    screen.table(
-        ["path", "what", ">size", ""],
-        (
-            [
-                _below(r.listed, storage),
-                "checkpoint" if r.whole else "leftovers",
-                size(r.nbytes),
-                r.kept and f"kept: {r.kept}",
-            ]
-            for r in removals
-        ),
-    )
-    checkpoints = sum(removal.whole for removal in gone)
-    others = len(gone) - checkpoints
-    screen.line(
-        f"{count(checkpoints, 'checkpoint')} and leftovers in {count(others, 'directory')} {verb}: {size(total)}"
-    )
-    return code
-
-
-def _below(listed: _catalogue.Listed, storage: Storage) -> str:
-    """A checkpoint as seen from the directory that was asked for."""
-    return listed.path.removeprefix(storage.path).lstrip("/") or listed.path
+    show_removals(screen, removals, storage, dry_run)
+    return _NOT_DONE if any(removal.failed for removal in removals) else 0

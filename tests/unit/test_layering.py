@@ -35,7 +35,7 @@ LAYERS = {
     5: ["_catalogue", "_inspect", "_safetensors", "_tensorindex", "_torchfile", "_dcpfile"],
     6: ["_diff", "_sources", "_targets"],
     7: ["convert"],
-    8: ["cli", "_arguments", "_render"],
+    8: ["cli", "_arguments", "_render", "_show"],
 }
 LAYER = {module: layer for layer, modules in LAYERS.items() for module in modules}
 PUBLIC = {"errors", "staging", "writer", "reader", "convert", "cli"}
