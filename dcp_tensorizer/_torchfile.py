@@ -85,13 +85,16 @@ def load_fake(file: FileView, path: str) -> Any:
 
 def _check_archive(file: IO[bytes], path: str) -> None:
     """The elements of tensors must lie in the file as they are."""
+    is_archive = file.read(4) == b"PK\3\4"
+    file.seek(0)
+    if not is_archive:
+        return  # of an old release, or damaged: torch says which
     try:
         archive = zipfile.ZipFile(file)
         orders = [archive.read(name) for name in archive.namelist() if name.endswith("/byteorder")]
-    except Exception:
-        return  # torch knows better what is wrong with it
-    finally:
-        file.seek(0)
+    except Exception as error:
+        raise ConversionError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    file.seek(0)
     if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
         raise ConversionError(f"{path} is compressed: load and save it once more")
     if b"big" in orders:
