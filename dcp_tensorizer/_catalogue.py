@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from ._commit import leftovers
 from ._contents import contents_of, read_parts
 from ._layout import data_file_rank, is_data_file_name, is_metadata_file_name, is_temporary_file_name
-from ._storage import FileInfo, Storage
-from .errors import CheckpointError, NotCommitted, WriteError
+from ._storage import Claim, FileInfo, Storage
+from .errors import CheckpointError, NotCommitted
 
 __all__ = ["Listed", "Removal", "collect", "find", "plan_collection"]
 
@@ -32,11 +32,13 @@ class Listed:
 
     Attributes:
         path: Without credentials.
-        state: ``committed``, ``unfinished``, or ``unreadable``: damaged, or of another format.
+        state: ``committed``; ``incomplete``, if data files that its metadata names are missing or of other sizes, as
+            while it is copied; ``unfinished``; or ``unreadable``: damaged, or of another format.
         step: The last number in its name.
         saved: When it was committed, or last written to, in seconds since the epoch.
         files: All files in it.
         ranks, tensors, objects: What is in it; None if it is not committed.
+        parts: Ranks that have committed, where each saves for itself; 0 where all commit together.
         leftovers: Files of saves that were not committed, as far as a listing shows.
     """
 
@@ -49,6 +51,7 @@ class Listed:
     ranks: int | None = None
     tensors: int | None = None
     objects: int | None = None
+    parts: int = 0
     leftovers: tuple[FileInfo, ...] = ()
 
     @property
@@ -63,13 +66,15 @@ class Removal:
     Attributes:
         files: All of the checkpoint's files, or the leftovers in its directory.
         whole: The checkpoint goes, and with it its directory.
-        kept: Why nothing is removed although something could be; empty if it is.
+        kept: Why nothing, or not all, is removed although it could be; empty if it is.
+        failed: That is because it could not be, and not because somebody may need it.
     """
 
     listed: Listed
     files: tuple[FileInfo, ...]
     whole: bool
     kept: str = ""
+    failed: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -91,7 +96,8 @@ def plan_collection(found: Sequence[Listed], keep: int | None, older_than: float
 
     A committed checkpoint goes only if everything that is asked of it holds: in its directory it is neither among the
     ``keep`` newest nor among those with the ``keep`` highest steps, and it is older than ``older_than`` seconds. The
-    newest one never goes, nor does the one with the highest step, from which a job would resume.
+    newest one never goes, nor does the one with the highest step, from which a job would resume. Where ranks save for
+    themselves, a checkpoint of fewer ranks than another beside it may lack some: it neither counts nor goes.
 
     Args:
         found: What `find` has found.
@@ -103,7 +109,10 @@ def plan_collection(found: Sequence[Listed], keep: int | None, older_than: float
         if listed.state == "committed":
             siblings[listed.path.rpartition("/")[0]].append(listed)
     safe: set[str] = set()
-    for committed in siblings.values():
+    for beside in siblings.values():
+        most = max(listed.parts for listed in beside)
+        safe.update(listed.path for listed in beside if 0 < listed.parts < most)
+        committed = [listed for listed in beside if listed.path not in safe]
         # Times tell which is newest, unless the files were copied; steps do, unless a job went back to an earlier one.
         by_step = sorted(committed, key=lambda listed: -1 if listed.step is None else listed.step, reverse=True)
         safe.update(listed.path for order in (committed, by_step) for listed in order[: keep or 1])
@@ -118,38 +127,36 @@ def plan_collection(found: Sequence[Listed], keep: int | None, older_than: float
 
 
 def collect(removal: Removal) -> Removal:
-    """Removes what was planned, as far as it is still to be removed; returns what was, or why it was not.
-
-    Raises:
-        WriteError: files cannot be removed.
-    """
+    """Removes what was planned, as far as it is still to be removed; returns what was, or why it was not."""
     storage = removal.listed.storage
     if removal.kept:
         return removal
     try:
         claim = storage.claim()
-    except CheckpointError as error:
-        return Removal(removal.listed, (), removal.whole, str(error))
-    try:
-        if storage.shows_claims and claim.leftovers() is None:
-            return Removal(removal.listed, (), removal.whole, "a save is under way there")
-        if set(storage.listing()[0]) != set(removal.listed.files):
-            return Removal(removal.listed, (), removal.whole, "a save has been there in the meantime")
-        # The metadata first: from then on the rest is what a save that died would have left.
-        names = [file.name for file in removal.files]
-        storage.remove(*filter(is_metadata_file_name, names))
-        storage.remove(*itertools.filterfalse(is_metadata_file_name, names))
-        if removal.whole or removal.listed.state == "unfinished":
-            storage.remove_directory()
-        return removal
-    except CheckpointError:
-        raise
+        try:
+            reason = _remove(removal, claim)
+        finally:
+            claim.release()
     except Exception as error:
-        raise WriteError(
-            storage.scrub(f"cannot remove from {storage.path}: {type(error).__name__}: {error}")
-        ) from error
-    finally:
-        claim.release()
+        cause = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        return replace(removal, files=(), kept=storage.scrub(f"cannot remove: {cause}"), failed=True)
+    return replace(removal, files=(), kept=reason) if reason else removal
+
+
+def _remove(removal: Removal, claim: Claim) -> str:
+    """Removes files from a directory that is claimed, unless there is a reason not to, which it returns."""
+    storage = removal.listed.storage
+    if storage.shows_claims and claim.leftovers() is None:
+        return "a save is under way there"
+    if set(storage.listing()[0]) != set(removal.listed.files):
+        return "a save has been there in the meantime"
+    # The metadata first: from then on the rest is what a save that died would have left.
+    names = [file.name for file in removal.files]
+    storage.remove(*filter(is_metadata_file_name, names))
+    storage.remove(*itertools.filterfalse(is_metadata_file_name, names))
+    if removal.whole or removal.listed.state == "unfinished":
+        storage.remove_directory()
+    return ""
 
 
 def _walk(storage: Storage, files: list[FileInfo], folders: list[str]) -> Iterator[Listed]:
@@ -180,15 +187,18 @@ def _look_at(storage: Storage, files: list[FileInfo]) -> Listed:
         return listed
     except CheckpointError:
         return replace(listed, state="unreadable", leftovers=())
-    names = {name for part in parts.values() for name in part.storage_data["files"]}
+    files_of = {name: nbytes for part in parts.values() for name, nbytes in part.storage_data["files"].items()}
+    if not files_of.items() <= {(file.name, file.nbytes) for file in files}:
+        return replace(listed, state="incomplete", leftovers=())
     committed = [file for file in files if is_metadata_file_name(file.name)]
     return replace(
         listed,
         state="committed",
         saved=max((file.modified for file in committed if file.modified is not None), default=None),
-        ranks=len(set(map(data_file_rank, names))),
+        ranks=len(set(map(data_file_rank, files_of))),
         tensors=len(contents.tensors),
         objects=len(contents.objects),
+        parts=0 if None in parts else len(parts),
     )
 
 

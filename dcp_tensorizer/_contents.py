@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,8 +20,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from ._commit import item_key, read_metadata
 from ._crypt import Cipher, unlock
 from ._fetch import Wanted, copy_elements, fetch, is_direct, part_of
-from ._layout import StoredItem, metadata_file_name
-from ._plan import Box, ReadRequest, boxes_of_range
+from ._layout import StoredItem, data_file_rank, is_data_file_name, is_metadata_file_name, metadata_file_name
+from ._plan import Box, ReadRequest, boxes_of_range, covers
 from ._storage import Storage
 from ._tensorfile import host_bytes
 from .errors import DecryptionError, MetadataError, NotCommitted
@@ -32,6 +33,7 @@ __all__ = [
     "BLOCK",
     "Chunk",
     "Contents",
+    "OtherKey",
     "StoredObject",
     "StoredTensor",
     "blocks_of",
@@ -51,6 +53,21 @@ _KEPT = 1 << 20
 
 Path = tuple[str | int, ...]
 """Where a value is in the nested state dict: keys of dicts, and indices of lists."""
+
+
+class OtherKey(str):
+    """A key of a dict that is no string, by its name: DCP's formats have only names, ``torch.save`` files keep it.
+
+    Attributes:
+        value: The key.
+    """
+
+    value: Any
+
+    def __new__(cls, value: Any) -> OtherKey:
+        made = super().__new__(cls, value)
+        made.value = value
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +113,9 @@ class StoredObject:
     """A value that is not a tensor, or a tensor of a subclass that only its own class can take apart.
 
     Attributes:
-        read: Gives what ``torch.save`` made of it. Raises `ReadError`.
-        item: Where that is; None if that is not for others to know.
+        read: Gives what ``torch.save`` made of it; of a tensor in several chunks, of one after the other. Raises
+            `ReadError`.
+        item: Where that, or the first chunk, is; None if that is not for others to know.
     """
 
     key: str
@@ -147,6 +165,7 @@ def read_parts(storage: Storage) -> dict[int | None, Metadata]:
 
     Raises:
         NotCommitted: there is none.
+        MetadataError: it is damaged, or a rank's is missing, as far as a listing shows.
         CheckpointError: it cannot be read.
     """
     metadata = read_metadata(storage)
@@ -160,7 +179,20 @@ def read_parts(storage: Storage) -> dict[int | None, Metadata]:
             f"{storage.path} holds no committed checkpoint: there is no {metadata_file_name()}. The path is wrong, or "
             f"the save that wrote there never finished."
         )
+    _check_ranks(storage, len(parts))
     return parts
+
+
+def _check_ranks(storage: Storage, count: int) -> None:
+    """Looks for files of ranks from ``count`` on: the metadata of that rank is lost, or was not yet committed."""
+    known = {metadata_file_name(rank) for rank in range(count)}
+    for name in (file.name for file in storage.listing()[0]):
+        is_others = data_file_rank(name) >= count if is_data_file_name(name) else is_metadata_file_name(name)
+        if is_others and name not in known:
+            raise MetadataError(
+                f"{storage.path} lacks {metadata_file_name(count)}, the metadata of rank {count}, although there is "
+                f"{name}: the save never finished, or files were lost"
+            )
 
 
 def unlock_parts(
@@ -171,7 +203,14 @@ def unlock_parts(
     Raises:
         DecryptionError: there is no key, a wrong one, or one too many.
     """
-    return {rank: unlock(key, part.storage_data.get("encryption"), storage.path) for rank, part in parts.items()}
+    ciphers: dict[int | None, Cipher | None] = {}
+    last: Cipher | None = None
+    for rank, part in parts.items():
+        record = part.storage_data.get("encryption")
+        if last is None or record is None or not last.opens(record["check"]):  # to make one of a passphrase takes long
+            last = unlock(key, record, storage.path)
+        ciphers[rank] = last
+    return ciphers
 
 
 def contents_of(
@@ -189,28 +228,53 @@ def contents_of(
     Raises:
         MetadataError: the stored chunks of a tensor do not make it up; names the key.
     """
-    tensors: dict[str, StoredTensor] = {}
-    objects: dict[str, StoredObject] = {}
-    chunks: dict[str, dict[torch.Size | None, Chunk]] = {}
+    stored: dict[str, _Value] = {}
     for rank, metadata in parts.items():
         cipher = (ciphers or {}).get(rank)
         for key, entry in metadata.state_dict_metadata.items():
-            path = value_path(metadata, key)
-            found = _chunks(storage, metadata, key, entry, cipher)
-            first = next(iter(found.values()), None)
-            if not isinstance(entry, TensorStorageMetadata) or (first is not None and first.item.kind != "tensor"):
-                assert first is not None
-                if key not in objects:
-                    reader = _object_reader(storage, key, first)
-                    objects[key] = StoredObject(key, path, first.item.length, reader, first.item)
-                continue
-            chunks[key] = found | chunks.get(key, {})
-            stored = [c.item.dtype for c in chunks[key].values() if c.item.length]
-            dtype = getattr(torch, stored[0]) if stored else entry.properties.dtype
-            tensors[key] = _tensor(storage, key, path, dtype, (tuple(entry.size), tuple(chunks[key].values())))
-    for tensor in tensors.values():
-        _check_coverage(storage, tensor)
+            found = _Value(value_path(metadata, key), entry, _chunks(storage, metadata, key, entry, cipher))
+            first = stored.setdefault(key, found)
+            if first.is_like(found):
+                first.chunks.update(found.chunks | first.chunks)
+    tensors: dict[str, StoredTensor] = {}
+    objects: dict[str, StoredObject] = {}
+    for key, value in stored.items():
+        chunks = tuple(value.chunks.values())
+        if value.is_tensor and not covers(value.entry.size, [chunk.box for chunk in chunks]):
+            raise MetadataError(
+                f"{storage.path}: the stored chunks of {key!r} do not make up its {math.prod(value.entry.size):,} "
+                f"elements"
+            )
+        if value.is_tensor:
+            dtypes = [chunk.item.dtype for chunk in chunks if chunk.item.length]
+            dtype = getattr(torch, dtypes[0]) if dtypes else value.entry.properties.dtype
+            tensors[key] = _tensor(storage, key, value.path, dtype, (tuple(value.entry.size), chunks))
+        else:
+            nbytes = sum(chunk.item.length for chunk in chunks)
+            objects[key] = StoredObject(
+                key, value.path, nbytes, _object_reader(storage, key, chunks), chunks[0].item if chunks else None
+            )
     return Contents(storage.path, "dcp_tensorizer", tensors, objects)
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """What some ranks have stored of a value; chunks by their place in it."""
+
+    path: Path
+    entry: Any
+    chunks: dict[torch.Size | None, Chunk]
+
+    @property
+    def is_tensor(self) -> bool:
+        kinds = {chunk.item.kind for chunk in self.chunks.values()}
+        return isinstance(self.entry, TensorStorageMetadata) and kinds <= {"tensor"}
+
+    def is_like(self, other: _Value) -> bool:
+        """Whether another rank may have stored chunks of the same tensor, and not one of its own by the same key."""
+        if not isinstance(self.entry, TensorStorageMetadata) or not isinstance(other.entry, TensorStorageMetadata):
+            return False
+        return self.entry.size == other.entry.size
 
 
 def read_box(
@@ -230,7 +294,7 @@ def read_box(
             continue
         part = part_of(target, common, box)
         if chunk.strides is not None:
-            copy_elements(part, part_of(_read_strided(storage, key, chunk), common, chunk.box))
+            copy_elements(part, part_of(_last_strided.read(storage, key, chunk, common), common, chunk.box))
             continue
         stored = getattr(torch, chunk.item.dtype)
         inner = Box(tuple(a - b for a, b in zip(common.start, chunk.box.start, strict=True)), common.size)
@@ -306,20 +370,13 @@ def _chunks(
     return found
 
 
-def _check_coverage(storage: Storage, tensor: StoredTensor) -> None:
-    covered = sum(math.prod(chunk.box.size) for chunk in tensor.chunks)
-    if covered != math.prod(tensor.shape):
-        raise MetadataError(
-            f"{storage.path}: the stored chunks of {tensor.key!r} hold {covered:,} of its "
-            f"{math.prod(tensor.shape):,} elements"
-        )
-
-
-def _object_reader(storage: Storage, key: str, stored: Chunk) -> Callable[[], bytes]:
-    chunk = replace(stored, box=Box((0,), (stored.item.length,)))
+def _object_reader(storage: Storage, key: str, stored: Sequence[Chunk]) -> Callable[[], bytes]:
+    chunks = [replace(chunk, box=Box((0,), (chunk.item.length,))) for chunk in stored]
 
     def read() -> bytes:
-        return bytes(host_bytes(read_box(storage, key, torch.uint8, [chunk], chunk.box, verify=True)))
+        return b"".join(
+            host_bytes(read_box(storage, key, torch.uint8, [chunk], chunk.box, verify=True)) for chunk in chunks
+        )
 
     return read
 
@@ -347,3 +404,27 @@ def _read_strided(storage: Storage, key: str, chunk: Chunk) -> torch.Tensor:
     line = Chunk(Box((0,), (count,)), chunk.item)
     elements = read_box(storage, key, dtype, [line], line.box, verify=False)
     return elements.as_strided(chunk.box.size, strides, first)
+
+
+class _LastStrided:
+    """The chunk that was read last, all of it: whoever reads a tensor in blocks needs it for the next one, too."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._chunk: Chunk | None = None
+        self._elements: torch.Tensor | None = None
+
+    def read(self, storage: Storage, key: str, chunk: Chunk, box: Box) -> torch.Tensor:
+        """All of a chunk of which a box is wanted; it is let go with the box at its end."""
+        with self._lock:
+            elements = self._elements if self._chunk is chunk else None
+            self._chunk = self._elements = None  # first, so that there are never two in memory
+            if elements is None:
+                elements = _read_strided(storage, key, chunk)
+            ends = zip(box.start, box.size, chunk.box.start, chunk.box.size, strict=True)
+            if any(a + n != b + m for a, n, b, m in ends):
+                self._chunk, self._elements = chunk, elements
+        return elements
+
+
+_last_strided = _LastStrided()

@@ -129,9 +129,11 @@ def decryption_key(*, key: bytes | None = None, passphrase: str | None = None) -
 
     Raises:
         ValueError: the key is not of 32 bytes, or there is not one of the two.
+        DecryptionError: there is no libsodium.
     """
     from tensorizer import DecryptionParams
 
+    _require_library(DecryptionError)
     if (key is None) == (passphrase is None):
         raise ValueError("a checkpoint has one key, or one passphrase")
     return DecryptionParams.from_key(key) if key is not None else DecryptionParams.from_string(passphrase)

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter  # what torch has for URLs
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict  # the inverse of what the planner does
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo  # what ``.metadata`` is made of
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     MetadataIndex,
+    StorageMeta,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
@@ -33,9 +33,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from ._commit import unpickle
 from ._contents import Chunk, Contents, Path, StoredObject, StoredTensor, read_box, value_path, whole
 from ._fetch import copy_elements
-from ._plan import Box
+from ._plan import Box, covers
 from ._storage import Storage
-from ._torchfile import FileView, load_fake, locate
+from ._torchfile import FileView, load_fake, locate, nested
 from .errors import CheckpointError, ConversionError, MetadataError, ReadError, WriteError
 
 __all__ = ["read_checkpoint", "write_checkpoint"]
@@ -58,7 +58,7 @@ def read_checkpoint(storage: Storage, pickled: bytes) -> Contents:
         pickled: Its ``.metadata``.
 
     Raises:
-        MetadataError: that is damaged, or describes what this cannot read.
+        MetadataError: that is damaged, or describes what this cannot read, or no file holds.
         UntrustedObject: it would need code to run.
     """
     path = f"{storage.path}/.metadata"
@@ -66,10 +66,16 @@ def read_checkpoint(storage: Storage, pickled: bytes) -> Contents:
     if not isinstance(metadata.storage_data, dict):
         raise MetadataError(f"{path} is not what torch's FileSystemWriter writes")
     places = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
+    size_of = functools.cache(storage.size)
     tensors, objects = {}, {}
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):
             info = _checked(places.get((key, None)), key, path)
+            if info.offset + info.length > (nbytes := size_of(info.relative_path) or 0):
+                raise MetadataError(
+                    f"{storage.path}/{info.relative_path} is missing, or too short to hold {key!r}: it has {nbytes:,} "
+                    f"bytes"
+                )
             read = functools.partial(_read_bytes, storage, info, key)
             objects[key] = StoredObject(key, value_path(metadata, key), info.length, read)
         elif isinstance(entry, TensorStorageMetadata):
@@ -79,13 +85,14 @@ def read_checkpoint(storage: Storage, pickled: bytes) -> Contents:
     return Contents(storage.path, "dcp", tensors, objects)
 
 
-def write_checkpoint(contents: Contents, path: str, options: Mapping[str, Any]) -> None:
+def write_checkpoint(contents: Contents, path: str, options: Mapping[str, Any], name: str) -> None:
     """Writes a checkpoint as ``dcp.save`` would, from one process; tensors are read when it is their turn.
 
     Args:
         contents: What to write.
         path: A local directory, or a URL.
         options: For the fsspec filesystem of a URL.
+        name: What its metadata calls the path.
 
     Raises:
         CheckpointError: it cannot be read or written.
@@ -95,16 +102,15 @@ def write_checkpoint(contents: Contents, path: str, options: Mapping[str, Any]) 
     }
     values |= dict.fromkeys(contents.objects)
     # With copies made ahead, tensors would be asked for before the one before them is written.
-    writer = (
-        FsspecWriter(path, per_thread_copy_ahead=0, **options)
-        if "://" in path
-        else FileSystemWriter(path, per_thread_copy_ahead=0)
+    writer: _Named = (
+        _UrlWriter(path, per_thread_copy_ahead=0, **options) if "://" in path else _Named(path, per_thread_copy_ahead=0)
     )
+    writer.name = name
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that there is only one process: so it should be
             save(
-                unflatten_state_dict(values, contents.paths),
+                nested(values, contents.paths),
                 storage_writer=writer,
                 planner=_Planner(contents),
                 no_dist=True,
@@ -114,6 +120,19 @@ def write_checkpoint(contents: Contents, path: str, options: Mapping[str, Any]) 
         if isinstance(cause, CheckpointError):
             raise cause from None
         raise WriteError(f"cannot write {contents.path} as torch's own format: {cause}") from error
+
+
+class _Named(FileSystemWriter):
+    """Does not put the path that it was given, which may have a password in it, into ``.metadata``."""
+
+    name: str
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.name, save_id=self.save_id)
+
+
+class _UrlWriter(_Named, FsspecWriter):
+    pass
 
 
 class _Planner(DefaultSavePlanner):
@@ -154,7 +173,7 @@ def _tensor(storage: Storage, named: tuple[str, Path], entry: TensorStorageMetad
         (Box(tuple(chunk.offsets), tuple(chunk.sizes)), _checked(places.get((key, chunk.offsets)), key, path))
         for chunk in entry.chunks
     ]
-    if sum(math.prod(box.size) for box, _ in chunks) != math.prod(shape):
+    if not covers(shape, [box for box, _ in chunks]):
         raise MetadataError(f"{path}: the stored chunks of {key!r} do not make up its {math.prod(shape):,} elements")
 
     @functools.cache
@@ -211,4 +230,6 @@ def _checked(info: Any, key: str, path: str) -> _StorageInfo:
     name = info.relative_path
     if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
         raise MetadataError(f"{path} names a data file {name!r} that is not beside it")
+    if any(type(number) is not int or number < 0 for number in (info.offset, info.length)):
+        raise MetadataError(f"{path} has no data for {key!r}, but {info.length!r} bytes at {info.offset!r}")
     return info

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -38,12 +39,13 @@ class LocalStorage(Storage):
         try:
             with os.scandir(self._root) as entries:
                 for entry in entries:
-                    if entry.is_dir():
+                    if entry.is_dir(follow_symlinks=False):  # a link would show what it leads to twice
                         folders.append(entry.name)
                         continue
-                    with suppress(FileNotFoundError):  # removed since, or a link to nowhere
+                    with suppress(OSError):  # removed since, or a link to nowhere, or in a circle
                         state = entry.stat()
-                        files.append(FileInfo(entry.name, state.st_size, state.st_mtime))
+                        if stat.S_ISREG(state.st_mode):
+                            files.append(FileInfo(entry.name, state.st_size, state.st_mtime))
         except (FileNotFoundError, NotADirectoryError) as error:
             raise NotCommitted(f"there is no directory {self.path}") from error
         except OSError as error:

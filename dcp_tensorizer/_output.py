@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import shutil
 import uuid
@@ -16,27 +17,48 @@ import numpy as np
 from ._destination import open_storage
 from ._encoder import Parts
 from ._local import LocalStorage
-from ._storage import Storage
+from ._storage import Storage, redact
 from .errors import ConversionError, NotCommitted, WriteError
 
-__all__ = ["beside", "new_directory", "new_file", "write_stream"]
+__all__ = ["beside", "new_directory", "new_file", "shown_path", "write_stream"]
 
 
 def beside(path: str, options: Mapping[str, Any]) -> tuple[Storage, str]:
-    """The storage of the directory that a file is in, and the file's name there."""
-    if "://" in path or "::" in path:
+    """The storage of the directory that a file is in, and the file's name there.
+
+    Raises:
+        ConversionError: a URL ends before that name, or has no directory.
+    """
+    if _is_url(path):
         folder, _, name = path.rpartition("/")
+        if not name or folder.endswith(":/"):
+            raise ConversionError(f"{redact(path)} names no file in a directory")
         return open_storage(folder, options), name
     absolute = Path(os.path.abspath(path))
     return LocalStorage(absolute.parent), absolute.name
 
 
+def shown_path(path: str) -> str:
+    """What metadata and messages call a result: not where it is written first, and without credentials."""
+    return redact(path) if _is_url(path) else os.path.abspath(path)
+
+
+def _is_url(path: str) -> bool:
+    return "://" in path or "::" in path
+
+
 @contextmanager
-def new_directory(path: str, options: Mapping[str, Any]) -> Iterator[Storage]:
+def new_directory(path: str, options: Mapping[str, Any], files: str) -> Iterator[Storage]:
     """A directory that gets its name when everything is in it; off local disks, that loses its files if that fails.
 
+    Args:
+        path: Its path, or URL.
+        options: For the fsspec filesystem of a URL.
+        files: What the names of the files are like that will be written, but for the one that completes the
+            result; as in a shell. What else is there after a failure, somebody else has put there.
+
     Raises:
-        ConversionError: there is something at the path.
+        ConversionError: there is something at the path, or a file system begins there.
         WriteError: it cannot be written.
     """
     storage = open_storage(path, options)
@@ -44,7 +66,10 @@ def new_directory(path: str, options: Mapping[str, Any]) -> Iterator[Storage]:
         if any(storage.listing()):
             raise ConversionError(f"{storage.path} exists, and is not empty: choose another destination")
     if isinstance(storage, LocalStorage):
-        with _renamed(Path(storage.location)) as temporary:
+        real = Path(os.path.realpath(storage.location))
+        if real.is_mount():
+            raise ConversionError(f"{storage.path} is a mount point, and so cannot be replaced: name a directory in it")
+        with _renamed(real) as temporary:
             temporary.mkdir()
             yield LocalStorage(temporary)
             LocalStorage(temporary).sync_directory()
@@ -54,7 +79,8 @@ def new_directory(path: str, options: Mapping[str, Any]) -> Iterator[Storage]:
         yield storage
     except BaseException:
         with suppress(Exception):
-            storage.discard(*(file.name for file in storage.listing()[0]))
+            names = [file.name for file in storage.listing()[0]]
+            storage.discard(*(name for name in names if fnmatch.fnmatchcase(name, files)))
         raise
 
 

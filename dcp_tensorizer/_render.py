@@ -32,7 +32,8 @@ class Screen:
         self._err = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
     def json(self, value: Any) -> None:
-        sys.stdout.write(json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        # In ASCII: names of files may be no text that can be encoded.
+        sys.stdout.write(json.dumps(_plain(value), indent=2, allow_nan=False) + "\n")
 
     def line(self, text: str, style: str = "") -> None:
         self._out.print(Text(_visible(text), style=style), soft_wrap=True)

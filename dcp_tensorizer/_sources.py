@@ -5,24 +5,26 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import _safetensors
+from . import _safetensors, _tensorindex
 from ._commit import is_ours
-from ._contents import Contents, StoredTensor, contents_of, plain_tensor, read_parts, unlock_parts
+from ._contents import Contents, StoredTensor, contents_of, read_parts, unlock_parts
 from ._dcpfile import read_checkpoint
 from ._destination import open_storage
 from ._layout import metadata_file_name
 from ._output import beside
-from ._storage import RangeReader, Storage
-from ._tensorfile import read_index
+from ._storage import RangeReader, Storage, redact
 from ._torchfile import read_state_dict
 from .errors import ConversionError, DecryptionError, NotCommitted, ReadError
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
     from ._crypt import DecryptionParams
 
-__all__ = ["FORMATS", "open_contents"]
+__all__ = ["FORMATS", "open_contents", "open_two"]
 
 FORMATS = ("dcp_tensorizer", "tensorizer", "safetensors", "torch", "dcp")
 _MAGIC = {b"|TZR|": "tensorizer", b"PK\x03\x04": "torch"}
@@ -45,26 +47,60 @@ def open_contents(
     Raises:
         NotCommitted: there is nothing.
         ConversionError: it is of no known format, or not of the one that was named.
+        DecryptionError: there is no key, a wrong one, or one too many.
         CheckpointError: it is damaged, or cannot be read.
     """
+    return _open(_locate(path, options, form), encryption)
+
+
+def open_two(
+    paths: tuple[str, str], options: Mapping[str, Any], encryption: DecryptionParams | None = None
+) -> tuple[Contents, Contents]:
+    """What two checkpoints hold, of which only one may be encrypted; see `open_contents`."""
+    a, b = (_locate(path, options) for path in paths)
+    if encryption is not None and not (a.is_encrypted or b.is_encrypted):
+        raise DecryptionError(f"neither {a.path} nor {b.path} is encrypted, and a key was given")
+    return _open(a, encryption if a.is_encrypted else None), _open(b, encryption if b.is_encrypted else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Located:
+    """A checkpoint that was found; ``parts`` are the metadata of one of this package's, ``name`` is of a file."""
+
+    path: str
+    format: str
+    storage: Storage
+    name: str
+    parts: Mapping[int | None, Metadata]
+
+    @property
+    def is_encrypted(self) -> bool:
+        return any("encryption" in part.storage_data for part in self.parts.values())
+
+
+def _locate(path: str | os.PathLike[str], options: Mapping[str, Any], form: str | None = None) -> _Located:
     text = os.fspath(path)
-    storage = open_storage(text, options)
+    storage, name = open_storage(text, options), ""
     found = _directory_format(storage)
     if found is None:
         storage, name = beside(text, options)
         found = _file_format(storage, name)
     if form is not None and form != found:
-        raise ConversionError(f"{text} is of the format {found}, and not {form}")
-    if found == "dcp_tensorizer":
-        parts = read_parts(storage)
-        return contents_of(storage, parts, unlock_parts(storage, parts, encryption))
+        raise ConversionError(f"{redact(text)} is of the format {found}, and not {form}")
+    return _Located(redact(text), found, storage, name, read_parts(storage) if found == "dcp_tensorizer" else {})
+
+
+def _open(found: _Located, encryption: DecryptionParams | None) -> Contents:
+    storage = found.storage
+    if found.format == "dcp_tensorizer":
+        return contents_of(storage, found.parts, unlock_parts(storage, found.parts, encryption))
     if encryption is not None:
-        raise DecryptionError(f"{text} is of the format {found}, which is not decrypted here: read it without a key")
-    if found == "dcp":
+        raise DecryptionError(
+            f"{found.path} is of the format {found.format}, which is not decrypted here: read it without a key"
+        )
+    if found.format == "dcp":
         return read_checkpoint(storage, storage.read(metadata_file_name()) or b"")
-    if _is_directory(storage):
-        return _read_shards(storage)
-    return _READERS[found](storage, name)
+    return _READERS[found.format](storage, found.name) if found.name else _read_shards(storage)
 
 
 def _directory_format(storage: Storage) -> str | None:
@@ -104,7 +140,7 @@ def _file_format(storage: Storage, name: str) -> str:
 def _read_tensorizer(storage: Storage, name: str) -> Contents:
     path = f"{storage.path}/{name}"
     with _opened(storage, name) as (_, read), _translated(path):
-        found = [plain_tensor(storage, (e.name,), e.dtype, e.shape, (name, e.offset)) for e in read_index(read)]
+        found = _tensorindex.read_file(storage, name, read)
     return Contents(path, "tensorizer", _by_key(found))
 
 

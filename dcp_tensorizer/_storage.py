@@ -113,6 +113,8 @@ class Storage(abc.ABC):
     def listing(self) -> tuple[list[FileInfo], list[str]]:
         """The files in the directory, and the names of its subdirectories; raises `ReadError`.
 
+        Links to files are files, and links to directories are left out.
+
         Raises `NotCommitted` if there is no such directory.
         """
 

@@ -6,11 +6,13 @@ import fnmatch
 import functools
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # what dcp.save does
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -23,17 +25,17 @@ from torch.distributed.checkpoint.metadata import (
 
 from . import _safetensors
 from ._commit import commit
-from ._contents import Contents, StoredTensor, blocks_of, whole
+from ._contents import Contents, OtherKey, Path, StoredTensor, blocks_of, whole
 from ._dcpfile import write_checkpoint
 from ._encoder import encode
 from ._job import FileJob
 from ._layout import INDEX_CAPACITY, StoredItem, index_entry_size
-from ._output import new_directory, new_file, write_stream
+from ._output import new_directory, new_file, shown_path, write_stream
 from ._plan import Box, plan_files, stored_names
 from ._protocol import TensorSource
-from ._storage import Storage
+from ._storage import TIMEOUT, Storage
 from ._tensorfile import host_bytes, lay_out
-from ._torchfile import skeleton
+from ._torchfile import nested, skeleton
 from .errors import ConversionError, WriteError
 
 __all__ = ["TARGETS", "Options", "Target"]
@@ -95,17 +97,24 @@ def _check_tensorizer(contents: Contents, options: Options) -> None:
     named = [t.key for t in contents.tensors.values()]
     if (bad := next((k for k, n in zip(named, stored_names(named), strict=True) if k != n), None)) is not None:
         raise ConversionError(f"{bad!r} cannot be a name in a tensorizer file: leave it out, or strip a prefix")
-    for pattern, dim in options.split.items():
-        matching = [t for t in contents.tensors.values() if fnmatch.fnmatchcase(t.key, pattern)]
-        if not matching:
+    for pattern in options.split:
+        if not any(fnmatch.fnmatchcase(tensor.key, pattern) for tensor in contents.tensors.values()):
             raise ConversionError(f"no key matches {pattern!r}, which is to be split")
-        for tensor in matching:
-            extent = tensor.shape[dim] if -len(tensor.shape) <= dim < len(tensor.shape) else None
-            if extent is None or extent % options.tensor_parallel:
-                raise ConversionError(
-                    f"{tensor.key!r} of shape {tensor.shape} cannot be split into {options.tensor_parallel} equal "
-                    f"parts along dimension {dim}"
-                )
+    for tensor in contents.tensors.values():
+        dim = _dim_of(tensor.key, options)
+        if dim is None:
+            continue
+        extent = tensor.shape[dim] if -len(tensor.shape) <= dim < len(tensor.shape) else None
+        if extent is None or extent % options.tensor_parallel:
+            raise ConversionError(
+                f"{tensor.key!r} of shape {tensor.shape} cannot be split into {options.tensor_parallel} equal "
+                f"parts along dimension {dim}"
+            )
+
+
+def _dim_of(key: str, options: Options) -> int | None:
+    """The dimension along which a tensor is split, None if it is whole in each file."""
+    return next((dim for pattern, dim in options.split.items() if fnmatch.fnmatchcase(key, pattern)), None)
 
 
 def _write_tensorizer(contents: Contents, path: str, storage_options: Mapping[str, Any], options: Options) -> None:
@@ -114,7 +123,7 @@ def _write_tensorizer(contents: Contents, path: str, storage_options: Mapping[st
         with new_file(path, storage_options) as (storage, name):
             _write_tensorizer_file(storage, name, tensors, options)
         return
-    with new_directory(path, storage_options) as storage:
+    with new_directory(path, storage_options, "model-rank-*.tensors") as storage:
         for rank in range(options.tensor_parallel):
             shard = [_part(tensor, rank, options) for tensor in tensors]
             _write_tensorizer_file(storage, f"model-rank-{rank:03}.tensors", shard, options)
@@ -134,7 +143,7 @@ def _write_tensorizer_file(storage: Storage, name: str, tensors: Sequence[Stored
 
 def _part(tensor: StoredTensor, rank: int, options: Options) -> StoredTensor:
     """What one rank has of a tensor."""
-    dim = next((d for pattern, d in options.split.items() if fnmatch.fnmatchcase(tensor.key, pattern)), None)
+    dim = _dim_of(tensor.key, options)
     if dim is None:
         return tensor
     dim %= len(tensor.shape)
@@ -184,7 +193,7 @@ def _write_safetensors(contents: Contents, path: str, storage_options: Mapping[s
         return
     shards = _safetensors.shards(tensors, options.shard_bytes)
     names = _safetensors.shard_names(len(shards))
-    with new_directory(path, storage_options) as storage:
+    with new_directory(path, storage_options, "model*.safetensors") as storage:
         for name, shard in zip(names, shards, strict=True):
             _write_safetensors_file(storage, name, shard)
         if len(shards) > 1:
@@ -208,8 +217,8 @@ def _write_torch(contents: Contents, path: str, storage_options: Mapping[str, An
 
 
 def _write_dcp(contents: Contents, path: str, storage_options: Mapping[str, Any], options: Options) -> None:
-    with new_directory(path, storage_options) as storage:
-        write_checkpoint(contents, storage.location, storage_options)
+    with new_directory(path, storage_options, "__*.distcp") as storage:
+        write_checkpoint(contents, storage.location, storage_options, shown_path(path))
 
 
 def _write_dcp_tensorizer(contents: Contents, path: str, storage_options: Mapping[str, Any], options: Options) -> None:
@@ -224,7 +233,7 @@ def _write_dcp_tensorizer(contents: Contents, path: str, storage_options: Mappin
         key = keys[source.name]
         return memoryview(objects[key].read()) if key in objects else _bytes_of(tensors[key])
 
-    with new_directory(path, storage_options) as storage:
+    with new_directory(path, storage_options, f"__*_{save_id}.tensors") as storage, _claimed(storage):
         files = plan_files(sources, 0, save_id, storage.file_bytes)
         threads = _threads(list(tensors.values()))
         done = FileJob(storage, files, bytes_of, sync=True, threads=threads).run()
@@ -248,9 +257,20 @@ def _write_dcp_tensorizer(contents: Contents, path: str, storage_options: Mappin
         metadata = Metadata(
             _described(contents),
             contents.paths,
-            storage_meta=StorageMeta(checkpoint_id=storage.path, save_id=save_id),
+            storage_meta=StorageMeta(checkpoint_id=shown_path(path), save_id=save_id),
         )
         commit(storage, metadata, written, rank=None, sync=True)
+
+
+@contextmanager
+def _claimed(storage: Storage) -> Iterator[None]:
+    """Keeps who collects leftovers away, as a save does."""
+    claim = storage.claim()
+    try:
+        claim.share(TIMEOUT)
+        yield
+    finally:
+        claim.release()
 
 
 def _described(contents: Contents) -> dict[str, TensorStorageMetadata | BytesStorageMetadata]:
@@ -275,8 +295,50 @@ def _check_no_objects(contents: Contents, what: str) -> None:
         )
 
 
-def _holds_everything(contents: Contents, options: Options) -> None:
-    """The formats of torch, and this package's own, can hold whatever can be read."""
+def _check_dcp_tensorizer(contents: Contents, options: Options) -> None:
+    _check_paths(contents)
+    _check_names(contents)
+
+
+def _check_torch(contents: Contents, options: Options) -> None:
+    _check_paths(contents)
+    _check_lists(contents)
+
+
+def _check_dcp(contents: Contents, options: Options) -> None:
+    _check_dcp_tensorizer(contents, options)
+    _check_lists(contents)
+
+
+def _check_paths(contents: Contents) -> None:
+    """All keys must be one state dict: none below a value, and each container either a dict or a list."""
+    is_list: dict[Path, bool] = {(): False}
+    for key, path in contents.paths.items():
+        for depth, part in enumerate(path):
+            if is_list.setdefault(path[:depth], type(part) is int) != (type(part) is int):
+                raise ConversionError(f"{key!r} would be in a dict that is a list for other keys: leave it out")
+    for key, path in contents.paths.items():
+        if path in is_list:
+            raise ConversionError(f"{key!r} cannot be a value, and hold the values of other keys, too: leave it out")
+
+
+def _check_names(contents: Contents) -> None:
+    """DCP has only names for the keys of dicts."""
+    for key, path in contents.paths.items():
+        for part in path:
+            if isinstance(part, OtherKey):
+                raise ConversionError(
+                    f"{key!r} is below {part.value!r} in a dict, a key of type {type(part.value).__name__} that would "
+                    f"become a string: leave it out, or convert to torch"
+                )
+
+
+def _check_lists(contents: Contents) -> None:
+    """Lists must be whole, or taking the nested state dict apart gives other keys."""
+    values = dict.fromkeys(contents.objects) | {key: torch.empty(0, device="meta") for key in contents.tensors}
+    found, _ = flatten_state_dict(nested(values, contents.paths))
+    if odd := sorted(found.keys() ^ values.keys()):
+        raise ConversionError(f"{odd[0]!r} belongs to a list of which not all is to be converted: take all, or none")
 
 
 def _source(name: str, tensor: StoredTensor) -> TensorSource:
@@ -298,9 +360,9 @@ def _threads(tensors: Sequence[StoredTensor]) -> int:
 
 
 TARGETS = {
-    "dcp_tensorizer": Target(_holds_everything, _write_dcp_tensorizer),
+    "dcp_tensorizer": Target(_check_dcp_tensorizer, _write_dcp_tensorizer),
     "tensorizer": Target(_check_tensorizer, _write_tensorizer),
     "safetensors": Target(_check_safetensors, _write_safetensors),
-    "torch": Target(_holds_everything, _write_torch),
-    "dcp": Target(_holds_everything, _write_dcp),
+    "torch": Target(_check_torch, _write_torch),
+    "dcp": Target(_check_dcp, _write_dcp),
 }

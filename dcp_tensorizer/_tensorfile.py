@@ -19,11 +19,10 @@ from __future__ import annotations
 import functools
 import io
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-import numpy as np
 import torch
 import xxhash
 
@@ -32,24 +31,30 @@ from ._layout import INDEX_CAPACITY, MAC_BYTES, NONCE_BYTES, Derivation, StoredI
 from .errors import ChecksumMismatch
 
 __all__ = [
+    "CRC32",
+    "ENCRYPTED",
+    "ENCRYPTED_FLAG",
     "END",
+    "HEAD",
+    "LONG",
+    "MAGIC",
+    "START",
+    "VERSIONED_INDEX",
     "Digester",
     "Entry",
     "FileLayout",
-    "Indexed",
     "check_digests",
     "host_bytes",
     "lay_out",
-    "read_index",
     "unsafe_globals",
 ]
 
-_MAGIC = b"|TZR|"
+MAGIC = b"|TZR|"
 # Data version, feature flags, bytes of tensors, unused, number of tensors, length of the index's region.
-_HEAD = struct.Struct("<I32sQ8xQQ")
-_START = struct.Struct("<QHBH")  # length of the header, module index, kind of tensor, length of the name
+HEAD = struct.Struct("<I32sQ8xQQ")
+START = struct.Struct("<QHBH")  # length of the header, module index, kind of tensor, length of the name
 _HASHES = struct.Struct("<HBBBIBB32s")  # bytes that follow, number of hashes; of each: kind, length, value
-_CRC32, _SHA256 = 0, 1
+CRC32, _SHA256 = 0, 1
 _NO_HASHES = struct.pack("<HB", 1, 0)
 _LENGTH = struct.Struct("<Q")
 _PASSPHRASE = struct.Struct("<HHQQiH")  # two tags; costs and algorithm of the derivation; length of the salt
@@ -63,9 +68,9 @@ END = bytes(8)
 
 # The least data version that can hold a file: plain, with dtypes that numpy lacks, encrypted, with dimensions of over
 # 32 bits.
-_PLAIN, _OPAQUE, _ENCRYPTED, _LONG = 1, 2, 3, 5
+_PLAIN, _OPAQUE, ENCRYPTED, LONG = 1, 2, 3, 5
 # Feature flags, from version 4 on. Versioned index: a version precedes each of its entries.
-_ENCRYPTED_FLAG, _VERSIONED_INDEX = 1, 2
+ENCRYPTED_FLAG, VERSIONED_INDEX = 1, 2
 
 
 class TensorInfo(Protocol):
@@ -140,14 +145,14 @@ def lay_out(tensors: Sequence[TensorInfo], cipher: Cipher | None = None, capacit
     Raises:
         ValueError: the index does not hold so many names.
     """
-    position = len(_MAGIC) + _HEAD.size + capacity
+    position = len(MAGIC) + HEAD.size + capacity
     entries = []
     index: list[tuple[int, bytes]] = []
-    version = _PLAIN if cipher is None else _ENCRYPTED
+    version = _PLAIN if cipher is None else ENCRYPTED
     for tensor in tensors:
         name, dtype = tensor.name.encode(), _dtype_name(tensor.dtype)
         is_long = any(extent >> 32 for extent in tensor.shape)
-        version = max(version, _LONG if is_long else _OPAQUE if b"\0" in dtype else _PLAIN)
+        version = max(version, LONG if is_long else _OPAQUE if b"\0" in dtype else _PLAIN)
         shape = struct.pack(f"<B{len(tensor.shape)}{'Q' if is_long else 'I'}", len(tensor.shape), *tensor.shape)
         kind = _KINDS.get(tensor.kind, _STATE_DICT)
         described = name, kind, dtype, shape
@@ -156,85 +161,16 @@ def lay_out(tensors: Sequence[TensorInfo], cipher: Cipher | None = None, capacit
         header, hashes_offset = _header(described, proof, tensor.nbytes)
         entry = Entry(position, header, hashes_offset, position + len(header), tensor.nbytes, block)
         entries.append(entry)
-        index.append((_LONG if is_long else _PLAIN, _index_entry(described, entry)))
+        index.append((LONG if is_long else _PLAIN, _index_entry(described, entry)))
         position = entry.offset + entry.length
-    is_versioned = version == _LONG
+    is_versioned = version == LONG
     listing = b"".join((struct.pack("<I", v) if is_versioned else b"") + record for v, record in index)
     if len(listing) > capacity:
         raise ValueError(f"{len(tensors):,} names do not fit into the index of one tensorizer file")
-    flags = (_VERSIONED_INDEX | (_ENCRYPTED_FLAG if cipher is not None else 0)) if is_versioned else 0
+    flags = (VERSIONED_INDEX | (ENCRYPTED_FLAG if cipher is not None else 0)) if is_versioned else 0
     total = sum(entry.length for entry in entries)
-    head = _MAGIC + _HEAD.pack(version, flags.to_bytes(32, "little"), total, len(entries), capacity)
+    head = MAGIC + HEAD.pack(version, flags.to_bytes(32, "little"), total, len(entries), capacity)
     return FileLayout(head + listing.ljust(capacity, b"\0"), tuple(entries), position + len(END), cipher)
-
-
-class Indexed(NamedTuple):
-    """A tensor in a tensorizer file, as the file's index has it."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-    length: int
-
-
-def read_index(read: Callable[[int, int], bytes]) -> list[Indexed]:
-    """The tensors in a file that any release of tensorizer wrote.
-
-    Args:
-        read: Gives so many bytes from an offset on.
-
-    Raises:
-        ValueError: the file is of another kind, encrypted, or damaged.
-    """
-    head = read(0, len(_MAGIC) + _HEAD.size)
-    if not head.startswith(_MAGIC):
-        raise ValueError("not a tensorizer file")
-    version, flags, _, count, length = _HEAD.unpack_from(head, len(_MAGIC))
-    features = int.from_bytes(flags, "little")
-    if version > _LONG:
-        raise ValueError(f"of a newer version ({version}) than this release reads")
-    if version == _ENCRYPTED or (version > _ENCRYPTED and features & _ENCRYPTED_FLAG):
-        raise ValueError("encrypted")
-    index = read(len(head), length)
-    found = []
-    position = 0
-    try:
-        for _ in range(count):
-            entry, position = _read_entry(index, position, versioned=bool(features & _VERSIONED_INDEX))
-            found.append(entry)
-    except (struct.error, IndexError, UnicodeDecodeError, TypeError, AttributeError) as error:
-        raise ValueError(f"damaged in its index: {error}") from error
-    return found
-
-
-def _read_entry(index: bytes, position: int, *, versioned: bool) -> tuple[Indexed, int]:
-    is_long = False
-    if versioned:
-        is_long = struct.unpack_from("<I", index, position)[0] >= _LONG
-        position += 4
-    (length,) = struct.unpack_from("<H", index, position)
-    position += 2
-    name = index[position : position + length].decode()
-    position += length + 1  # and the kind of tensor
-    length = index[position]
-    dtype = index[position + 1 : position + 1 + length].decode()
-    position += 1 + length
-    shape = struct.Struct(f"<{index[position]}{'Q' if is_long else 'I'}")
-    extents = shape.unpack_from(index, position + 1)
-    position += 1 + shape.size
-    _, offset, nbytes = struct.unpack_from("<QQQ", index, position)
-    return Indexed(name, _dtype(dtype), extents, offset, nbytes), position + 24
-
-
-def _dtype(name: str) -> torch.dtype:
-    _, opaque, torch_name = name.partition("\0")
-    if not opaque:
-        return torch.from_numpy(np.empty(0, np.dtype(name))).dtype
-    dtype = getattr(torch, torch_name.removeprefix("torch."))
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{torch_name!r} is no dtype")
-    return dtype
 
 
 class Digester:
@@ -313,14 +249,14 @@ def _header(described_as: _Described, proof: bytes, length: int) -> tuple[bytes,
     """A tensor's header, and where the hashes, or what is there instead, go."""
     name, kind, dtype, shape = described_as
     described = name + struct.pack("<B", len(dtype)) + dtype + shape
-    hashes_offset = _START.size + len(described)
+    hashes_offset = START.size + len(described)
     nbytes = hashes_offset + len(proof) + _LENGTH.size
-    start = _START.pack(nbytes, 0, kind, len(name))
+    start = START.pack(nbytes, 0, kind, len(name))
     return start + described + proof + _LENGTH.pack(length), hashes_offset
 
 
 def _hashes(crc32: int, sha256: bytes) -> bytes:
-    return _HASHES.pack(_HASHES.size - 2, 2, _CRC32, 4, crc32, _SHA256, 32, sha256)
+    return _HASHES.pack(_HASHES.size - 2, 2, CRC32, 4, crc32, _SHA256, 32, sha256)
 
 
 def _crypt_info(derivation: Derivation | None, nbytes: int, block: int) -> bytes:

@@ -7,23 +7,29 @@ torch has both halves: with fake tensors, ``torch.load`` says where each tensor'
 from __future__ import annotations
 
 import io
+import struct
 import tempfile
-from collections.abc import Iterator, Sequence
-from typing import Any
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, Any
 
 import torch
+from isal.isal_zlib import crc32
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # as torch.serialization.skip_data documents
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict  # what dcp.save does
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # what dcp.save does
 from torch.utils._pytree import tree_leaves
 
-from ._contents import Contents, Path, StoredObject, StoredTensor, blocks_of, plain_tensor
+from ._contents import Contents, OtherKey, Path, StoredObject, StoredTensor, blocks_of, plain_tensor
 from ._storage import RangeReader, Storage
 from ._tensorfile import host_bytes, unsafe_globals
 from .errors import ConversionError, UntrustedObject
 
-__all__ = ["FileView", "load_fake", "locate", "read_state_dict", "skeleton"]
+__all__ = ["FileView", "load_fake", "locate", "nested", "read_state_dict", "skeleton"]
 
 _PIECE = 4 << 20
+# Where the CRC-32 is in what follows an entry's data in a zip file, and in the entry's record in the directory at the
+# end; there, too, the lengths of name, extra field and comment, and of the record without them.
+_DESCRIPTOR_CRC, _RECORD_CRC, _RECORD_LENGTHS, _RECORD = 4, 16, 28, 46
 
 
 class FileView(io.RawIOBase):
@@ -62,6 +68,7 @@ def load_fake(file: FileView, path: str) -> Any:
         ConversionError: it cannot be read.
     """
     buffered = io.BufferedReader(file)
+    _check_archive(buffered, path)
     try:
         with FakeTensorMode():
             return torch.load(buffered, weights_only=True)
@@ -74,6 +81,24 @@ def load_fake(file: FileView, path: str) -> Any:
             f"{path} cannot be read: {type(error).__name__}: {error} (files of torch before 1.6 must be loaded and "
             f"saved once more)"
         ) from error
+
+
+def _check_archive(file: IO[bytes], path: str) -> None:
+    """The elements of tensors must lie in the file as they are."""
+    is_archive = file.read(4) == b"PK\3\4"
+    file.seek(0)
+    if not is_archive:
+        return  # of an old release, or damaged: torch says which
+    try:
+        archive = zipfile.ZipFile(file)
+        orders = [archive.read(name) for name in archive.namelist() if name.endswith("/byteorder")]
+    except Exception as error:
+        raise ConversionError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    file.seek(0)
+    if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
+        raise ConversionError(f"{path} is compressed: load and save it once more")
+    if b"big" in orders:
+        raise ConversionError(f"{path} is of a big-endian machine: load and save it once more on this one")
 
 
 def unsafe_globals_in(file: FileView) -> Sequence[str]:
@@ -125,6 +150,7 @@ def read_state_dict(storage: Storage, name: str, reader: RangeReader, nbytes: in
         values, paths = flatten_state_dict(value)
     except ValueError as error:
         raise ConversionError(f"{path}: {error}") from error
+    paths = _exact(value, paths)
     tensors, objects = {}, {}
     for key, item in values.items():
         if isinstance(item, torch.Tensor):
@@ -137,6 +163,45 @@ def read_state_dict(storage: Storage, name: str, reader: RangeReader, nbytes: in
             data = content.getvalue()
             objects[key] = StoredObject(key, tuple(paths[key]), len(data), lambda data=data: data)  # type: ignore[misc]
     return Contents(path, "torch", tensors, objects)
+
+
+def _exact(value: Mapping[Any, Any], paths: Mapping[str, Path]) -> dict[str, Path]:
+    """The paths that DCP makes of a state dict, with the keys of its dicts as they are, and not only their names."""
+    keys_of: dict[int, dict[str, Any]] = {}
+    found = {}
+    for name, path in paths.items():
+        node: Any = value
+        exact: list[str | int] = []
+        for part in path:
+            key: Any = part
+            if isinstance(node, Mapping):
+                if id(node) not in keys_of:
+                    keys_of[id(node)] = {str(key): key for key in node}
+                key = keys_of[id(node)][str(part)]
+                part = key if isinstance(key, str) else OtherKey(key)
+            exact.append(part)
+            node = node[key]
+        found[name] = tuple(exact)
+    return found
+
+
+def nested(values: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, Any]:
+    """A state dict of values at their paths, none of which leads through another's value."""
+    root: dict[Any, Any] = {}
+    for name, value in values.items():
+        node: Any = root
+        path = paths[name]
+        for part, after in zip(path, (*path[1:], None), strict=True):
+            child = value if after is None else [] if type(after) is int else {}
+            if isinstance(node, list):
+                node.extend([None] * (int(part) + 1 - len(node)))
+                if after is None or node[int(part)] is None:
+                    node[int(part)] = child
+                node = node[int(part)]
+            else:
+                key = part.value if isinstance(part, OtherKey) else part
+                node = node.setdefault(key, child)
+    return root
 
 
 def skeleton(contents: Contents) -> tuple[int, Iterator[memoryview]]:
@@ -163,9 +228,11 @@ def skeleton(contents: Contents) -> tuple[int, Iterator[memoryview]]:
             ) from None
     ordered = {key: values[key] for key in paths}
     # Sparse: what is left out for the data takes no room.
-    room = tempfile.NamedTemporaryFile(prefix="dcp_tensorizer-", suffix=".skeleton")  # noqa: SIM115
-    with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(unflatten_state_dict(ordered, paths), room.name)
+    with tempfile.TemporaryDirectory(prefix="dcp_tensorizer-") as folder:
+        file = f"{folder}/archive"  # the name is in the file, and this is the one that torch gives to a stream
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(nested(ordered, paths), file)
+        room = open(file, "rb")  # noqa: SIM115
     return room.seek(0, io.SEEK_END), _filled(room, contents)
 
 
@@ -179,13 +246,39 @@ def _filled(room: Any, contents: Contents) -> Iterator[memoryview]:
             for key, tensor in contents.tensors.items()
             if tensor.nbytes
         )
+        directory = zipfile.ZipFile(room).start_dir
+        checks = {}
         position = 0
         for offset, key in places:
             yield from _copied(room, position, offset)
             tensor = contents.tensors[key]
-            yield from (host_bytes(tensor.read(box)) for box in blocks_of(tensor))
+            check = 0
+            for box in blocks_of(tensor):
+                piece = host_bytes(tensor.read(box))
+                check = crc32(piece, check)
+                yield piece
             position = offset + tensor.nbytes
-        yield from _copied(room, position, room.seek(0, io.SEEK_END))
+            yield from _copied(room, position, position + _DESCRIPTOR_CRC)
+            yield memoryview(struct.pack("<I", check))
+            position += _DESCRIPTOR_CRC + 4
+            checks[offset] = check
+        yield from _copied(room, position, directory)
+        yield memoryview(_checked_directory(room, directory, checks))
+
+
+def _checked_directory(room: Any, start: int, checks: Mapping[int, int]) -> bytes:
+    """The end of a zip file, from its directory on, with the CRC-32 of the data that begins at some offsets."""
+    entries = zipfile.ZipFile(room).infolist()
+    room.seek(start)
+    found = bytearray(room.read())
+    position = 0
+    for entry in entries:
+        room.seek(entry.header_offset + 26)
+        data = entry.header_offset + 30 + sum(struct.unpack("<HH", room.read(4)))
+        if data in checks:
+            struct.pack_into("<I", found, position + _RECORD_CRC, checks[data])
+        position += _RECORD + sum(struct.unpack_from("<HHH", found, position + _RECORD_LENGTHS))
+    return bytes(found)
 
 
 def _copied(room: Any, start: int, stop: int) -> Iterator[memoryview]:

@@ -1,39 +1,30 @@
 """Whether a checkpoint's files hold what was saved, at the disk's speed and in little memory.
 
-A file is cut into spans, each with the bytes it should have: the blocks of its tensors, which have digests; or, for
-everything that tensorizer would check, the whole file, whose every byte follows from the metadata and the hashes of
-the data. Threads read runs of spans in pieces, past the page cache, and hash each piece while it is in the core's own.
+A file is cut into spans, each with the bytes it should have (see `_spans`). Threads read runs of spans in pieces, past
+the page cache, and hash each piece while it is in the core's own.
 """
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from isal.isal_zlib import crc32 as crc32_of
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
-from ._crypt import Cipher
-from ._layout import Derivation, StoredItem
+from ._spans import AT_ONCE, Span, block_spans, file_spans, keyless, stored_items
 from ._storage import RangeReader, Storage
-from ._tensorfile import END, Digester, Entry, lay_out
 from .errors import CheckpointError
 
 __all__ = ["Damage", "Verified", "verify"]
 
 _PIECE = 512 << 10  # see `_encoder`: hashing data that is in the core's own cache
 _READ = 4 << 20
-_AT_ONCE = (
-    64 << 20
-)  # what one thread does at once: enough to read on, small enough to spread a large tensor over threads
 _PAGE = 4096
 
 
@@ -64,43 +55,6 @@ class Verified:
     damages: tuple[Damage, ...]
 
 
-class _Stored(NamedTuple):
-    """A write item, with what a tensorizer file says of it."""
-
-    key: str
-    item: StoredItem
-    shape: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        return self.item.name
-
-    @property
-    def dtype(self) -> str:
-        return self.item.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.item.length
-
-    @property
-    def kind(self) -> str:
-        return self.item.kind
-
-
-class _Span(Protocol):
-    """Bytes of a file that are checked together."""
-
-    start: int
-    stop: int
-
-    def update(self, piece: memoryview) -> None:
-        """Takes the bytes, in order."""
-
-    def damages(self) -> Iterator[tuple[str | None, int, str]]:
-        """Key, offset and kind of what is wrong, after all bytes; also if some could not be read."""
-
-
 def verify(
     storage: Storage,
     parts: Mapping[int | None, Metadata],
@@ -120,8 +74,8 @@ def verify(
     """
     started = time.monotonic()
     files = {name: size for part in parts.values() for name, size in part.storage_data["files"].items()}
-    encrypted = {name: _keyless(part) for part in parts.values() for name in part.storage_data["files"]}
-    items = _items(parts)
+    encrypted = {name: keyless(part) for part in parts.values() for name in part.storage_data["files"]}
+    items = stored_items(parts)
     damages: list[Damage] = []
     runs: list[_Run] = []
     for name, nbytes in sorted(files.items()):
@@ -132,7 +86,7 @@ def verify(
             continue
         if size != nbytes:
             damages.append(Damage(name, None, min(size, nbytes), f"has {size:,} bytes instead of {nbytes:,}"))
-        spans = _file_spans(items[name], nbytes, encrypted[name]) if full else _block_spans(items[name])
+        spans = file_spans(items[name], nbytes, encrypted[name]) if full else block_spans(items[name])
         runs += _runs(name, size, spans)
     job = _Job(storage, progress, sum(run.stop - run.start for run in runs))
     damages += job.run(runs, _threads(storage, full))
@@ -162,133 +116,13 @@ def _threads(storage: Storage, full: bool) -> int:
     return max(2 * (os.cpu_count() or 1), storage.read_threads) if full else storage.read_threads
 
 
-def _items(parts: Mapping[int | None, Metadata]) -> dict[str, list[_Stored]]:
-    """The items in each file, in its order."""
-    files: dict[str, list[_Stored]] = defaultdict(list)
-    for part in parts.values():
-        shapes = {
-            (key, tuple(chunk.offsets)): tuple(chunk.sizes)
-            for key, entry in part.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-            for chunk in entry.chunks
-        }
-        for (key, offset), place in part.storage_data["items"].items():
-            item = StoredItem(*place)
-            if item.length:
-                shape = shapes[key, offset] if item.kind == "tensor" else (item.length,)
-                files[item.file].append(_Stored(key, item, shape))
-    for stored in files.values():
-        stored.sort(key=lambda one: one.item.offset)
-    return files
-
-
-# --- spans ---------------------------------------------------------------------------------------------------------
-
-
-class _Blocks:
-    """Some blocks of an item, compared with their digests."""
-
-    def __init__(self, stored: _Stored, start: int, stop: int) -> None:
-        item = stored.item
-        self.start, self.stop = item.offset + start, item.offset + stop
-        self._key = stored.key
-        self._step = item.block
-        first = start // self._step
-        self._expected = item.digests[8 * first : 8 * -(-stop // self._step)]
-        self._digester = Digester(item.block)
-
-    def update(self, piece: memoryview) -> None:
-        self._digester.update(piece)
-
-    def damages(self) -> Iterator[tuple[str | None, int, str]]:
-        found = self._digester.digests()
-        for number in range(-(-(self.stop - self.start) // self._step)):
-            place = slice(8 * number, 8 * number + 8)
-            if found[place] != self._expected[place]:
-                first = self.start + number * self._step
-                stop = min(first + self._step, self.stop)
-                yield self._key, first, f"bytes {first:,} to {stop:,} are not what was saved"
-
-
-class _Sealed:
-    """A tensor with its header, which holds tensorizer's hashes of both; of an encrypted one, nonce and MACs."""
-
-    def __init__(self, stored: _Stored, entry: Entry) -> None:
-        self.start, self.stop = entry.header_offset, entry.offset + entry.length
-        self._stored = stored
-        self._entry = entry
-        self._header = b""
-        self._crc32 = crc32_of(entry.header)
-        self._sha256 = hashlib.sha256(entry.header)
-        self._blocks = _Blocks(stored, 0, entry.length)
-
-    def update(self, piece: memoryview) -> None:
-        missing = len(self._entry.header) - len(self._header)
-        self._header += bytes(piece[:missing])
-        data = piece[missing:]
-        if not self._stored.item.seal:
-            self._crc32 = crc32_of(data, self._crc32)
-            self._sha256.update(data)
-        self._blocks.update(data)
-
-    def damages(self) -> Iterator[tuple[str | None, int, str]]:
-        found = list(self._blocks.damages())
-        yield from found
-        seal = self._stored.item.seal
-        expected = self._entry.with_seal(seal) if seal else self._entry.sealed(self._crc32, self._sha256.digest())
-        if not found and self._header != expected:
-            what = "nonce and MACs" if seal else "the CRC-32 and SHA-256"
-            yield self._stored.key, self.start, f"its header, with {what} of the data, is damaged"
-
-
-class _Fixed:
-    """Bytes that are known."""
-
-    def __init__(self, start: int, expected: bytes, name: str) -> None:
-        self.start, self.stop = start, start + len(expected)
-        self._expected = expected
-        self._name = name
-        self._found = b""
-
-    def update(self, piece: memoryview) -> None:
-        self._found += bytes(piece)
-
-    def damages(self) -> Iterator[tuple[str | None, int, str]]:
-        if self._found != self._expected:
-            yield None, self.start, f"{self._name} is damaged"
-
-
-def _block_spans(items: Sequence[_Stored]) -> Iterator[_Span]:
-    for stored in items:
-        step = stored.item.block
-        step *= max(1, _AT_ONCE // step)
-        for start in range(0, stored.item.length, step):
-            yield _Blocks(stored, start, min(start + step, stored.item.length))
-
-
-def _keyless(part: Metadata) -> Cipher | None:
-    """What the layout of encrypted files depends on; the key it does not."""
-    record = part.storage_data.get("encryption")
-    if record is None:
-        return None
-    return Cipher(b"", None if record["derivation"] is None else Derivation(*record["derivation"]))
-
-
-def _file_spans(items: Sequence[_Stored], nbytes: int, cipher: Cipher | None) -> Iterator[_Span]:
-    layout = lay_out(items, cipher)
-    yield _Fixed(0, layout.head, "the index of its tensors")
-    for stored, entry in zip(items, layout.entries, strict=True):
-        yield _Sealed(stored, entry)
-    yield _Fixed(nbytes - len(END), END, "its end")
-
-
 @dataclass(frozen=True, slots=True)
 class _Run:
     """Spans of a file that one thread reads, with the gaps between them."""
 
     file: str
     file_nbytes: int
-    spans: list[_Span]
+    spans: list[Span]
 
     @property
     def start(self) -> int:
@@ -299,10 +133,10 @@ class _Run:
         return self.spans[-1].stop
 
 
-def _runs(file: str, file_nbytes: int, spans: Iterator[_Span]) -> Iterator[_Run]:
-    run: list[_Span] = []
+def _runs(file: str, file_nbytes: int, spans: Iterator[Span]) -> Iterator[_Run]:
+    run: list[Span] = []
     for span in spans:
-        if run and span.stop - run[0].start > _AT_ONCE:
+        if run and span.stop - run[0].start > AT_ONCE:
             yield _Run(file, file_nbytes, run)
             run = []
         run.append(span)

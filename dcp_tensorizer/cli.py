@@ -9,39 +9,44 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import json
-import re
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import torch
 import typer
 
-from . import _catalogue, _render
+from . import _catalogue
+from ._arguments import (
+    Checkpoint,
+    Json,
+    KeyFile,
+    PassphraseFile,
+    StorageOptions,
+    read_dtype,
+    read_key,
+    read_nbytes,
+    read_options,
+    read_seconds,
+    read_split,
+)
 from ._contents import contents_of, read_parts, unlock_parts
-from ._crypt import decryption_key
 from ._destination import open_storage
 from ._diff import diff as compare
 from ._inspect import inspect_contents
 from ._render import Screen, count, size
-from ._sources import FORMATS, open_contents
-from ._storage import Storage
+from ._show import show_contents, show_difference, show_listing, show_removals, show_verified
+from ._sources import FORMATS, open_two
+from ._storage import redact
 from ._verify import verify as verify_files
 from .convert import Options
 from .convert import convert as convert_checkpoint
 from .errors import (
     CheckpointError,
-    ConversionError,
-    DecryptionError,
+    ChecksumMismatch,
     MetadataError,
     NotCommitted,
     ReadError,
+    UntrustedObject,
 )
-
-if TYPE_CHECKING:
-    from ._crypt import DecryptionParams
 
 __all__ = ["app"]
 
@@ -56,66 +61,37 @@ app = typer.Typer(
 _DAMAGED = _DIFFERENT = 1
 _NOT_DONE = 2
 
-Checkpoint = Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint: local path, or URL that fsspec opens.")]
-KeyFile = Annotated[
-    Path | None, typer.Option("--key-file", metavar="FILE", help="The key of an encrypted checkpoint: 32 bytes.")
-]
-PassphraseFile = Annotated[
-    Path | None,
-    typer.Option("--passphrase-file", metavar="FILE", help="The passphrase; a newline at its end is no part of it."),
-]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for scripts.")]
-StorageOptions = Annotated[
-    list[str] | None,
-    typer.Option("--storage-option", metavar="KEY=VALUE", help="For the fsspec file system; VALUE may be JSON."),
-]
+
+def _command(damaged: int = _DAMAGED) -> Callable[[Callable[..., int]], None]:
+    """A command that ends with the exit code it returns, and without a traceback for what users can mend.
+
+    Args:
+        damaged: The exit code where it fails because the checkpoint is damaged.
+    """
+
+    def add(function: Callable[..., int]) -> None:
+        @app.command(name=function.__name__)
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> None:
+            try:
+                code = function(*args, **kwargs)
+            except CheckpointError as error:
+                Screen(as_json=False).error(str(error))
+                code = damaged if _is_damage(error) else _NOT_DONE
+            raise typer.Exit(code)
+
+    return add
 
 
-def _command(function: Callable[..., int]) -> Callable[..., None]:
-    """A command that ends with the exit code it returns, and without a traceback for what users can mend."""
-
-    @app.command(name=function.__name__)
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            code = function(*args, **kwargs)
-        except CheckpointError as error:
-            Screen(as_json=False).error(str(error))
-            damaged = isinstance(error, ReadError | MetadataError)
-            damaged &= not isinstance(error, NotCommitted | DecryptionError)
-            code = _DAMAGED if damaged else _NOT_DONE
-        raise typer.Exit(code)
-
-    return run
+def _is_damage(error: CheckpointError) -> bool:
+    """Whether what was read is not what was saved, and not a server, a key or permissions what is missing."""
+    if isinstance(error, NotCommitted | UntrustedObject):
+        return False
+    gone = isinstance(error, ReadError) and isinstance(error.__cause__, EOFError | FileNotFoundError)
+    return gone or isinstance(error, ChecksumMismatch | MetadataError)
 
 
-def _options(given: list[str] | None) -> dict[str, Any]:
-    """``KEY=VALUE``s, each value JSON if it can be read so."""
-    options = {}
-    for option in given or []:
-        key, equals, text = option.partition("=")
-        if not key or not equals:
-            raise typer.BadParameter(f"{key!r} is not of the form KEY=VALUE", param_hint="--storage-option")
-        try:
-            options[key] = json.loads(text)
-        except ValueError:
-            options[key] = text
-    return options
-
-
-def _key(key_file: Path | None, passphrase_file: Path | None) -> DecryptionParams | None:
-    """The key in a file; in an argument, other users of the machine would see it."""
-    if key_file is None and passphrase_file is None:
-        return None
-    try:
-        key = None if key_file is None else key_file.read_bytes()
-        passphrase = None if passphrase_file is None else passphrase_file.read_text(encoding="utf-8").removesuffix("\n")
-        return decryption_key(key=key, passphrase=passphrase)
-    except (OSError, ValueError) as error:
-        raise DecryptionError(f"cannot read a key from {key_file or passphrase_file}: {error}") from None
-
-
-@_command
+@_command()
 def ls(
     path: Annotated[str, typer.Argument(help="A directory with checkpoints below it: local path or URL.")],
     storage_option: StorageOptions = None,
@@ -123,46 +99,13 @@ def ls(
 ) -> int:
     """List the checkpoints below a path, newest first."""
     screen = Screen(as_json=as_json)
-    storage = open_storage(path, _options(storage_option))
+    storage = open_storage(path, read_options(storage_option))
     found = _catalogue.find(storage)
-    if as_json:
-        screen.json(
-            [
-                {
-                    "path": listed.path,
-                    "step": listed.step,
-                    "state": listed.state,
-                    "saved": listed.saved,
-                    "bytes": listed.nbytes,
-                    "ranks": listed.ranks,
-                    "tensors": listed.tensors,
-                    "objects": listed.objects,
-                    "leftover_bytes": sum(file.nbytes for file in listed.leftovers),
-                }
-                for listed in found
-            ]
-        )
-        return 0
-    screen.table(
-        ["checkpoint", "state", "saved", ">size", ">ranks", ">tensors"],
-        (
-            [
-                _below(listed, storage),
-                listed.state,
-                _render.moment(listed.saved),
-                size(listed.nbytes),
-                "-" if listed.ranks is None else str(listed.ranks),
-                "-" if listed.tensors is None else f"{listed.tensors:,}",
-            ]
-            for listed in found
-        ),
-    )
-    if not found:
-        screen.line(f"no checkpoints below {path}")
+    show_listing(screen, found, storage)
     return 0
 
 
-@_command
+@_command()
 def inspect(
     checkpoint: Checkpoint,
     pattern: Annotated[str, typer.Argument(help="Keys to show, as in a shell: 'model.*.weight'.")] = "*",
@@ -174,80 +117,17 @@ def inspect(
 ) -> int:
     """Show what is in a checkpoint: tensors, objects, totals."""
     screen = Screen(as_json=as_json)
-    storage = open_storage(checkpoint, _options(storage_option))
+    storage = open_storage(checkpoint, read_options(storage_option))
     parts = read_parts(storage)
     files = {name: nbytes for part in parts.values() for name, nbytes in part.storage_data["files"].items()}
-    key = _key(key_file, passphrase_file)
+    key = read_key(key_file, passphrase_file)
     ciphers = None if key is None else unlock_parts(storage, parts, key)
     found = inspect_contents(contents_of(storage, parts, ciphers), files, pattern)
-    if as_json:
-        screen.json(found)
-    else:
-        _show_contents(screen, found, chunks)
+    show_contents(screen, found, chunks)
     return 0
 
 
-def _show_contents(screen: Screen, found: dict[str, Any], chunks: bool) -> None:
-    tensors, objects = found["tensors"], found["objects"]
-    if chunks:
-        screen.table(
-            ["tensor", "from", "shape", ">bytes", "file", ">at"],
-            (
-                [
-                    tensor["key"],
-                    _render.shape(chunk["offset"]) if chunk["offset"] else "-",
-                    _render.shape(chunk["shape"]),
-                    size(chunk["bytes"]),
-                    chunk["file"] or "-",
-                    "-" if chunk["file"] is None else f"{chunk['file_offset']:,}",
-                ]
-                for tensor in tensors
-                for chunk in tensor["chunks"]
-            ),
-        )
-    else:
-        screen.table(
-            ["tensor", "shape", "dtype", ">size", ">chunks", "ranks"],
-            (
-                [
-                    tensor["key"],
-                    _render.shape(tensor["shape"]),
-                    tensor["dtype"],
-                    size(tensor["bytes"]),
-                    str(len(tensor["chunks"])),
-                    _render.ranks(chunk["rank"] for chunk in tensor["chunks"]),
-                ]
-                for tensor in tensors
-            ),
-        )
-    screen.table(
-        ["object", "type", "value", ">size"],
-        ([o["key"], o["type"], o["value"], size(o["bytes"])] for o in objects),
-        title="Objects",
-    )
-    for title, name in (("By dtype", "by_dtype"), ("By key", "by_key")):
-        screen.table(
-            [name.removeprefix("by_"), ">tensors", ">elements", ">size"],
-            (
-                [key, f"{total['tensors']:,}", f"{total['elements']:,}", size(total["bytes"])]
-                for key, total in found[name].items()
-            ),
-            title=title,
-        )
-    screen.table(
-        ["file", ">rank", ">size"],
-        ([file["file"], str(file["rank"]), size(file["bytes"])] for file in found["files"]),
-        title="Files",
-    )
-    total = sum(tensor["bytes"] for tensor in tensors)
-    screen.line("")
-    screen.line(
-        f"{count(len(tensors), 'tensor')} of {size(total)} and {count(len(objects), 'object')}, "
-        f"saved by {count(found['ranks'], 'rank')}"
-    )
-
-
-@_command
+@_command()
 def verify(
     checkpoint: Checkpoint,
     full: Annotated[
@@ -258,39 +138,14 @@ def verify(
 ) -> int:
     """Compare a checkpoint's files with what was saved; exit code 1 if any is damaged."""
     screen = Screen(as_json=as_json)
-    storage = open_storage(checkpoint, _options(storage_option))
+    storage = open_storage(checkpoint, read_options(storage_option))
     with screen.progress("verifying") as progress:
         found = verify_files(storage, read_parts(storage), full=full, progress=progress)
-    rate = found.nbytes / 1e9 / max(found.seconds, 1e-9)
-    if as_json:
-        screen.json(
-            {
-                "path": storage.path,
-                "ok": not found.damages,
-                "full": full,
-                "files": found.files,
-                "items": found.items,
-                "bytes": found.nbytes,
-                "seconds": found.seconds,
-                "damages": [damage._asdict() for damage in found.damages],
-            }
-        )
-        return _DAMAGED if found.damages else 0
-    for name, damages in itertools.groupby(found.damages, lambda damage: damage.file):
-        rows = [["(the file)" if d.key is None else d.key, f"{d.offset:,}", d.what] for d in damages]
-        screen.table(["damaged", ">at", "what"], rows, title=f"{storage.path}/{name}")
-    if found.damages:
-        screen.line("")
-    screen.line(
-        f"{'DAMAGED' if found.damages else 'ok'}: {count(found.files, 'file')}, {count(found.items, 'item')}, "
-        f"{size(found.nbytes)} in {found.seconds:.1f} s ({rate:.2f} GB/s)"
-        + (f", {count(len(found.damages), 'damage')}" if found.damages else ""),
-        "bold red" if found.damages else "bold green",
-    )
+    show_verified(screen, found, storage, full)
     return _DAMAGED if found.damages else 0
 
 
-@_command
+@_command(damaged=_NOT_DONE)
 def diff(
     before: Annotated[str, typer.Argument(metavar="A", help="A checkpoint of any format that convert reads.")],
     after: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
@@ -301,39 +156,14 @@ def diff(
 ) -> int:
     """Show how two checkpoints differ; exit code 1 if they do."""
     screen = Screen(as_json=as_json)
-    options, key = _options(storage_option), _key(key_file, passphrase_file)
+    options, key = read_options(storage_option), read_key(key_file, passphrase_file)
     with screen.progress("comparing") as progress:
-        a, b = (open_contents(path, options, encryption=key) for path in (before, after))
-        found = compare(a, b, progress)
-    code = _DIFFERENT if found else 0
-    if as_json:
-        screen.json(dataclasses.asdict(found))
-        return code
-    screen.table(
-        ["changed", "what", ">elements", ">differing", ">largest", ">relative"],
-        (
-            [
-                change.key,
-                change.what if change.elements is not None else f"{change.what}: {change.before} -> {change.after}",
-                _render.number(change.elements),
-                _render.number(change.differing),
-                _render.number(change.largest),
-                _render.number(change.relative),
-            ]
-            for change in found.changed
-        ),
-    )
-    screen.table(["only in A"], ([key] for key in found.removed))
-    screen.table(["only in B"], ([key] for key in found.added))
-    screen.line(
-        f"{'different' if found else 'the same'}: {found.same:,} keys the same, {len(found.changed):,} changed, "
-        f"{len(found.removed):,} only in A, {len(found.added):,} only in B ({size(found.nbytes)} read)",
-        "bold yellow" if found else "bold green",
-    )
-    return code
+        found = compare(*open_two((before, after), options, key), progress)
+    show_difference(screen, found)
+    return _DIFFERENT if found else 0
 
 
-@_command
+@_command()
 def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: local path or URL.")],
     target: Annotated[str, typer.Argument(metavar="DST", help="Where there is nothing yet: local path or URL.")],
@@ -362,14 +192,16 @@ def convert(
 ) -> int:
     """Bring a checkpoint into another format: whole tensors, in the memory of the largest one."""
     screen = Screen(as_json=as_json)
+    if split is not None and tensor_parallel == 1:
+        raise typer.BadParameter("is for --tensor-parallel N, into how many files to split", param_hint="--split")
     how = Options(
         select=select or (),
         strip_prefix=strip_prefix,
-        dtype=_dtype(dtype),
+        dtype=read_dtype(dtype),
         source_format=source_format,
-        shard_bytes=_nbytes(shard_size),
+        shard_bytes=read_nbytes(shard_size),
         tensor_parallel=tensor_parallel,
-        split=_split(split),
+        split=read_split(split),
         buffers=(*Options.buffers, *(buffer or ())),
     )
     with screen.progress("converting") as progress:
@@ -378,8 +210,8 @@ def convert(
             target,
             to,
             options=how,
-            storage_options=_options(storage_option),
-            encryption=_key(key_file, passphrase_file),
+            storage_options=read_options(storage_option),
+            encryption=read_key(key_file, passphrase_file),
             on_progress=progress,
         )
     if as_json:
@@ -387,13 +219,13 @@ def convert(
     else:
         objects = f" and {count(done.objects, 'object')}" if done.objects else ""
         screen.line(
-            f"{target}: {count(done.tensors, 'tensor')}{objects}, {size(done.nbytes)}, "
+            f"{redact(target)}: {count(done.tensors, 'tensor')}{objects}, {size(done.nbytes)}, "
             f"from {done.source_format} to {to} in {done.seconds:.1f} s"
         )
     return 0
 
 
-@_command
+@_command()
 def gc(
     path: Annotated[str, typer.Argument(help="A directory with checkpoints below it: local path or URL.")],
     keep: Annotated[
@@ -408,89 +240,9 @@ def gc(
 ) -> int:
     """Remove old checkpoints, and what dead saves have left; never the newest committed one."""
     screen = Screen(as_json=as_json)
-    storage = open_storage(path, _options(storage_option))
+    storage = open_storage(path, read_options(storage_option))
     found = _catalogue.find(storage)
-    planned = _catalogue.plan_collection(found, keep, None if older_than is None else _seconds(older_than))
+    planned = _catalogue.plan_collection(found, keep, None if older_than is None else read_seconds(older_than))
     removals = planned if dry_run else [_catalogue.collect(removal) for removal in planned]
-    gone = [removal for removal in removals if not removal.kept]
-    total = sum(removal.nbytes for removal in gone)
-    if as_json:
-        screen.json(
-            {
-                "dry_run": dry_run,
-                "bytes": total,
-                "removals": [
-                    {
-                        "path": removal.listed.path,
-                        "whole": removal.whole,
-                        "files": [file.name for file in removal.files],
-                        "bytes": removal.nbytes,
-                        "kept": removal.kept or None,
-                    }
-                    for removal in removals
-                ],
-            }
-        )
-        return 0
-    verb = "would be removed" if dry_run else "removed"
-    screen.table(
-        ["path", "what", ">size", ""],
-        (
-            [
-                _below(r.listed, storage),
-                "checkpoint" if r.whole else "leftovers",
-                size(r.nbytes),
-                r.kept and f"kept: {r.kept}",
-            ]
-            for r in removals
-        ),
-    )
-    checkpoints = sum(removal.whole for removal in gone)
-    others = len(gone) - checkpoints
-    screen.line(
-        f"{count(checkpoints, 'checkpoint')} and leftovers in {count(others, 'directory')} {verb}: {size(total)}"
-    )
-    return 0
-
-
-def _below(listed: _catalogue.Listed, storage: Storage) -> str:
-    """A checkpoint as seen from the directory that was asked for."""
-    return listed.path.removeprefix(storage.path).lstrip("/") or listed.path
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    found = getattr(torch, name or "", None)
-    if name is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise typer.BadParameter(f"{name!r} is no floating-point dtype of torch", param_hint="--dtype")
-    return found
-
-
-def _split(file: str | None) -> dict[str, int]:
-    if file is None:
-        return {}
-    try:
-        with open(file, encoding="utf-8") as stream:
-            rules = json.load(stream)
-    except (OSError, ValueError) as error:
-        raise ConversionError(f"cannot read the rules in {file}: {error}") from error
-    if not isinstance(rules, dict) or not all(type(dim) is int for dim in rules.values()):
-        raise ConversionError(f"{file} is not a JSON object of patterns and dimensions, like {{'*.q_proj.weight': 0}}")
-    return rules
-
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-_SPANS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
-
-
-def _nbytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
-    if match is None or match[2] not in _UNITS or not (found := int(float(match[1]) * _UNITS[match[2]])):
-        raise typer.BadParameter(f"{text!r} is no size like 5GB", param_hint="--shard-size")
-    return found
-
-
-def _seconds(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip().lower())
-    if match is None:
-        raise typer.BadParameter(f"{text!r} is no age like 12h or 7d", param_hint="--older-than")
-    return float(match[1]) * _SPANS[match[2]]
+    show_removals(screen, removals, storage, dry_run)
+    return _NOT_DONE if any(removal.failed for removal in removals) else 0

@@ -94,7 +94,7 @@ def convert(
         TARGETS[to].write(contents, os.fspath(target), storage_options or {}, how)
     except WriteError as error:
         if isinstance(error.__cause__, ReadError):  # it was the source
-            raise error.__cause__ from None
+            raise error.__cause__ from error.__cause__.__cause__
         raise
     return Converted(found, len(contents.tensors), len(contents.objects), total, time.monotonic() - started)
 
@@ -138,7 +138,9 @@ def _stripped(path: Path, prefix: str) -> Path:
     while path and prefix.startswith(f"{path[0]}."):
         prefix = prefix.removeprefix(f"{path[0]}.")
         path = path[1:]
-    return (str(path[0]).removeprefix(prefix), *path[1:]) if path else path
+    if not path or (not prefix and isinstance(path[0], str)):
+        return path
+    return (str(path[0]).removeprefix(prefix), *path[1:])
 
 
 def _cast(tensor: StoredTensor, dtype: torch.dtype | None) -> StoredTensor:

@@ -43,7 +43,11 @@ def make_checkpoint(
     cipher: Cipher | None = None,
     **committing: Any,
 ) -> Path:
-    """Saves tensors whole, or in the chunks that are given for a key: the first on rank 0, the second on rank 1, ..."""
+    """Saves tensors whole, or in the chunks that are given for a key: the first on rank 0, the second on rank 1, ...
+
+    With ``rank``, that rank commits for itself, and its data is the first.
+    """
+    first = committing.get("rank") or 0
     storage = open_storage(path)
     storage.make_directory()
     save_id = uuid.uuid4().hex
@@ -51,7 +55,7 @@ def make_checkpoint(
     described: dict[str, Any] = {}
     for key, tensor in tensors.items():
         boxes = (chunks or {}).get(key, [whole(tensor.shape)])
-        for rank, box in enumerate(boxes):
+        for rank, box in enumerate(boxes, first):
             part = tensor[tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
             items.setdefault(rank, []).append((MetadataIndex(key, torch.Size(box.start)), part, "tensor"))
         described[key] = TensorStorageMetadata(
@@ -63,7 +67,7 @@ def make_checkpoint(
         stream = io.BytesIO()
         torch.save(value, stream)
         blob = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
-        items.setdefault(0, []).append((MetadataIndex(key), blob, "object"))
+        items.setdefault(first, []).append((MetadataIndex(key), blob, "object"))
         described[key] = BytesStorageMetadata()
     written = []
     for rank, own in items.items():

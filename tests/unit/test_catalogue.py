@@ -14,7 +14,8 @@ from dcp_tensorizer._catalogue import Removal, collect, find, plan_collection
 from dcp_tensorizer._commit import begin
 from dcp_tensorizer._destination import open_storage
 from dcp_tensorizer._layout import data_file_name
-from dcp_tensorizer.errors import NotCommitted, WriteError
+from dcp_tensorizer._local import LocalStorage
+from dcp_tensorizer.errors import NotCommitted
 
 from .checkpoints import make_checkpoint
 
@@ -169,8 +170,8 @@ def test_an_interrupted_removal_leaves_no_half_checkpoint(tmp_path: Path, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(storage_type, "remove", fail)
-        with pytest.raises(WriteError, match="step-1"):
-            run(tmp_path, keep=1)
+        (removal,) = run(tmp_path, keep=1)
+    assert (removal.failed, removal.files, "PermissionError" in removal.kept) == (True, (), True)
     assert find(open_storage(tmp_path / "step-1"))[0].state == "unfinished"
     run(tmp_path)
     assert names(tmp_path) == {"step-2"}
@@ -200,3 +201,62 @@ def test_copied_checkpoints_are_kept_by_their_steps(tmp_path: Path) -> None:
         make(tmp_path / f"step-{step}", age)
     run(tmp_path, keep=2)
     assert names(tmp_path) == {"step-10", "step-30", "step-40"}
+
+
+def test_links_to_checkpoints_are_not_counted(tmp_path: Path) -> None:
+    """The newest one stays, whatever points to it."""
+    for step in (1, 2, 3):
+        make(tmp_path / f"step-{step}", 100 - step)
+    (tmp_path / "latest").symlink_to("step-3")
+    run(tmp_path, keep=1)
+    assert names(tmp_path) == {"step-3", "latest"}
+    assert find(open_storage(tmp_path / "step-3"))[0].state == "committed"
+
+
+@pytest.mark.parametrize("damage", ["missing", "short"])
+def test_what_is_being_copied_neither_counts_nor_goes(tmp_path: Path, damage: str) -> None:
+    """Its metadata came first, and its data has not arrived."""
+    make(tmp_path / "step-1", 100)
+    (data,) = make(tmp_path / "step-2", 50).glob("*.tensors")
+    if damage == "missing":
+        data.unlink()
+    else:
+        os.truncate(data, 100)
+    leave(tmp_path / "step-2", 50)
+    assert {listed.step: listed.state for listed in find(open_storage(tmp_path))} == {1: "committed", 2: "incomplete"}
+    assert run(tmp_path, keep=1, older_than=0) == []
+    assert names(tmp_path) == {"step-1", "step-2"}
+    assert LEFTOVER in names(tmp_path / "step-2")
+
+
+def test_ranks_that_have_not_all_committed(tmp_path: Path) -> None:
+    """Where each saves for itself, a checkpoint with fewer ranks than others does not make these old."""
+    for step, ranks in ((1, 2), (2, 2), (3, 1)):
+        for rank in range(ranks):
+            make_checkpoint(tmp_path / f"step-{step}", {f"x{rank}": torch.ones(3)}, rank=rank)
+    assert {listed.step: listed.parts for listed in find(open_storage(tmp_path))} == {1: 2, 2: 2, 3: 1}
+    run(tmp_path, keep=1)
+    assert names(tmp_path) == {"step-2", "step-3"}
+
+
+def test_one_that_cannot_be_removed_does_not_keep_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is shown with the reason, and what was removed as well."""
+    for step in (1, 2, 3, 4):
+        make(tmp_path / f"step-{step}", 100 - step)
+    storage_type = type(open_storage(tmp_path))
+    remove = storage_type.remove
+
+    def fail(storage: LocalStorage, *names: str) -> None:
+        if storage.path.endswith("step-2"):
+            raise PermissionError("not yours")
+        remove(storage, *names)
+
+    monkeypatch.setattr(storage_type, "remove", fail)
+    removals = {removal.listed.step: removal for removal in run(tmp_path, keep=1)}
+    assert {step: (removal.failed, removal.nbytes > 0) for step, removal in removals.items()} == {
+        1: (False, True),
+        2: (True, False),
+        3: (False, True),
+    }
+    assert "not yours" in removals[2].kept
+    assert names(tmp_path) == {"step-2", "step-4"}

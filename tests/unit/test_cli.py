@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from tensorizer import EncryptionParams
 from typer.testing import CliRunner
 
+from dcp_tensorizer import _catalogue, _crypt
+from dcp_tensorizer._catalogue import Removal
 from dcp_tensorizer._crypt import encryption_cipher
 from dcp_tensorizer.cli import app
 
 from .checkpoints import ODD, make_checkpoint
-from .support import filled
+from .support import filled, raw
 
 
 @pytest.fixture
@@ -132,7 +136,14 @@ def test_gc(checkpoint: Path) -> None:
         (["convert", "{checkpoint}", "x", "--to", "torch", "--select", "modle.*"], "modle.*"),
         (["convert", "{checkpoint}", "x", "--to", "torch", "--dtype", "int8"], "int8"),
         (["convert", "{checkpoint}", "x", "--to", "torch", "--shard-size", "many"], "many"),
-        (["convert", "{checkpoint}", "x", "--to", "tensorizer", "--split", "nowhere.json"], "nowhere.json"),
+        (["convert", "{checkpoint}", "x", "--to", "tensorizer", "--split", "nowhere.json"], "--tensor-parallel N"),
+        (
+            ["convert", "{checkpoint}", "x", "--to", "tensorizer", "--split", "nowhere.json", "--tensor-parallel", "2"],
+            "nowhere.json",
+        ),
+        (["convert", "{checkpoint}", "memory://x", "--to", "torch"], "names no file in a directory"),
+        (["convert", "{checkpoint}", "s3://bucket", "--to", "torch"], "names no file in a directory"),
+        (["convert", "{checkpoint}", "memory://x/", "--to", "torch"], "names no file in a directory"),
         (["gc", "{checkpoint}", "--older-than", "long"], "long"),
         (["gc", "{checkpoint}", "--keep", "0"], "--keep"),
         (["ls", "memory://x", "--storage-option", "novalue"], "KEY=VALUE"),
@@ -233,3 +244,118 @@ def test_keys_that_do_not_fit(encrypted: Path, checkpoint: Path, tmp_path: Path)
         assert code == 2
         assert words in " ".join(error.split())
         assert not (tmp_path / "out").exists()
+
+
+def test_passwords_in_urls_are_not_told(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither on the screen nor in what is written."""
+    monkeypatch.chdir(tmp_path)
+    memory = fsspec.filesystem("memory")
+    url = "memory://user:hunter22@host"
+    (tmp_path / "key").write_bytes(KEY)
+    try:
+        memory.pipe_file("/user:hunter22@host/empty/notes", b"x")
+        for code, command in (
+            (0, ["ls", f"{url}/empty"]),
+            (0, ["convert", checkpoint, f"{url}/a.pt", "--to", "torch"]),
+            (0, ["convert", checkpoint, f"{url}/dcp", "--to", "dcp"]),
+            (0, ["convert", checkpoint, f"{url}/ours", "--to", "dcp_tensorizer"]),
+            (2, ["convert", f"{url}/a.pt", "b", "--to", "torch", "--from", "dcp"]),
+            (2, ["convert", f"{url}/a.pt", "b", "--to", "torch", "--key-file", "key"]),
+        ):
+            found, out, err = run(*command)
+            assert (found, "hunter22" in out + err, "memory://host" in out + err) == (code, False, True)
+        for name in ("dcp", "ours"):
+            metadata = memory.cat(f"/user:hunter22@host/{name}/.metadata")
+            assert b"hunter22" not in metadata
+            assert f"memory://host/{name}".encode() in metadata
+        for to in ("dcp", "dcp_tensorizer"):
+            assert run("convert", checkpoint, tmp_path / to, "--to", to)[0] == 0
+            metadata = (tmp_path / to / ".metadata").read_bytes()
+            assert (os.fsencode(tmp_path / to) in metadata, b".tmp" in metadata) == (True, False)
+    finally:
+        memory.rm("/user:hunter22@host", recursive=True)
+
+
+def test_without_libsodium_a_key_is_an_error(encrypted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That says what to install."""
+
+    def missing() -> None:
+        raise OSError("no libsodium")
+
+    monkeypatch.setattr(_crypt, "_secretbox", missing)
+    for option in ("key", "passphrase"):
+        code, _, err = run("inspect", encrypted, f"--{option}-file", tmp_path / option)
+        assert (code, "needs libsodium" in err) == (2, True)
+
+
+def test_names_that_are_no_text(checkpoint: Path) -> None:
+    """A directory whose name is not UTF-8, for people and for scripts, on any terminal."""
+    os.rename(checkpoint, os.fsencode(checkpoint.parent) + b"/step-\xff1")
+    arguments = [sys.executable, "-m", "dcp_tensorizer", "ls", str(checkpoint.parent)]
+    done = subprocess.run([*arguments, "--json"], capture_output=True, timeout=60, check=True)
+    (found,) = json.loads(done.stdout)
+    assert os.fsencode(found["path"]).endswith(b"step-\xff1")
+    assert rb"step-\udcff1" in subprocess.run(arguments, capture_output=True, timeout=60, check=True).stdout
+
+
+def test_diff_of_an_encrypted_checkpoint_with_a_plain_one(encrypted: Path, tmp_path: Path) -> None:
+    """The key is for the one that has one; for none of the two it is one too many."""
+    make_checkpoint(tmp_path / "plain", {"w": filled(torch.float32, (5, 4))}, {"lr": 0.5})
+    key = ("--key-file", tmp_path / "key")
+    for pair in ((encrypted, tmp_path / "plain"), (tmp_path / "plain", encrypted)):
+        assert told("diff", *pair, *key)["same"] == 2  # type: ignore[index]
+    code, _, err = run("diff", tmp_path / "plain", tmp_path / "plain", *key)
+    assert (code, "neither" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("damage", "commands"),
+    [
+        ("data", {"convert": 1, "diff": 2, "verify": 1}),
+        ("short", {"convert": 1, "diff": 2, "verify": 1}),
+        ("missing", {"convert": 1, "diff": 2, "verify": 1}),
+        ("metadata", {"convert": 1, "diff": 2, "verify": 1, "inspect": 1}),
+        ("untrusted", {"convert": 2}),
+        ("unreadable", {"convert": 2, "diff": 2, "inspect": 2}),
+    ],
+)
+def test_exit_codes(checkpoint: Path, tmp_path: Path, damage: str, commands: dict[str, int]) -> None:
+    """1 is damage, but for diff, whose 1 is a difference; what cannot be read, or is not allowed, is 2."""
+    make_checkpoint(tmp_path / "other", {"model.half": torch.ones(5, 4).bfloat16()})
+    path = max(checkpoint.glob("__0*.tensors"), key=lambda path: path.stat().st_size)
+    if damage == "data":
+        content = path.read_bytes()
+        start = content.index(raw(filled(torch.bfloat16, (5, 4))[:3]))
+        path.write_bytes(content[:start] + b"xx" + content[start + 2 :])
+    elif damage == "short":
+        os.truncate(path, 1000)
+    elif damage == "missing":
+        path.unlink()
+    elif damage == "metadata":
+        os.truncate(checkpoint / ".metadata", 100)
+    elif damage == "untrusted":
+        make_checkpoint(checkpoint, {}, {"o": Path})
+    else:
+        (checkpoint / ".metadata").unlink()
+        (checkpoint / ".metadata").mkdir()
+    arguments = {"convert": [tmp_path / "out", "--to", "torch"], "diff": [tmp_path / "other"]}
+    assert {name: run(name, checkpoint, *arguments.get(name, []))[0] for name in commands} == commands
+
+
+def test_gc_that_cannot_remove_something(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 2, after all that could be done has been, and shown."""
+    for step in (8, 9):
+        make_checkpoint(checkpoint.parent / f"step-{step}", {"x": torch.ones(3)})
+    collect = _catalogue.collect
+
+    def fail(removal: Removal) -> Removal:
+        if removal.listed.step == 7:
+            return dataclasses.replace(removal, files=(), kept="cannot remove: not yours", failed=True)
+        return collect(removal)
+
+    monkeypatch.setattr(_catalogue, "collect", fail)
+    code, out, _ = run("gc", checkpoint.parent, "--keep", "1", "--dry-run")
+    assert (code, out.count("checkpoint ")) == (0, 2)
+    code, out, _ = run("gc", checkpoint.parent, "--keep", "1")
+    assert (code, "kept: cannot remove: not yours" in out, "1 checkpoint and" in out) == (2, True, True)
+    assert {path.name for path in checkpoint.parent.iterdir()} == {"step-7", "step-9"}

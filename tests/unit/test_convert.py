@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,31 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from tensorizer import TensorDeserializer, TensorSerializer
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from dcp_tensorizer import CheckpointError, ConversionError, MetadataError, NotCommitted, ReadError, UntrustedObject
+from dcp_tensorizer import (
+    CheckpointError,
+    ChecksumMismatch,
+    ConversionError,
+    MetadataError,
+    NotCommitted,
+    ReadError,
+    UntrustedObject,
+    _contents,
+    _targets,
+    _torchfile,
+)
+from dcp_tensorizer._catalogue import collect, find, plan_collection
+from dcp_tensorizer._commit import commit
 from dcp_tensorizer._contents import blocks_of, whole
+from dcp_tensorizer._destination import open_storage
+from dcp_tensorizer._plan import Box
 from dcp_tensorizer._sources import FORMATS, open_contents
+from dcp_tensorizer._stream import StreamStorage
 from dcp_tensorizer.convert import Options, convert
 
 from .checkpoints import ODD, make_checkpoint
-from .support import ALL_DTYPES, filled, same
+from .support import ALL_DTYPES, filled, raw, same
 
 SAFETENSORS_LACKS = {torch.complex32, torch.complex128, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2}
 
@@ -340,3 +358,259 @@ def test_a_torch_file_that_holds_no_state_dict(tmp_path: Path) -> None:
     (tmp_path / "a.pt").write_bytes(stream.getvalue())
     with pytest.raises(ConversionError, match="list"):
         convert(tmp_path / "a.pt", tmp_path / "b", "dcp_tensorizer")
+
+
+@pytest.mark.parametrize("lost", ["__0_*.tensors", "__1.metadata", "__2.metadata"])
+def test_ranks_that_lost_their_metadata_are_missed(tmp_path: Path, lost: str) -> None:
+    """In the middle, or the last one while its data is there; what is lost else shows when it is read."""
+    for rank in range(3):
+        make_checkpoint(tmp_path / "a", {f"x{rank}": torch.ones(3)}, rank=rank)
+    for path in (tmp_path / "a").glob(lost):
+        path.unlink()
+    words = r"lacks __\d.metadata, the metadata of rank \d" if "metadata" in lost else "__0"
+    with pytest.raises(CheckpointError, match=words):
+        convert(tmp_path / "a", tmp_path / "b", "torch")
+
+
+def test_a_conversion_under_way_is_not_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its directory is claimed, as a save's is, until it has its name."""
+    make_checkpoint(tmp_path / "a", {"x": torch.ones(3)})
+    kept = []
+
+    def collecting(*arguments: Any, **committing: Any) -> set[str]:
+        kept.extend(collect(removal).kept for removal in plan_collection(find(open_storage(tmp_path)), None, None))
+        return commit(*arguments, **committing)
+
+    monkeypatch.setattr(_targets, "commit", collecting)
+    convert(tmp_path / "a", tmp_path / "b", "dcp_tensorizer")
+    assert kept == ["a save is under way there"]
+    assert same(tensors_of(tmp_path / "b")["x"], torch.ones(3))
+    assert find(open_storage(tmp_path / "b"))[0].state == "committed"
+
+
+@pytest.mark.parametrize("how", ["compressed", "big-endian"])
+def test_torch_files_that_do_not_hold_the_elements_as_they_are(tmp_path: Path, how: str) -> None:
+    """An archive that somebody compressed, or a machine with the other byte order wrote, is no source."""
+    torch.save({"x": filled(torch.float32, (1000,))}, tmp_path / "stock.pt")
+    form = zipfile.ZIP_DEFLATED if how == "compressed" else zipfile.ZIP_STORED
+    with zipfile.ZipFile(tmp_path / "stock.pt") as stock, zipfile.ZipFile(tmp_path / "a.pt", "w", form) as out:
+        for name in stock.namelist():
+            out.writestr(name, b"big" if name.endswith("byteorder") and how == "big-endian" else stock.read(name))
+    with pytest.raises(ConversionError, match=rf"a\.pt is .*{how}"):
+        convert(tmp_path / "a.pt", tmp_path / "b", "safetensors")
+    assert not (tmp_path / "b").exists()
+
+
+def test_keys_that_are_no_strings(tmp_path: Path) -> None:
+    """An optimizer's state is found again in a torch file; DCP's formats, which have only strings, refuse it."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.save({"optimizer": optimizer.state_dict(), None: {1.5: torch.ones(1)}}, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "b.pt", "torch")
+    found = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert str(found) == str(torch.load(tmp_path / "a.pt", weights_only=True))
+    convert(tmp_path / "a.pt", tmp_path / "c.pt", "torch", options=Options(("optimizer*",), "optimizer."))
+    assert str(torch.load(tmp_path / "c.pt", weights_only=True)) == str(optimizer.state_dict())
+    convert(tmp_path / "a.pt", tmp_path / "d.pt", "torch", options=Options(("optimizer.state.*",), "optimizer.state."))
+    assert list(torch.load(tmp_path / "d.pt", weights_only=True)) == [0, 1]
+    for to in ("dcp", "dcp_tensorizer"):
+        with pytest.raises(ConversionError, match=r"'optimizer\.state\.0\.step' is below 0 in a dict"):
+            convert(tmp_path / "a.pt", tmp_path / "e", to)
+    convert(tmp_path / "a.pt", tmp_path / "e.safetensors", "safetensors", options=Options(("*exp_avg",)))
+    assert "optimizer.state.1.exp_avg" in tensors_of(tmp_path / "e.safetensors")
+
+
+def test_torch_files_have_right_checksums(tmp_path: Path) -> None:
+    """Whoever reads the archive with a zip library finds it whole, and nothing in it tells where it was made."""
+    state = {"x": filled(torch.float32, (50, 30)), "y": filled(torch.int64, (7,)), "none": torch.empty(0)}
+    make_checkpoint(tmp_path / "a", state, {"n": 5})
+    for name in ("b.pt", "c.pt"):
+        convert(tmp_path / "a", tmp_path / name, "torch")
+    with zipfile.ZipFile(tmp_path / "b.pt") as archive:
+        assert archive.testzip() is None
+        assert {name.split("/")[0] for name in archive.namelist()} == {"archive"}
+    assert (tmp_path / "b.pt").read_bytes() == (tmp_path / "c.pt").read_bytes()
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp", "dcp_tensorizer"])
+def test_a_key_that_would_hold_others(tmp_path: Path, to: str) -> None:
+    """After a prefix is gone, a tensor cannot take the place of a dict."""
+    torch.save({"model": {"x": torch.ones(2)}, "x": {"y": torch.ones(1)}}, tmp_path / "a.pt")
+    with pytest.raises(ConversionError, match="'x' cannot be a value, and hold"):
+        convert(tmp_path / "a.pt", tmp_path / "b", to, options=Options(strip_prefix="model."))
+    torch.save({"m": {"a": {"x": torch.ones(2)}}, "a": [torch.ones(1)]}, tmp_path / "c.pt")
+    with pytest.raises(ConversionError, match=r"'a\.0' would be in a dict"):
+        convert(tmp_path / "c.pt", tmp_path / "b", to, options=Options(strip_prefix="m."))
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_a_part_of_a_list(tmp_path: Path, to: str) -> None:
+    """Its other elements would be missing, or it would be taken for a list of another kind."""
+    torch.save({"groups": [{"w": torch.ones(2)}, {"w": torch.ones(2)}], "l": [5, torch.ones(1)]}, tmp_path / "a.pt")
+    for pattern in ("groups.1.*", "l.0"):
+        with pytest.raises(ConversionError, match="belongs to a list of which not all"):
+            convert(tmp_path / "a.pt", tmp_path / "b", to, options=Options(select=[pattern]))
+    convert(tmp_path / "a.pt", tmp_path / "b", to, options=Options(select=["groups.*"]))
+    assert tensors_of(tmp_path / "b").keys() == {"groups.0.w", "groups.1.w"}
+
+
+def test_of_several_ranks_values_of_other_shapes_the_first_is_taken(tmp_path: Path) -> None:
+    """Each rank has its own by the same key: they are no chunks of one tensor."""
+    make_checkpoint(tmp_path / "a", {"x": torch.zeros(3)}, rank=0)
+    make_checkpoint(tmp_path / "a", {"x": torch.ones(5)}, rank=1)
+    assert tensors_of(tmp_path / "a")["x"].tolist() == [0, 0, 0]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("form", ["dcp", "dcp_tensorizer"])
+def test_chunks_that_overlap_are_no_tensor(tmp_path: Path, form: str) -> None:
+    """They have as many elements as it, and leave a gap."""
+    boxes = [Box((0,), (2,)), Box((1,), (2,))]
+    if form == "dcp_tensorizer":
+        make_checkpoint(tmp_path / "a", {"x": torch.ones(4)}, None, {"x": boxes})
+    else:
+        dcp.save({"x": torch.ones(4)}, checkpoint_id=tmp_path / "a", no_dist=True)
+        metadata = pickle.loads((tmp_path / "a" / ".metadata").read_bytes())
+        (place,) = metadata.storage_data.values()
+        entry = metadata.state_dict_metadata["x"]
+        entry.chunks[:] = [ChunkStorageMetadata(torch.Size(b.start), torch.Size(b.size)) for b in boxes]
+        metadata.storage_data = {MetadataIndex("x", torch.Size(box.start)): place for box in boxes}
+        (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(MetadataError, match="'x' do not make up its 4 elements"):
+        open_contents(tmp_path / "a", {})
+
+
+def test_views_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many blocks there are of a tensor whose elements do not lie in order; then it is let go."""
+    tensor = filled(torch.int32, (100, 100)).t()
+    torch.save({"x": tensor, "y": torch.ones(2, 3).t()}, tmp_path / "a.pt")
+    reads = []
+    fetch = _contents.fetch
+    monkeypatch.setattr(
+        _contents, "fetch", lambda storage, parts, **how: [reads.append(1), fetch(storage, parts, **how)]
+    )
+    monkeypatch.setattr(_targets, "blocks_of", lambda stored: blocks_of(stored, 1000))
+    convert(tmp_path / "a.pt", tmp_path / "b.safetensors", "safetensors")
+    assert len(reads) == 2
+    assert _contents._last_strided._elements is None
+    assert same(tensors_of(tmp_path / "b.safetensors")["x"], tensor.contiguous())
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("by", ["a block at a time", "whole"])
+def test_tensorizer_files_are_verified(tmp_path: Path, to: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the CRC-32 in each tensor's header, however it is read."""
+    if by == "a block at a time":
+        monkeypatch.setattr(_targets, "blocks_of", lambda stored: blocks_of(stored, 1000))
+        monkeypatch.setattr(_torchfile, "blocks_of", lambda stored: blocks_of(stored, 1000))
+    state = {"good": filled(torch.bfloat16, (50, 40)), "bad": filled(torch.float32, (50, 40)), "none": torch.ones(0)}
+    serializer = TensorSerializer(tmp_path / "a")
+    serializer.write_state_dict(state)
+    serializer.close()
+    convert(tmp_path / "a", tmp_path / "b", to)
+    assert all(same(found, state[key]) for key, found in tensors_of(tmp_path / "b").items())
+    content = bytearray((tmp_path / "a").read_bytes())
+    content[content.index(raw(state["bad"])) + 4001] ^= 1
+    (tmp_path / "c").write_bytes(content)
+    with pytest.raises(ChecksumMismatch, match="'bad' is damaged"):
+        convert(tmp_path / "c", tmp_path / "d", to)
+    assert not (tmp_path / "d").exists()
+    convert(tmp_path / "c", tmp_path / "d", to, options=Options(select=["good"]))
+
+
+def test_tensorizer_files_are_verified_in_any_order(tmp_path: Path) -> None:
+    """Columns, or blocks from the end: then all of the tensor is looked at first."""
+    state = {"x": filled(torch.int32, (50, 40))}
+    save_file(state, tmp_path / "a.safetensors")
+    convert(tmp_path / "a.safetensors", tmp_path / "b", "tensorizer")
+    stored = open_contents(tmp_path / "b", {}).tensors["x"]
+    for box in (Box((0, 3), (50, 5)), Box((20, 0), (1, 40)), Box((0, 0), (50, 40))):
+        part = tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))
+        assert same(stored.read(box), state["x"][part])
+    content = bytearray((tmp_path / "b").read_bytes())
+    content[-20] ^= 1
+    (tmp_path / "b").write_bytes(content)
+    for box in (Box((0, 3), (50, 5)), Box((20, 0), (1, 40)), Box((0, 0), (50, 40))):
+        with pytest.raises(ChecksumMismatch, match="'x'"):
+            open_contents(tmp_path / "b", {}).tensors["x"].read(box)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_lengths_that_no_file_has(tmp_path: Path) -> None:
+    """A damaged head does not make anybody ask for memory."""
+    make_checkpoint(tmp_path / "a", {"x": torch.ones(3)})
+    convert(tmp_path / "a", tmp_path / "b", "tensorizer")
+    content = bytearray((tmp_path / "b").read_bytes())
+    content[71] ^= 1  # in the length of the index
+    (tmp_path / "b").write_bytes(content)
+    with pytest.raises(ConversionError, match="its index would have"):
+        convert(tmp_path / "b", tmp_path / "c", "torch")
+    dcp.save({"o": 5}, checkpoint_id=tmp_path / "d", no_dist=True)
+    for length in (1 << 60, -1, "x"):
+        metadata = pickle.loads((tmp_path / "d" / ".metadata").read_bytes())
+        for info in metadata.storage_data.values():
+            info.length = length
+        (tmp_path / "d" / ".metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(MetadataError, match="'o'"):
+            convert(tmp_path / "d", tmp_path / "c", "dcp_tensorizer")
+
+
+def test_the_first_rule_for_a_split_counts(tmp_path: Path) -> None:
+    """Also for what can be split at all: a later one for the same key has no say."""
+    make_checkpoint(tmp_path / "a", {"l.weight": filled(torch.float32, (4, 3)), "l.bias": filled(torch.float32, (4,))})
+    rules = {"*.bias": 0, "l.*": 0, "*": 1}
+    convert(tmp_path / "a", tmp_path / "b", "tensorizer", options=Options(tensor_parallel=2, split=rules))
+    found = [tensors_of(tmp_path / "b" / f"model-rank-00{rank}.tensors") for rank in (0, 1)]
+    for key, tensor in tensors_of(tmp_path / "a").items():
+        assert same(torch.cat([part[key] for part in found]), tensor)
+
+
+def test_a_destination_that_is_a_link(tmp_path: Path) -> None:
+    """What it leads to is written, and it stays."""
+    make_checkpoint(tmp_path / "a", {"x": torch.ones(3)})
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "b").symlink_to("disk")
+    (tmp_path / "c").symlink_to("disk/new")
+    for name in "bc":
+        if name == "c":
+            (tmp_path / "disk" / "model.safetensors").unlink()
+        convert(tmp_path / "a", tmp_path / name, "safetensors")
+        assert (tmp_path / name).is_symlink()
+        assert same(tensors_of(tmp_path / name)["x"], torch.ones(3))
+    assert (tmp_path / "disk" / "new" / "model.safetensors").exists()
+
+
+def test_a_destination_that_is_a_mount_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can take its place, which is said before the work."""
+    make_checkpoint(tmp_path / "a", {"x": torch.ones(3)})
+    (tmp_path / "b").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "b")
+    with pytest.raises(ConversionError, match="is a mount point"):
+        convert(tmp_path / "a", tmp_path / "b", "safetensors")
+    assert list((tmp_path / "b").iterdir()) == []
+
+
+@pytest.mark.parametrize("to", ["dcp_tensorizer", "safetensors", "dcp"])
+def test_a_failure_leaves_what_others_put_there(tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a directory off local disks, where a result cannot be written elsewhere first."""
+    make_checkpoint(tmp_path / "a", {"x": torch.ones(300), "y": filled(torch.float32, (300,))})
+    (path,) = (tmp_path / "a").glob("*.tensors")
+    path.write_bytes(path.read_bytes()[:-200])
+    memory = fsspec.filesystem("memory")
+    entered = StreamStorage.make_directory
+
+    def meanwhile(storage: StreamStorage) -> None:
+        entered(storage)
+        memory.pipe_file("/converted/b/.metadata", b"of another job")
+        memory.pipe_file("/converted/b/notes.txt", b"mine")
+
+    monkeypatch.setattr(StreamStorage, "make_directory", meanwhile)
+    try:
+        with pytest.raises(ReadError):
+            convert(tmp_path / "a", "memory://converted/b", to)
+        assert sorted(memory.find("/converted")) == ["/converted/b/.metadata", "/converted/b/notes.txt"]
+    finally:
+        memory.rm("/converted", recursive=True)

@@ -8,9 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from dcp_tensorizer import _diff
+from dcp_tensorizer._commit import commit
+from dcp_tensorizer._destination import open_storage
 from dcp_tensorizer._diff import Change, Difference, diff
+from dcp_tensorizer._job import FileJob
+from dcp_tensorizer._layout import StoredItem
+from dcp_tensorizer._plan import plan_files
+from dcp_tensorizer._protocol import TensorSource
 from dcp_tensorizer._sources import open_contents
 
 from .checkpoints import ODD, make_checkpoint
@@ -100,3 +114,41 @@ def test_blocks_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     b[0, 1, 2] -= 1
     (change,) = compare(tmp_path, {"x": a}, {"x": b}).changed
     assert (change.elements, change.differing, change.largest) == (60, 2, 7.0)
+
+
+def save_wrapper(path: Path, chunks: list[bytes]) -> None:
+    """A tensor of a subclass, with two elements in each chunk."""
+    storage = open_storage(path)
+    storage.make_directory()
+    written = []
+    for rank, content in enumerate(chunks):
+        source = TensorSource("w", "uint8", (len(content),), 0, 0, len(content), "wrapper")
+        files = plan_files([source], rank, "a" * 32)
+        job = FileJob(storage, files, lambda _, content=content: memoryview(content), sync=False, threads=1)  # type: ignore[misc]
+        (file,) = job.run().files
+        (found,) = file.tensors
+        item = StoredItem(file.name, "w", found.offset, found.length, "uint8", "wrapper", found.digests)
+        written.append((MetadataIndex("w", torch.Size([2 * rank])), item, file.nbytes))
+    boxes = [ChunkStorageMetadata(torch.Size([2 * rank]), torch.Size([2])) for rank in range(len(chunks))]
+    described = {"w": TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([2 * len(chunks)]), boxes)}
+    metadata = Metadata(described, {"w": ("w",)}, storage_meta=StorageMeta(str(path), "a" * 32))
+    commit(storage, metadata, written, rank=None, sync=False)
+
+
+def test_tensors_of_subclasses_differ_in_any_chunk(tmp_path: Path) -> None:
+    """All of one is compared, and not what the first rank saved."""
+    save_wrapper(tmp_path / "a", [b"one", b"two"])
+    save_wrapper(tmp_path / "b", [b"one", b"THREE"])
+    a, b = (open_contents(tmp_path / name, {}) for name in "ab")
+    assert (b.objects["w"].read(), b.objects["w"].nbytes) == (b"oneTHREE", 8)
+    assert [change.key for change in diff(a, b).changed] == ["w"]
+    assert not diff(a, open_contents(tmp_path / "a", {}))
+
+
+def test_objects_are_compared_by_value(tmp_path: Path) -> None:
+    """Pickles of equal values differ where one has a string twice and the other two equal ones; types count."""
+    one, two = "".join(["ab"] * 10), "".join(["ab"] * 10)
+    same: dict[str, Any] = {"o": {"a": one, "b": one}, "n": 1, "nan": math.nan, "l": [torch.ones(2)]}
+    other: dict[str, Any] = {"o": {"a": one, "b": two}, "n": 1.0, "nan": math.inf, "l": [torch.zeros(2)]}
+    found = compare(tmp_path, same, other)
+    assert {change.key for change in found.changed} == {"n", "nan", "l"}

@@ -148,3 +148,18 @@ def test_a_directory_that_goes_away_before_it_is_claimed(tmp_path: Path) -> None
     claim.share(10)
     assert (tmp_path / "checkpoint").is_dir()
     claim.release()
+
+
+def test_a_listing_follows_no_links_to_directories(tmp_path: Path) -> None:
+    """What a link leads to is listed where it is; links to nowhere or in circles, and pipes, are nobody's files."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_bytes(b"12345")
+    (tmp_path / "latest").symlink_to("folder")
+    (tmp_path / "up").symlink_to(".")
+    (tmp_path / "alias").symlink_to("file")
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "nowhere").symlink_to("gone")
+    os.mkfifo(tmp_path / "pipe")
+    files, folders = LocalStorage(tmp_path).listing()
+    assert {(file.name, file.nbytes) for file in files} == {("file", 5), ("alias", 5)}
+    assert folders == ["folder"]

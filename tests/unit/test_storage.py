@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from dcp_tensorizer import ReadError, WriteError, _retry
 from dcp_tensorizer._destination import open_storage
+from dcp_tensorizer._remote import Scrubber
 from dcp_tensorizer._storage import Refused, redact
 
 from .support import open_descriptors
@@ -463,3 +464,11 @@ def test_tries_end_in_time() -> None:
     assert 2 <= len(tries) <= 4
     assert tries[-1] - started <= 0.95
     assert list(_retry.waits(0.1)) == []
+
+
+def test_passwords_of_digits_are_removed() -> None:
+    """The command line reads them as numbers."""
+    scrub = Scrubber({"password": 12345678, "port": 2222, "nested": {"pin": [987654321]}, "anon": True})
+    assert (
+        scrub("bad password 12345678 or 987654321 at port 2222: True") == "bad password *** or *** at port 2222: True"
+    )
