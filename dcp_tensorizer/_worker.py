@@ -51,7 +51,7 @@ _NICENESS_SPARE = 19
 _SPARE = 0.75  # cores that are idle or this process's: two threads get less where all are busy
 _LOOK_SECONDS = 0.1
 _PROGRESS_SECONDS = 1.0
-_ABANDON_SECONDS = 10.0  # for removing what was written, while a whole staged state is kept in memory for nobody
+_ABANDON_SECONDS = 20.0  # for removing what was written, while a whole staged state is kept in memory for nobody
 
 
 class SpareCores:
