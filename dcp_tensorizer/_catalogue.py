@@ -150,10 +150,13 @@ def _remove(removal: Removal, claim: Claim) -> str:
         return "a save is under way there"
     if set(storage.listing()[0]) != set(removal.listed.files):
         return "a save has been there in the meantime"
-    # The metadata first: from then on the rest is what a save that died would have left.
     names = [file.name for file in removal.files]
-    storage.remove(*filter(is_metadata_file_name, names))
-    storage.remove(*itertools.filterfalse(is_metadata_file_name, names))
+    if removal.whole:
+        # The metadata first: from then on the rest is what a save that died would have left.
+        storage.remove(*filter(is_metadata_file_name, names))
+        storage.remove(*itertools.filterfalse(is_metadata_file_name, names))
+    else:
+        storage.discard(*names)
     if removal.whole or removal.listed.state == "unfinished":
         storage.remove_directory()
     return ""
@@ -203,12 +206,13 @@ def _look_at(storage: Storage, files: list[FileInfo]) -> Listed:
 
 
 def _leftovers(storage: Storage, files: Sequence[FileInfo]) -> tuple[FileInfo, ...]:
-    """The files of saves that were not committed. When in doubt, there are none."""
+    """The files of saves that were not committed, also those that no listing shows. When in doubt, there are none."""
     try:
         names = set(leftovers(storage, [file.name for file in files]))
+        begun = [file for file in storage.uploads() if is_data_file_name(file.name)]
     except CheckpointError:
         return ()
-    return tuple(file for file in files if file.name in names)
+    return (*(file for file in files if file.name in names), *begun)
 
 
 def _objection(listed: Listed, older_than: float | None) -> str:

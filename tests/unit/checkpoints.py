@@ -41,6 +41,7 @@ def make_checkpoint(
     objects: Mapping[str, Any] | None = None,
     chunks: Mapping[str, Sequence[Box]] | None = None,
     cipher: Cipher | None = None,
+    options: Mapping[str, Any] | None = None,
     **committing: Any,
 ) -> Path:
     """Saves tensors whole, or in the chunks that are given for a key: the first on rank 0, the second on rank 1, ...
@@ -48,7 +49,7 @@ def make_checkpoint(
     With ``rank``, that rank commits for itself, and its data is the first.
     """
     first = committing.get("rank") or 0
-    storage = open_storage(path)
+    storage = open_storage(path, options)
     storage.make_directory()
     save_id = uuid.uuid4().hex
     items: dict[int, list[tuple[MetadataIndex, torch.Tensor, str]]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from pathlib import Path
 
 import fsspec
@@ -17,6 +18,7 @@ from dcp_tensorizer._layout import data_file_name
 from dcp_tensorizer._local import LocalStorage
 from dcp_tensorizer.errors import NotCommitted
 
+from ..servers import S3Server
 from .checkpoints import make_checkpoint
 
 LEFTOVER = data_file_name(0, 0, "f" * 32)
@@ -260,3 +262,19 @@ def test_one_that_cannot_be_removed_does_not_keep_the_others(tmp_path: Path, mon
     }
     assert "not yours" in removals[2].kept
     assert names(tmp_path) == {"step-2", "step-4"}
+
+
+def test_uploads_of_dead_saves_are_aborted(s3: S3Server) -> None:
+    """They are in no listing, and are paid for; those that may be of a save under way stay."""
+    url = f"s3://{s3.bucket}/{uuid.uuid4().hex}"
+    make_checkpoint(f"{url}/step-1", {"w": torch.ones(3)}, options=s3.options())
+    storage = open_storage(f"{url}/step-1", s3.options())
+    storage.create(data_file_name(3, 0, "a" * 32), 100 << 20, sync=True)
+    (listed,) = find(open_storage(url, s3.options()))
+    assert [file.name for file in listed.leftovers] == [data_file_name(3, 0, "a" * 32)]
+    (removal,) = plan_collection([listed], None, 3600.0)
+    assert "a save may be under way" in collect(removal).kept
+    (removal,) = plan_collection([listed], None, 0.0)
+    assert collect(removal).kept == ""
+    assert storage.uploads() == []
+    assert find(open_storage(url, s3.options()))[0].state == "committed"
