@@ -5,13 +5,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench gpu soak clean
+.PHONY: demo test unit e2e check bench gpu soak clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo
 
+# Both suites at once: most of their time they wait for processes that start.
 test: $(READY) check
-	$(BIN)/python -m pytest
+	$(MAKE) --jobs=2 --output-sync=target unit e2e
+
+unit e2e: $(READY)
+	$(BIN)/python -m pytest tests/$@
 
 check: $(READY)
 	$(BIN)/ruff format --check .

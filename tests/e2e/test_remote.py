@@ -256,7 +256,7 @@ def test_a_writer_process_killed_in_mid_upload(s3, proxy, prefix):
 
 def _die_in_mid_upload(rank, url, options, with_writer):
     """A trainer that is killed while its writer process uploads."""
-    writer = TensorizerStorageWriter(url, storage_options=options)
+    writer = TensorizerStorageWriter(url, storage_options=options, timeout=50.0)  # requests are repeated after 5 s
     dcp.async_save(_state(2), storage_writer=writer)
     (worker,) = workers()
     assert eventually(lambda: Path(os.environ["UPLOADING"]).exists())
