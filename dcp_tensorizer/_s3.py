@@ -11,13 +11,12 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 from ._retry import waits
 from ._s3_client import NoSuchObject, S3Client, read_body
-from ._storage import TAKEN, FileInfo, RangeReader, Refused, Sink, Storage, redact, scatter
+from ._storage import TAKEN, FileInfo, RangeReader, Refused, Sink, Storage, at_once, redact, scatter
 from .errors import CheckpointError, NotCommitted, ReadError, WriteError
 
 __all__ = ["S3Storage"]
@@ -26,7 +25,6 @@ _PART = 8 << 20  # larger ones are no faster, and take more memory; S3's least i
 _MOST_PARTS = 10_000
 _CONCURRENCY = 8
 _PIECE = 1 << 20
-_REMOVALS = 16
 _UPLOADS = 1000  # in one answer
 
 
@@ -132,11 +130,7 @@ class S3Storage(Storage):
         return _S3Reader(self, name)
 
     def remove(self, *names: str) -> None:
-        if len(names) == 1:
-            self.call("delete_object", names[0])
-        elif names:
-            with ThreadPoolExecutor(_REMOVALS, thread_name_prefix="remove") as pool:
-                list(pool.map(lambda name: self.call("delete_object", name), names))
+        at_once(lambda name: self.call("delete_object", name), names)
 
     def discard(self, *names: str) -> None:
         """Removes objects, and aborts the uploads to their keys, of which nobody may be left who knows."""

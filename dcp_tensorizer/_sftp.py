@@ -6,14 +6,14 @@ import copy
 import stat
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
 from ._layout import temporary_file_name
 from ._sftp_client import LOST, SftpClient, sync_file, write_all
-from ._storage import TAKEN, FileInfo, RangeReader, Refused, Sink, Storage, redact, scatter
+from ._storage import TAKEN, FileInfo, RangeReader, Ranges, Refused, Sink, Storage, redact
 from .errors import CheckpointError, NotCommitted, ReadError, WriteError
 
 __all__ = ["SftpStorage"]
@@ -150,7 +150,17 @@ class SftpStorage(Storage):
             raise self._read_error(name, error) from None
 
     def open(self, name: str) -> RangeReader:
-        return _SftpReader(self._client, self._full(name))
+        path = self._full(name)
+
+        def get(start: int, stop: int) -> bytes:
+            def read(channel: Any) -> bytes:
+                with channel.open(path, "rb") as file:
+                    (data,) = file.readv([(start, stop - start)])
+                    return bytes(data)
+
+            return self._client.call(read)
+
+        return Ranges(get)
 
     def remove(self, *names: str) -> None:
         def remove(channel: Any) -> None:
@@ -207,28 +217,6 @@ def _drop(client: SftpClient, path: str) -> None:
     """Removes what is of no use any more, if that can be done at once."""
     with suppress(Exception):
         client.attempt(lambda channel: channel.remove(path))
-
-
-class _SftpReader:
-    def __init__(self, client: SftpClient, path: str) -> None:
-        self._client = client
-        self._path = path
-
-    def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
-        wanted = sum(buffer.nbytes for buffer in buffers)
-
-        def get(channel: Any) -> bytes:
-            with channel.open(self._path, "rb") as file:
-                (data,) = file.readv([(offset, wanted)])
-                return bytes(data)
-
-        data = memoryview(self._client.call(get))
-        if data.nbytes != wanted:
-            raise EOFError(f"the file ends {wanted - data.nbytes:,} bytes too early")
-        scatter([data], buffers)
-
-    def close(self) -> None:
-        """Nothing is open between requests."""
 
 
 class _SftpSink:

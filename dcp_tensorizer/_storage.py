@@ -9,15 +9,31 @@ from __future__ import annotations
 import abc
 import re
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
 from .errors import WriteError
 
-__all__ = ["TAKEN", "TIMEOUT", "Claim", "FileInfo", "RangeReader", "Refused", "Sink", "Storage", "redact", "scatter"]
+__all__ = [
+    "TAKEN",
+    "TIMEOUT",
+    "Claim",
+    "FileInfo",
+    "RangeReader",
+    "Ranges",
+    "Refused",
+    "Sink",
+    "Storage",
+    "at_once",
+    "redact",
+    "scatter",
+]
 
 TIMEOUT = 600.0
 """Seconds after which a wait for the storage is given up, unless the user says otherwise."""
+
+_AT_ONCE = 16
 
 TAKEN = "there is one already, and it must not be replaced"
 
@@ -189,6 +205,32 @@ class Storage(abc.ABC):
         """An error as the cause of another, unless its traceback would show credentials."""
         shown = "".join(traceback.format_exception(error))
         return error if self.scrub(shown) == shown else None
+
+
+class Ranges:
+    """Range reads by a function that gives the bytes from a first one to before a last one."""
+
+    def __init__(self, get: Callable[[int, int], bytes]) -> None:
+        self._get = get
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
+        wanted = sum(buffer.nbytes for buffer in buffers)
+        data = memoryview(self._get(offset, offset + wanted))
+        if data.nbytes != wanted:
+            raise EOFError(f"the file ends {wanted - data.nbytes:,} bytes too early")
+        scatter([data], buffers)
+
+    def close(self) -> None:
+        """Nothing is open between requests."""
+
+
+def at_once(operation: Callable[[str], object], names: Sequence[str]) -> None:
+    """Does the same to several files, each of which takes a request; raises what it raises."""
+    if len(names) == 1:
+        operation(names[0])
+    elif names:
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="requests") as pool:
+            list(pool.map(operation, names))
 
 
 def scatter(pieces: Iterable[memoryview], buffers: Iterable[memoryview]) -> int:

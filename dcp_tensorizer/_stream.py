@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Any
 
 from ._retry import is_transient, retry
-from ._storage import TAKEN, FileInfo, RangeReader, Refused, Sink, Storage, redact, scatter
+from ._storage import TAKEN, FileInfo, RangeReader, Ranges, Refused, Sink, Storage, at_once, redact
 from .errors import CheckpointError, NotCommitted, ReadError, WriteError
 
 __all__ = ["StreamStorage"]
-
-_REMOVALS = 16
 
 
 class StreamStorage(Storage):
@@ -105,18 +102,14 @@ class StreamStorage(Storage):
             raise self._read_error(name, error) from None
 
     def open(self, name: str) -> RangeReader:
-        return _Ranges(lambda start, stop: self._call("cat_file", self._full(name), start=start, end=stop))
+        return Ranges(lambda start, stop: self._call("cat_file", self._full(name), start=start, end=stop))
 
     def remove(self, *names: str) -> None:
         def remove(name: str) -> None:
             with suppress(FileNotFoundError):
                 self._call("rm_file", self._full(name))
 
-        if len(names) == 1:
-            remove(names[0])
-        elif names:
-            with ThreadPoolExecutor(_REMOVALS, thread_name_prefix="remove") as pool:
-                list(pool.map(remove, names))
+        at_once(remove, names)
 
     def _put(self, name: str, data: bytes, replace: bool) -> None:
         """Puts a small file in place."""
@@ -168,23 +161,6 @@ def _modified(entry: Mapping[str, Any]) -> float | None:
         if isinstance(value, int | float):
             return float(value)
     return None
-
-
-class _Ranges:
-    """Range reads by a function that gives the bytes from a first one to before a last one."""
-
-    def __init__(self, get: Callable[[int, int], bytes]) -> None:
-        self._get = get
-
-    def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
-        wanted = sum(buffer.nbytes for buffer in buffers)
-        data = memoryview(self._get(offset, offset + wanted))
-        if data.nbytes != wanted:
-            raise EOFError(f"the file ends {wanted - data.nbytes:,} bytes too early")
-        scatter([data], buffers)
-
-    def close(self) -> None:
-        """Nothing is open between requests."""
 
 
 class _StreamSink:

@@ -22,7 +22,13 @@ from ..servers import S3Server
 from .checkpoints import make_checkpoint
 
 LEFTOVER = data_file_name(0, 0, "f" * 32)
-NOW = time.time()
+NOW = 0.0
+
+
+@pytest.fixture(autouse=True)
+def _now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for all that a test makes, and of when it runs, not of when it was collected."""
+    monkeypatch.setitem(globals(), "NOW", time.time())
 
 
 def make(path: Path, age: float) -> Path:
