@@ -294,6 +294,7 @@ def test_where_nothing_is_known_of_memory_it_is_tried(monkeypatch: pytest.Monkey
     """None is no bound."""
     monkeypatch.setattr(_arena, "_available_memory", lambda: None)
     arena = Arena(PAGE)
+    assert arena.fits(PAGE)
     arena.close()
 
 
