@@ -1,6 +1,8 @@
 """Checkpoints that training does not notice: a torch.distributed.checkpoint backend that writes tensorizer files."""
 
+from importlib import import_module
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 from ._report import SaveReport
 from .errors import (
@@ -16,8 +18,10 @@ from .errors import (
     WriteError,
     WriterProcessDied,
 )
-from .reader import TensorizerStorageReader
-from .writer import TensorizerStorageWriter
+
+if TYPE_CHECKING:
+    from .reader import TensorizerStorageReader
+    from .writer import TensorizerStorageWriter
 
 __all__ = [
     "CheckpointError",
@@ -38,3 +42,16 @@ __all__ = [
 ]
 
 __version__ = version("dcp_tensorizer")
+
+_ON_USE = {"TensorizerStorageReader": "reader", "TensorizerStorageWriter": "writer"}
+
+
+def __getattr__(name: str) -> object:
+    """The reader and the writer are imported when they are asked for: the writer process needs neither, nor torch."""
+    if name not in _ON_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_ON_USE[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

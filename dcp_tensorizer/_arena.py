@@ -24,7 +24,7 @@ import torch
 from ._device import Device
 from .errors import StagingError
 
-__all__ = ["Arena", "aligned", "attach", "check_headroom"]
+__all__ = ["Arena", "aligned", "check_headroom"]
 
 # Vector loads and the largest element both divide it, and so does a cache line.
 _ALIGNMENT = 64
@@ -134,14 +134,6 @@ class Arena:
 def aligned(nbytes: int) -> int:
     """Bytes that a tensor of ``nbytes`` bytes takes in an arena."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def attach(fd: int, nbytes: int, *, writable: bool = False) -> mmap.mmap:
-    """Maps another process's arena; takes over the descriptor."""
-    try:
-        return mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
-    finally:
-        os.close(fd)
 
 
 def _release(fd: int, undo: list[Callable[[], None]], pid: int) -> None:

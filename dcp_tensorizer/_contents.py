@@ -23,7 +23,7 @@ from ._fetch import Wanted, copy_elements, fetch, is_direct, part_of
 from ._layout import StoredItem, data_file_rank, is_data_file_name, is_metadata_file_name, metadata_file_name
 from ._plan import Box, ReadRequest, boxes_of_range, covers
 from ._storage import Storage
-from ._tensorfile import host_bytes
+from ._tensors import host_bytes
 from .errors import DecryptionError, MetadataError, NotCommitted
 
 if TYPE_CHECKING:

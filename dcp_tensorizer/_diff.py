@@ -14,7 +14,7 @@ import torch
 from ._contents import Chunk, Contents, StoredObject, StoredTensor, blocks_of
 from ._inspect import shown_value
 from ._plan import Box
-from ._tensorfile import host_bytes
+from ._tensors import host_bytes
 
 __all__ = ["Change", "Difference", "diff"]
 

@@ -23,7 +23,8 @@ from ._device import CUDA
 from ._plan import Box, ReadOperation, ReadRequest, Segment, boxes_of_range, plan_reads
 from ._ring import Ring, Slot
 from ._storage import RangeReader, Storage
-from ._tensorfile import check_digests, host_bytes
+from ._tensorfile import check_digests
+from ._tensors import host_bytes
 from .errors import ChecksumMismatch, ReadError
 
 __all__ = ["Wanted", "copy_elements", "fetch", "is_direct", "part_of"]

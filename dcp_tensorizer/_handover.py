@@ -20,7 +20,7 @@ from ._process import WriterProcess
 from ._protocol import FileRequest, WriteDone, WriteRequest
 from ._shared import SharedFile, SharedMappings
 from ._storage import Storage
-from ._tensorfile import host_bytes
+from ._tensors import host_bytes
 from .errors import WriteError, WriterProcessDied
 
 __all__ = ["Handover", "Options", "Written"]

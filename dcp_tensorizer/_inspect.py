@@ -13,7 +13,7 @@ import torch
 
 from ._contents import Contents, Path, StoredObject, StoredTensor
 from ._layout import StoredItem, data_file_rank
-from ._tensorfile import unsafe_globals
+from ._tensors import unsafe_globals
 from .errors import DecryptionError
 
 __all__ = ["inspect_contents", "shown_value"]

@@ -7,7 +7,8 @@ more at every save; so it is given an alias of the storage, which lives until th
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,11 +16,11 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from ._copying import Copies, Pair
-from ._device import CUDA, SideStream
+from ._device import CUDA, Device, SideStream
 from ._protocol import DeviceTensor, SnapshotRequest
-from .errors import WriteError
+from .errors import StagingError, WriteError
 
-__all__ = ["export", "take_snapshot"]
+__all__ = ["Snapshots", "export"]
 
 
 def export(
@@ -65,15 +66,32 @@ def export(
     return SnapshotRequest(arena, min(streams), tuple(storages), tuple(tensors)), aliases
 
 
-def take_snapshot(request: SnapshotRequest, memory: mmap.mmap) -> None:
-    """In the other process: copies everything to its place in an arena, and closes the handles."""
-    storages = [rebuild_cuda_tensor(*arguments).untyped_storage() for arguments in request.storages]
-    pairs = [(_twin(tensor, memory), _open(tensor, storages[tensor.storage])) for tensor in request.tensors]
-    with torch.no_grad():
-        copies = Copies(pairs, CUDA, 1)
-        copies.follow()
-        copies.start()
-        copies.wait()
+class Snapshots:
+    """In the other process: copies of tensors on GPUs, or on what simulates them."""
+
+    def __init__(self, device: Device = CUDA) -> None:
+        self._device = device
+        self._unpin: dict[int, Callable[[], None]] = {}
+
+    def take(self, request: SnapshotRequest, memory: mmap.mmap) -> None:
+        """Copies everything to its place in an arena, registered at its first snapshot, and closes the handles."""
+        if request.arena not in self._unpin:
+            address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+            self._unpin[request.arena] = lambda: None
+            with suppress(StagingError):  # it is slower then
+                self._unpin[request.arena] = self._device.pin(address, len(memory), request.device)
+        storages = [rebuild_cuda_tensor(*arguments).untyped_storage() for arguments in request.storages]
+        pairs = [(_twin(tensor, memory), _open(tensor, storages[tensor.storage])) for tensor in request.tensors]
+        with torch.no_grad():
+            copies = Copies(pairs, self._device, 1)
+            copies.follow()
+            copies.start()
+            copies.wait()
+
+    def keep(self, arenas: Set[int]) -> None:
+        """Takes back the registration of all other arenas, which are about to be unmapped."""
+        for number in self._unpin.keys() - arenas:
+            self._unpin.pop(number)()
 
 
 def _export_storage(storage: torch.UntypedStorage, stream: SideStream) -> tuple[torch.Tensor, tuple[Any, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,10 +16,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ._layout import StoredItem
 from ._plan import stored_names
 from ._protocol import FileRequest, TensorSource, WriteDone
-from ._tensors import check_supported, is_wrapper
+from ._tensors import check_supported, host_bytes, is_wrapper, unsafe_globals
 from .errors import CheckpointError, WriteError
 
-__all__ = ["Item", "resolve", "sources", "write_results"]
+__all__ = ["Item", "ObjectCheck", "resolve", "sources", "write_results"]
+
+logger = logging.getLogger("dcp_tensorizer")
 
 Place = tuple[int, int]
 """Number of a shared buffer, offset in it."""
@@ -85,6 +88,28 @@ def write_results(
             stored = StoredItem(*place, item.dtype, item.kind, tensor.digests, tensor.seal)
         results.append(WriteResult(item.index, stored.length, (stored.to_tuple(), file_nbytes, check)))
     return results
+
+
+class ObjectCheck:
+    """Says of objects that the weights-only loader will refuse, at their first save and not when they are loaded."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def check(self, items: Sequence[Item]) -> None:
+        """Logs a warning for each key that is new and would be refused."""
+        for item in items:
+            key = item.index.fqn
+            if item.kind != "object" or key in self._known:
+                continue
+            self._known.add(key)
+            if refused := unsafe_globals(bytes(host_bytes(item.tensor))):
+                logger.warning(
+                    "%r is an object that a reader loads only with allow_pickle=True, or after "
+                    "torch.serialization.add_safe_globals: it needs %s",
+                    key,
+                    ", ".join(refused),
+                )
 
 
 def _resolve(item: WriteItem, planner: SavePlanner) -> tuple[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from ._crypt import Cipher
 from ._encoder import BUFFER_BYTES, encode
 from ._protocol import FileRequest, FileResult, TensorResult, TensorSource, WriteDone
 from ._storage import Sink, Storage
-from ._tensorfile import lay_out, unsafe_globals
+from ._tensorfile import lay_out
 from .errors import CheckpointError, WriteError
 
 __all__ = ["FileJob"]
@@ -73,7 +73,7 @@ class FileJob:
             writing = sum(sink.write_seconds for sink in self._sinks)
             closing = sum(sink.close_seconds for sink in self._sinks)
             seconds = time.perf_counter() - started
-            return WriteDone(tuple(results), seconds, seconds - closing, writing + closing, self._unsafe())
+            return WriteDone(tuple(results), seconds, seconds - closing, writing + closing)
         except Exception as error:
             self.remove()
             cause = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
@@ -97,9 +97,3 @@ class FileJob:
             for entry, tensor in zip(layout.entries, encoded, strict=True)
         )
         return FileResult(file.name, layout.nbytes, tuple(results))
-
-    def _unsafe(self) -> dict[str, tuple[str, ...]]:
-        """The objects that the weights-only loader refuses, with what they would need."""
-        objects = (source for file in self._files for source in file.tensors if source.kind == "object")
-        found = {source.name: unsafe_globals(bytes(self._contents(source))) for source in objects}
-        return {name: needed for name, needed in found.items() if needed}

@@ -163,8 +163,6 @@ class WriteDone:
     """Until all hashes were known; it writes meanwhile."""
     write_seconds: float
     """In write calls and fsync."""
-    unsafe_globals: Mapping[str, tuple[str, ...]]
-    """For each object (by tensor name) that the weights-only loader refuses: the globals it would need."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""Shared memory that is not ours: which file a tensor's memory is a mapping of, so that another process can map it too.
+"""Memory of another process: the trainer's arenas, and files that its tensors are mappings of.
 
-Asked of the kernel rather than of torch, whose own ways of sharing move a tensor's memory elsewhere if it was shared
-in another way. A file without a name is reached through the descriptor that its owner keeps.
+The latter are asked of the kernel rather than of torch, whose own ways of sharing move a tensor's memory elsewhere if
+it was shared in another way. A file without a name is reached through the descriptor that its owner keeps.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import os
 import stat
 from bisect import bisect_right
 from pathlib import Path
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from .errors import WriteError
 
-__all__ = ["SharedFile", "SharedMappings", "map_shared"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SharedFile", "SharedMappings", "attach", "map_shared"]
 
 
 class SharedFile(NamedTuple):
@@ -71,6 +72,14 @@ class SharedMappings:
             if found.st_ino == mapping.inode and stat.S_ISREG(found.st_mode):
                 return SharedFile(path, found.st_dev, found.st_ino)
         return None
+
+
+def attach(fd: int, nbytes: int, *, writable: bool = False) -> mmap.mmap:
+    """Maps another process's arena; takes over the descriptor."""
+    try:
+        return mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+    finally:
+        os.close(fd)
 
 
 def map_shared(file: SharedFile) -> mmap.mmap:

@@ -34,7 +34,8 @@ from ._output import new_directory, new_file, shown_path, write_stream
 from ._plan import Box, plan_files, stored_names
 from ._protocol import TensorSource
 from ._storage import TIMEOUT, Storage
-from ._tensorfile import host_bytes, lay_out
+from ._tensorfile import lay_out
+from ._tensors import host_bytes
 from ._torchfile import nested, skeleton
 from .errors import ConversionError, WriteError
 

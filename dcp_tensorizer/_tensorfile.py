@@ -16,14 +16,12 @@ small one.
 
 from __future__ import annotations
 
-import functools
-import io
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
+import numpy as np
 import xxhash
 
 from ._crypt import Cipher
@@ -44,9 +42,7 @@ __all__ = [
     "Entry",
     "FileLayout",
     "check_digests",
-    "host_bytes",
     "lay_out",
-    "unsafe_globals",
 ]
 
 MAGIC = b"|TZR|"
@@ -61,6 +57,11 @@ _PASSPHRASE = struct.Struct("<HHQQiH")  # two tags; costs and algorithm of the d
 _DERIVED, _BY_PWHASH = 1, 1
 _BLOCKS = struct.Struct(f"<HQ{NONCE_BYTES}sQ")  # tag, bytes in a block, nonce of the first, number of MACs that follow
 _XSALSA20 = 2
+# torch's dtypes that numpy has too, and of those that it has not, all that are not of one byte. Not asked of torch,
+# which takes two seconds to import: the writer process does without it.
+_NUMPY = {"bool", *(f"{kind}int{bits}" for kind in ("", "u") for bits in (8, 16, 32, 64))}
+_NUMPY |= {"float16", "float32", "float64", "complex64", "complex128"}
+_ITEMSIZE = {"bfloat16": 2, "bits16": 2, "complex32": 4}
 # Kinds of tensor: a module's parameter, its buffer, or (as in a state dict) neither.
 _KINDS = {"parameter": 0, "buffer": 1}
 _STATE_DICT = 2
@@ -226,22 +227,6 @@ def check_digests(item: StoredItem, start: int, data: memoryview) -> None:
             raise ChecksumMismatch(f"bytes {number * step:,} to {number * step + step:,}")
 
 
-def unsafe_globals(data: bytes) -> tuple[str, ...]:
-    """What ``torch.load(weights_only=True)`` would refuse in a saved object: ``module.name`` of each."""
-    try:
-        return tuple(sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))))
-    except Exception:
-        return ("an object that the weights-only loader cannot parse",)
-
-
-def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor in C order, in host memory; a copy only where they are not so already."""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu()
-    if plain.numel() == 1:  # contiguous whatever its strides are, but not viewed as bytes with all of them
-        plain = plain.as_strided(plain.shape, (1,) * plain.ndim)
-    return plain.contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
 _Described = tuple[bytes, int, bytes, bytes]  # name, kind, dtype, shape
 
 
@@ -285,12 +270,9 @@ def _index_entry(described_as: _Described, entry: Entry) -> bytes:
     )
 
 
-@functools.cache
 def _dtype_name(name: str) -> bytes:
     """A dtype as tensorizer stores it: numpy's name, or an opaque one with torch's where numpy has none."""
-    sample = torch.empty(0, dtype=getattr(torch, name))
-    try:
-        return str(sample.numpy().dtype.str).encode()
-    except TypeError:
-        order = "|" if sample.itemsize == 1 else "<"
-        return f"{order}V{sample.itemsize}\0torch.{name}".encode()
+    if name in _NUMPY:
+        return np.dtype(name).str.encode()
+    itemsize = _ITEMSIZE.get(name, 1)
+    return f"{'|' if itemsize == 1 else '<'}V{itemsize}\0torch.{name}".encode()

@@ -16,7 +16,8 @@ from isal.isal_zlib import crc32
 from ._contents import StoredTensor, blocks_of, plain_tensor
 from ._plan import Box
 from ._storage import Storage
-from ._tensorfile import CRC32, ENCRYPTED, ENCRYPTED_FLAG, HEAD, LONG, MAGIC, START, VERSIONED_INDEX, host_bytes
+from ._tensorfile import CRC32, ENCRYPTED, ENCRYPTED_FLAG, HEAD, LONG, MAGIC, START, VERSIONED_INDEX
+from ._tensors import host_bytes
 from .errors import ChecksumMismatch, ReadError
 
 __all__ = ["Indexed", "read_file", "read_index"]

@@ -1,12 +1,14 @@
-"""Which tensors can be saved: those whose elements are plain bytes, and subclasses made of such tensors."""
+"""Tensors as bytes: which can be saved so, their bytes, and what it takes to load objects that torch.save made."""
 
 from __future__ import annotations
+
+import io
 
 import torch
 
 from .errors import StagingError
 
-__all__ = ["check_supported", "is_wrapper"]
+__all__ = ["check_supported", "host_bytes", "is_wrapper", "unsafe_globals"]
 
 
 # Integers of less than a byte each: DCP's planner fails on them, and does not say for which key.
@@ -51,3 +53,19 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a subclass that has no storage of its own but is made of other tensors."""
     return type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__")
+
+
+def unsafe_globals(data: bytes) -> tuple[str, ...]:
+    """What ``torch.load(weights_only=True)`` would refuse in a saved object: ``module.name`` of each."""
+    try:
+        return tuple(sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))))
+    except Exception:
+        return ("an object that the weights-only loader cannot parse",)
+
+
+def host_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor in C order, in host memory; a copy only where they are not so already."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu()
+    if plain.numel() == 1:  # contiguous whatever its strides are, but not viewed as bytes with all of them
+        plain = plain.as_strided(plain.shape, (1,) * plain.ndim)
+    return plain.contiguous().reshape(-1).view(torch.uint8).numpy().data

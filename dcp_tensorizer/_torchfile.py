@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ._contents import Contents, OtherKey, Path, StoredObject, StoredTensor, blocks_of, plain_tensor
 from ._storage import RangeReader, Storage
-from ._tensorfile import host_bytes, unsafe_globals
+from ._tensors import host_bytes, unsafe_globals
 from .errors import ConversionError, UntrustedObject
 
 __all__ = ["FileView", "load_fake", "locate", "nested", "read_state_dict", "skeleton"]

@@ -18,13 +18,9 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
-import torch
-
-from ._arena import attach
 from ._destination import open_storage
-from ._device import CUDA
-from ._ipc import take_snapshot
 from ._job import FileJob
 from ._protocol import (
     ArenaInfo,
@@ -38,8 +34,11 @@ from ._protocol import (
     WriteFailed,
     WriteRequest,
 )
-from ._shared import SharedFile, map_shared
-from .errors import CheckpointError, StagingError
+from ._shared import SharedFile, attach, map_shared
+from .errors import CheckpointError
+
+if TYPE_CHECKING:
+    from ._ipc import Snapshots
 
 __all__ = ["SpareCores"]
 
@@ -89,10 +88,9 @@ def _tasks() -> set[int]:
 
 
 class _Worker:
-    def __init__(self, channel: Channel, *, devices: bool = False) -> None:
+    def __init__(self, channel: Channel, snapshots: Snapshots | None) -> None:
         self._channel = channel
-        self._devices = devices
-        self._unpin: dict[int, Callable[[], None]] = {}
+        self._snapshots = snapshots
         self._sending = threading.Lock()
         self._arenas: dict[int, mmap.mmap] = {}
         self._shared: dict[int, mmap.mmap] = {}
@@ -125,22 +123,18 @@ class _Worker:
     def _attach(self, arenas: Sequence[ArenaInfo], fds: list[int]) -> None:
         """Maps the arenas that are new, and lets go of those that are not there any more."""
         attached = {info.id for info in arenas if info.attached}
-        for number in self._unpin.keys() - attached:
-            self._unpin.pop(number)()
+        if self._snapshots is not None:
+            self._snapshots.keep(attached)
         new = [info for info in arenas if not info.attached]
+        writable = self._snapshots is not None
         self._arenas = {number: self._arenas[number] for number in attached} | {
-            info.id: attach(fd, info.nbytes, writable=self._devices) for info, fd in zip(new, fds, strict=True)
+            info.id: attach(fd, info.nbytes, writable=writable) for info, fd in zip(new, fds, strict=True)
         }
 
     def _snapshot(self, request: SnapshotRequest) -> SnapshotTaken:
-        """Copies GPU memory of the trainer to an arena, which is registered for that the first time."""
-        memory = self._arenas[request.arena]
-        if request.arena not in self._unpin:
-            address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-            self._unpin[request.arena] = lambda: None
-            with suppress(StagingError):  # it is slower then
-                self._unpin[request.arena] = CUDA.pin(address, len(memory), request.device)
-        take_snapshot(request, memory)
+        """Copies GPU memory of the trainer to an arena."""
+        assert self._snapshots is not None, "it was started without GPUs"
+        self._snapshots.take(request, self._arenas[request.arena])
         return SnapshotTaken()
 
     def _write(self, request: WriteRequest) -> WriteDone:
@@ -222,8 +216,15 @@ def main(arguments: Sequence[str]) -> None:
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):
         os.nice(_NICENESS_BUSY)
-    torch.set_num_threads(1)
-    worker = _Worker(Channel(socket.socket(fileno=channel_fd)), devices=bool(devices))
+    snapshots = None
+    if devices:
+        import torch  # which takes two seconds and 200 MB: the process does without it where it can
+
+        from ._ipc import Snapshots
+
+        torch.set_num_threads(1)
+        snapshots = Snapshots()
+    worker = _Worker(Channel(socket.socket(fileno=channel_fd)), snapshots)
     if trainer >= 0:
         threading.Thread(target=_end_with, args=(trainer, worker.abandon), name="trainer", daemon=True).start()
     worker.serve()

@@ -29,7 +29,7 @@ from ._fetch import Wanted, fetch, is_direct
 from ._layout import StoredItem, metadata_file_name
 from ._plan import Box, ReadRequest, covers
 from ._storage import TIMEOUT, Storage, redact
-from ._tensorfile import unsafe_globals
+from ._tensors import unsafe_globals
 from .errors import CheckpointError, MetadataError, NotCommitted, ReadError, UntrustedObject
 
 if TYPE_CHECKING:

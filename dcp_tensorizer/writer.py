@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -33,11 +33,10 @@ from ._crypt import encryption_cipher, find_other_key
 from ._destination import open_storage
 from ._encoder import BUFFER_BYTES
 from ._handover import Handover, Options
-from ._items import Item, resolve, write_results
+from ._items import ObjectCheck, resolve, write_results
 from ._layout import StoredItem, metadata_file_name
 from ._outcomes import Outcomes
 from ._process import WriterProcess
-from ._protocol import WriteDone
 from ._report import SaveReport
 from ._storage import TIMEOUT, Claim, Storage, redact
 from .errors import CheckpointError, StagingError, WriteError
@@ -183,6 +182,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._outcomes = Outcomes(self._max_failures)
         self._local = threading.local()
         self._last_report: SaveReport | None = None
+        self._objects = ObjectCheck()
         self._claim: Claim | None = None
 
     @property
@@ -389,7 +389,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             if save.lease is not None:
                 save.lease.release()
         done = written.done
-        _warn_of_objects(items, done)
+        self._objects.check(items)
         future: Future[list[WriteResult]] = Future()
         check = b"" if self._options.cipher is None else self._options.cipher.check_value()
         future.set_result(write_results(items, written.files, done, check))
@@ -497,24 +497,6 @@ def _check_trainer_lives(storage: Storage) -> None:
     trainer = multiprocessing.parent_process()
     if trainer is not None and multiprocessing.current_process().daemon and not trainer.is_alive():
         raise WriteError(f"the trainer (pid {trainer.pid}) is gone: its save to {storage.path} is not committed")
-
-
-def _warn_of_objects(items: Sequence[Item], done: WriteDone) -> None:
-    """Says at once what would fail at load time."""
-    allowed = {f"{getattr(g, '__module__', '')}.{getattr(g, '__qualname__', g)}" for g in _safe_globals()}
-    keys = {item.name: item.index.fqn for item in items}
-    for name, needed in done.unsafe_globals.items():
-        if refused := [g for g in needed if g not in allowed]:
-            logger.warning(
-                "%r is an object that a reader loads only with allow_pickle=True, or after "
-                "torch.serialization.add_safe_globals: it needs %s",
-                keys[name],
-                ", ".join(refused),
-            )
-
-
-def _safe_globals() -> list[Any]:
-    return torch.serialization.get_safe_globals()
 
 
 def _cores() -> int:

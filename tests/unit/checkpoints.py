@@ -28,7 +28,7 @@ from dcp_tensorizer._job import FileJob
 from dcp_tensorizer._layout import StoredItem
 from dcp_tensorizer._plan import Box, plan_files, stored_names
 from dcp_tensorizer._protocol import TensorSource
-from dcp_tensorizer._tensorfile import host_bytes
+from dcp_tensorizer._tensors import host_bytes
 
 from .support import dtype_name
 

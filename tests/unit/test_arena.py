@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from dcp_tensorizer import StagingError, _arena
-from dcp_tensorizer._arena import Arena, aligned, attach
+from dcp_tensorizer._arena import Arena, aligned
+from dcp_tensorizer._shared import attach
 
 from .simulated import SimulatedDevice
 from .support import ALL_DTYPES, dtype_name, filled, memory_files, open_descriptors, raw, run_python, same

@@ -38,7 +38,8 @@ from dcp_tensorizer._fetch import Wanted, fetch, is_direct
 from dcp_tensorizer._layout import Derivation, StoredItem, block_size
 from dcp_tensorizer._plan import Box, ReadRequest
 from dcp_tensorizer._storage import Storage
-from dcp_tensorizer._tensorfile import host_bytes, lay_out
+from dcp_tensorizer._tensorfile import lay_out
+from dcp_tensorizer._tensors import host_bytes
 
 from ..servers import S3Server, SftpServer
 from .support import ALL_DTYPES, ROOT, BufferSink, dtype_name, filled, put_file, raw, run_python, same, sources

@@ -16,7 +16,8 @@ from tensorizer import TensorDeserializer, TensorSerializer
 
 from dcp_tensorizer import _encoder
 from dcp_tensorizer._encoder import encode
-from dcp_tensorizer._tensorfile import host_bytes, lay_out
+from dcp_tensorizer._tensorfile import lay_out
+from dcp_tensorizer._tensors import host_bytes
 
 from .support import ALL_DTYPES, BufferSink, block_digests, dtype_name, filled, raw, same, sources
 

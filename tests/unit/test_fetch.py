@@ -23,7 +23,8 @@ from dcp_tensorizer._fetch import Wanted, fetch, is_direct
 from dcp_tensorizer._layout import StoredItem
 from dcp_tensorizer._plan import Box, ReadRequest
 from dcp_tensorizer._storage import Storage
-from dcp_tensorizer._tensorfile import host_bytes, lay_out
+from dcp_tensorizer._tensorfile import lay_out
+from dcp_tensorizer._tensors import host_bytes
 
 from .simulated import SimulatedDevice
 from .support import ALL_DTYPES, dtype_name, filled, open_descriptors, same, sources

@@ -5,6 +5,7 @@ Torch's own two functions, which need a GPU, are replaced: a handle is the alias
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import mmap
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from dcp_tensorizer import WriteError, _ipc
 from dcp_tensorizer._arena import Arena, aligned
-from dcp_tensorizer._ipc import export, take_snapshot
+from dcp_tensorizer._ipc import Snapshots, export
 
 from .simulated import SimulatedDevice, SimulatedStream
 from .support import ALL_DTYPES, filled, same
@@ -31,7 +32,7 @@ def streams() -> dict[Any, SimulatedStream]:
 
 
 def test_tensors_arrive_as_they_are() -> None:
-    """Every dtype, views of one storage, strides, lazy views: each at its offset of the arena."""
+    """Every dtype, views of one storage, strides, lazy views: each at its place in an arena that is registered once."""
     sources = [filled(dtype, (9, 14), seed=n) for n, dtype in enumerate(ALL_DTYPES)]
     base = torch.arange(400.0)
     values = torch.view_as_complex(base.view(200, 2))
@@ -42,8 +43,16 @@ def test_tensors_arrive_as_they_are() -> None:
     request, kept = export(list(zip(twins, sources, strict=True)), offsets, arena.id, streams())
     assert len(request.storages) == len(kept) == len(ALL_DTYPES) + 1
     with mmap.mmap(arena.fd, arena.nbytes) as memory:
-        take_snapshot(request, memory)
+        device = SimulatedDevice()
+        snapshots = Snapshots(device)
+        for _ in range(2):
+            snapshots.take(dataclasses.replace(request, device=0), memory)
         gc.collect()
+        assert [nbytes for _, nbytes in device.pinned] == [arena.nbytes]
+        snapshots.keep({arena.id})
+        assert len(device.pinned) == 1
+        snapshots.keep(set())
+        assert device.pinned == []
     assert [n for n, (a, b) in enumerate(zip(twins, sources, strict=True)) if not same(a, b)] == []
     del twins
     arena.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import logging
+import re
 import threading
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.testing._internal.two_tensor import TwoTensor
 
 from dcp_tensorizer import StagingError, WriteError
-from dcp_tensorizer._items import resolve, sources, write_results
+from dcp_tensorizer._items import ObjectCheck, resolve, sources, write_results
 from dcp_tensorizer._layout import StoredItem
 from dcp_tensorizer._protocol import FileRequest, FileResult, TensorResult, WriteDone
 
@@ -101,7 +103,7 @@ def test_items_without_elements_are_not_written_but_reported() -> None:
         ("full", "float32", (2, 2), 5, 64, 16, "tensor")
     ]
     request = (FileRequest("file", tuple(listed)),)
-    done = WriteDone((FileResult("file", 300_000, (TensorResult(262_200, 16, b"12345678"),)),), 0.0, 0.0, 0.0, {})
+    done = WriteDone((FileResult("file", 300_000, (TensorResult(262_200, 16, b"12345678"),)),), 0.0, 0.0, 0.0)
     results = {result.index.fqn: result for result in write_results(items, request, done)}
     assert results["empty"].storage_data == (("", "", 0, 0, "float8_e4m3fn", "tensor", b""), 0, b"")
     assert results["full"].storage_data == (
@@ -123,8 +125,32 @@ def test_results_of_several_files_find_their_items() -> None:
         FileResult("f0", 1000, tuple(TensorResult(n, 12, bytes([n] * 8)) for n in range(3))),
         FileResult("f1", 2000, (TensorResult(9, 12, b"9" * 8),)),
     )
-    results = write_results(items, request, WriteDone(files, 0.0, 0.0, 0.0, {}))
+    results = write_results(items, request, WriteDone(files, 0.0, 0.0, 0.0))
     places = [(StoredItem(*r.storage_data[0]).file, StoredItem(*r.storage_data[0]).offset) for r in results]
     assert places == [("f0", 0), ("f0", 1), ("f0", 2), ("f1", 9)]
     assert [r.storage_data[1] for r in results] == [1000, 1000, 1000, 2000]
     assert [r.index for r in results] == [item.index for item in items]
+
+
+def test_an_object_that_would_not_load_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """By key, with what it needs, at its first save alone; tensors and what the weights-only loader takes are not."""
+    check = ObjectCheck()
+    state = {
+        "plain": {"lr": 0.1},
+        "odd": re.compile("x"),
+        "t": torch.ones(2),
+        "w": TwoTensor(torch.ones(1), torch.ones(1)),
+    }
+    with caplog.at_level(logging.WARNING, "dcp_tensorizer"):
+        check.check(resolve(*planned(state)))
+        check.check(resolve(*planned(state)))
+        check.check(resolve(*planned(state | {"new": threading.Event})))
+    assert [record.args for record in caplog.records] == [("odd", "re._compile"), ("new", "threading.Event")]
+    assert "allow_pickle=True" in caplog.records[0].message
+
+
+def test_an_object_whose_types_the_user_allowed_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """torch.serialization.add_safe_globals in the trainer counts."""
+    with torch.serialization.safe_globals([threading.Event]):
+        ObjectCheck().check(resolve(*planned({"event": threading.Event})))
+    assert caplog.records == []

@@ -1,4 +1,4 @@
-"""One request's files: all of them or none, with digests, and with what their objects would need."""
+"""One request's files: all of them or none, with digests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dcp_tensorizer._layout import data_file_name
 from dcp_tensorizer._local import LocalStorage
 from dcp_tensorizer._protocol import FileRequest, TensorSource
 from dcp_tensorizer._storage import Storage
-from dcp_tensorizer._tensorfile import host_bytes
+from dcp_tensorizer._tensors import host_bytes
 
 from .support import block_digests, file_size_limit, filled, raw, same, sources
 
@@ -69,7 +69,6 @@ def test_all_files_are_written_and_described(storage: Storage, tmp_path: Path, s
     work = job(storage, files, sync=sync)
     done = work.run()
     assert [file.name for file in done.files] == NAMES[:2]
-    assert done.unsafe_globals == {}
     assert done.seconds >= done.hash_seconds > 0
     assert done.write_seconds > 0
     for file, content in zip(done.files, files.values(), strict=True):
@@ -82,14 +81,6 @@ def test_all_files_are_written_and_described(storage: Storage, tmp_path: Path, s
         with TensorDeserializer(io.BytesIO(stored), device="cpu", verify_hash=True) as loaded:
             assert all(same(loaded[name], tensor) for name, tensor in content.items())
     assert work.bytes_written == sum(file.nbytes for file in done.files)
-
-
-def test_what_an_object_would_need_is_said(storage: Storage) -> None:
-    """By the name of its tensor; plain ones need nothing, and tensors are not looked into."""
-    plain, foreign = saved({"lr": 0.1}), saved(Foreign())
-    done = job(storage, {NAMES[0]: {"plain": plain, "foreign": foreign}}, kind="object").run()
-    assert done.unsafe_globals == {"foreign": (f"{__name__}.Foreign",)}
-    assert job(storage, {NAMES[1]: {"foreign": foreign}}).run().unsafe_globals == {}
 
 
 def test_a_failure_in_a_later_file_removes_the_earlier_ones(tmp_path: Path) -> None:
@@ -138,7 +129,7 @@ def test_no_directory_is_an_error(tmp_path: Path) -> None:
 def test_no_files_is_no_work(storage: Storage) -> None:
     """A rank whose items are all empty has nothing to write."""
     done = job(storage, {}).run()
-    assert (done.files, done.unsafe_globals) == ((), {})
+    assert done.files == ()
 
 
 def test_secrets_do_not_get_into_the_error(tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ from dcp_tensorizer._plan import (
 )
 from dcp_tensorizer._protocol import TensorSource
 from dcp_tensorizer._storage import Storage
-from dcp_tensorizer._tensorfile import host_bytes, lay_out
+from dcp_tensorizer._tensorfile import lay_out
+from dcp_tensorizer._tensors import host_bytes
 
 from .support import BufferSink, filled, same
 

@@ -38,7 +38,7 @@ REQUEST = WriteRequest(
     buffer_bytes=64 << 20,
     timeout=600.0,
 )
-DONE = WriteDone((FileResult("f", 300_000, (TensorResult(262_300, 24, b"8" * 8),)),), 1.5, 1.0, 0.5, {"o": ("a.B",)})
+DONE = WriteDone((FileResult("f", 300_000, (TensorResult(262_300, 24, b"8" * 8),)),), 1.5, 1.0, 0.5)
 
 
 @pytest.fixture
