@@ -6,17 +6,15 @@ every byte follows from the metadata and the hashes of the data.
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from isal.isal_zlib import crc32 as crc32_of
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ._crypt import Cipher
 from ._layout import Derivation, StoredItem
-from ._tensorfile import END, Digester, Entry, lay_out
+from ._tensorfile import END, Digester, Entry, TensorHashes, lay_out
 
 __all__ = ["AT_ONCE", "Span", "Stored", "block_spans", "file_spans", "keyless", "stored_items"]
 
@@ -91,13 +89,13 @@ class _Blocks:
         self._step = item.block
         first = start // self._step
         self._expected = item.digests[8 * first : 8 * -(-stop // self._step)]
-        self._digester = Digester(item.block)
+        self.digester = Digester(item.block)
 
     def update(self, piece: memoryview) -> None:
-        self._digester.update(piece)
+        self.digester.update(piece)
 
     def damages(self) -> Iterator[tuple[str | None, int, str]]:
-        found = self._digester.digests()
+        found = self.digester.digests()
         for number in range(-(-(self.stop - self.start) // self._step)):
             place = slice(8 * number, 8 * number + 8)
             if found[place] != self._expected[place]:
@@ -114,25 +112,27 @@ class _Sealed:
         self._stored = stored
         self._entry = entry
         self._header = b""
-        self._crc32 = crc32_of(entry.header)
-        self._sha256 = hashlib.sha256(entry.header)
         self._blocks = _Blocks(stored, 0, entry.length)
+        self._hashes = TensorHashes(entry.header, self._blocks.digester)
 
     def update(self, piece: memoryview) -> None:
         missing = len(self._entry.header) - len(self._header)
         self._header += bytes(piece[:missing])
         data = piece[missing:]
-        if not self._stored.item.seal:
-            self._crc32 = crc32_of(data, self._crc32)
-            self._sha256.update(data)
-        self._blocks.update(data)
+        if self._stored.item.seal:
+            self._blocks.update(data)
+        else:
+            self._hashes.update(data)
 
     def damages(self) -> Iterator[tuple[str | None, int, str]]:
         found = list(self._blocks.damages())
         yield from found
         seal = self._stored.item.seal
-        expected = self._entry.with_seal(seal) if seal else self._entry.sealed(self._crc32, self._sha256.digest())
-        if not found and self._header != expected:
+        if found:
+            return
+        hashes = self._hashes
+        expected = self._entry.with_seal(seal) if seal else self._entry.sealed(hashes.crc32, hashes.sha256.digest())
+        if self._header != expected:
             what = "nonce and MACs" if seal else "the CRC-32 and SHA-256"
             yield self._stored.key, self.start, f"its header, with {what} of the data, is damaged"
 

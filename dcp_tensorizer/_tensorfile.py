@@ -16,6 +16,7 @@ small one.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from typing import Protocol
 
 import numpy as np
 import xxhash
+from isal.isal_zlib import crc32  # ten times as fast as zlib's
 
 from ._crypt import Cipher
 from ._layout import INDEX_CAPACITY, MAC_BYTES, NONCE_BYTES, Derivation, StoredItem, block_size
@@ -41,6 +43,7 @@ __all__ = [
     "Digester",
     "Entry",
     "FileLayout",
+    "TensorHashes",
     "check_digests",
     "lay_out",
 ]
@@ -205,6 +208,26 @@ class Digester:
         self._digests.append(self._hash.digest())
         self._hash.reset()
         self._left = self._step
+
+
+class TensorHashes:
+    """All hashes of a tensor that comes in pieces: CRC-32 and SHA-256, of header and data, and the data's digests.
+
+    Of each piece in this order: isal's CRC-32 leaves the upper halves of the vector registers in use, with which
+    SHA-256's instructions take 1.4 times as long (0.79 s/GB for 0.56 on Zen 4), and XXH3 clears them.
+    """
+
+    def __init__(self, header: bytes, digester: Digester) -> None:
+        self.crc32 = crc32(header)
+        self.sha256 = hashlib.sha256(header)
+        self._digester = digester
+
+    def update(self, piece: memoryview, *, sha256: bool = True) -> None:
+        """Takes a piece; without ``sha256`` whoever called sees to that one."""
+        self.crc32 = crc32(piece, self.crc32)
+        self._digester.update(piece)
+        if sha256:
+            self.sha256.update(piece)
 
 
 def check_digests(item: StoredItem, start: int, data: memoryview) -> None:
