@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--folder", default=None, help="where to put checkpoints")
     parser.add_argument("--scale", type=float, default=1.0, help="of the model and the states; less for a try-out")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=220, help="in all; what does not fit in fails")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("benchmarks.gpu needs a CUDA GPU and a CUDA build of torch")
@@ -44,7 +45,7 @@ def main() -> None:
             *({"what": "load", "name": name, **shared} for name in LOADERS),
             *({"what": "limits", "name": name, **shared} for name in LIMITS),
         ]
-        results = run_cases("benchmarks.gpu_case", cases, options.rounds)
+        results = run_cases("benchmarks.gpu_case", cases, options.rounds, options.seconds)
     gpu = torch.cuda.get_device_properties(0)
     about = machine() | {
         "gpu": gpu.name,

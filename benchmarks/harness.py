@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,29 +35,37 @@ _NOT_SHOWN = ("folder", "server")  # where it happens, and how to get in there
 Case = dict[str, Any]
 
 
-def run_cases(module: str, cases: Sequence[Case], rounds: int) -> list[dict[str, Any]]:
-    """Runs every case once a round, so that a drift of the machine's speed meets all of them alike."""
+def run_cases(module: str, cases: Sequence[Case], rounds: int, seconds: float = math.inf) -> list[dict[str, Any]]:
+    """Runs every case once a round, so that a drift of the machine's speed meets all of them alike.
+
+    What fails, or does not fit into ``seconds`` in all, is a result with an ``error``.
+    """
     results = []
+    deadline = time.monotonic() + seconds
     for number in range(rounds):
         first = number * len(cases) // rounds  # each round begins elsewhere: whoever is first warms the machine up
         for case in (*cases[first:], *cases[:first]):
             shown = {key: value for key, value in case.items() if key not in _NOT_SHOWN}
             label = " | ".join(str(value) for key, value in shown.items() if key != "scale")
             print(f"round {number + 1}/{rounds}  {label}", file=sys.stderr, flush=True)
-            done = subprocess.run(
-                [sys.executable, "-m", module, json.dumps(case)],
-                capture_output=True,
-                text=True,
-                timeout=_CASE_SECONDS,
-                cwd=Path(__file__).parent.parent,
-            )
-            if done.returncode:
-                error = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit {done.returncode}"
-                print(f"  FAILED: {error}", file=sys.stderr)
-                results.append({"case": shown, "round": number, "error": error})
-                continue
-            results.append({"case": shown, "round": number, "ranks": json.loads(done.stdout.strip().splitlines()[-1])})
+            found = _run(module, case, min(_CASE_SECONDS, deadline - time.monotonic()))
+            if "error" in found:
+                print(f"  FAILED: {found['error']}", file=sys.stderr)
+            results.append({"case": shown, "round": number, **found})
     return results
+
+
+def _run(module: str, case: Case, seconds: float) -> dict[str, Any]:
+    """What a case printed, or the error that it ended with."""
+    command = [sys.executable, "-m", module, json.dumps(case)]
+    folder = Path(__file__).parent.parent
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=max(0.0, seconds), cwd=folder)
+    except subprocess.TimeoutExpired:
+        return {"error": "no time was left for it"}
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]}
+    return {"ranks": json.loads(done.stdout.strip().splitlines()[-1])}
 
 
 def machine() -> dict[str, Any]:

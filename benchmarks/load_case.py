@@ -29,7 +29,10 @@ _THREADS = 4
 
 
 def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Loads warm and cold, into memory that has been used before, and checks what was loaded."""
+    """Loads warm and cold, into memory that has been used before, and checks what was loaded.
+
+    With ``limits``, each load is preceded by raw reads of the same files, into the same memory where they are warm.
+    """
     write, load = LOADERS[case["loader"]]
     state = WORKLOADS[case["workload"]](case["scale"])
     write(state, folder)
@@ -39,30 +42,37 @@ def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     loaded = load(target, folder)
     checked = target if loaded is None else {key: loaded[key].data for key in state}
     intact = all(torch.equal(checked[k].view(torch.int32), state[k].view(torch.int32)) for k in state)
-    del loaded, checked, state
-    result: dict[str, Any] = {"intact": intact, "warm": [], "cold": [], "peak_bytes": []}
+    del loaded, checked
+    size = nbytes(state)
+    del state
+    result: dict[str, Any] = {
+        "bytes": size,
+        "intact": intact,
+        "warm": [],
+        "cold": [],
+        "peak_bytes": [],
+        "preadv": [],
+        "direct": [],
+    }
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
     for kind, count in (("warm", case["warm"]), ("cold", case["cold"])):
+        prepare = evict if kind == "cold" else fill_cache  # a reader that goes past the page cache leaves it as it was
         for _ in range(count):
-            if kind == "cold":
-                evict(folder)
-            else:
-                fill_cache(folder)  # a reader that goes past the page cache leaves it as it was
+            if case.get("limits"):
+                prepare(folder)
+                if kind == "cold":
+                    seconds = sum(direct_read_seconds(path, path.stat().st_size, _THREADS) for path in files)
+                    result["direct"].append(seconds)
+                else:
+                    memory = [tensor.view(torch.uint8).view(-1).numpy().data for tensor in target.values()]
+                    result["preadv"].append(cached_read_seconds(files, memory, _THREADS))
+            prepare(folder)
             before = _reset_peak()
             started = time.perf_counter()
             load(target, folder)
             result[kind].append(time.perf_counter() - started)
             result["peak_bytes"].append(_peak() - before)
     return result
-
-
-def limits(case: dict[str, Any], folder: Path) -> dict[str, float]:
-    size = nbytes(WORKLOADS[case["workload"]](case["scale"])) // (8 << 20) * (8 << 20)
-    path = folder / "limit.bin"
-    target = torch.ones(size, dtype=torch.uint8)
-    path.write_bytes(target.numpy().data)
-    warm = cached_read_seconds(path, target.numpy().data, _THREADS)
-    evict(folder)
-    return {"bytes": size, "preadv, cached": warm, "O_DIRECT read": direct_read_seconds(path, size, _THREADS)}
 
 
 def _reset_peak() -> int:
@@ -125,9 +135,7 @@ def main() -> None:
     case = json.loads(sys.argv[1])
     quiet()
     with tempfile.TemporaryDirectory(dir=case["folder"]) as folder:
-        if case["loader"] == "limits":
-            print(json.dumps([limits(case, Path(folder))]))
-        elif "saved" in case:
+        if "saved" in case:
             os.environ["OMP_NUM_THREADS"] = "1"
             for part in ("saved", "loaded"):
                 mp.spawn(_reshard_rank, args=(case, folder, part), nprocs=case[part][0])

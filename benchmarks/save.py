@@ -13,6 +13,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from .harness import RESULTS, cell, machine, run_cases, spread, store, table
+from .save_case import BESIDE
 from .savers import SAVERS
 from .workloads import WORKLOADS, nbytes
 
@@ -118,8 +119,10 @@ def _row(name: str, s: dict[str, Any]) -> tuple[str, ...]:
 
 def _limits(limits: dict[str, Any]) -> str:
     size = limits["bytes"]
-    rows = [(key, cell(limits[key], lambda v: f"{size / 1e9 / v:.2f}")) for key in limits if key != "bytes"]
-    return table(("limit in the same run", "GB/s"), rows)
+    rows = [
+        (key, cell(limits[key], lambda v: f"{size / 1e9 / v:.2f}")) for key in limits if key not in ("bytes", BESIDE)
+    ]
+    return table(("limit in the same run", "GB/s"), [*rows, (BESIDE, cell(limits[BESIDE], "{:.0%}".format))])
 
 
 def ratios(summary: dict[str, dict[str, Any]]) -> list[tuple[str, str, str]]:
@@ -140,9 +143,16 @@ def ratios(summary: dict[str, dict[str, Any]]) -> list[tuple[str, str, str]]:
             ">= 0.85",
             median("limits", "hashes, 2 cores") / median(OURS, "durable, quiet"),
         ),
+        (
+            "durable, quiet / the slower of hashes and O_DIRECT writes",
+            "",
+            max(median("limits", "hashes, 2 cores"), median("limits", "O_DIRECT write"))
+            / median(OURS, "durable, quiet"),
+        ),
         ("steady stall / plain copy", "<= 1.15", median(OURS, "steady stall") / median("limits", "copy")),
         ("first stall after prewarm / plain copy", "<= 1.5", median(OURS, "first stall") / median("limits", "copy")),
         ("loop's speed during a save / idle", ">= 0.97", median(OURS, "loop")),
+        ("the same / its speed beside any busy core", "", median(OURS, "loop") / median("limits", BESIDE)),
         ("longest gap over the idle loop's, ms", "<= 10", median(OURS, "gap") * 1e3),
         (
             "5,000 small: steady stall / plain copy",

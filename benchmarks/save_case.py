@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +26,7 @@ from .workloads import WORKLOADS, nbytes
 
 _IDLE_SECONDS = 2.0
 _MATRIX = 192
+BESIDE = "loop beside a busy core"
 
 
 class TrainingLoop:
@@ -55,7 +57,7 @@ def measure(case: dict[str, Any], group: dist.ProcessGroup | None, state: State,
     idle = loop.run(_after(_IDLE_SECONDS))
     base = psutil.Process().memory_info().rss
     saver = SAVERS[case["saver"]](group, state)
-    loop.run(_after(_IDLE_SECONDS))  # training before the first save: what was prewarmed is ready by then
+    loop.run(_after(_IDLE_SECONDS))  # training before the first save
     result: dict[str, Any] = {"idle": idle, "saves": [], "quiet": []}
     for number in range(case["saves"]):
         result["saves"].append(_save(saver, state, folder / f"loop{number}", group, loop))
@@ -145,7 +147,23 @@ def _limits(state: State, folder: Path) -> dict[str, float]:
         "hashes, 1 core": hash_seconds(state, 1),
         "hashes, 2 cores": hash_seconds(state, 2),
         "O_DIRECT write": direct_write_seconds(folder, size),
+        BESIDE: _beside_a_busy_core(),
     }
+
+
+def _beside_a_busy_core() -> float:
+    """The loop's speed against idle while another process, at the lowest priority, hashes what is in its cache."""
+    loop = TrainingLoop()
+    loop.run(_after(0.3))
+    idle = loop.run(_after(_IDLE_SECONDS))["rate"]
+    script = "import hashlib, os; os.nice(19); data = bytes(1 << 20)\nwhile True: hashlib.sha256(data)"
+    other = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        loop.run(_after(0.5))
+        return loop.run(_after(_IDLE_SECONDS))["rate"] / idle
+    finally:
+        other.kill()
+        other.wait()
 
 
 def _rank(rank: int, case: dict[str, Any], folder: str) -> None:

@@ -83,9 +83,13 @@ class Arena:
         if not self._pinning:
             self._pinning = True
             try:
-                self._undo.append(device.pin(self._base, self.nbytes, index))
+                self.at_close(device.pin(self._base, self.nbytes, index))
             except StagingError as error:
                 warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+
+    def at_close(self, undo: Callable[[], None]) -> None:
+        """Has something done before the memory is given back."""
+        self._undo.append(undo)
 
     def reset(self) -> None:
         """Empties the arena; tensors made before share their memory with those made after."""
@@ -139,9 +143,11 @@ def aligned(nbytes: int) -> int:
 def _release(fd: int, undo: list[Callable[[], None]], pid: int) -> None:
     if os.getpid() != pid:  # a forked child must not undo its parent's registration
         return
-    while undo:
-        undo.pop()()
-    os.close(fd)
+    try:
+        while undo:
+            undo.pop()()
+    finally:
+        os.close(fd)
 
 
 def _anonymous_file() -> int:

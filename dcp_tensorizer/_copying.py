@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from ._arena import aligned
-from ._device import Device, Event, SideStream
+from ._device import Device, Event, SideStream, SideStreams
 
 __all__ = ["GATHER_BYTES", "Copies", "Pair", "copy_on_host", "order", "queue_on_device"]
 
@@ -35,17 +35,21 @@ _SHARED_COPY = 8 << 20  # below it, starting a thread costs more than it saves
 
 
 class Copies:
-    """Copies that are under way: begun by `start` on the training thread, and waited for by any.
+    """Copies that are under way: begun by `start`, and waited for by any thread.
 
     Args:
         pairs: Twins and tensors.
-        device: Where tensors may be, apart from host memory.
+        streams: That the copies from devices are queued on, after `SideStreams.follow`.
         threads: That copy on the host.
         elsewhere: Makes the copies from devices in another way, and returns when they are made; False if it cannot.
     """
 
     def __init__(
-        self, pairs: Iterable[Pair], device: Device, threads: int, elsewhere: Callable[[Copies], bool] | None = None
+        self,
+        pairs: Iterable[Pair],
+        streams: SideStreams,
+        threads: int,
+        elsewhere: Callable[[Copies], bool] | None = None,
     ) -> None:
         self._threads = threads
         self._elsewhere = elsewhere
@@ -53,9 +57,9 @@ class Copies:
         self._on_device: dict[int, list[Pair]] = defaultdict(list)
         for twin, source in pairs:
             if source.numel():
-                index = device.index_of(source)
+                index = streams.device.index_of(source)
                 (self._host if index is None else self._on_device[index]).append((twin, source))
-        self.streams = {index: device.side_stream(index) for index in self._on_device}
+        self.streams = {index: streams[index] for index in self._on_device}
         self._marks: list[Event] = []
 
     @property
@@ -63,20 +67,22 @@ class Copies:
         """What is on devices."""
         return [pair for pairs in self._on_device.values() for pair in pairs]
 
-    def follow(self) -> None:
-        """What training has queued by now on the calling thread's streams will be in the copies."""
-        for stream in self.streams.values():
-            stream.follow()
-
-    def start(self) -> None:
-        """Queues what is on devices and copies what is not."""
-        if self._elsewhere is None or not self._on_device or not self._elsewhere(self):
-            for index, stream in self.streams.items():
-                try:
-                    queue_on_device(self._on_device[index], stream)
-                finally:
-                    self._marks.append(stream.mark())
+    def start(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Queues what is on devices, and copies what is not; ``meanwhile`` is called when copies are under way."""
+        elsewhere = self._elsewhere if self._on_device else None
+        if elsewhere is None:
+            self._queue()
+        meanwhile()
+        if elsewhere is not None and not elsewhere(self):
+            self._queue()
         copy_on_host(self._host, self._threads)
+
+    def _queue(self) -> None:
+        for index, stream in self.streams.items():
+            try:
+                queue_on_device(self._on_device[index], stream)
+            finally:
+                self._marks.append(stream.mark())
 
     def wait(self) -> None:
         """Returns when everything is copied."""
@@ -90,12 +96,15 @@ class Copies:
 
 
 def order(sources: Sequence[torch.Tensor], device: Device) -> list[int]:
-    """The order in which twins are to be allocated: those that are gathered together, by element size, come first."""
+    """The order in which twins are to be allocated: those that are gathered together come first.
 
-    def rank(number: int) -> tuple[int, int]:
+    Which are those of one device and one element size.
+    """
+
+    def rank(number: int) -> tuple[int, int, int]:
         source = sources[number]
-        small = _is_small(source) and device.index_of(source) is not None
-        return (0, source.itemsize) if small else (1, 0)
+        index = device.index_of(source) if _is_small(source) else None
+        return (1, 0, 0) if index is None else (0, index, source.itemsize)
 
     return sorted(range(len(sources)), key=rank)
 
@@ -112,14 +121,25 @@ def queue_on_device(pairs: Sequence[Pair], stream: SideStream) -> None:
     if straight:
         stream.copy(*zip(*straight, strict=True))
     if small or bent:
-        buffer = stream.buffer(GATHER_BYTES)
-        for batch in _batches(small):
+        buffer = _buffer(stream)
+        for batch in _batches(small, buffer.nbytes):
             _gather(batch, buffer, stream)
         for twin, source in bent:
-            for part, piece in _pieces_within(twin, source, GATHER_BYTES):
+            for part, piece in _pieces_within(twin, source, buffer.nbytes):
                 gathered = buffer[: part.nbytes].view(part.dtype).view(part.shape)
                 stream.copy([gathered], [piece])
                 stream.copy([part], [gathered])
+
+
+def _buffer(stream: SideStream) -> torch.Tensor:
+    """As much of `GATHER_BYTES` as there is memory for."""
+    nbytes = GATHER_BYTES
+    while nbytes > _SMALL:
+        try:
+            return stream.buffer(nbytes)
+        except torch.OutOfMemoryError:
+            nbytes //= 2
+    return stream.buffer(nbytes)
 
 
 def _is_small(source: torch.Tensor) -> bool:
@@ -131,13 +151,13 @@ def _is_plain(source: torch.Tensor) -> bool:
     return source.is_contiguous() and not source.is_conj() and not source.is_neg()
 
 
-def _batches(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
-    """Runs of twins that follow one another in memory, of one element size, that fit into the buffer together."""
+def _batches(pairs: Iterable[Pair], nbytes: int) -> Iterator[list[Pair]]:
+    """Runs of twins that follow one another in memory, of one element size and ``nbytes`` bytes together at most."""
     batch: list[Pair] = []
     start = end = 0
     for twin, source in pairs:
         follows = batch and twin.data_ptr() == end and twin.itemsize == batch[0][0].itemsize
-        if not follows or len(batch) == _BATCH or end + aligned(twin.nbytes) - start > GATHER_BYTES:
+        if not follows or len(batch) == _BATCH or end + aligned(twin.nbytes) - start > nbytes:
             if batch:
                 yield batch
             batch, start = [], twin.data_ptr()

@@ -30,9 +30,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ._commit import unpickle
-from ._contents import Chunk, Contents, Path, StoredObject, StoredTensor, read_box, value_path, whole
+from ._boxes import Chunk, read_box, whole
+from ._contents import Contents, Path, StoredObject, StoredTensor, value_path
 from ._fetch import copy_elements
+from ._metadata import unpickle
 from ._plan import Box, covers
 from ._storage import Storage
 from ._torchfile import FileView, load_fake, locate, nested

@@ -6,7 +6,7 @@ on another rank's GPU. Nothing here starts CUDA in a process that has not: only 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ import torch
 
 from .errors import StagingError
 
-__all__ = ["CUDA", "Device", "Event", "SideStream"]
+__all__ = ["CUDA", "Device", "Event", "SideStream", "SideStreams"]
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of this process
 
@@ -65,6 +65,26 @@ class Device(Protocol):
         """
 
 
+class SideStreams(dict[int, SideStream]):
+    """One stream on each device, made when it is first asked for and kept.
+
+    Kept, because memory that a stream has used is only used again by the same one, and torch hands out 32 in turn.
+    """
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __missing__(self, index: int) -> SideStream:
+        self[index] = self.device.side_stream(index)
+        return self[index]
+
+    def follow(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Whatever is queued from now on, of copies from these, begins after all that training has queued by now."""
+        for index in {self.device.index_of(tensor) for tensor in tensors} - {None}:
+            self[index].follow()  # type: ignore[index]
+
+
 class _CudaStream:
     def __init__(self, index: int) -> None:
         self._index = index
@@ -78,7 +98,10 @@ class _CudaStream:
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         with self.current(), torch.no_grad():
-            torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+            if len(targets) == 1:  # takes every dtype, and lazy views without a temporary copy, as the other does not
+                targets[0].copy_(sources[0], non_blocking=True)
+            else:
+                torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         with self.current():
@@ -103,7 +126,8 @@ class _CudaEvent:
         self._index = index
 
     def synchronize(self) -> None:
-        self._event.synchronize()
+        with torch.cuda.device(self._index):
+            self._event.synchronize()
 
     def wait(self) -> None:
         self._event.wait(torch.cuda.current_stream(self._index))

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ._contents import Chunk, Contents, StoredObject, StoredTensor, blocks_of
+from ._boxes import Chunk
+from ._contents import Contents, StoredObject, StoredTensor, blocks_of
 from ._inspect import shown_value
 from ._plan import Box
 from ._tensors import host_bytes

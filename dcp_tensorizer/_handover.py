@@ -11,7 +11,7 @@ from typing import Any
 from ._arena import Arena, aligned
 from ._copying import Copies
 from ._crypt import Cipher
-from ._ipc import export
+from ._ipc import export, withdraw
 from ._items import Item, sources
 from ._job import FileJob
 from ._lease import Lease
@@ -56,11 +56,18 @@ class Handover:
         self._options = options
         self._devices = devices
         self._spill: Arena | None = None
+        self._by_handles = True
         self._closed = False
         self.process: WriterProcess | None = None
 
     def living_process(self) -> WriterProcess:
-        """The writer process, started if there is none or it has died."""
+        """The writer process, started if there is none or it has died.
+
+        Raises:
+            WriterProcessDied: it was ended with `close`.
+        """
+        if self._closed:
+            raise WriterProcessDied("the writer is closed, and its process has ended")
         if self.process is None or not self.process.alive:
             if self.process is not None:
                 self.process.close()
@@ -98,11 +105,19 @@ class Handover:
 
     def snapshot(self, arena: Arena, copies: Copies) -> bool:
         """Has the writer process copy what is on GPUs to their twins in an arena; False if it could not."""
+        if not self._by_handles:
+            return False
         pairs = copies.on_device
         try:
             request, _kept = export(pairs, [arena.locate(twin) or 0 for twin, _ in pairs], arena.id, copies.streams)
-            self.living_process().snapshot(request, [arena], self._options.timeout)
+            try:
+                self.living_process().snapshot(request, [arena], self._options.timeout)
+            except WriteError:
+                withdraw(request.storages)
+                raise
         except WriteError as error:
+            # What has been refused will be again, to no purpose; a process may die only once.
+            self._by_handles = isinstance(error, WriterProcessDied)
             logger.warning("the writer process could not copy from the GPU, the trainer does: %s", error)
             return False
         return True

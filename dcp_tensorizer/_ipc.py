@@ -16,11 +16,11 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from ._copying import Copies, Pair
-from ._device import CUDA, Device, SideStream
+from ._device import CUDA, Device, SideStream, SideStreams
 from ._protocol import DeviceTensor, SnapshotRequest
 from .errors import StagingError, WriteError
 
-__all__ = ["Snapshots", "export"]
+__all__ = ["Snapshots", "export", "withdraw"]
 
 
 def export(
@@ -32,7 +32,8 @@ def export(
         pairs: Twins in the arena, and the tensors that they get the elements of.
         offsets: Of the twins in the arena, in bytes.
         arena: Its number.
-        streams: For each GPU, a stream whose next work comes after everything that the tensors have to wait for.
+        streams: For each GPU, a stream whose next work comes after everything that the tensors have to wait for;
+            which is waited for here.
 
     Returns:
         What the other process is to do, and what has to be kept until it has.
@@ -40,6 +41,8 @@ def export(
     Raises:
         WriteError: memory is not of a kind that can be handed to another process.
     """
+    for stream in streams.values():
+        stream.mark().synchronize()  # then no storage needs an event of its own, of which torch keeps a thousand only
     numbers: dict[int, int] = {}
     aliases: list[torch.Tensor] = []
     storages: list[tuple[Any, ...]] = []
@@ -48,7 +51,11 @@ def export(
         storage = source.untyped_storage()
         if storage.data_ptr() not in numbers:
             numbers[storage.data_ptr()] = len(storages)
-            alias, arguments = _export_storage(storage, streams[source.device.index])
+            try:
+                alias, arguments = _export_storage(storage, streams[source.device.index])
+            except WriteError:
+                withdraw(storages)
+                raise
             aliases.append(alias)
             storages.append(arguments)
         tensors.append(
@@ -66,11 +73,17 @@ def export(
     return SnapshotRequest(arena, min(streams), tuple(storages), tuple(tensors)), aliases
 
 
+def withdraw(storages: Sequence[tuple[Any, ...]]) -> None:
+    """Gives handles back in the place of a process that never will: else torch keeps their memory for good."""
+    for _, _, _, _, storage_class, _, device, _, _, _, _, counter, offset, _, _ in storages:
+        storage_class._release_ipc_counter(counter, offset, device=device)
+
+
 class Snapshots:
     """In the other process: copies of tensors on GPUs, or on what simulates them."""
 
     def __init__(self, device: Device = CUDA) -> None:
-        self._device = device
+        self._streams = SideStreams(device)
         self._unpin: dict[int, Callable[[], None]] = {}
 
     def take(self, request: SnapshotRequest, memory: mmap.mmap) -> None:
@@ -79,14 +92,16 @@ class Snapshots:
             address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
             self._unpin[request.arena] = lambda: None
             with suppress(StagingError):  # it is slower then
-                self._unpin[request.arena] = self._device.pin(address, len(memory), request.device)
+                self._unpin[request.arena] = self._streams.device.pin(address, len(memory), request.device)
         storages = [rebuild_cuda_tensor(*arguments).untyped_storage() for arguments in request.storages]
         pairs = [(_twin(tensor, memory), _open(tensor, storages[tensor.storage])) for tensor in request.tensors]
+        self._streams.follow(source for _, source in pairs)
         with torch.no_grad():
-            copies = Copies(pairs, self._device, 1)
-            copies.follow()
-            copies.start()
-            copies.wait()
+            copies = Copies(pairs, self._streams, 1)
+            try:
+                copies.start()
+            finally:
+                copies.wait()  # whatever is under way must not arrive when the trainer has gone on
 
     def keep(self, arenas: Set[int]) -> None:
         """Takes back the registration of all other arenas, which are about to be unmapped."""
@@ -96,17 +111,17 @@ class Snapshots:
 
 def _export_storage(storage: torch.UntypedStorage, stream: SideStream) -> tuple[torch.Tensor, tuple[Any, ...]]:
     try:
-        with stream.current():  # whose next moment the receiver waits for
+        with stream.current():
             whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             alias = from_dlpack(to_dlpack(whole))
-            _, arguments = reduce_tensor(alias)
+            _, (*arguments, _has_to_wait) = reduce_tensor(alias)
     except RuntimeError as error:
         raise WriteError(
             f"a tensor on {storage.device} cannot be handed to the writer process: {error}. Memory that does not come "
             f"from torch's own allocator cannot, nor on some systems what PYTORCH_CUDA_ALLOC_CONF="
             f"expandable_segments:True makes: use staging='buffer'."
         ) from error
-    return alias, arguments
+    return alias, (*arguments, False)
 
 
 def _open(tensor: DeviceTensor, storage: torch.UntypedStorage) -> torch.Tensor:

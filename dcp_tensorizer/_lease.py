@@ -48,6 +48,7 @@ class Lease:
         self._alive = True
         self._copies: Copies | None = None
         self._copied = threading.Event()
+        self._twinned = threading.Event()
         self._queued = threading.Event()
         self._released = threading.Event()
         self._staging: weakref.ref[Staging] | None = None
@@ -59,13 +60,15 @@ class Lease:
 
     # --- copying ------------------------------------------------------------------------------------------------
 
-    def start(self, copies: Copies) -> None:
-        """Begins copies, whose place in training's streams is settled; what fails is kept as the lease's error."""
+    def start(self, copies: Copies, make_twin: Callable[[], object]) -> None:
+        """Begins copies, whose place in training's streams is settled, and has the twin made meanwhile."""
         self._copies = copies
-        try:
-            copies.start()
-        except Exception as error:
-            self.fail(error)
+
+        def meanwhile() -> None:
+            make_twin()
+            self._twinned.set()
+
+        copies.start(meanwhile)
         self._queued.set()
 
     def finish(self) -> None:
@@ -76,6 +79,7 @@ class Lease:
         except Exception as error:
             self.fail(error)
         self._copies = None
+        self._twinned.set()
         self._queued.set()
         self._copied.set()
         if not self.in_place or self.error is not None:
@@ -90,6 +94,10 @@ class Lease:
             else (f"the state dict could not be copied: {type(error).__name__}: {error}")
         )
         self.error = self.error or StagingError(said)
+
+    def wait_twinned(self) -> None:
+        """Returns when the twin has been made, if it can be, and has its place in memory."""
+        self._twinned.wait()
 
     def wait_copied(self) -> None:
         """Returns when the staged tensors have their values.
@@ -224,8 +232,8 @@ class StagedStateDict(dict[str, Any]):
 class Staging(concurrent.futures.Future[dict[str, Any]]):
     """What `stage` returns when it does not wait: done when training may change the state.
 
-    Its result is there at once all the same, its tensors possibly still without their values: so DCP's save plans
-    while they are copied, and what training waits for may even be a part of the save.
+    Its result is there before that, its tensors possibly still without their values: so DCP's save plans while they
+    are copied, and what training waits for may even be a part of the save.
     """
 
     def __init__(self, staged: StagedStateDict) -> None:
@@ -235,7 +243,12 @@ class Staging(concurrent.futures.Future[dict[str, Any]]):
 
     def result(self, timeout: float | None = None) -> dict[str, Any]:
         """The staged state dict, whose tensors are complete when `Lease.wait_copied` returns; until a save takes it."""
-        return {} if self._staged is None else self._staged
+        staged = self._staged
+        if staged is None:
+            return {}
+        # Until copies are under way, a planner would keep their thread from the interpreter, and training waiting.
+        staged.lease.wait_twinned()
+        return staged
 
     def let_go(self) -> None:
         """Called when a save has taken the staged state dict."""

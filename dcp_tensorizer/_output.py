@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from ._destination import open_storage
-from ._encoder import Parts
 from ._local import LocalStorage
+from ._parts import Parts
 from ._storage import Storage, redact
 from .errors import ConversionError, NotCommitted, WriteError
 

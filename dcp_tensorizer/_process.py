@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import select
 import signal
@@ -13,15 +14,19 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
 from ._protocol import (
+    Answer,
     ArenaInfo,
     Channel,
+    Detached,
+    DetachRequest,
     Progress,
     Ready,
+    Request,
     SnapshotRequest,
     SnapshotTaken,
     WriteDone,
@@ -33,6 +38,7 @@ from .errors import WriteError, WriterProcessDied
 __all__ = ["WriterProcess"]
 
 _END_SECONDS = 5.0  # an idle process ends in milliseconds; this is for one that is in the middle of a write
+_DETACH_SECONDS = 30.0  # an idle process does it in a millisecond
 _STDERR_TAIL = 4000
 
 
@@ -45,6 +51,7 @@ class SharedBuffer(Protocol):
     def fd(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+    def at_close(self, undo: Callable[[], None]) -> None: ...
 
 
 class WriterProcess:
@@ -112,19 +119,30 @@ class WriterProcess:
     ) -> WriteDone | SnapshotTaken:
         with self._lock:
             infos = tuple(ArenaInfo(b.id, b.nbytes, b.id in self._attached) for b in buffers)
-            fds = [b.fd for b in buffers if b.id not in self._attached]
-            try:
-                self._channel.send(dataclasses.replace(request, arenas=infos), fds, timeout)
-                self._attached = {info.id for info in infos}
-                answer = self._wait(timeout)
-            except TimeoutError:
-                raise self._hung(timeout) from None
-            except (EOFError, OSError):
-                raise WriterProcessDied(self._obituary()) from None
+            new = [b for b in buffers if b.id not in self._attached]
+            for buffer in new:
+                buffer.at_close(functools.partial(self.detach, buffer.id))
+            answer = self._exchange(dataclasses.replace(request, arenas=infos), [b.fd for b in new], timeout)
         if isinstance(answer, WriteFailed):
             self._attached = set()  # it may have failed before it attached them
             raise WriteError(answer.message) from _RemoteTraceback(answer.details)
+        assert not isinstance(answer, Detached)
         return answer
+
+    def detach(self, number: int) -> None:
+        """Has the process let go of a shared buffer, so that its memory is free when it is given back here.
+
+        Not while a request is under way: the next one says so.
+        """
+        if self._lock.acquire(blocking=False):
+            try:
+                if self.alive and number in self._attached:
+                    kept = tuple(ArenaInfo(other, 0, attached=True) for other in self._attached - {number})
+                    self._exchange(DetachRequest(kept), [], _DETACH_SECONDS)
+            except WriterProcessDied:
+                pass  # and so has its mapping
+            finally:
+                self._lock.release()
 
     def close(self, timeout: float = _END_SECONDS) -> None:
         """Ends the process: it finishes what it is doing, but is killed after ``timeout`` seconds. Idempotent."""
@@ -137,14 +155,24 @@ class WriterProcess:
             self._stderr.close()
             self._lock.release()
 
-    def _wait(self, timeout: float) -> WriteDone | SnapshotTaken | WriteFailed:
+    def _exchange(self, request: Request, fds: Sequence[int], timeout: float) -> Answer:
+        try:
+            self._channel.send(request, fds, timeout)
+            self._attached = {info.id for info in request.arenas}
+            return self._wait(timeout)
+        except TimeoutError:
+            raise self._hung(timeout) from None
+        except (EOFError, OSError):
+            raise WriterProcessDied(self._obituary()) from None
+
+    def _wait(self, timeout: float) -> Answer:
         progress = -1
         deadline = time.monotonic() + timeout
         while True:
             if not self._readable(deadline - time.monotonic()):
                 raise self._hung(timeout)
             message, _ = self._channel.receive()
-            if isinstance(message, WriteDone | SnapshotTaken | WriteFailed):
+            if isinstance(message, Answer):
                 return message
             if isinstance(message, Ready) or (isinstance(message, Progress) and message.nbytes != progress):
                 progress = message.nbytes if isinstance(message, Progress) else progress

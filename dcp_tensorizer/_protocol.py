@@ -20,13 +20,17 @@ from ._crypt import Cipher
 from ._shared import SharedFile
 
 __all__ = [
+    "Answer",
     "ArenaInfo",
     "Channel",
+    "DetachRequest",
+    "Detached",
     "DeviceTensor",
     "FileRequest",
     "FileResult",
     "Progress",
     "Ready",
+    "Request",
     "SnapshotRequest",
     "SnapshotTaken",
     "TensorResult",
@@ -141,6 +145,18 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class DetachRequest:
+    """Let go of all buffers but these."""
+
+    arenas: tuple[ArenaInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Detached:
+    """Their memory is free, as far as this process had to do with it."""
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotTaken:
     """The trainer may change what it asked a snapshot of."""
 
@@ -172,6 +188,9 @@ class WriteFailed:
     message: str
     details: str
 
+
+Request = WriteRequest | SnapshotRequest | DetachRequest
+Answer = WriteDone | SnapshotTaken | Detached | WriteFailed
 
 _HEADER = struct.Struct("<QI")  # length of the pickle, number of descriptors
 

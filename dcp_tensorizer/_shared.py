@@ -43,7 +43,7 @@ class SharedMappings:
     def __init__(self) -> None:
         self._mappings = _shared_mappings()
         self._starts = [mapping.start for mapping in self._mappings]
-        self._descriptors: dict[int, str] | None = None
+        self._descriptors: dict[tuple[int, str], str] | None = None
         self._files: dict[_Mapping, SharedFile | None] = {}
 
     def locate(self, tensor: torch.Tensor) -> tuple[SharedFile, int] | None:
@@ -64,7 +64,7 @@ class SharedMappings:
     def _file(self, mapping: _Mapping) -> SharedFile | None:
         if self._descriptors is None:
             self._descriptors = _own_files()
-        for path in (mapping.path, self._descriptors.get(mapping.inode, "")):
+        for path in (mapping.path, self._descriptors.get((mapping.inode, mapping.path), "")):
             try:
                 found = os.stat(path)
             except OSError:
@@ -119,14 +119,17 @@ def _shared_mappings() -> list[_Mapping]:
     return found
 
 
-def _own_files() -> dict[int, str]:
-    """Paths by which others reach the files that this process has open, by inode."""
+def _own_files() -> dict[tuple[int, str], str]:
+    """Paths by which others reach the files that this process has open, by inode and name.
+
+    By both: /dev/shm and memory files without a name both count their inodes from small numbers.
+    """
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
-            opened = os.stat(f"/proc/self/fd/{name}")
+            opened, link = os.stat(f"/proc/self/fd/{name}"), os.readlink(f"/proc/self/fd/{name}")
         except OSError:
             continue  # the one that listed them
         if stat.S_ISREG(opened.st_mode):
-            found[opened.st_ino] = f"/proc/{os.getpid()}/fd/{name}"
+            found[opened.st_ino, link] = f"/proc/{os.getpid()}/fd/{name}"
     return found

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import _safetensors, _tensorindex
-from ._commit import is_ours
 from ._contents import Contents, StoredTensor, contents_of, read_parts, unlock_parts
 from ._dcpfile import read_checkpoint
 from ._destination import open_storage
 from ._layout import metadata_file_name
+from ._metadata import is_ours
 from ._output import beside
 from ._storage import RangeReader, Storage, redact
 from ._torchfile import read_state_dict

@@ -24,8 +24,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from . import _safetensors
+from ._boxes import whole
 from ._commit import commit
-from ._contents import Contents, OtherKey, Path, StoredTensor, blocks_of, whole
+from ._contents import Contents, OtherKey, Path, StoredTensor, blocks_of
 from ._dcpfile import write_checkpoint
 from ._encoder import encode
 from ._job import FileJob

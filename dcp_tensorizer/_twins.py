@@ -1,7 +1,8 @@
-"""Twins: the walk over a state dict, once for the plain tensors in it, and once to build the same around others.
+"""Twins: copies of state dicts, made in two steps around the copying of their tensors.
 
-Containers, wrapper subclasses and sharded tensors are built anew and share nothing with the live ones; so are plain
-objects. Whatever tensors a twin is given, `build` puts in the places of those that `dense_tensors` found.
+`freeze` copies containers and plain objects, while training waits, and finds the plain tensors; `fill` puts twins in
+their places, in the same order, and builds wrapper subclasses and sharded tensors around them. Then nothing is shared
+with the live state dict.
 """
 
 from __future__ import annotations
@@ -22,24 +23,40 @@ from torch.distributed.remote_device import _remote_device
 from ._tensors import check_supported, is_wrapper
 from .errors import StagingError
 
-__all__ = ["build", "dense_tensors"]
+__all__ = ["fill", "freeze"]
 
 _ATOMIC = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
-def dense_tensors(value: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The plain tensors inside a value, in the order in which `build` asks for their twins."""
+def freeze(value: Any, key: str, found: list[torch.Tensor]) -> Any:
+    """A copy of a value that holds the same tensors; the plain ones inside those are added to ``found``.
+
+    Raises:
+        StagingError: something cannot be copied; names its key.
+    """
     if isinstance(value, torch.Tensor):
-        yield from _inner_tensors(value, key)
-    elif isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from dense_tensors(item, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield from dense_tensors(item, f"{key}.{number}")
+        found.extend(_inner_tensors(value, key))
+        return value
+    if isinstance(value, _ATOMIC):
+        return value
+    if isinstance(value, Mapping):
+        items = [(name, freeze(item, f"{key}.{name}", found)) for name, item in value.items()]
+        if type(value) in (dict, collections.OrderedDict):
+            return type(value)(items)  # type: ignore[call-arg]
+        # A shallow copy of a mapping that is not a dict may share its contents: to refill it would change the live one.
+        return _refill(copy.copy(value), items) if isinstance(value, dict) else dict(items)
+    if isinstance(value, list | tuple):
+        return _like(value, [freeze(item, f"{key}.{number}", found) for number, item in enumerate(value)])
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        raise StagingError(
+            f"{key!r}: an object of type {type(value).__module__}.{type(value).__qualname__} cannot be copied "
+            f"({type(error).__name__}: {error}). Leave it out of the state dict, or give it a __deepcopy__."
+        ) from error
 
 
-def _inner_tensors(tensor: torch.Tensor, key: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _inner_tensors(tensor: torch.Tensor, key: str) -> Iterator[torch.Tensor]:
     if isinstance(tensor, ShardedTensor):
         for shard in tensor.local_shards():
             yield from _inner_tensors(shard.tensor, key)
@@ -53,31 +70,22 @@ def _inner_tensors(tensor: torch.Tensor, key: str) -> Iterator[tuple[str, torch.
                 yield from _inner_tensors(inner, key)
     else:
         check_supported(key, tensor)
-        yield key, tensor.detach()
+        yield tensor.detach()
 
 
-def build(value: Any, key: str, twins: Iterator[torch.Tensor]) -> Any:
-    """A copy of a value, with the given twins in place of its tensors."""
-    if isinstance(value, torch.Tensor):
-        return _rebuild_tensor(value, twins)
-    if isinstance(value, _ATOMIC):
-        return value
-    if isinstance(value, Mapping):
-        items = [(name, build(item, f"{key}.{name}", twins)) for name, item in value.items()]
-        if type(value) in (dict, collections.OrderedDict):
-            return type(value)(items)  # type: ignore[call-arg]
-        # A shallow copy of a mapping that is not a dict may share its contents: to refill it would change the live one.
-        return _refill(copy.copy(value), items) if isinstance(value, dict) else dict(items)
-    if isinstance(value, list | tuple):
-        members = [build(item, f"{key}.{number}", twins) for number, item in enumerate(value)]
-        return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
-    try:
-        return copy.deepcopy(value)
-    except Exception as error:
-        raise StagingError(
-            f"{key!r}: an object of type {type(value).__module__}.{type(value).__qualname__} cannot be copied "
-            f"({type(error).__name__}: {error}). Leave it out of the state dict, or give it a __deepcopy__."
-        ) from error
+def fill(frozen: Any, twins: Iterator[torch.Tensor]) -> Any:
+    """Puts twins in the places of the tensors in what `freeze` gave, where it can, and returns it."""
+    if isinstance(frozen, torch.Tensor):
+        return _rebuild_tensor(frozen, twins)
+    if isinstance(frozen, dict):
+        return _refill(frozen, [(name, fill(item, twins)) for name, item in frozen.items()])
+    if isinstance(frozen, list | tuple) and not isinstance(frozen, _ATOMIC):
+        return _like(frozen, [fill(item, twins) for item in frozen])
+    return frozen
+
+
+def _like(value: Any, members: list[Any]) -> Any:
+    return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
 
 
 def _refill(mapping: Any, items: list[tuple[Any, Any]]) -> Any:

@@ -23,10 +23,14 @@ from typing import TYPE_CHECKING
 from ._destination import open_storage
 from ._job import FileJob
 from ._protocol import (
+    Answer,
     ArenaInfo,
     Channel,
+    Detached,
+    DetachRequest,
     Progress,
     Ready,
+    Request,
     SnapshotRequest,
     SnapshotTaken,
     TensorSource,
@@ -105,8 +109,7 @@ class _Worker:
             try:
                 request, fds = self._channel.receive()
                 self._attach(request.arenas, fds)
-                answer: WriteDone | SnapshotTaken | WriteFailed
-                answer = self._snapshot(request) if isinstance(request, SnapshotRequest) else self._write(request)
+                answer = self._answer(request)
             except EOFError:
                 return
             except Exception as error:
@@ -119,6 +122,15 @@ class _Worker:
         job = self._job
         if job is not None:
             job.remove()
+
+    def _answer(self, request: Request) -> Answer:
+        match request:
+            case WriteRequest():
+                return self._write(request)
+            case SnapshotRequest():
+                return self._snapshot(request)
+            case DetachRequest():
+                return Detached()
 
     def _attach(self, arenas: Sequence[ArenaInfo], fds: list[int]) -> None:
         """Maps the arenas that are new, and lets go of those that are not there any more."""

@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ._commit import item_key, read_metadata
 from ._crypt import Cipher, check_decryption, unlock
 from ._destination import open_storage
 from ._fetch import Wanted, fetch, is_direct
 from ._layout import StoredItem, metadata_file_name
+from ._metadata import item_key, read_metadata
 from ._plan import Box, ReadRequest, covers
 from ._storage import TIMEOUT, Storage, redact
 from ._tensors import unsafe_globals

@@ -1,15 +1,15 @@
 """Staging: a copy of a rank's state dict in shared memory, safe from everything training does next.
 
-`ArenaStager.stage` walks the state dict twice: once for the sizes, and once to build a twin whose tensors live in an
-arena. Nothing in the twin aliases live memory. A buffer is written to again when the save that uses it is over:
-see `Lease`.
+`ArenaStager.stage` takes the state dict's structure and marks the moment in the devices' queues, which is all that
+training has to wait for if it overlaps; then it makes a twin whose tensors live in an arena. A buffer is written to
+again when the save that uses it is over: see `Lease`.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ import torch
 
 from ._arena import Arena, aligned, check_headroom
 from ._copying import Copies, order
-from ._device import CUDA, Device
+from ._device import CUDA, Device, SideStreams
 from ._lease import Lease, StagedStateDict, Staging
 from ._shared import SharedMappings
-from ._twins import build, dense_tensors
+from ._twins import fill, freeze
 from .errors import StagingError
 
 __all__ = ["ArenaStager", "Lease", "StagedStateDict", "Staging"]
@@ -33,9 +33,17 @@ _START_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Walk:
-    """The plain tensors of a state dict, and the numbers of those that are their own twins."""
+class _Snapshot:
+    """A state dict at one moment: everything but the elements of its tensors.
 
+    Attributes:
+        content: The state dict, copied but for its tensors.
+        tensors: The plain tensors in it.
+        shared: Where to find those that are in shared memory already, if they are their own twins.
+        in_place: Their numbers.
+    """
+
+    content: dict[str, Any]
     tensors: list[torch.Tensor]
     shared: SharedMappings | None
     in_place: set[int]
@@ -45,10 +53,11 @@ class _Walk:
         """What is copied."""
         return [tensor for number, tensor in enumerate(self.tensors) if number not in self.in_place]
 
-    def merge(self, copied: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """The twins of all, from those of the `sources`."""
+    def twin(self, copied: Iterable[torch.Tensor]) -> dict[str, Any]:
+        """The twin, once, from those of the `sources`."""
         others = iter(copied)
-        return iter([t if n in self.in_place else next(others) for n, t in enumerate(self.tensors)])
+        twins = iter([t if n in self.in_place else next(others) for n, t in enumerate(self.tensors)])
+        return fill(self.content, twins)  # type: ignore[no-any-return]
 
 
 class ArenaStager:
@@ -60,7 +69,7 @@ class ArenaStager:
         in_place: Tensors that are in shared memory already are not copied: their twins are themselves, and the state
             is released when the save has written them.
         elsewhere: Makes the copies from devices to an arena in another way; False if it cannot.
-        overlap: `stage` returns before the copies are complete: see `Lease.wait_copied` and `Lease.wait_released`.
+        overlap: `stage` returns before the twin is made: see `Lease.wait_copied` and `Lease.wait_released`.
         device: Where tensors may be, apart from host memory.
     """
 
@@ -80,6 +89,7 @@ class ArenaStager:
         self._elsewhere = elsewhere
         self._overlap = overlap
         self._device = device
+        self._streams = SideStreams(device)
         self._leases: list[Lease] = []
         self._idle: Arena | None = None
         self._warming: Future[Arena] | None = None
@@ -91,7 +101,7 @@ class ArenaStager:
             StagingError: memory is short, or a tensor is of a kind that cannot be saved; names the key.
         """
         self._reclaim()
-        sources = self._walk(state_dict).sources
+        sources = self._freeze(state_dict).sources
         nbytes = _nbytes(sources)
         self._settle_warming()
         if self._leases or (self._idle is not None and self._idle.fits(nbytes)):
@@ -135,19 +145,22 @@ class ArenaStager:
         lease.distributed = (
             distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
         )
+        staged = StagedStateDict({}, lease, self.wait_turn)
         self._leases.append(lease)
-        content: dict[str, Any] = {}
         try:
-            content = self._stage(state_dict, lease)
+            snapshot = self._freeze(state_dict)
+            self._streams.follow(snapshot.sources)
+            if self._overlap:
+                threading.Thread(target=self._copy, args=(snapshot, lease, staged), name="stage").start()
+            else:
+                self._copy(snapshot, lease, staged)
         except Exception as error:
             lease.fail(error)
             lease.finish()
         except BaseException:  # a KeyboardInterrupt: there will be no save
             self._leases.remove(lease)
             raise
-        if lease.error is not None and not self._overlap:
-            content = {}
-        return StagedStateDict(content, lease, self.wait_turn)
+        return staged
 
     def refuse(self, error: StagingError) -> StagedStateDict:
         """The result of a staging that was not even tried: its save fails with ``error``."""
@@ -176,31 +189,27 @@ class ArenaStager:
             lease.hold_training()
 
     @torch.no_grad()
-    def _stage(self, state_dict: Mapping[str, Any], lease: Lease) -> dict[str, Any]:
-        """The twin, its copies complete, or with ``overlap`` about to be made on a thread of their own."""
-        walk = self._walk(state_dict)
-        lease.shared, lease.in_place = walk.shared, bool(walk.in_place)
-        arena, self._idle = self._arena_for(_nbytes(walk.sources)), None
-        lease.arena = arena
-        if (index := self._pin_for(walk.sources)) is not None:
-            arena.pin(self._device, index)
-        copied = self._twins(walk.sources, arena)
-        elsewhere = None if self._elsewhere is None else functools.partial(self._elsewhere, arena)
-        copies = Copies(zip(copied, walk.sources, strict=True), self._device, self._threads, elsewhere)
-        copies.follow()
+    def _copy(self, snapshot: _Snapshot, lease: Lease, staged: StagedStateDict) -> None:
+        """Makes the twin, and has its tensors filled; what fails is kept as the lease's error."""
         try:
-            if not self._overlap:
-                lease.start(copies)  # what is on a GPU is copied while the twin is built
-            twins = walk.merge(copied)
-            content = {key: build(value, key, twins) for key, value in state_dict.items()}
+            sources = snapshot.sources
+            lease.shared, lease.in_place = snapshot.shared, bool(snapshot.in_place)
+            arena, self._idle = self._arena_for(_nbytes(sources)), None
+            lease.arena = arena
+            if (index := self._pin_for(sources)) is not None:
+                arena.pin(self._device, index)
+            copied = self._twins(sources, arena)
+            elsewhere = None if self._elsewhere is None else functools.partial(self._elsewhere, arena)
+            copies = Copies(zip(copied, sources, strict=True), self._streams, self._threads, elsewhere)
+            lease.start(copies, lambda: staged.update(snapshot.twin(copied)))
+        except Exception as error:
+            lease.fail(error)
         finally:
-            if not self._overlap:
-                lease.finish()
-        if self._overlap:
-            threading.Thread(target=_copy, args=(lease, copies), name="stage").start()
-            if lease.in_place:  # whose save may end without having written anything
-                threading.Thread(target=lease.wait_released, name="release", daemon=True).start()
-        return content
+            lease.finish()
+        if lease.error is not None and not self._overlap:
+            staged.clear()
+        if lease.in_place and self._overlap:  # the save may end without having written anything
+            threading.Thread(target=lease.wait_released, name="release", daemon=True).start()
 
     def _twins(self, sources: Sequence[torch.Tensor], arena: Arena) -> list[torch.Tensor]:
         """Memory for a copy of each."""
@@ -209,11 +218,12 @@ class ArenaStager:
             twins[number] = arena.allocate(sources[number].dtype, sources[number].shape)
         return [twins[number] for number in range(len(sources))]
 
-    def _walk(self, state_dict: Mapping[str, Any]) -> _Walk:
-        tensors = [tensor for _, tensor in dense_tensors(state_dict, "")]
+    def _freeze(self, state_dict: Mapping[str, Any]) -> _Snapshot:
+        tensors: list[torch.Tensor] = []
+        content = {key: freeze(value, str(key), tensors) for key, value in state_dict.items()}
         shared = SharedMappings() if self._in_place else None
         in_place = {n for n, t in enumerate(tensors) if shared is not None and shared.locate(t) is not None}
-        return _Walk(tensors, shared, in_place)
+        return _Snapshot(content, tensors, shared, in_place)
 
     def _pin_for(self, sources: Sequence[torch.Tensor]) -> int | None:
         """The first device that any of these are copied from, by this process."""
@@ -223,10 +233,10 @@ class ArenaStager:
 
     def close(self) -> None:
         """Gives the buffers back; those that a save still uses follow when it lets go of its state dict."""
-        self._settle_warming()
         for lease in self._leases:
             with suppress(StagingError):
                 lease.wait_copied()
+        self._settle_warming()
         for arena in (self._idle, *(lease.arena for lease in self._leases)):
             if arena is not None:
                 arena.close()
@@ -237,7 +247,7 @@ class ArenaStager:
         """Waits for the buffer that `prewarm` has begun."""
         warming, self._warming = self._warming, None
         if warming is not None:
-            with suppress(StagingError):  # memory has become short since; staging says so, if it still is
+            with suppress(Exception):  # memory has become short since, say; staging says so, if it still is
                 self._idle = warming.result()
 
     def _arena_for(self, nbytes: int) -> Arena:
@@ -257,6 +267,8 @@ class ArenaStager:
 
     def _reclaim(self) -> None:
         """Takes back the buffers of saves that are over, and keeps the largest."""
+        for lease in self._leases:
+            lease.wait_twinned()  # it takes the idle buffer before that, on a thread of its own
         for lease in [lease for lease in self._leases if lease.over()]:
             self._leases.remove(lease)
             spare, lease.arena = lease.arena, None
@@ -264,11 +276,6 @@ class ArenaStager:
                 spare, self._idle = self._idle, spare
             if spare is not None:
                 spare.close()
-
-
-def _copy(lease: Lease, copies: Copies) -> None:
-    lease.start(copies)
-    lease.finish()
 
 
 def _warm(nbytes: int, device: Device, index: int | None, future: Future[Arena]) -> None:

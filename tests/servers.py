@@ -140,8 +140,12 @@ def s3_server(folder: Path) -> Iterator[S3Server]:
             return False
         return True
 
-    with _process(command, folder, ready):
-        yield server
+    try:
+        with _process(command, folder, ready):
+            yield server
+    finally:  # it puts these where it likes, and killed, leaves them
+        for kind, port in (("master", master_grpc), ("volume", volume_grpc), ("filer", filer_grpc), ("s3", s3_grpc)):
+            Path(f"/tmp/seaweedfs-{kind}-grpc-{port}.sock").unlink(missing_ok=True)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dcp_tensorizer import ConversionError, TensorizerStorageWriter
-from dcp_tensorizer._contents import whole
+from dcp_tensorizer._boxes import whole
 from dcp_tensorizer._sources import open_contents
 from dcp_tensorizer.convert import Options, convert
 

@@ -24,7 +24,8 @@ def _run(mode, nodes, processes, environment, log):
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={processes}"]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-id={uuid.uuid4().hex}"]
-    command += ["--local-addr=127.0.0.1", "--max-restarts=0", "-m", "tests.e2e.nodes", mode]
+    command += ["--local-addr=127.0.0.1", "--max-restarts=0", f"--log-dir={log}.{mode}"]
+    command += ["-m", "tests.e2e.nodes", mode]
     environment = os.environ | environment | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     agents = []
     try:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
+from dcp_tensorizer._process import WriterProcess
 
 from .support import GPU, WAIT, delay, gpu_devices_open, load_into, random_state
 
@@ -94,16 +98,34 @@ def test_handles_are_given_back(tmp_path: Path) -> None:
     assert used[1:] == [used[1]] * 5
 
 
-def test_a_writer_process_that_dies_in_a_snapshot_is_replaced(tmp_path: Path) -> None:
-    """The trainer copies by itself, and the save succeeds."""
-    state = random_state(3, 100_000)
+def test_a_writer_process_that_dies_in_a_snapshot_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The trainer copies by itself, the save succeeds, the next one goes by handles again, and no memory is lost."""
+    lasting = random_state(3, 100_000)
+    snapshot = WriterProcess.snapshot
+
+    def dying(process: WriterProcess, *arguments: Any) -> None:
+        process._popen.send_signal(signal.SIGSTOP)  # so that it is still there when the request is sent
+        threading.Timer(1.0, process._popen.kill).start()
+        snapshot(process, *arguments)
+
     with TensorizerStorageWriter(tmp_path, staging="device") as writer:
-        dcp.async_save(state, storage_writer=writer).result(WAIT)
-        assert writer._process is not None
-        writer._process._popen.kill()
-        dcp.async_save(state, storage_writer=writer).result(WAIT)
-    found = load_into(tmp_path, {key: torch.zeros_like(tensor) for key, tensor in state.items()})
-    assert all(torch.equal(found[key], state[key]) for key in state)
+        used = []
+        for number in range(4):
+            state = lasting | {"fresh": torch.rand(10_000_000, device=GPU)}
+            with monkeypatch.context() as patch:
+                if number == 1:
+                    patch.setattr(WriterProcess, "snapshot", dying)
+                dcp.async_save(state, storage_writer=writer).result(WAIT)
+            found = load_into(tmp_path, {key: torch.zeros_like(tensor) for key, tensor in state.items()})
+            assert all(torch.equal(found[key], state[key]) for key in state)
+            del state, found
+            gc.collect()
+            torch.cuda.ipc_collect()
+            used.append(torch.cuda.memory_allocated())
+    assert caplog.text.count("could not copy from the GPU") == 1
+    assert used == [used[0]] * 4
 
 
 @pytest.fixture

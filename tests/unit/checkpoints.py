@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dcp_tensorizer._boxes import whole
 from dcp_tensorizer._commit import commit
-from dcp_tensorizer._contents import whole
 from dcp_tensorizer._crypt import Cipher
 from dcp_tensorizer._destination import open_storage
 from dcp_tensorizer._job import FileJob
@@ -33,6 +33,21 @@ from dcp_tensorizer._tensors import host_bytes
 from .support import dtype_name
 
 ODD = {"half": [Box((0, 0), (3, 4)), Box((3, 0), (2, 4))], "columns": [Box((0, 0), (5, 1)), Box((0, 1), (5, 3))]}
+INDEX = MetadataIndex("w", torch.Size([0]))
+
+
+def metadata_of(save_id: str = "s", **planner_data: Any) -> Metadata:
+    """DCP's metadata of one tensor, ``w``."""
+    size = torch.Size([4])
+    entry = TensorStorageMetadata(
+        TensorProperties(dtype=torch.bfloat16), size, [ChunkStorageMetadata(torch.Size([0]), size)]
+    )
+    return Metadata({"w": entry}, planner_data={"w": ("w",), **planner_data}, storage_meta=StorageMeta("/x", save_id))
+
+
+def item_in(file: str) -> StoredItem:
+    """Where ``w`` is."""
+    return StoredItem(file, "w", 300_000, 8, "bfloat16", "tensor", b"12345678")
 
 
 def make_checkpoint(

@@ -64,6 +64,8 @@ class SimulatedStream:
             target.copy_(source)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
+        if nbytes > self.device.memory:
+            raise torch.OutOfMemoryError("CUDA out of memory")
         self.device.buffers.append(nbytes)
         return self.device.declare(torch.empty(nbytes, dtype=torch.uint8))
 
@@ -84,6 +86,7 @@ class SimulatedDevice:
         training: What training has queued on its own stream.
         crossings: For each call that copied between host and device, how many tensors.
         buffers: Sizes of the buffers that were taken on the device.
+        memory: How large a buffer can be.
         pinned: Host memory that is registered: address and length.
         most_pinned: Bytes of it at most.
     """
@@ -94,6 +97,7 @@ class SimulatedDevice:
         self.streams: list[SimulatedStream] = []
         self.crossings: list[int] = []
         self.buffers: list[int] = []
+        self.memory = 1 << 40
         self.pinned: list[tuple[int, int]] = []
         self.most_pinned = 0
         self._memory: list[torch.Tensor] = []

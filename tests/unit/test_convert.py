@@ -28,13 +28,14 @@ from dcp_tensorizer import (
     NotCommitted,
     ReadError,
     UntrustedObject,
-    _contents,
+    _boxes,
     _targets,
     _torchfile,
 )
+from dcp_tensorizer._boxes import whole
 from dcp_tensorizer._catalogue import collect, find, plan_collection
 from dcp_tensorizer._commit import commit
-from dcp_tensorizer._contents import blocks_of, whole
+from dcp_tensorizer._contents import blocks_of
 from dcp_tensorizer._destination import open_storage
 from dcp_tensorizer._plan import Box
 from dcp_tensorizer._sources import FORMATS, open_contents
@@ -488,14 +489,12 @@ def test_views_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     tensor = filled(torch.int32, (100, 100)).t()
     torch.save({"x": tensor, "y": torch.ones(2, 3).t()}, tmp_path / "a.pt")
     reads = []
-    fetch = _contents.fetch
-    monkeypatch.setattr(
-        _contents, "fetch", lambda storage, parts, **how: [reads.append(1), fetch(storage, parts, **how)]
-    )
+    fetch = _boxes.fetch
+    monkeypatch.setattr(_boxes, "fetch", lambda storage, parts, **how: [reads.append(1), fetch(storage, parts, **how)])
     monkeypatch.setattr(_targets, "blocks_of", lambda stored: blocks_of(stored, 1000))
     convert(tmp_path / "a.pt", tmp_path / "b.safetensors", "safetensors")
     assert len(reads) == 2
-    assert _contents._last_strided._elements is None
+    assert _boxes._last_strided._elements is None
     assert same(tensors_of(tmp_path / "b.safetensors")["x"], tensor.contiguous())
 
 

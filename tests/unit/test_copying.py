@@ -10,17 +10,24 @@ import torch
 from dcp_tensorizer import _copying
 from dcp_tensorizer._arena import Arena, aligned
 from dcp_tensorizer._copying import GATHER_BYTES, Copies, copy_on_host, order
+from dcp_tensorizer._device import SideStreams
 
 from .simulated import SimulatedDevice
 from .support import ALL_DTYPES, dtype_name, filled, raw, same
+
+
+def following(tensors: Sequence[torch.Tensor], device: SimulatedDevice) -> SideStreams:
+    """Streams whose next work comes after what training has queued by now."""
+    streams = SideStreams(device)
+    streams.follow(tensors)
+    return streams
 
 
 def copied(sources: Sequence[torch.Tensor], device: SimulatedDevice) -> tuple[list[torch.Tensor], Arena]:
     """Twins in an arena of their own, with everything copied to them."""
     arena = Arena(sum(aligned(source.nbytes) for source in sources))
     twins = {n: arena.allocate(sources[n].dtype, sources[n].shape) for n in order(sources, device)}
-    copies = Copies([(twins[n], source) for n, source in enumerate(sources)], device, 1)
-    copies.follow()
+    copies = Copies([(twins[n], source) for n, source in enumerate(sources)], following(sources, device), 1)
     copies.start()
     copies.wait()
     return [twins[n] for n in range(len(sources))], arena
@@ -86,6 +93,38 @@ def test_memory_on_the_device_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     arena.close()
 
 
+def test_a_device_that_is_nearly_full_gets_a_smaller_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Down to what the largest small tensor needs; without even that, its own error is raised."""
+    monkeypatch.setattr(_copying, "GATHER_BYTES", 64 << 10)
+    monkeypatch.setattr(_copying, "_SMALL", 1024)
+    device = SimulatedDevice()
+    base = device.declare(torch.arange(100_000, dtype=torch.int32))
+    sources = [base.view(500, 200).t(), *(base[n * 300 : n * 300 + 200] for n in range(100))]
+    device.memory = 5000
+    twins, arena = copied(sources, device)
+    assert all(torch.equal(a, b) for a, b in zip(twins, sources, strict=True))
+    assert device.buffers == [4096]
+    device.memory = 1000
+    with pytest.raises(torch.OutOfMemoryError):
+        copied(sources, device)
+    del twins
+    arena.close()
+
+
+def test_what_is_gathered_together_is_of_one_device() -> None:
+    """Small tensors come first, by device and element size; then all others, as they were."""
+
+    class Devices(SimulatedDevice):
+        def index_of(self, tensor: torch.Tensor) -> int | None:
+            return {5: 0, 6: 1}.get(len(tensor))
+
+    on = {"host": 4, "first": 5, "second": 6}
+    kinds = [("second", torch.int8), ("host", torch.int8), ("first", torch.int32), ("second", torch.int32)]
+    kinds += [("first", torch.int8), ("host", torch.int32), ("second", torch.int8), ("first", torch.int32)]
+    sources = [torch.zeros(on[where], dtype=dtype) for where, dtype in kinds]
+    assert order(sources, Devices()) == [4, 2, 7, 0, 6, 3, 1, 5]
+
+
 @pytest.mark.parametrize("training_first", [True, False])
 def test_copies_have_what_was_queued_before_them_and_nothing_after(training_first: bool) -> None:
     """A kernel queued before staging shows, whichever stream the device prefers; one after `hold` does not."""
@@ -95,8 +134,8 @@ def test_copies_have_what_was_queued_before_them_and_nothing_after(training_firs
     arena = Arena(1 << 21)
     twins = [arena.allocate(t.dtype, t.shape) for t in (small, weight, bent)]
     device.queue(lambda: [t.fill_(1.0) for t in (weight, small, bent)])  # the step before
-    copies = Copies(list(zip(twins, (small, weight, bent), strict=True)), device, 1)
-    copies.follow()
+    sources = (small, weight, bent)
+    copies = Copies(list(zip(twins, sources, strict=True)), following(sources, device), 1)
     copies.start()
     copies.hold()
     device.queue(lambda: [t.fill_(2.0) for t in (weight, small, bent)])  # the step after
@@ -114,8 +153,7 @@ def test_what_is_changed_without_holding_is_torn() -> None:
     device = SimulatedDevice(free_running=False)
     weight = device.declare(torch.zeros(100_000))
     twin = torch.empty(100_000)
-    copies = Copies([(twin, weight)], device, 1)
-    copies.follow()
+    copies = Copies([(twin, weight)], following([weight], device), 1)
     copies.start()
     device.queue(lambda: weight.fill_(2.0))
     device.run(training_first=True)

@@ -30,12 +30,12 @@ from dcp_tensorizer import (
     _layout,
     _plan,
 )
-from dcp_tensorizer._commit import decode
 from dcp_tensorizer._crypt import Cipher, encryption_cipher, find_other_key, random_nonce, unlock
 from dcp_tensorizer._destination import open_storage
 from dcp_tensorizer._encoder import encode
 from dcp_tensorizer._fetch import Wanted, fetch, is_direct
 from dcp_tensorizer._layout import Derivation, StoredItem, block_size
+from dcp_tensorizer._metadata import decode
 from dcp_tensorizer._plan import Box, ReadRequest
 from dcp_tensorizer._storage import Storage
 from dcp_tensorizer._tensorfile import lay_out
@@ -282,7 +282,9 @@ def test_headers_say_what_tensorizers_own_say(derivation: Derivation | None, sha
     info = _crypt_info.CryptInfo(chunks)
     expected = bytearray(info.sized_size)
     info.sized_pack_into(expected, 0)
-    header_end = item.offset - 8
+    (laid_out,) = lay_out(sources([("t", tensor)]), Cipher(KEY, derivation)).entries
+    header_end = item.offset - 8 - laid_out.padding
+    assert content[header_end : item.offset - 8] == bytes(laid_out.padding)
     assert content[header_end - len(expected) : header_end] == expected
     assert content[header_end - len(expected) - 3 : header_end - len(expected)] == b"\1\0\0"
     (entry,) = lay_out(sources([("t", tensor)])).entries

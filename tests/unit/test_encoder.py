@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorizer import TensorDeserializer, TensorSerializer
 
-from dcp_tensorizer import _encoder
+from dcp_tensorizer import _encoder, _parts
 from dcp_tensorizer._encoder import encode
-from dcp_tensorizer._tensorfile import lay_out
+from dcp_tensorizer._tensorfile import ALIGNMENT, lay_out
 from dcp_tensorizer._tensors import host_bytes
 
 from .support import ALL_DTYPES, BufferSink, block_digests, dtype_name, filled, raw, same, sources
@@ -24,10 +24,12 @@ from .support import ALL_DTYPES, BufferSink, block_digests, dtype_name, filled, 
 Tensors = list[tuple[str, torch.Tensor]]
 
 
-def encoded(tensors: Tensors, threads: int = 1, part_bytes: int = 1 << 20, *, in_order: bool = False) -> bytes:
-    """A whole file, with its digests checked."""
+def encoded(
+    tensors: Tensors, threads: int = 1, part_bytes: int = 1 << 20, *, in_order: bool = False, alignment: int = 1
+) -> bytes:
+    """A whole file, with its digests checked; not aligned, because stock tensorizer's are not."""
     sink = BufferSink(part_bytes, in_order=in_order)
-    layout = lay_out(sources(tensors))
+    layout = lay_out(sources(tensors), alignment=alignment)
     found = encode(layout, [lambda t=tensor: host_bytes(t) for _, tensor in tensors], sink, threads)  # type: ignore[misc]
     assert (sink.closed, sink.aborted) == (True, False)
     assert found == [(block_digests(tensor), b"") for _, tensor in tensors]
@@ -35,6 +37,7 @@ def encoded(tensors: Tensors, threads: int = 1, part_bytes: int = 1 << 20, *, in
     assert sink.bytes_written == len(content) == layout.nbytes
     for (_, tensor), entry in zip(tensors, layout.entries, strict=True):
         assert content[entry.offset : entry.offset + entry.length] == raw(tensor)
+        assert entry.offset % alignment == 0
     return content
 
 
@@ -61,11 +64,10 @@ def stock(tensors: Tensors) -> bytes:
 
 
 def check_file(tensors: Tensors, folder: Path, threads: int = 1) -> None:
-    """Compares a file with stock tensorizer's, and has stock tensorizer verify and read it."""
-    content = encoded(tensors, threads)
-    assert content == stock(tensors)
+    """Compares a file with stock tensorizer's, and has stock tensorizer verify and read the one with aligned data."""
+    assert encoded(tensors, threads) == stock(tensors)
     path = folder / "file.tensors"
-    path.write_bytes(content)
+    path.write_bytes(encoded(tensors, threads, alignment=ALIGNMENT))
     with TensorDeserializer(path, device="cpu", verify_hash=True) as loaded:
         assert list(loaded.keys()) == [name for name, _ in tensors]
         assert [name for name, tensor in tensors if not same(loaded[name], tensor)] == []
@@ -206,8 +208,8 @@ def test_a_tensor_that_cannot_be_had_fails_the_encoding(threads: int, in_order: 
 def test_the_memory_for_parts_is_bounded(monkeypatch: pytest.MonkeyPatch, in_order: bool) -> None:
     """However slow the sink is, and however many parts a file has."""
     made = []
-    real = _encoder._new_buffer
-    monkeypatch.setattr(_encoder, "_new_buffer", lambda nbytes: made.append(nbytes) or real(nbytes))
+    real = _parts._new_buffer
+    monkeypatch.setattr(_parts, "_new_buffer", lambda nbytes: made.append(nbytes) or real(nbytes))
     tensors = [(f"{n}", filled(torch.uint8, (n * 997 % 50_000 + 1,))) for n in range(200)]
     assert encoded(tensors, threads=3, part_bytes=4096, in_order=in_order) == stock(tensors)
     assert len(made) <= 3 * 3 + BufferSink.concurrency + 2
@@ -232,7 +234,7 @@ def test_parts_in_flight_are_as_many_as_the_memory_allows(parts: int, most: int)
     lock = threading.Lock()
     sink = Counting(4096)
     tensor = filled(torch.uint8, (1 << 20,))
-    layout = lay_out(sources([("t", tensor)]))
+    layout = lay_out(sources([("t", tensor)]), alignment=1)
     encode(layout, [lambda: host_bytes(tensor)], sink, threads=1, buffer_bytes=parts * 4096)
     assert sink.content == stock([("t", tensor)])
     assert 1 <= sink.deepest <= most
@@ -242,12 +244,12 @@ def test_parts_in_flight_are_as_many_as_the_memory_allows(parts: int, most: int)
 def test_no_more_parts_are_made_than_fit(monkeypatch: pytest.MonkeyPatch, threads: int, parts: int) -> None:
     """With many threads and little memory, fewer hash; six parts are the least."""
     made = []
-    real = _encoder._new_buffer
-    monkeypatch.setattr(_encoder, "_new_buffer", lambda nbytes: made.append(nbytes) or real(nbytes))
+    real = _parts._new_buffer
+    monkeypatch.setattr(_parts, "_new_buffer", lambda nbytes: made.append(nbytes) or real(nbytes))
     tensors = [(f"{n}", filled(torch.uint8, (40_000,))) for n in range(100)]
     sink = BufferSink(4096)
     contents = [functools.partial(host_bytes, tensor) for _, tensor in tensors]
-    encode(lay_out(sources(tensors)), contents, sink, threads, buffer_bytes=parts * 4096)
+    encode(lay_out(sources(tensors), alignment=1), contents, sink, threads, buffer_bytes=parts * 4096)
     assert sink.content == stock(tensors)
     assert len(made) <= parts
 

@@ -23,12 +23,17 @@ from .support import ALL_DTYPES, filled, same
 
 @pytest.fixture(autouse=True)
 def handles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ipc, "reduce_tensor", lambda alias: (None, (alias,)))
-    monkeypatch.setattr(_ipc, "rebuild_cuda_tensor", lambda alias: alias)
+    monkeypatch.setattr(_ipc, "reduce_tensor", lambda alias: (None, (alias, True)))
+    monkeypatch.setattr(_ipc, "rebuild_cuda_tensor", opened)
+
+
+def opened(alias: torch.Tensor, has_to_wait: bool) -> torch.Tensor:
+    assert not has_to_wait  # the other side has waited, for all of them at once
+    return alias
 
 
 def streams() -> dict[Any, SimulatedStream]:
-    return {None: SimulatedStream(SimulatedDevice())}  # the index of the host's "device"
+    return {None: SimulatedDevice().side_stream(0)}  # the index of the host's "device"
 
 
 def test_tensors_arrive_as_they_are() -> None:
@@ -79,3 +84,25 @@ def test_memory_that_cannot_be_handed_over_is_an_error_that_says_what_to_do(monk
     monkeypatch.setattr(_ipc, "reduce_tensor", refuse)
     with pytest.raises(WriteError, match=r"invalid device pointer.*staging='buffer'"):
         export([(torch.empty(3), torch.ones(3))], [0], 1, streams())
+
+
+def test_handles_made_before_one_that_is_refused_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else torch would keep their memory for a receiver that there will never be."""
+    given_back = []
+
+    class Storage:
+        @classmethod
+        def _release_ipc_counter(cls, counter: bytes, offset: int, device: int) -> None:
+            given_back.append((counter, offset, device))
+
+    def reduce(alias: torch.Tensor) -> Any:
+        number = int(alias[0])
+        if number == 3:
+            raise RuntimeError("invalid argument")
+        return None, (torch.Tensor, (), (), 0, Storage, None, 7, b"handle", 1, 0, False, b"counter", number, b"", True)
+
+    monkeypatch.setattr(_ipc, "reduce_tensor", reduce)
+    sources = [torch.tensor([number], dtype=torch.uint8) for number in range(5)]
+    with pytest.raises(WriteError, match="invalid argument"):
+        export([(torch.empty_like(s), s) for s in sources], [0] * 5, 1, streams())
+    assert given_back == [(b"counter", number, 7) for number in range(3)]

@@ -1,6 +1,7 @@
 """What training may do during a save, by each way of staging: through DCP, in one process, to real files."""
 
 import threading
+import types
 from concurrent.futures import Future
 
 import pytest
@@ -10,7 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from dcp_tensorizer import StagingError, TensorizerStorageReader, TensorizerStorageWriter, _copying, _handover
+from dcp_tensorizer import StagingError, TensorizerStorageReader, TensorizerStorageWriter, _copying, _handover, staging
 from dcp_tensorizer._copying import copy_on_host
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -103,6 +104,46 @@ class Telling(DefaultSavePlanner):
         plan = super().create_local_plan()
         self.planned.set()
         return plan
+
+
+def test_training_does_not_wait_for_memory(tmp_path, monkeypatch):
+    """`async_save` returns before there is a buffer, and holds containers and objects as they were then."""
+    gate = Gate(staging.Arena)
+    monkeypatch.setattr(staging, "Arena", gate)
+    box = types.SimpleNamespace(lr=1)
+    state = {"w": torch.ones(1000), "b": torch.ones(10), "step": 1, "nested": {"lrs": [1, 2], "box": box}}
+    with TensorizerStorageWriter(tmp_path, overlap_staging=True) as writer:
+        response = dcp.async_save(state, storage_writer=writer)
+        assert gate.reached.wait(WAIT)
+        box.lr = 7
+        state["nested"]["lrs"].append(3)
+        del state["b"]
+        gate.opened.set()
+        response.upload_completion.result(WAIT)
+    assert loaded(tmp_path) == ({1.0}, {1.0}, 1)
+    found = {"nested": {"lrs": [None, None], "box": None}}
+    dcp.load(found, storage_reader=TensorizerStorageReader(tmp_path, allow_pickle=True))
+    assert (found["nested"]["lrs"], found["nested"]["box"].lr) == ([1, 2], 1)
+
+
+def test_no_memory_for_an_overlapped_save_is_its_error(tmp_path, monkeypatch):
+    """Training goes on, the future has the cause, and the save after it succeeds."""
+    state = {"w": torch.ones(1000), "b": torch.ones(10), "step": 1}
+
+    def refuse(nbytes):
+        raise StagingError("no memory for the staging buffer")
+
+    with TensorizerStorageWriter(tmp_path, overlap_staging=True) as writer:
+        with monkeypatch.context() as patch:
+            patch.setattr(staging, "Arena", refuse)
+            response = dcp.async_save(state, storage_writer=writer)
+            with writer.lock():
+                pass
+            response.staging_completion.result(WAIT)
+            with pytest.raises(CheckpointException, match="no memory for the staging buffer"):
+                response.upload_completion.result(WAIT)
+        dcp.async_save(state, storage_writer=writer).upload_completion.result(WAIT)
+    assert loaded(tmp_path) == ({1.0}, {1.0}, 1)
 
 
 def test_planning_overlaps_with_copying(tmp_path, copying):

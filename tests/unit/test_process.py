@@ -275,3 +275,35 @@ def test_a_process_that_may_use_gpus_sees_the_trainers(monkeypatch, arena, tmp_p
         assert psutil.Process(process.pid).environ()["CUDA_VISIBLE_DEVICES"] == "3,5"
     finally:
         process.close()
+
+
+def mapped(process):
+    """Whether the process has a trainer's arena mapped."""
+    with open(f"/proc/{process.pid}/maps", encoding="ascii") as maps:
+        return "memfd:dcp_tensorizer" in maps.read()
+
+
+def test_a_buffer_that_is_given_back_is_free(process, tmp_path):
+    """The process lets go of it at once, and not when the next request comes; of others it does not."""
+    kept, given_back = Arena(1 << 20), Arena(1 << 20)
+    (tmp_path / "1").mkdir()
+    (tmp_path / "2").mkdir()
+    process.write(request(tmp_path / "1", kept), [kept, given_back], 60)
+    given_back.close()
+    assert process._attached == {kept.id}
+    kept.reset()
+    process.write(request(tmp_path / "2", kept), [kept], 60)
+    assert mapped(process)
+    kept.close()
+    assert not mapped(process)
+
+
+def test_giving_back_the_buffer_of_a_dead_process_is_no_error(processes, tmp_path):
+    """Its mapping is gone with it."""
+    process = WriterProcess()
+    processes.append(process)
+    arena = Arena(1 << 20)
+    process.write(request(tmp_path, arena), [arena], 60)
+    process._popen.kill()
+    process._popen.wait()
+    arena.close()

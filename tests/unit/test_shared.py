@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcp_tensorizer import WriteError
+from dcp_tensorizer import WriteError, _shared
 from dcp_tensorizer._arena import Arena
 from dcp_tensorizer._shared import SharedFile, SharedMappings, map_shared
 
@@ -52,6 +52,19 @@ def test_other_shared_memory_is_found(tmp_path: Path) -> None:
     )
     arena = Arena(4096)
     assert seen(arena.allocate(torch.uint8, (10,)).fill_(3)) == b"\3" * 10
+    arena.close()
+
+
+def test_a_file_of_another_name_with_the_same_inode_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory files without a name and /dev/shm number their inodes apart, and the same one may be open here."""
+    arena = Arena(4096)
+    tensor = arena.allocate(torch.uint8, (10,))
+    true = _shared._shared_mappings()
+    monkeypatch.setattr(_shared, "_shared_mappings", lambda: [m._replace(path="/dev/shm/x (deleted)") for m in true])
+    assert SharedMappings().locate(tensor) is None
+    monkeypatch.setattr(_shared, "_shared_mappings", lambda: true)
+    assert SharedMappings().locate(tensor) is not None
+    del tensor
     arena.close()
 
 

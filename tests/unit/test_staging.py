@@ -28,7 +28,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from dcp_tensorizer import StagingError, _copying, staging
 from dcp_tensorizer._arena import Arena
-from dcp_tensorizer._copying import copy_on_host
+from dcp_tensorizer._copying import GATHER_BYTES, copy_on_host
 from dcp_tensorizer.staging import ArenaStager, Lease, StagedStateDict, Staging
 
 from .simulated import SimulatedDevice
@@ -898,6 +898,18 @@ def test_a_state_on_a_device_is_staged_through_pinned_memory(overlap: bool) -> N
     del result
     stager.close()
     assert device.pinned == []
+
+
+def test_all_saves_use_one_stream() -> None:
+    """(Simulated device.) What a stream has used on the device is used again by that stream only."""
+    device = SimulatedDevice()
+    stager = ArenaStager(device=device)
+    state = {"w": device.declare(torch.ones(1000))}
+    for _ in range(3):
+        stager.stage(state).lease.wait_copied()
+    assert len(device.streams) == 1
+    assert device.buffers == [GATHER_BYTES] * 3
+    stager.close()
 
 
 def test_a_buffer_is_unregistered_before_it_regrows() -> None:

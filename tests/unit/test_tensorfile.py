@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorizer import TensorSerializer
 
-from dcp_tensorizer import ChecksumMismatch, _layout
+from dcp_tensorizer import ChecksumMismatch, _layout, _tensorfile
 from dcp_tensorizer._layout import StoredItem, block_size
 from dcp_tensorizer._protocol import TensorSource
 from dcp_tensorizer._tensorfile import Digester, check_digests, lay_out
@@ -129,11 +129,11 @@ def test_a_whole_item_is_checked_by_one_digest(monkeypatch: pytest.MonkeyPatch) 
     step = block_size(len(content))
     calls: list[int] = []
 
-    def digest(data: memoryview, whole: Callable[[memoryview], bytes] = xxhash.xxh3_64_digest) -> bytes:
+    def digest(data: memoryview, whole: Callable[[memoryview], bytes] = _tensorfile._digest) -> bytes:
         calls.append(data.nbytes)
         return whole(data)
 
-    monkeypatch.setattr(xxhash, "xxh3_64_digest", digest)
+    monkeypatch.setattr(_tensorfile, "_digest", digest)
     check_digests(item, 0, memoryview(content))
     assert calls == [len(content)]
     content[5 * step] ^= 1

@@ -1,0 +1,70 @@
+"""Handing over to the writer process: what is tried again, and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dcp_tensorizer import WriteError, WriterProcessDied, _handover
+from dcp_tensorizer._arena import Arena
+from dcp_tensorizer._copying import Copies
+from dcp_tensorizer._device import SideStreams
+from dcp_tensorizer._handover import Handover, Options
+from dcp_tensorizer._protocol import SnapshotRequest
+
+from .simulated import SimulatedDevice
+
+
+class Refusing:
+    """A writer process that answers one snapshot after the other with the errors it is given."""
+
+    alive = True
+
+    def __init__(self, errors: list[WriteError]) -> None:
+        self.errors = errors
+
+    def snapshot(self, *arguments: Any) -> None:
+        raise self.errors.pop(0)
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena(4096)
+    yield arena
+    arena.close()
+
+
+def handover(process: Any) -> Handover:
+    made = Handover(Options({}, sync=True, threads=1, buffer_bytes=1 << 28, timeout=10.0, cipher=None), devices=True)
+    made.process = process
+    return made
+
+
+def test_a_snapshot_that_was_refused_is_not_tried_again(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a death it is; each time the handles are given back, and the trainer copies."""
+    withdrawn: list[Any] = []
+    monkeypatch.setattr(_handover, "export", lambda *arguments: (SnapshotRequest(0, 0, (("a handle",),), ()), []))
+    monkeypatch.setattr(_handover, "withdraw", withdrawn.extend)
+    process = Refusing([WriterProcessDied("died"), WriteError("no GPU memory"), WriteError("never asked for")])
+    copies = Copies([], SideStreams(SimulatedDevice()), 1)
+    made = handover(process)
+    assert [made.snapshot(arena, copies) for _ in range(4)] == [False] * 4
+    assert [str(error) for error in process.errors] == ["never asked for"]
+    assert withdrawn == [("a handle",)] * 2
+    assert len(caplog.records) == 2
+
+
+def test_a_closed_one_starts_no_process(arena: Arena) -> None:
+    """What still ran when it was closed must not leave a process behind."""
+    made = handover(None)
+    made.close()
+    with pytest.raises(WriterProcessDied, match="closed"):
+        made.living_process()
+    assert made.process is None
