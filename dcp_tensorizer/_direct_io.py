@@ -13,6 +13,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from ._storage import rest_of
+
 __all__ = ["LocalFile", "LocalSink", "UncachedFile", "read_into"]
 
 _BLOCK = 4096  # O_DIRECT's unit: no file system in use asks for more
@@ -184,18 +186,7 @@ def read_into(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         if count == 0:
             raise EOFError(f"the file ends at byte {offset:,}, {sum(b.nbytes for b in pending):,} bytes too early")
         offset += count
-        _advance(pending, count)
-
-
-def _advance(pending: list[memoryview], count: int) -> None:
-    """Drops the first ``count`` bytes of a list of buffers."""
-    whole = 0
-    while whole < len(pending) and count >= pending[whole].nbytes:
-        count -= pending[whole].nbytes
-        whole += 1
-    del pending[:whole]
-    if count:
-        pending[0] = pending[0][count:]
+        pending = rest_of(pending, count)
 
 
 def _open_direct(path: Path, access: int) -> int | None:

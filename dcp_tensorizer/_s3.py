@@ -15,8 +15,8 @@ from contextlib import suppress
 from typing import Any
 
 from ._retry import waits
-from ._s3_client import NoSuchObject, S3Client, read_body
-from ._storage import TAKEN, FileInfo, RangeReader, Refused, Sink, Storage, at_once, redact, scatter
+from ._s3_client import NoSuchObject, S3Client, receive
+from ._storage import TAKEN, FileInfo, RangeReader, Refused, Sink, Storage, at_once, redact, rest_of
 from .errors import CheckpointError, NotCommitted, ReadError, WriteError
 
 __all__ = ["S3Storage"]
@@ -24,7 +24,6 @@ __all__ = ["S3Storage"]
 _PART = 8 << 20  # larger ones are no faster, and take more memory; S3's least is 5 MiB
 _MOST_PARTS = 10_000
 _CONCURRENCY = 8
-_PIECE = 1 << 20
 _UPLOADS = 1000  # in one answer
 
 
@@ -111,8 +110,7 @@ class S3Storage(Storage):
 
     def read(self, name: str) -> bytes | None:
         try:
-            body = _S3Reader(self, name)
-            return b"".join(bytes(piece) for piece in body.pieces(0, None))
+            return _S3Reader(self, name).read()
         except NoSuchObject:
             return None
         except Exception as error:
@@ -185,42 +183,27 @@ class _S3Reader:
         self._name = name
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
-        wanted = sum(buffer.nbytes for buffer in buffers)
-        if wanted:
-            done = scatter(self.pieces(offset, offset + wanted), buffers)
-            if done != wanted:
-                raise EOFError(f"the file ends {wanted - done:,} bytes too early")
-
-    def pieces(self, start: int, stop: int | None) -> Iterator[memoryview]:
-        """The bytes from ``start`` to before ``stop``, None for the end of the object."""
         failures = waits(self._storage.timeout)
-        while True:
-            error: Exception | None = None
-            for data in self._body(start, stop):
-                if isinstance(data, Exception):
-                    error = data
-                    break
-                start += data.nbytes
-                yield data
-            if error is None:
-                return
-            wait = next(failures, None)
-            if wait is None:
-                raise OSError(f"the connection broke off again and again: {error}")
-            time.sleep(wait)
+        stop = offset + sum(buffer.nbytes for buffer in buffers)
+        while offset < stop:
+            answer = self._storage.call("get_object", self._name, Range=f"bytes={offset}-{stop - 1}")
+            done, sent = receive(answer, buffers), answer["ContentLength"]
+            if done == sent < stop - offset:
+                raise EOFError(f"the file ends {stop - offset - sent:,} bytes too early")
+            buffers, offset = rest_of(buffers, done), offset + done
+            if offset < stop:
+                wait = next(failures, None)
+                if wait is None:
+                    raise OSError("the connection broke off again and again")
+                time.sleep(wait)
 
-    def _body(self, start: int, stop: int | None) -> Iterator[memoryview | Exception]:
-        """One response's data, and if it breaks off, why."""
-        whole = start == 0 and stop is None
-        selection = {} if whole else {"Range": f"bytes={start}-" + ("" if stop is None else str(stop - 1))}
-        body = self._storage.call("get_object", self._name, **selection)["Body"]
-        try:
-            while data := read_body(body, _PIECE):
-                yield memoryview(data)
-        except OSError as error:
-            yield error
-        finally:
-            body.close()
+    def read(self) -> bytes:
+        """All of the object."""
+        answer = self._storage.call("get_object", self._name)
+        content = memoryview(bytearray(answer["ContentLength"]))
+        done = receive(answer, [content])
+        self.read_into([content[done:]], done)
+        return bytes(content)
 
     def close(self) -> None:
         """Nothing is open between requests."""

@@ -27,7 +27,7 @@ __all__ = [
     "Storage",
     "at_once",
     "redact",
-    "scatter",
+    "rest_of",
 ]
 
 TIMEOUT = 600.0
@@ -218,7 +218,9 @@ class Ranges:
         data = memoryview(self._get(offset, offset + wanted))
         if data.nbytes != wanted:
             raise EOFError(f"the file ends {wanted - data.nbytes:,} bytes too early")
-        scatter([data], buffers)
+        for buffer in buffers:
+            buffer[:] = data[: buffer.nbytes]
+            data = data[buffer.nbytes :]
 
     def close(self) -> None:
         """Nothing is open between requests."""
@@ -233,20 +235,14 @@ def at_once(operation: Callable[[str], object], names: Sequence[str]) -> None:
             list(pool.map(operation, names))
 
 
-def scatter(pieces: Iterable[memoryview], buffers: Iterable[memoryview]) -> int:
-    """Copies consecutive pieces of a file to consecutive buffers, of the same size in all; returns the bytes copied."""
-    targets = iter(buffers)
-    target = memoryview(b"")
-    done = 0
-    for piece in pieces:
-        while piece.nbytes:
-            while not target.nbytes:
-                target = next(targets)
-            count = min(piece.nbytes, target.nbytes)
-            target[:count] = piece[:count]
-            target, piece = target[count:], piece[count:]
-            done += count
-    return done
+def rest_of(buffers: Iterable[memoryview], count: int) -> list[memoryview]:
+    """What follows the first ``count`` bytes of some buffers."""
+    rest = []
+    for buffer in buffers:
+        if count < buffer.nbytes:
+            rest.append(buffer[count:])
+        count = max(0, count - buffer.nbytes)
+    return rest
 
 
 def redact(text: str) -> str:
