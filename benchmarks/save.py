@@ -52,8 +52,8 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     size = size or 2048 * 2**20 * case["scale"]
     ranks = [rank for run in runs for rank in run["ranks"]]
     if case.get("memory"):
-        (peaks,) = ranks
-        return {name: {"peak": max(of), "growth": of[-1] - of[4]} for name, of in peaks.items()}
+        peaks = {name: [rank[name] for rank in ranks] for name in ranks[0]}
+        return {n: {"peak": max(map(max, of)), "growth": max(o[-1] - o[4] for o in of)} for n, of in peaks.items()}
     if case["saver"] == "limits":
         return {"bytes": size} | {key: spread(rank[key] for rank in ranks) for key in ranks[0]}
     loops = [(rank, save) for rank in ranks for save in rank["saves"] if "rate" in save]

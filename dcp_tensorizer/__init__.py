@@ -44,13 +44,17 @@ __all__ = [
 __version__ = version("dcp_tensorizer")
 
 _ON_USE = {"TensorizerStorageReader": "reader", "TensorizerStorageWriter": "writer"}
+_MODULES = ("reader", "staging", "writer")
 
+if not TYPE_CHECKING:
 
-def __getattr__(name: str) -> object:
-    """The reader and the writer are imported when they are asked for: the writer process needs neither, nor torch."""
-    if name not in _ON_USE:
+    def __getattr__(name: str) -> object:
+        """Reader and writer are imported when they are asked for: the writer process needs neither, nor torch."""
+        if name in _MODULES:
+            return import_module(f".{name}", __name__)
+        if name in _ON_USE:
+            return getattr(import_module(f".{_ON_USE[name]}", __name__), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_ON_USE[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:

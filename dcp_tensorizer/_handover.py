@@ -112,7 +112,7 @@ class Handover:
             request, _kept = export(pairs, [arena.locate(twin) or 0 for twin, _ in pairs], arena.id, copies.streams)
             try:
                 self.living_process().snapshot(request, [arena], self._options.timeout)
-            except WriteError:
+            except BaseException:
                 withdraw(request.storages)
                 raise
         except WriteError as error:

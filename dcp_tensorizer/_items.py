@@ -23,6 +23,8 @@ __all__ = ["Item", "ObjectCheck", "resolve", "sources", "write_results"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
+_LOOKED_THROUGH = 4 << 20  # bytes of an object; more would keep the interpreter from training for a tenth of a second
+
 Place = tuple[int, int]
 """Number of a shared buffer, offset in it."""
 
@@ -100,7 +102,7 @@ class ObjectCheck:
         """Logs a warning for each key that is new and would be refused."""
         for item in items:
             key = item.index.fqn
-            if item.kind != "object" or key in self._known:
+            if item.kind != "object" or key in self._known or item.tensor.nbytes > _LOOKED_THROUGH:
                 continue
             self._known.add(key)
             if refused := unsafe_globals(bytes(host_bytes(item.tensor))):

@@ -85,7 +85,7 @@ class Lease:
         if not self.in_place or self.error is not None:
             self.release()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Keeps an error for the save, which raises it where DCP hands errors round."""
         # Without its traceback, whose frames hold the live tensors.
         said = (
@@ -95,9 +95,9 @@ class Lease:
         )
         self.error = self.error or StagingError(said)
 
-    def wait_twinned(self) -> None:
-        """Returns when the twin has been made, if it can be, and has its place in memory."""
-        self._twinned.wait()
+    def wait_twinned(self, timeout: float | None = None) -> bool:
+        """Waits until the twin has been made, if it can be; False if it has not after ``timeout`` seconds."""
+        return self._twinned.wait(timeout)
 
     def wait_copied(self) -> None:
         """Returns when the staged tensors have their values.
@@ -172,7 +172,11 @@ class Lease:
         return not self._alive and (self.arena is None or not self.arena.in_use)
 
     def wait_claimed(self, timeout: float = _CLAIM_SECONDS) -> bool:
-        """Waits until a save has taken it, or none can any more; False if neither happened in time."""
+        """Waits until a save has taken it, or none can any more; False if neither happened in time.
+
+        The time begins when there is something to take.
+        """
+        self.wait_twinned()
         with self._changed:
             return self._changed.wait_for(lambda: self.thread is not None or not self._alive, timeout)
 
@@ -247,7 +251,8 @@ class Staging(concurrent.futures.Future[dict[str, Any]]):
         if staged is None:
             return {}
         # Until copies are under way, a planner would keep their thread from the interpreter, and training waiting.
-        staged.lease.wait_twinned()
+        if not staged.lease.wait_twinned(timeout):
+            raise concurrent.futures.TimeoutError
         return staged
 
     def let_go(self) -> None:

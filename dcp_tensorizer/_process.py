@@ -38,7 +38,7 @@ from .errors import WriteError, WriterProcessDied
 __all__ = ["WriterProcess"]
 
 _END_SECONDS = 5.0  # an idle process ends in milliseconds; this is for one that is in the middle of a write
-_DETACH_SECONDS = 30.0  # an idle process does it in a millisecond
+_DETACH_SECONDS = 5.0  # an idle process does it in a millisecond
 _STDERR_TAIL = 4000
 
 
@@ -82,6 +82,7 @@ class WriterProcess:
                 os.close(trainer)
         self._channel = Channel(ours)
         self._attached: set[int] = set()
+        self._sent: set[int] = set()  # those that it may have mapped
         self._lock = threading.Lock()
         self._end = weakref.finalize(self, _end, self._popen, self._channel, self._stderr, os.getpid())
 
@@ -123,8 +124,9 @@ class WriterProcess:
             for buffer in new:
                 buffer.at_close(functools.partial(self.detach, buffer.id))
             answer = self._exchange(dataclasses.replace(request, arenas=infos), [b.fd for b in new], timeout)
+            if isinstance(answer, WriteFailed):
+                self._attached = set()  # it may have failed before it attached them
         if isinstance(answer, WriteFailed):
-            self._attached = set()  # it may have failed before it attached them
             raise WriteError(answer.message) from _RemoteTraceback(answer.details)
         assert not isinstance(answer, Detached)
         return answer
@@ -136,7 +138,7 @@ class WriterProcess:
         """
         if self._lock.acquire(blocking=False):
             try:
-                if self.alive and number in self._attached:
+                if self.alive and number in self._sent:
                     kept = tuple(ArenaInfo(other, 0, attached=True) for other in self._attached - {number})
                     self._exchange(DetachRequest(kept), [], _DETACH_SECONDS)
             except WriterProcessDied:
@@ -157,13 +159,21 @@ class WriterProcess:
 
     def _exchange(self, request: Request, fds: Sequence[int], timeout: float) -> Answer:
         try:
+            self._sent |= {info.id for info in request.arenas}
             self._channel.send(request, fds, timeout)
             self._attached = {info.id for info in request.arenas}
-            return self._wait(timeout)
+            answer = self._wait(timeout)
         except TimeoutError:
             raise self._hung(timeout) from None
         except (EOFError, OSError):
             raise WriterProcessDied(self._obituary()) from None
+        except BaseException:  # a KeyboardInterrupt: the answer would be taken for that to the next request
+            self._popen.kill()
+            self._popen.wait()
+            raise
+        if not isinstance(answer, WriteFailed):
+            self._sent = set(self._attached)
+        return answer
 
     def _wait(self, timeout: float) -> Answer:
         progress = -1

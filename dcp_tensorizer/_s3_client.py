@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import http.client
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
@@ -135,9 +136,9 @@ def receive(answer: Any, buffers: Iterable[memoryview]) -> int:
                 done += count
                 if count < piece.nbytes:
                     return done
-        if done == answer["ContentLength"]:
+        if done == answer.get("ContentLength"):
             response.release_conn()  # others may use the connection
-    except OSError:
+    except (OSError, http.client.HTTPException):
         pass
     finally:
         answer["Body"].close()

@@ -23,8 +23,12 @@ from torch.distributed.remote_device import _remote_device
 from ._tensors import check_supported, is_wrapper
 from .errors import StagingError
 
-__all__ = ["fill", "freeze"]
+__all__ = ["OTHER_TENSORS", "fill", "freeze"]
 
+OTHER_TENSORS = (
+    "the state dict has other tensors in it than a moment ago: do not change it before its staging is complete (a "
+    "container or tensor subclass that gives other tensors each time it is asked cannot be saved)"
+)
 _ATOMIC = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -98,7 +102,10 @@ def _rebuild_tensor(tensor: torch.Tensor, twins: Iterator[torch.Tensor]) -> torc
     if isinstance(tensor, ShardedTensor):
         return _rebuild_sharded(tensor, twins)
     if not is_wrapper(tensor):
-        return next(twins)
+        twin = next(twins, None)
+        if twin is None or (twin.shape, twin.dtype) != (tensor.shape, tensor.dtype):
+            raise StagingError(OTHER_TENSORS)
+        return twin
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     inner = {name: getattr(tensor, name) for name in names}
     staged = {k: _rebuild_tensor(v, twins) if isinstance(v, torch.Tensor) else v for k, v in inner.items()}

@@ -8,6 +8,7 @@ again when the save that uses it is over: see `Lease`.
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,10 +23,12 @@ from ._copying import Copies, order
 from ._device import CUDA, Device, SideStreams
 from ._lease import Lease, StagedStateDict, Staging
 from ._shared import SharedMappings
-from ._twins import fill, freeze
+from ._twins import OTHER_TENSORS, fill, freeze
 from .errors import StagingError
 
 __all__ = ["ArenaStager", "Lease", "StagedStateDict", "Staging"]
+
+logger = logging.getLogger("dcp_tensorizer")
 
 # In PROCESS mode the save before may not have been taken because torch is still starting its process. Only a save's
 # own thread waits so long for it, and only once.
@@ -57,7 +60,10 @@ class _Snapshot:
         """The twin, once, from those of the `sources`."""
         others = iter(copied)
         twins = iter([t if n in self.in_place else next(others) for n, t in enumerate(self.tensors)])
-        return fill(self.content, twins)  # type: ignore[no-any-return]
+        content: dict[str, Any] = fill(self.content, twins)
+        if next(twins, None) is not None:
+            raise StagingError(OTHER_TENSORS)
+        return content
 
 
 class ArenaStager:
@@ -128,7 +134,12 @@ class ArenaStager:
 
     def drain(self, timeout: float | None) -> bool:
         """Waits for the saves that have been started; False if one is not over after ``timeout`` seconds."""
-        return all(lease.wait_over(timeout) for lease in list(self._leases) if lease.wait_claimed() and lease.thread)
+        for lease in list(self._leases):
+            if not lease.wait_twinned(timeout) or (
+                lease.wait_claimed() and lease.thread and not lease.wait_over(timeout)
+            ):
+                return False
+        return True
 
     def stage(self, state_dict: Mapping[str, Any]) -> StagedStateDict:
         """Copies everything into a buffer that no save uses.
@@ -149,8 +160,11 @@ class ArenaStager:
         self._leases.append(lease)
         try:
             snapshot = self._freeze(state_dict)
+            lease.shared, lease.in_place = snapshot.shared, bool(snapshot.in_place)
             self._streams.follow(snapshot.sources)
             if self._overlap:
+                if lease.in_place:  # whose save may end without having written anything
+                    threading.Thread(target=lease.wait_released, name="release", daemon=True).start()
                 threading.Thread(target=self._copy, args=(snapshot, lease, staged), name="stage").start()
             else:
                 self._copy(snapshot, lease, staged)
@@ -193,7 +207,6 @@ class ArenaStager:
         """Makes the twin, and has its tensors filled; what fails is kept as the lease's error."""
         try:
             sources = snapshot.sources
-            lease.shared, lease.in_place = snapshot.shared, bool(snapshot.in_place)
             arena, self._idle = self._arena_for(_nbytes(sources)), None
             lease.arena = arena
             if (index := self._pin_for(sources)) is not None:
@@ -202,14 +215,16 @@ class ArenaStager:
             elsewhere = None if self._elsewhere is None else functools.partial(self._elsewhere, arena)
             copies = Copies(zip(copied, sources, strict=True), self._streams, self._threads, elsewhere)
             lease.start(copies, lambda: staged.update(snapshot.twin(copied)))
-        except Exception as error:
+        except BaseException as error:
             lease.fail(error)
+            if not self._overlap and not isinstance(error, Exception):
+                raise
         finally:
             lease.finish()
-        if lease.error is not None and not self._overlap:
+        if lease.error is not None and self._overlap:
+            logger.error("staging failed, and so will the save: %s", lease.error)
+        elif lease.error is not None:
             staged.clear()
-        if lease.in_place and self._overlap:  # the save may end without having written anything
-            threading.Thread(target=lease.wait_released, name="release", daemon=True).start()
 
     def _twins(self, sources: Sequence[torch.Tensor], arena: Arena) -> list[torch.Tensor]:
         """Memory for a copy of each."""
@@ -218,6 +233,7 @@ class ArenaStager:
             twins[number] = arena.allocate(sources[number].dtype, sources[number].shape)
         return [twins[number] for number in range(len(sources))]
 
+    @torch.no_grad()
     def _freeze(self, state_dict: Mapping[str, Any]) -> _Snapshot:
         tensors: list[torch.Tensor] = []
         content = {key: freeze(value, str(key), tensors) for key, value in state_dict.items()}

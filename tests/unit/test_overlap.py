@@ -126,6 +126,37 @@ def test_training_does_not_wait_for_memory(tmp_path, monkeypatch):
     assert (found["nested"]["lrs"], found["nested"]["box"].lr) == ([1, 2], 1)
 
 
+def test_closing_waits_for_a_save_that_has_no_memory_yet(tmp_path, monkeypatch):
+    """However long that takes, the save is begun, and it is over when `close` returns."""
+    gate = Gate(staging.Arena)
+    monkeypatch.setattr(staging, "Arena", gate)
+    state = {"w": torch.ones(1000), "b": torch.ones(10), "step": 1}
+    writer = TensorizerStorageWriter(tmp_path, overlap_staging=True)
+    response = dcp.async_save(state, storage_writer=writer)
+    closing = threading.Thread(target=writer.close)
+    closing.start()
+    assert gate.reached.wait(WAIT)
+    closing.join(1.5)  # more than a save has for taking what was staged
+    assert closing.is_alive()
+    gate.opened.set()
+    closing.join(WAIT)
+    response.upload_completion.result(SOON)
+    assert loaded(tmp_path) == ({1.0}, {1.0}, 1)
+
+
+def test_closing_in_time_abandons_a_save_that_has_no_memory_yet(tmp_path, monkeypatch, caplog):
+    """And says so."""
+    gate = Gate(staging.Arena)
+    monkeypatch.setattr(staging, "Arena", gate)
+    writer = TensorizerStorageWriter(tmp_path, overlap_staging=True)
+    response = dcp.async_save({"w": torch.ones(1000)}, storage_writer=writer)
+    threading.Timer(2 * SOON, gate.opened.set).start()
+    writer.close(timeout=SOON)
+    assert "is abandoned" in caplog.text
+    with pytest.raises(CheckpointException):
+        response.upload_completion.result(WAIT)
+
+
 def test_no_memory_for_an_overlapped_save_is_its_error(tmp_path, monkeypatch):
     """Training goes on, the future has the cause, and the save after it succeeds."""
     state = {"w": torch.ones(1000), "b": torch.ones(10), "step": 1}

@@ -307,3 +307,30 @@ def test_giving_back_the_buffer_of_a_dead_process_is_no_error(processes, tmp_pat
     process._popen.kill()
     process._popen.wait()
     arena.close()
+
+
+def test_after_a_failed_request_a_buffer_that_is_given_back_is_free_too(process, tmp_path):
+    """Whether the process had attached it is not known here."""
+    arena = Arena(1 << 20)
+    with pytest.raises(WriteError):
+        process.write(request(tmp_path / "nowhere", arena), [arena], 60)
+    arena.close()
+    assert not mapped(process)
+
+
+def test_an_interrupted_request_ends_the_process(processes, arena, tmp_path, monkeypatch):
+    """Else its answer would be taken for the next one's; the next request is refused, and its sender starts another."""
+    process = WriterProcess()
+    processes.append(process)
+
+    def interrupted(timeout):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "_wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            process.write(request(tmp_path, arena), [arena], 60)
+    assert not process.alive
+    arena.reset()
+    with pytest.raises(WriterProcessDied):
+        process.write(request(tmp_path, arena), [arena], 60)

@@ -19,7 +19,7 @@ import pytest
 from dcp_tensorizer import ReadError, WriteError, _retry, _s3
 from dcp_tensorizer._destination import open_storage
 from dcp_tensorizer._layout import data_file_name
-from dcp_tensorizer._s3 import S3Storage
+from dcp_tensorizer._s3 import S3Storage, _S3Reader
 from dcp_tensorizer._storage import TIMEOUT, Refused
 
 from ..proxy import Fault, Request, S3Proxy, s3_proxy
@@ -478,3 +478,25 @@ def test_an_s3_session_of_ones_own_goes_through_s3fs(s3: S3Server, prefix: str) 
     assert storage.read(NAME) == CONTENT
     assert not isinstance(storage, S3Storage)
     storage._filesystem.close_session(storage._filesystem.loop, storage._filesystem._s3creator)  # type: ignore[attr-defined]
+
+
+def test_a_server_that_ignores_ranges_is_an_error() -> None:
+    """And not the wrong bytes."""
+
+    class Body:
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    class Stub:
+        timeout = 1.0
+        body = Body()
+
+        def call(self, operation: str, name: str, **arguments: Any) -> Any:
+            return {"Body": self.body, "ContentLength": 100}
+
+    stub = Stub()
+    with pytest.raises(OSError, match="a range"):
+        _S3Reader(stub, "x").read_into([memoryview(bytearray(10))], 5)  # type: ignore[arg-type]
+    assert stub.body.closed

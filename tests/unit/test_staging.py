@@ -1010,3 +1010,12 @@ def test_a_save_that_ends_without_writing_releases_what_it_took(monkeypatch: pyt
     assert told.wait(WAIT)
     saving.join(WAIT)
     stager.close()
+
+
+def test_tensors_that_are_others_than_a_moment_ago_are_an_error() -> None:
+    """Too few, too many, or of other shapes and dtypes: never in the wrong places."""
+    a, b = torch.zeros(2, 3), torch.zeros(4)
+    for twins in ([a], [a, b, b], [b, a], [a, b.double()]):
+        with pytest.raises(StagingError, match="other tensors"):
+            staging._Snapshot({"a": a, "b": [b]}, twins, None, set()).twin(twins)
+    assert staging._Snapshot({"a": a, "b": [b]}, [a, b], None, set()).twin([a, b])["b"][0] is b
