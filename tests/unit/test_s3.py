@@ -19,6 +19,7 @@ import pytest
 from dcp_tensorizer import ReadError, WriteError, _retry, _s3
 from dcp_tensorizer._destination import open_storage
 from dcp_tensorizer._layout import data_file_name
+from dcp_tensorizer._retry import patience_of
 from dcp_tensorizer._s3 import S3Storage, _S3Reader
 from dcp_tensorizer._storage import TIMEOUT, Refused
 
@@ -178,14 +179,22 @@ def test_an_upload_survives_a_cut_in_the_middle_of_a_part(storage: S3Storage, pr
 
 
 def test_a_slow_link_is_no_fault(opened: Opener, proxy: S3Proxy) -> None:
-    """A part may take longer than the timeout, as long as it gets on."""
-    storage = opened(timeout=5.0, config_kwargs={"retries": {"total_max_attempts": 1}})
-    proxy.rule = always("UploadPart", Fault(rate=8e6))
+    """A part may take longer than a silence may, as long as it gets on.
+
+    It is silent, too, while the last megabytes are on their way through the buffers between client and server.
+    """
+    timeout = 24.0
+    storage = opened(timeout=timeout, config_kwargs={"retries": {"total_max_attempts": 1}})
+    proxy.rule = always("UploadPart", Fault(rate=3e6))
     started = time.monotonic()
     put_file(storage, NAME, CONTENT)
-    assert time.monotonic() - started > 1.0
-    proxy.rule = always("GetObject", Fault(rate=20e6))
+    assert time.monotonic() - started > 2 * patience_of(
+        timeout
+    )  # two whole parts, one after the other, and a short one
+    proxy.rule = always("GetObject", Fault(rate=5e6))
+    started = time.monotonic()
     assert read(storage) == CONTENT
+    assert time.monotonic() - started > patience_of(timeout)
     assert (proxy.counts()["UploadPart"], proxy.counts()["GetObject"]) == (PARTS, 1)
 
 

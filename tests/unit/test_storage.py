@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from dcp_tensorizer import ReadError, WriteError, _retry
 from dcp_tensorizer._destination import open_storage
 from dcp_tensorizer._remote import Scrubber
-from dcp_tensorizer._storage import Refused, redact
+from dcp_tensorizer._storage import Refused, redact, rest_of
 
 from .support import open_descriptors
 
@@ -472,3 +472,14 @@ def test_passwords_of_digits_are_removed() -> None:
     assert (
         scrub("bad password 12345678 or 987654321 at port 2222: True") == "bad password *** or *** at port 2222: True"
     )
+
+
+@given(st.lists(st.integers(0, 20), max_size=6), st.integers(0, 130))
+def test_the_rest_of_buffers_is_what_follows(sizes: list[int], count: int) -> None:
+    """Views of the same memory, none of them empty."""
+    content = bytearray(range(sum(sizes)))
+    starts = [sum(sizes[:n]) for n in range(len(sizes))]
+    buffers = [memoryview(content)[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    rest = rest_of(buffers, count)
+    assert b"".join(rest) == bytes(content[count:])
+    assert all(buffer.nbytes and buffer.obj is content for buffer in rest)
