@@ -30,6 +30,7 @@ from .support import on_a_page, put_file
 NAME = data_file_name(0, 0, "a" * 32)
 CONTENT = bytes(range(251)) * (20 * (1 << 20) // 251)  # of three parts
 PARTS = 3
+_BUSY = 2.0  # seconds that a busy machine may take longer
 
 
 @pytest.fixture
@@ -413,7 +414,7 @@ def test_a_server_that_hangs(opened: Opener, proxy: S3Proxy, what: str) -> None:
     started = time.monotonic()
     with pytest.raises((OSError, WriteError)):
         calls[what]()
-    assert time.monotonic() - started < limit
+    assert time.monotonic() - started < limit + _BUSY
     assert proxy.counts()[operation] >= 2
     sink.abort()
 
