@@ -43,7 +43,7 @@ def processes():
 
 @pytest.fixture
 def process(processes):
-    """A process that works: the one before, unless a test has ended it (a start takes two seconds)."""
+    """A process that works: the one before, unless a test has ended it (a start takes a while)."""
     if not processes or not processes[-1].alive:
         processes.append(WriterProcess())
     return processes[-1]
