@@ -24,7 +24,8 @@ from .errors import CheckpointError
 __all__ = ["Damage", "Verified", "verify"]
 
 _PIECE = 512 << 10  # see `_encoder`: hashing data that is in the core's own cache
-_READ = 4 << 20
+_READ = 8 << 20
+_MOST_READERS = 16  # each with a buffer of that size
 _PAGE = 4096
 
 
@@ -112,8 +113,9 @@ def _size(storage: Storage, name: str) -> int | str:
 
 
 def _threads(storage: Storage, full: bool) -> int:
-    """Hashing in full takes the cores, and more threads than those keep them busy while some wait for the disk."""
-    return max(2 * (os.cpu_count() or 1), storage.read_threads) if full else storage.read_threads
+    """Twice as many as read at full speed, for each hashes what it has read; in full, that keeps more of them busy."""
+    threads = min(_MOST_READERS, 2 * storage.read_threads)
+    return threads + (os.cpu_count() or 1) if full else threads
 
 
 @dataclass(frozen=True, slots=True)
