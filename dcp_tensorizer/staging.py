@@ -135,9 +135,9 @@ class ArenaStager:
     def drain(self, timeout: float | None) -> bool:
         """Waits for the saves that have been started; False if one is not over after ``timeout`` seconds."""
         for lease in list(self._leases):
-            if not lease.wait_twinned(timeout) or (
-                lease.wait_claimed() and lease.thread and not lease.wait_over(timeout)
-            ):
+            if not lease.wait_twinned(timeout):
+                return False
+            if lease.wait_claimed() and lease.thread and not lease.wait_over(timeout):
                 return False
         return True
 

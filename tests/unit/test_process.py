@@ -307,6 +307,9 @@ def test_giving_back_the_buffer_of_a_dead_process_is_no_error(processes, tmp_pat
     process._popen.kill()
     process._popen.wait()
     arena.close()
+    assert not process.alive
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(arena.fd)
 
 
 def test_after_a_failed_request_a_buffer_that_is_given_back_is_free_too(process, tmp_path):
