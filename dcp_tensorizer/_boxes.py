@@ -71,7 +71,7 @@ def read_box(
             raise DecryptionError(f"{storage.path}: {key!r} is encrypted: give its key (--key-file)")
         wanted[chunk.cipher].append(Wanted(key, request, part))
     for cipher, parts in wanted.items():
-        fetch(storage, parts, threads=storage.read_threads, verify=verify, cipher=cipher)
+        fetch(storage, parts, verify=verify, cipher=cipher)
     return target
 
 

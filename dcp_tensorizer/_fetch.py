@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,11 +24,14 @@ from ._device import CUDA
 from ._plan import Box, ReadOperation, ReadRequest, Segment, boxes_of_range, plan_reads
 from ._ring import Ring, Slot
 from ._storage import RangeReader, Storage
-from ._tensorfile import check_digests
+from ._tensorfile import DigestCheck, check_digests
 from ._tensors import host_bytes
 from .errors import ChecksumMismatch, ReadError
 
 __all__ = ["Wanted", "copy_elements", "fetch", "is_direct", "part_of"]
+
+_Slice = list[tuple[memoryview, int | None]]  # where to read to, and the number of the segment it is a part of
+_WAITING = 3  # times as long as a thread was busy: it waits for the storage, and for others that share its core
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ def fetch(
     storage: Storage,
     wanted: Sequence[Wanted],
     *,
-    threads: int,
+    threads: int | None = None,
     verify: bool,
     progress: Callable[[int, int], object] = lambda done, total: None,
     cipher: Cipher | None = None,
@@ -70,7 +74,7 @@ def fetch(
     Args:
         storage: The checkpoint's directory.
         wanted: What to read.
-        threads: Parallel reads.
+        threads: Parallel reads, at most; None for a number that suits the storage.
         verify: Compare what is read with its digests.
         progress: Called with the bytes that are done and the bytes in all, by one reading thread at a time.
         cipher: For items that are encrypted.
@@ -82,39 +86,61 @@ def fetch(
         ReadError: a file is missing, too short or unreadable; names file, key and offset.
         ChecksumMismatch: stored bytes are not the ones that were saved; names file, key and offset.
     """
+    if not wanted:
+        return 0
     operations = plan_reads([w.request for w in wanted], verify=verify, gap=storage.gap_bytes)
     total = sum(operation.nbytes for operation in operations)
     uses = Counter(operation.file for operation in operations)
+    first = threads or min(storage.first_threads, storage.read_threads)
+    threads = threads or storage.read_threads
     job = _Job(storage, wanted, verify, uses, cipher, _ring(wanted, operations, threads))
-    remaining = iter(operations)
+    remaining = list(reversed(operations))
     taking, counting = threading.Lock(), threading.Lock()
+    workers: list[Future[None]] = []
     done_bytes = 0
 
     def work() -> None:
         """Does one operation after the other: a future for each would cost more than a small read."""
-        nonlocal done_bytes, remaining
+        nonlocal done_bytes
         try:
             while True:
                 with taking:
-                    operation = next(remaining, None)
-                if operation is None:
-                    return
-                job.run(operation)
+                    if not remaining:
+                        return
+                    operation = remaining.pop()
+                with _Stopwatch() as watch:
+                    job.run(operation)
+                with taking:
+                    if watch.waited and remaining and len(workers) < threads:
+                        workers.append(pool.submit(work))
                 with counting:
                     done_bytes += operation.nbytes
                     progress(done_bytes, total)
         except BaseException:
-            remaining = iter(())  # nobody begins another one
+            remaining.clear()  # nobody begins another one
             raise
 
     try:
         with ThreadPoolExecutor(threads, thread_name_prefix="dcp-read") as pool:
-            workers = [pool.submit(work) for _ in range(min(threads, len(operations)))]
-        for worker in workers:
-            worker.result()
+            with taking:
+                workers += [pool.submit(work) for _ in range(min(first, len(operations)))]
+            for worker in workers:  # and those that join meanwhile
+                worker.result()
     finally:
         job.close()
     return total
+
+
+class _Stopwatch:
+    """Tells whether a thread has waited for something most of the time."""
+
+    def __enter__(self) -> _Stopwatch:
+        self._started = time.perf_counter(), time.thread_time()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        wall, busy = time.perf_counter() - self._started[0], time.thread_time() - self._started[1]
+        self.waited = wall > _WAITING * busy
 
 
 class _Job:
@@ -173,17 +199,26 @@ class _Job:
 
     def _run(self, operation: ReadOperation, slot: Slot | None) -> None:
         places = self._places(operation, slot)
-        buffers = []
-        position = operation.offset
-        gap = self._gap(operation)
+        begun: dict[int, DigestCheck] = {}
+        with self._opened(operation.file) as file:
+            offset = operation.offset
+            for part in _slices(operation, places, self._storage.slice_bytes):
+                self._read(file, operation, offset, [data for data, _ in part])
+                offset += sum(data.nbytes for data, _ in part)
+                if self._verify:
+                    self._check(operation, places, part, begun)
+        for number, check in begun.items():
+            if not check.matches():
+                self._compare(operation.segments[number], places[number])
         for segment, place in zip(operation.segments, places, strict=True):
-            if position < segment.offset:
-                buffers.append(gap[: segment.offset - position])
-            buffers.append(place)
-            position = segment.offset + segment.nbytes
+            if segment.item.seal:
+                self._decrypt(segment, place)
+            if segment.direct is None:
+                self._copy_out(segment, place, slot)
+
+    def _read(self, file: RangeReader, operation: ReadOperation, offset: int, buffers: list[memoryview]) -> None:
         try:
-            with self._opened(operation.file) as file:
-                file.read_into(buffers, operation.offset)
+            file.read_into(buffers, offset)
         except ReadError:
             raise
         except Exception as error:
@@ -194,13 +229,6 @@ class _Job:
                     f"{operation.file} (for {key!r}): {type(error).__name__}: {error}"
                 )
             ) from self._storage.cause(error)
-        for segment, place in zip(operation.segments, places, strict=True):
-            if self._verify:
-                self._check(segment, place)
-            if segment.item.seal:
-                self._decrypt(segment, place)
-            if segment.direct is None:
-                self._copy_out(segment, place, slot)
 
     def _places(self, operation: ReadOperation, slot: Slot | None) -> list[memoryview]:
         """Where each segment is read to: its target, or a part of a slot, or of this thread's scratch buffer."""
@@ -222,12 +250,22 @@ class _Job:
         view = buffer.numpy().data
         return [view[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
-    def _gap(self, operation: ReadOperation) -> memoryview:
-        """Room for bytes that nobody asked for; all gaps of an operation share it."""
-        pairs = itertools.pairwise(operation.segments)
-        return memoryview(bytearray(max((b.offset - a.offset - a.nbytes for a, b in pairs), default=0)))
+    def _check(
+        self, operation: ReadOperation, places: Sequence[memoryview], part: _Slice, begun: dict[int, DigestCheck]
+    ) -> None:
+        """Hashes what has just been read; of what comes in several slices, ``begun`` has the hashes so far."""
+        for data, number in part:
+            if number is None:
+                continue
+            segment, place = operation.segments[number], places[number]
+            if data.nbytes == place.nbytes:
+                self._compare(segment, place)
+                continue
+            if number not in begun:
+                begun[number] = DigestCheck(segment.item, segment.start, place.nbytes)
+            begun[number].update(data)
 
-    def _check(self, segment: Segment, data: memoryview) -> None:
+    def _compare(self, segment: Segment, data: memoryview) -> None:
         try:
             check_digests(segment.item, segment.start, data)
         except ChecksumMismatch as mismatch:
@@ -268,6 +306,33 @@ class _Job:
                     slot.copy(*pair)
                 else:
                     pair[0].copy_(pair[1])
+
+
+def _slices(operation: ReadOperation, places: Sequence[memoryview], most: int) -> Iterator[_Slice]:
+    """Cuts a read into several of about ``most`` bytes, and between segments where those are smaller."""
+    gap = _gap(operation)
+    current: _Slice = []
+    position, room = operation.offset, most
+    for number, (segment, place) in enumerate(zip(operation.segments, places, strict=True)):
+        if current and place.nbytes > room:
+            yield current
+            current, room = [], most
+        if position < segment.offset:
+            current.append((gap[: segment.offset - position], None))
+        for start in range(0, place.nbytes, most):
+            if start:
+                yield current
+                current, room = [], most
+            current.append((place[start : start + most], number))
+            room -= current[-1][0].nbytes
+        position = segment.offset + segment.nbytes
+    yield current
+
+
+def _gap(operation: ReadOperation) -> memoryview:
+    """Room for bytes that nobody asked for; all gaps of an operation share it."""
+    pairs = itertools.pairwise(operation.segments)
+    return memoryview(bytearray(max((b.offset - a.offset - a.nbytes for a, b in pairs), default=0)))
 
 
 def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:

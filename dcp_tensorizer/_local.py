@@ -22,10 +22,14 @@ _LOCAL_TYPES = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", 
 
 
 class LocalStorage(Storage):
+    slice_bytes = 1 << 20  # a second-level cache
+
     def __init__(self, root: Path) -> None:
         self._root = root
         self.path = self.location = str(root)
-        self.read_threads = min(8, 2 * len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+        self.read_threads = min(8, 2 * cores)
+        self.first_threads = min(8, cores)  # what is in the page cache needs no more, and more share fewer caches
 
     @property
     def shows_claims(self) -> bool:  # type: ignore[override]

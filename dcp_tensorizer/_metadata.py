@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ import torch.distributed.checkpoint.metadata as dcp_metadata
 import xxhash
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from ._garbage import garbage_stays
 from ._layout import (
     ENCRYPTED_VERSION,
     FORMAT,
@@ -63,6 +62,7 @@ def encode(metadata: Metadata) -> bytes:
     return body + _TRAILER + xxhash.xxh3_128_digest(body)
 
 
+@garbage_stays()
 def decode(data: bytes, path: str) -> Metadata:
     """Checks and reads what `encode` made; ``path`` is for messages."""
     metadata = unpickle(verified(data, path), path)
@@ -78,6 +78,7 @@ def decode(data: bytes, path: str) -> Metadata:
     return metadata
 
 
+@garbage_stays()
 def unpickle(pickled: bytes, path: str, also: Mapping[tuple[str, str], Any] | None = None) -> Metadata:
     """DCP's metadata from a pickle, without running code; ``also`` names what else may be in it, by module and name.
 
@@ -86,8 +87,7 @@ def unpickle(pickled: bytes, path: str, also: Mapping[tuple[str, str], Any] | No
         UntrustedObject: it names something that a checkpoint's metadata has no use for.
     """
     try:
-        with _garbage_stays():
-            metadata = _Unpickler(io.BytesIO(pickled), path, also or {}).load()
+        metadata = _Unpickler(io.BytesIO(pickled), path, also or {}).load()
     except CheckpointError:
         raise
     except Exception as error:
@@ -100,18 +100,6 @@ def unpickle(pickled: bytes, path: str, also: Mapping[tuple[str, str], Any] | No
 def is_ours(data: bytes) -> bool:
     """Whether a metadata file is one that `encode` made, if it is whole."""
     return data[-24:-16] == _TRAILER
-
-
-@contextmanager
-def _garbage_stays() -> Iterator[None]:
-    """Puts the garbage collector off: where nothing but live objects is made, it takes most of the time for nothing."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def verified(data: bytes, path: str) -> bytes:

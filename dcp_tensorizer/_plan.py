@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from ._garbage import garbage_stays
 from ._layout import INDEX_CAPACITY, StoredItem, data_file_name, index_entry_size
 from ._protocol import FileRequest, TensorSource
 
@@ -149,6 +150,7 @@ class ReadOperation:
         return last.offset + last.nbytes - self.offset
 
 
+@garbage_stays()
 def plan_reads(requests: Sequence[ReadRequest], *, verify: bool, gap: int) -> list[ReadOperation]:
     """Which bytes to read, in the order of files and offsets, no byte twice.
 

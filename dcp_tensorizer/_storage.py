@@ -11,7 +11,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from .errors import WriteError
 
@@ -34,6 +34,7 @@ TIMEOUT = 600.0
 """Seconds after which a wait for the storage is given up, unless the user says otherwise."""
 
 _AT_ONCE = 16
+_T = TypeVar("_T")
 
 TAKEN = "there is one already, and it must not be replaced"
 
@@ -108,6 +109,8 @@ class Storage(abc.ABC):
         location: What `open_storage` takes to open the same directory in another process.
         in_process: The data lives in this process's memory, so another process cannot write it.
         read_threads: How many reads at once reach its full speed.
+        first_threads: With how many of them a load begins; others join while those wait for the storage.
+        slice_bytes: A load reads no more at once, so that what it hashes then is still in the processor's cache.
         gap_bytes: Reading so much for nothing costs less than another request.
         file_bytes: A file should not be larger, unless a single tensor is.
         shows_claims: A claim is seen by everybody who could save here.
@@ -117,6 +120,8 @@ class Storage(abc.ABC):
     location: str
     in_process = False
     read_threads = 16
+    first_threads = 1 << 62
+    slice_bytes = 1 << 62
     gap_bytes = 64 << 10
     file_bytes = 1 << 62
     shows_claims = False
@@ -226,13 +231,12 @@ class Ranges:
         """Nothing is open between requests."""
 
 
-def at_once(operation: Callable[[str], object], names: Sequence[str]) -> None:
-    """Does the same to several files, each of which takes a request; raises what it raises."""
-    if len(names) == 1:
-        operation(names[0])
-    elif names:
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="requests") as pool:
-            list(pool.map(operation, names))
+def at_once(operation: Callable[[str], _T], names: Sequence[str]) -> list[_T]:
+    """Does the same to several files, each of which takes a request: its results; raises what it raises."""
+    if len(names) < 2:
+        return [operation(name) for name in names]
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="requests") as pool:
+        return list(pool.map(operation, names))
 
 
 def rest_of(buffers: Iterable[memoryview], count: int) -> list[memoryview]:

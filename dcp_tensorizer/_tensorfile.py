@@ -195,17 +195,15 @@ def lay_out(
     return FileLayout(head + listing.ljust(capacity, b"\0"), tuple(entries), position + len(END), cipher)
 
 
-class Digester:
-    """`StoredItem.digests` of data that comes in pieces of any size; ``block`` as in `StoredItem.block`."""
+class BlockDigests:
+    """The XXH3-64 of each block of data that comes in pieces of any size, and of the rest behind the last one."""
 
     def __init__(self, block: int) -> None:
         self._step = self._left = block
         self._hash = xxhash.xxh3_64()
-        self._whole = xxhash.xxh3_64()
         self._digests: list[bytes] = []
 
     def update(self, data: memoryview) -> None:
-        self._whole.update(data)
         while data.nbytes:
             part = data[: self._left]
             self._hash.update(part)
@@ -214,18 +212,33 @@ class Digester:
             if not self._left:
                 self._close_block()
 
-    def digests(self) -> bytes:
-        """After all data."""
+    def digest(self) -> bytes:
+        """Of all blocks, 8 bytes each; after all data."""
         if self._left < self._step:
             self._close_block()
-        if len(self._digests) > 1:
-            self._digests.append(self._whole.digest())
         return b"".join(self._digests)
 
     def _close_block(self) -> None:
         self._digests.append(self._hash.digest())
         self._hash.reset()
         self._left = self._step
+
+
+class Digester:
+    """`StoredItem.digests` of data that comes in pieces of any size; ``block`` as in `StoredItem.block`."""
+
+    def __init__(self, block: int) -> None:
+        self._blocks = BlockDigests(block)
+        self._whole = xxhash.xxh3_64()
+
+    def update(self, data: memoryview) -> None:
+        self._whole.update(data)
+        self._blocks.update(data)
+
+    def digests(self) -> bytes:
+        """After all data."""
+        blocks = self._blocks.digest()
+        return blocks + self._whole.digest() if len(blocks) > self._whole.digest_size else blocks
 
 
 class TensorHashes:
@@ -248,6 +261,26 @@ class TensorHashes:
             self.sha256.update(piece)
 
 
+class DigestCheck:
+    """Whether blocks of an item, as in `check_digests`, match their digests, when they come in pieces."""
+
+    def __init__(self, item: StoredItem, start: int, nbytes: int) -> None:
+        self._hash: xxhash.xxh3_64 | BlockDigests = xxhash.xxh3_64()
+        self._expected = _digest_of_all(item)
+        if self._expected and nbytes == item.length:
+            return
+        first = start // item.block
+        self._hash = BlockDigests(item.block)
+        self._expected = item.digests[8 * first : 8 * (first + -(-nbytes // item.block))]
+
+    def update(self, data: memoryview) -> None:
+        self._hash.update(data)
+
+    def matches(self) -> bool:
+        """After all data."""
+        return self._hash.digest() == self._expected
+
+
 def check_digests(item: StoredItem, start: int, data: memoryview) -> None:
     """Compares blocks of an item with their digests.
 
@@ -260,12 +293,17 @@ def check_digests(item: StoredItem, start: int, data: memoryview) -> None:
         ChecksumMismatch: naming the bytes of the first damaged block in the item.
     """
     step = item.block
-    whole = item.digests[-(-item.length // step) * 8 :]
+    whole = _digest_of_all(item)
     if whole and data.nbytes == item.length and _digest(data) == whole:
         return
     for number, begin in enumerate(range(0, data.nbytes, step), start // step):
         if _digest(data[begin : begin + step]) != item.digests[8 * number : 8 * number + 8]:
             raise ChecksumMismatch(f"bytes {number * step:,} to {number * step + step:,}")
+
+
+def _digest_of_all(item: StoredItem) -> bytes:
+    """The digest of the whole item that stands behind those of its blocks, if there is one."""
+    return item.digests[-(-item.length // item.block) * 8 :]
 
 
 def _digest(data: memoryview) -> bytes:

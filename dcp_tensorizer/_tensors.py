@@ -65,7 +65,9 @@ def unsafe_globals(data: bytes) -> tuple[str, ...]:
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor in C order, in host memory; a copy only where they are not so already."""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu()
+    plain = tensor.detach()
+    if not plain.is_cpu or plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg().cpu()
     if plain.numel() == 1:  # contiguous whatever its strides are, but not viewed as bytes with all of them
-        plain = plain.as_strided(plain.shape, (1,) * plain.ndim)
-    return plain.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        plain = plain.as_strided((1,), (1,))
+    return plain.contiguous().view(torch.uint8).numpy().reshape(-1).data

@@ -12,7 +12,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,10 +24,11 @@ from torch.futures import Future
 from ._crypt import Cipher, check_decryption, unlock
 from ._destination import open_storage
 from ._fetch import Wanted, fetch, is_direct
+from ._garbage import garbage_stays
 from ._layout import StoredItem, metadata_file_name
 from ._metadata import item_key, read_metadata
 from ._plan import Box, ReadRequest, covers
-from ._storage import TIMEOUT, Storage, redact
+from ._storage import TIMEOUT, Storage, at_once, redact
 from ._tensors import unsafe_globals
 from .errors import CheckpointError, MetadataError, NotCommitted, ReadError, UntrustedObject
 
@@ -158,10 +158,11 @@ class TensorizerStorageReader(StorageReader):
             MetadataError: the stored chunks of a tensor do not cover it; names the key.
             ReadError: a file is missing or has another size than when it was saved.
         """
-        if not self._per_rank:
-            for key in {read_item.storage_index.fqn for read_item in plan.items}:
-                self._check_coverage(key)
-        files = {self._stored(read_item.storage_index).file for read_item in plan.items}
+        with garbage_stays():
+            if not self._per_rank:
+                for key in {read_item.storage_index.fqn for read_item in plan.items}:
+                    self._check_coverage(key)
+            files = {self._stored(read_item.storage_index).file for read_item in plan.items}
         self._check_files(files - {""})
         return plan
 
@@ -178,11 +179,12 @@ class TensorizerStorageReader(StorageReader):
             UntrustedObject: an object would need code to run; names key and type.
         """
         started = time.monotonic()
-        stored = [self._stored(read_item.storage_index) for read_item in plan.items]
-        blobs = [(i, item) for i, item in zip(plan.items, stored, strict=True) if item.kind != "tensor"]
-        tensors = [(i, item) for i, item in zip(plan.items, stored, strict=True) if item.kind == "tensor"]
-        targets = [planner.resolve_tensor(i).detach() for i, _ in tensors]
-        wanted = [self._wanted(i, item, target) for (i, item), target in zip(tensors, targets, strict=True)]
+        with garbage_stays():
+            stored = [self._stored(read_item.storage_index) for read_item in plan.items]
+            blobs = [(i, item) for i, item in zip(plan.items, stored, strict=True) if item.kind != "tensor"]
+            tensors = [(i, item) for i, item in zip(plan.items, stored, strict=True) if item.kind == "tensor"]
+            targets = [planner.resolve_tensor(i).detach() for i, _ in tensors]
+            wanted = [self._wanted(i, item, target) for (i, item), target in zip(tensors, targets, strict=True)]
         contents, moved = self._read_blobs(blobs)
         moved += self._fetch([w for w in wanted if w is not None], self._progress(started))
         for (read_item, _), target in zip(tensors, targets, strict=True):
@@ -260,9 +262,7 @@ class TensorizerStorageReader(StorageReader):
 
     def _check_files(self, names: set[str]) -> None:
         ordered = sorted(names)
-        with ThreadPoolExecutor(self._opened.read_threads, thread_name_prefix="dcp-sizes") as pool:
-            sizes = list(pool.map(self._opened.size, ordered))
-        for name, found in zip(ordered, sizes, strict=True):
+        for name, found in zip(ordered, at_once(self._opened.size, ordered), strict=True):
             expected = self._content["files"][name]
             if found != expected:
                 state = "is missing" if found is None else f"has {found:,} bytes instead of {expected:,}"
@@ -307,8 +307,9 @@ class TensorizerStorageReader(StorageReader):
         raise MetadataError(f"{self._opened.path} has no chunk of {index.fqn!r} at offset {index.offset}")
 
     def _fetch(self, wanted: list[Wanted], progress: Callable[[int, int], object]) -> int:
-        threads = self._threads or self._opened.read_threads
-        return fetch(self._opened, wanted, threads=threads, verify=self._verify, progress=progress, cipher=self._cipher)
+        return fetch(
+            self._opened, wanted, threads=self._threads, verify=self._verify, progress=progress, cipher=self._cipher
+        )
 
     def _progress(self, started: float) -> Callable[[int, int], None]:
         """Tells the user's callback, and the log of a load that takes long."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from hypothesis import strategies as st
 
 from dcp_tensorizer import ChecksumMismatch, ReadError, _fetch, _layout, _plan
 from dcp_tensorizer._destination import open_storage
+from dcp_tensorizer._direct_io import LocalFile
 from dcp_tensorizer._encoder import encode
 from dcp_tensorizer._fetch import Wanted, fetch, is_direct
 from dcp_tensorizer._layout import StoredItem
+from dcp_tensorizer._local import LocalStorage
 from dcp_tensorizer._plan import Box, ReadRequest
 from dcp_tensorizer._storage import Storage
 from dcp_tensorizer._tensorfile import lay_out
@@ -209,6 +212,7 @@ def small_limits() -> Iterator[None]:
         patch.setattr(_layout, "_MIN_BLOCK", 16)
         patch.setattr(_plan, "_MAX_OPERATION", 64)
         patch.setattr(Storage, "gap_bytes", 8)
+        patch.setattr(LocalStorage, "slice_bytes", 24)
         yield
 
 
@@ -249,6 +253,76 @@ def test_progress_counts_up_to_the_total(storage: Storage) -> None:
     assert calls == sorted(calls)
     assert calls[-1] == (20 << 20, 20 << 20)
     assert len(calls) == 3
+
+
+def reads_of(storage: Storage, wants: list[Wanted], **options: Any) -> list[tuple[str, int, list[int]]]:
+    """Fetches, and says of each read which thread made it, from where, and the sizes of its buffers."""
+    reads: list[tuple[str, int, list[int]]] = []
+    read_into = LocalFile.read_into
+
+    def recorded(file: LocalFile, buffers: Sequence[memoryview], offset: int) -> None:
+        reads.append((threading.current_thread().name, offset, [buffer.nbytes for buffer in buffers]))
+        read_into(file, buffers, offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalFile, "read_into", recorded)
+        fetch(storage, wants, **options)
+    return reads
+
+
+def test_reads_are_cut_for_the_cache(storage: Storage, verify: bool) -> None:
+    """Large tensors into slices, runs of small ones between them; gaps are read with what follows them."""
+    sizes = {"a": 300_000, "gap": 10_000, "b": 400_000, "c": 300_000, "large": (2 << 20) + 100}
+    tensors = {key: filled(torch.uint8, (size,), seed=size) for key, size in sizes.items()}
+    items = write_file(storage, "f", tensors)
+    wants = [wanted(k, items[k], t, torch.empty_like(t)) for k, t in tensors.items() if k != "gap"]
+    reads = reads_of(storage, wants, threads=1, verify=verify)
+    gaps = [items[b].offset - items[a].offset - items[a].length for a, b in [("a", "b"), ("b", "c"), ("c", "large")]]
+    assert [nbytes for _, _, nbytes in reads] == [
+        [300_000, gaps[0], 400_000, *([gaps[1]] if gaps[1] else []), 300_000],
+        [gaps[2], 1 << 20],
+        [1 << 20],
+        [100],
+    ]
+    assert all(a + sum(n) == b for (_, a, n), (_, b, _) in itertools.pairwise(reads))
+    for want in wants:
+        assert torch.equal(want.target, tensors[want.key])
+
+
+def test_threads_join_those_that_wait_for_the_storage(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load begins with a thread for each core; where they wait it gets all that the storage can use."""
+    monkeypatch.setattr(_plan, "_MAX_OPERATION", 100)
+    storage.first_threads, storage.read_threads = 1, 4
+    stored = filled(torch.uint8, (1_000,))
+    (item,) = write_file(storage, "f", {"t": stored}).values()
+    all_there = threading.Barrier(4)
+    begun = itertools.count(1)
+    read_into = LocalFile.read_into
+
+    def slow(file: LocalFile, buffers: Sequence[memoryview], offset: int) -> None:
+        number = next(begun)
+        if number <= 3:
+            threading.Event().wait(0.02)  # the storage's latency
+        elif number <= 7:
+            all_there.wait(30)  # breaks, which fails the load, if there are not four of them
+        read_into(file, buffers, offset)
+
+    monkeypatch.setattr(LocalFile, "read_into", slow)
+    target = torch.empty_like(stored)
+    fetch(storage, [wanted("t", item, stored, target)], verify=False)
+    assert next(begun) == 11
+    assert torch.equal(target, stored)
+
+
+def test_no_threads_join_those_that_are_busy(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes from the page cache keeps each thread busy, and more of them would only be in the way."""
+    monkeypatch.setattr(_plan, "_MAX_OPERATION", 100)
+    monkeypatch.setattr(_fetch.time, "thread_time", _fetch.time.perf_counter)
+    storage.first_threads, storage.read_threads = 2, 8
+    stored = filled(torch.uint8, (10_000,))
+    (item,) = write_file(storage, "f", {"t": stored}).values()
+    wants = [wanted("t", item, stored, torch.empty_like(stored))]
+    assert len({thread for thread, _, _ in reads_of(storage, wants, verify=False)}) <= 2
 
 
 def test_nothing_wanted(storage: Storage) -> None:
@@ -342,6 +416,23 @@ def test_metadata_without_digests_verifies_nothing(damaged: tuple[Storage, torch
             threads=1,
             verify=True,
         )
+
+
+@pytest.mark.parametrize("first_row", [0, 5], ids=["whole", "part"])
+def test_a_flip_in_any_slice_is_found(storage: Storage, tmp_path: Path, first_row: int) -> None:
+    """Of a tensor that is read and hashed in several; the error names the damaged block and no other."""
+    stored = filled(torch.uint8, (100, 35_000))
+    (item,) = write_file(storage, "f", {"t": stored}).values()
+    box = Box((first_row, 0), (100 - first_row, 35_000))
+    wants = [wanted("t", item, stored, torch.zeros(box.size, dtype=torch.uint8), box)]
+    fetch(storage, wants, verify=True)
+    assert torch.equal(wants[0].target, stored[first_row:])
+    for position in range(first_row * 35_000, item.length, 777_777):
+        flip(tmp_path / "f", item.offset + position)
+        start = position // item.block * item.block
+        with pytest.raises(ChecksumMismatch, match=rf"'t'.*bytes {start:,} to {start + item.block:,} of"):
+            fetch(storage, wants, verify=True)
+        flip(tmp_path / "f", item.offset + position)
 
 
 @pytest.mark.parametrize("verify_", [True, False])

@@ -11,7 +11,7 @@ import pytest
 from .support import PACKAGE, run_python
 
 LAYERS = {
-    0: ["errors", "_layout", "_report"],
+    0: ["errors", "_layout", "_report", "_garbage"],
     1: [
         "_crypt",
         "_protocol",

@@ -16,7 +16,7 @@ from tensorizer import TensorSerializer
 from dcp_tensorizer import ChecksumMismatch, _layout, _tensorfile
 from dcp_tensorizer._layout import StoredItem, block_size
 from dcp_tensorizer._protocol import TensorSource
-from dcp_tensorizer._tensorfile import Digester, check_digests, lay_out
+from dcp_tensorizer._tensorfile import DigestCheck, Digester, check_digests, lay_out
 
 from .support import filled, stored_item
 
@@ -103,6 +103,27 @@ def test_every_flipped_bit_is_found_in_its_block(content: bytes, data: st.DataOb
         start = bit // 8 // step * step
         with pytest.raises(ChecksumMismatch, match=rf"^bytes {start:,} to {start + step:,}$"):
             check_digests(item, first * step, memoryview(damaged)[first * step :])
+
+
+@given(st.binary(min_size=1, max_size=200), st.data())
+def test_pieces_are_checked_like_the_whole(content: bytes, data: st.DataObject) -> None:
+    """However the blocks arrive, all of them or some, they match unless a bit is flipped."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_layout, "_MIN_BLOCK", 16)
+        step = block_size(len(content))
+        item = item_of(content)
+        first = data.draw(st.integers(0, (len(content) - 1) // step))
+        arriving = bytearray(content[first * step :])
+        bit = data.draw(st.none() | st.integers(0, 8 * len(arriving) - 1))
+        if bit is not None:
+            arriving[bit // 8] ^= 1 << bit % 8
+        check = DigestCheck(item, first * step, len(arriving))
+        rest = memoryview(arriving)
+        while rest.nbytes:
+            size = data.draw(st.integers(1, rest.nbytes))
+            check.update(rest[:size])
+            rest = rest[size:]
+        assert check.matches() == (bit is None)
 
 
 def test_every_bit_of_a_small_tensor_counts() -> None:
