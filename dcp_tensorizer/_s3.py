@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from ._retry import waits
-from ._s3_client import NoSuchObject, S3Client, receive
+from ._s3_client import NoSuchObject, receive, shared_client
 from ._storage import TAKEN, FileInfo, RangeReader, Refused, Sink, Storage, at_once, redact, rest_of
 from .errors import CheckpointError, NotCommitted, ReadError, WriteError
 
@@ -45,7 +45,7 @@ class S3Storage(Storage):
     def __init__(self, filesystem: Any, root: str, url: str, scrub: Callable[[str], str], timeout: float) -> None:
         self.bucket, prefix, _ = filesystem.split_path(root.rstrip("/") + "/")
         self._prefix = prefix.rstrip("/") + "/" if prefix.strip("/") else ""
-        self._client = S3Client(filesystem, timeout)
+        self._client = self.connection = shared_client(filesystem, timeout)
         self.timeout = timeout
         self._scrub = scrub
         self.path = redact(url)
@@ -171,6 +171,10 @@ class S3Storage(Storage):
         """
         return self._client.call(operation, Bucket=self.bucket, Key=self._prefix + name, **arguments)
 
+    def send(self, operation: str, name: str, data: memoryview, **arguments: Any) -> Any:
+        """`call` with a body."""
+        return self.call(operation, name, Body=_Body(data), **self._client.checksum(data), **arguments)
+
     def _read_error(self, name: str, error: Exception) -> CheckpointError:
         return ReadError(self.scrub(f"cannot read {self.path}/{name}: {error}"))
 
@@ -269,11 +273,9 @@ class _S3Sink:
     def put(self, number: int, data: memoryview) -> None:
         started = time.perf_counter()
         if self._upload is None:
-            self._storage.call("put_object", self._name, Body=_Body(data))
+            self._storage.send("put_object", self._name, data)
         else:
-            answer = self._storage.call(
-                "upload_part", self._name, UploadId=self._upload, PartNumber=number + 1, Body=_Body(data)
-            )
+            answer = self._storage.send("upload_part", self._name, data, UploadId=self._upload, PartNumber=number + 1)
             self._etags[number + 1] = answer["ETag"]
         with self._lock:
             self.bytes_written += data.nbytes

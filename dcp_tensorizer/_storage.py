@@ -114,6 +114,8 @@ class Storage(abc.ABC):
         gap_bytes: Reading so much for nothing costs less than another request.
         file_bytes: A file should not be larger, unless a single tensor is.
         shows_claims: A claim is seen by everybody who could save here.
+        connection: Kept from one save to the next, it spares the second one making it: who opens a storage with the
+            same options shares it.
     """
 
     path: str
@@ -125,6 +127,7 @@ class Storage(abc.ABC):
     gap_bytes = 64 << 10
     file_bytes = 1 << 62
     shows_claims = False
+    connection: object = None
 
     @abc.abstractmethod
     def child(self, name: str) -> Storage:

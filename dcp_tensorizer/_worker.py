@@ -100,6 +100,7 @@ class _Worker:
         self._shared: dict[int, mmap.mmap] = {}
         self._mapping = threading.Lock()
         self._job: FileJob | None = None
+        self._connection: object = None
 
     def serve(self) -> None:
         """Answers requests until the trainer closes the channel."""
@@ -151,6 +152,7 @@ class _Worker:
 
     def _write(self, request: WriteRequest) -> WriteDone:
         storage = open_storage(request.path, request.storage_options, request.timeout)
+        self._connection = storage.connection
         job = FileJob(
             storage,
             request.files,

@@ -184,6 +184,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._last_report: SaveReport | None = None
         self._objects = ObjectCheck()
         self._claim: Claim | None = None
+        self._connection: object = None
 
     @property
     def _process(self) -> WriterProcess | None:
@@ -331,6 +332,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         except CheckpointError as error:
             self._outcomes.failed(error)
             raise
+        self._connection = storage.connection
         self._local.save = _Save(storage, lease)
         return StorageMeta(checkpoint_id=storage.path, save_id=self._local.save.id)
 
@@ -489,7 +491,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 _STAGING = ("buffer", "device", "shared")
 _CLOSED = "the writer is closed: make a new one, or close it after the last save"
 # Tied to this process, or to one of its threads.
-_NOT_COPIED = {"_stager", "_handover", "_outcomes", "_local", "_last_report", "_on_report", "_claim"}
+_NOT_COPIED = {"_stager", "_handover", "_outcomes", "_local", "_last_report", "_on_report", "_claim", "_connection"}
 
 
 def _check_trainer_lives(storage: Storage) -> None:

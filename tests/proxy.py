@@ -26,6 +26,7 @@ class Request:
     query: dict[str, list[str]]
     nbytes: int
     authorization: str
+    checksum: str
 
     @property
     def operation(self) -> str:
@@ -82,6 +83,7 @@ class S3Proxy:
         self.endpoint = f"http://127.0.0.1:{self._server.getsockname()[1]}"
         self.rule: Rule = lambda request: None
         self.requests: list[Request] = []
+        self.connections = 0  # that there have been
         self.most_at_once = 0
         self._at_once = 0
         _start(self._accept, self._threads)
@@ -115,6 +117,7 @@ class S3Proxy:
                 client, _ = self._server.accept()
             except OSError:
                 return
+            self.connections += 1
             _start(lambda client=client: self._serve(client), self._threads)  # type: ignore[misc]
 
     def _serve(self, client: socket.socket) -> None:
@@ -304,7 +307,9 @@ def _parse(head: bytes) -> tuple[Request, dict[str, str]]:
     _, _, key = parts.path.lstrip("/").partition("/")
     nbytes = int(headers.get("content-length") or 0)
     query = parse_qs(parts.query, keep_blank_values=True)
-    return Request(method, key, query, nbytes, headers.get("authorization", "")), headers
+    return Request(
+        method, key, query, nbytes, headers.get("authorization", ""), headers.get("x-amz-checksum-crc32", "")
+    ), headers
 
 
 def _body_length(request: Request, answer: bytes) -> int:

@@ -76,6 +76,19 @@ def test_requests_of_a_save_and_of_a_load(s3, proxy, prefix):
     assert len(s3.objects(prefix)) == 2
 
 
+def test_saves_after_the_first_one_do_not_connect_again(s3, proxy, prefix):
+    """The trainer and its writer process keep a connection each; a load by the same trainer uses its one, too."""
+    url, options = f"s3://{s3.bucket}/{prefix}", s3.options(proxy.endpoint)
+    with TensorizerStorageWriter(url, storage_options=options) as writer:
+        for seed in range(3):
+            dcp.async_save(_state(seed, SMALL), storage_writer=writer).result()
+        loaded = _state(7, SMALL)
+        reader = TensorizerStorageReader(url, storage_options=options, thread_count=1)
+        dcp.load(loaded, storage_reader=reader, no_dist=True)
+    assert_same(loaded, _state(2, SMALL))
+    assert proxy.connections == 2
+
+
 def test_reads_at_once_are_bounded(s3, proxy, prefix):
     """As many as there are threads, and no more."""
     url = f"s3://{s3.bucket}/{prefix}"

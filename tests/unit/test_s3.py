@@ -5,10 +5,12 @@ The server is a real one; what goes wrong is done by a proxy in front of it.
 
 from __future__ import annotations
 
+import base64
 import itertools
 import threading
 import time
 import uuid
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -233,6 +235,68 @@ def test_an_aborted_upload_whose_first_answer_was_lost(storage: S3Storage, proxy
     proxy.rule = once("CreateMultipartUpload", Fault(lose_answer=True))
     storage.create(NAME, len(CONTENT), sync=True).abort()
     assert proxy.counts()["CreateMultipartUpload"] == 2
+
+
+def checksums(proxy: S3Proxy, operation: str) -> list[str]:
+    return [request.checksum for request in proxy.requests if request.operation == operation]
+
+
+def test_parts_carry_their_checksums(storage: S3Storage, proxy: S3Proxy) -> None:
+    """The CRC-32 of each, which the server looks at; also of a file of one part."""
+    put_file(storage, NAME, CONTENT)
+    put_file(storage, "small", b"123456789")
+    size = storage.create("other", 0, sync=True).part_bytes
+    parts = [CONTENT[start : start + size] for start in range(0, len(CONTENT), size)]
+    expected = [base64.b64encode(zlib.crc32(part).to_bytes(4, "big")).decode() for part in parts]
+    assert sorted(checksums(proxy, "UploadPart")) == sorted(expected)
+    assert checksums(proxy, "PutObject") == ["y/Q5Jg=="]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"config_kwargs": {"request_checksum_calculation": "when_required"}},
+        {"s3_additional_kwargs": {"ChecksumAlgorithm": "SHA256"}},
+    ],
+    ids=["none", "another"],
+)
+def test_checksums_are_as_the_user_wants_them(opened: Opener, proxy: S3Proxy, options: dict[str, Any]) -> None:
+    """None for servers that do not know them, or another algorithm's."""
+    put_file(opened(**options), NAME, b"123456789")
+    assert checksums(proxy, "PutObject") == [""]
+
+
+def test_connections_are_kept_from_one_save_to_the_next(opened: Opener, proxy: S3Proxy) -> None:
+    """As long as somebody keeps a storage's. Other options have connections of their own."""
+    kept = opened().connection
+    for _ in range(3):
+        put_file(opened(), NAME, b"x")
+    assert proxy.connections == 1
+    opened(config_kwargs={"read_timeout": 77}).size(NAME)
+    assert proxy.connections == 2
+    del kept
+    opened().size(NAME)
+    opened().size(NAME)
+    assert proxy.connections == 4
+
+
+def test_a_denial_is_not_kept(s3: S3Server, proxy: S3Proxy, prefix: str) -> None:
+    """Who has been refused may mend the credentials and try again, in the same process."""
+    url, options = f"s3://{s3.bucket}/{prefix}", {"endpoint_url": proxy.endpoint}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", KEY)
+        patch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        first = open_storage(url, options)
+        assert first.size(NAME) is None
+        assert open_storage(url, options).connection is first.connection
+        proxy.rule = once("HeadObject", Fault(403, "AccessDenied"))
+        with pytest.raises(ReadError, match="403"):
+            first.size(NAME)
+        again = open_storage(url, options)
+        assert again.connection is not first.connection
+        assert again.size(NAME) is None
+        patch.setenv("AWS_ACCESS_KEY_ID", OTHER_KEY)
+        assert open_storage(url, options).connection is not again.connection
 
 
 @pytest.mark.parametrize("replace", [True, False])
