@@ -225,6 +225,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._release_claim()
         self._handover.free()
         self._stager.close()
+        self._connection = None
 
     @property
     def last_report(self) -> SaveReport | None:
