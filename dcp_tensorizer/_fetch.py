@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -26,11 +26,10 @@ from ._ring import Ring, Slot
 from ._storage import RangeReader, Storage
 from ._tensorfile import DigestCheck, check_digests
 from ._tensors import host_bytes
-from .errors import ChecksumMismatch, ReadError
+from .errors import CheckpointError, ChecksumMismatch, ReadError
 
 __all__ = ["Wanted", "copy_elements", "fetch", "is_direct", "part_of"]
 
-_Slice = list[tuple[memoryview, int | None]]  # where to read to, and the number of the segment it is a part of
 _WAITING = 3  # times as long as a thread was busy: it waits for the storage, and for others that share its core
 
 
@@ -47,6 +46,21 @@ class Wanted:
     key: str
     request: ReadRequest
     target: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Slice:
+    """A read of consecutive bytes.
+
+    Attributes:
+        offset: First byte in the file.
+        buffers: Where they go, gaps included.
+        pieces: The buffers that hold a segment, or a part of one, and its number.
+    """
+
+    offset: int
+    buffers: list[memoryview] = field(default_factory=list)
+    pieces: list[tuple[int, memoryview]] = field(default_factory=list)
 
 
 def is_direct(target: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -199,27 +213,23 @@ class _Job:
 
     def _run(self, operation: ReadOperation, slot: Slot | None) -> None:
         places = self._places(operation, slot)
-        begun: dict[int, DigestCheck] = {}
-        with self._opened(operation.file) as file:
-            offset = operation.offset
-            for part in _slices(operation, places, self._storage.slice_bytes):
-                self._read(file, operation, offset, [data for data, _ in part])
-                offset += sum(data.nbytes for data, _ in part)
-                if self._verify:
-                    self._check(operation, places, part, begun)
-        for number, check in begun.items():
-            if not check.matches():
-                self._compare(operation.segments[number], places[number])
+        self._fill(operation, places)
         for segment, place in zip(operation.segments, places, strict=True):
             if segment.item.seal:
                 self._decrypt(segment, place)
             if segment.direct is None:
                 self._copy_out(segment, place, slot)
 
-    def _read(self, file: RangeReader, operation: ReadOperation, offset: int, buffers: list[memoryview]) -> None:
+    def _fill(self, operation: ReadOperation, places: Sequence[memoryview]) -> None:
+        """Reads segments to their places, and checks them on the way."""
+        begun: dict[int, DigestCheck] = {}
         try:
-            file.read_into(buffers, offset)
-        except ReadError:
+            with self._opened(operation.file) as file:
+                for part in _slices(operation, places, self._storage.slice_bytes):
+                    file.read_into(part.buffers, part.offset)
+                    if self._verify:
+                        self._check(operation, places, part, begun)
+        except CheckpointError:
             raise
         except Exception as error:
             key = self._wanted[operation.segments[0].requests[0]].key
@@ -229,6 +239,9 @@ class _Job:
                     f"{operation.file} (for {key!r}): {type(error).__name__}: {error}"
                 )
             ) from self._storage.cause(error)
+        for number, check in begun.items():
+            if not check.matches():
+                self._compare(operation.segments[number], places[number])
 
     def _places(self, operation: ReadOperation, slot: Slot | None) -> list[memoryview]:
         """Where each segment is read to: its target, or a part of a slot, or of this thread's scratch buffer."""
@@ -254,9 +267,7 @@ class _Job:
         self, operation: ReadOperation, places: Sequence[memoryview], part: _Slice, begun: dict[int, DigestCheck]
     ) -> None:
         """Hashes what has just been read; of what comes in several slices, ``begun`` has the hashes so far."""
-        for data, number in part:
-            if number is None:
-                continue
+        for number, data in part.pieces:
             segment, place = operation.segments[number], places[number]
             if data.nbytes == place.nbytes:
                 self._compare(segment, place)
@@ -311,20 +322,22 @@ class _Job:
 def _slices(operation: ReadOperation, places: Sequence[memoryview], most: int) -> Iterator[_Slice]:
     """Cuts a read into several of about ``most`` bytes, and between segments where those are smaller."""
     gap = _gap(operation)
-    current: _Slice = []
+    current = _Slice(operation.offset)
     position, room = operation.offset, most
     for number, (segment, place) in enumerate(zip(operation.segments, places, strict=True)):
-        if current and place.nbytes > room:
+        if current.buffers and place.nbytes > room:
             yield current
-            current, room = [], most
+            current, room = _Slice(position), most
         if position < segment.offset:
-            current.append((gap[: segment.offset - position], None))
+            current.buffers.append(gap[: segment.offset - position])
         for start in range(0, place.nbytes, most):
             if start:
                 yield current
-                current, room = [], most
-            current.append((place[start : start + most], number))
-            room -= current[-1][0].nbytes
+                current, room = _Slice(segment.offset + start), most
+            data = place[start : start + most]
+            current.buffers.append(data)
+            current.pieces.append((number, data))
+            room -= data.nbytes
         position = segment.offset + segment.nbytes
     yield current
 

@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -215,6 +216,30 @@ def test_large_cold_reads_are_exact(tmp_path: Path) -> None:
     file.read_into([memoryview(buffer)[:1000], memoryview(buffer)[1000:]], 77)
     file.close()
     assert buffer == PATTERN[77:]
+
+
+def test_all_threads_read_the_file_that_was_opened(tmp_path: Path) -> None:
+    """Each by a descriptor of its own, also when another file has got the name since; all of them are closed."""
+    path = tmp_path / "file"
+    path.write_bytes(PATTERN[:5000])
+    before = open_descriptors()
+    file = LocalFile(path)
+    path.unlink()
+    path.write_bytes(b"another")
+    all_there = threading.Barrier(4)
+
+    def read(offset: int) -> bytes:
+        buffer = bytearray(1000)
+        all_there.wait(30)
+        file.read_into([memoryview(buffer)], offset)
+        return bytes(buffer)
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(read, range(0, 4000, 1000)))
+    assert b"".join(found) == PATTERN[:4000]
+    assert len(open_descriptors()) - len(before) == 1 + 4
+    file.close()
+    assert open_descriptors() == before
 
 
 def test_more_buffers_than_one_preadv_takes(stored: Path) -> None:
