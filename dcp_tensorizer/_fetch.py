@@ -102,7 +102,7 @@ def fetch(
     """
     if not wanted:
         return 0
-    operations = plan_reads([w.request for w in wanted], verify=verify, gap=storage.gap_bytes)
+    operations = plan_reads([w.request for w in wanted], verify=verify, gap=storage.gap_bytes, most=storage.read_bytes)
     total = sum(operation.nbytes for operation in operations)
     uses = Counter(operation.file for operation in operations)
     first = threads or min(storage.first_threads, storage.read_threads)

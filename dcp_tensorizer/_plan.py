@@ -132,6 +132,11 @@ class Segment:
         """First byte in the file."""
         return self.item.offset + self.start
 
+    @property
+    def scratch(self) -> int:
+        """Bytes of scratch memory that it takes."""
+        return self.nbytes if self.direct is None else 0
+
 
 @dataclass(slots=True)
 class ReadOperation:
@@ -139,6 +144,7 @@ class ReadOperation:
 
     file: str
     segments: list[Segment] = field(default_factory=list)
+    scratch: int = 0  # bytes of those that are not read into their targets
 
     @property
     def offset(self) -> int:
@@ -149,27 +155,35 @@ class ReadOperation:
         last = self.segments[-1]
         return last.offset + last.nbytes - self.offset
 
+    def add(self, segment: Segment) -> None:
+        self.segments.append(segment)
+        self.scratch += segment.scratch
+
 
 @garbage_stays()
-def plan_reads(requests: Sequence[ReadRequest], *, verify: bool, gap: int) -> list[ReadOperation]:
+def plan_reads(
+    requests: Sequence[ReadRequest], *, verify: bool, gap: int, most: int | None = None
+) -> list[ReadOperation]:
     """Which bytes to read, in the order of files and offsets, no byte twice.
 
     Args:
         requests: What is wanted.
         verify: Read whole blocks, so that their digests can be checked; of encrypted items they are read in any case.
         gap: Reading so many bytes for nothing costs less than another request.
+        most: Bytes to read at once, of what is read into its targets; the rest keeps to the size of scratch memory.
     """
+    most = most or _MAX_OPERATION
     by_tensor: dict[tuple[str, int], list[int]] = defaultdict(list)
     for number, request in enumerate(requests):
         by_tensor[request.item.file, request.item.offset].append(number)
     operations: list[ReadOperation] = []
     for (file, _), numbers in sorted(by_tensor.items()):
-        for segment in _segments(requests, numbers, verify, gap):
+        for segment in _segments(requests, numbers, verify, gap, most):
             current = operations[-1] if operations else None
-            if current is None or current.file != file or not _joins(current, segment, gap):
+            if current is None or current.file != file or not _joins(current, segment, gap, most):
                 current = ReadOperation(file)
                 operations.append(current)
-            current.segments.append(segment)
+            current.add(segment)
     return operations
 
 
@@ -222,11 +236,12 @@ def _storable(key: str) -> bool:
         return False
 
 
-def _joins(operation: ReadOperation, segment: Segment, most: int) -> bool:
+def _joins(operation: ReadOperation, segment: Segment, widest: int, most: int) -> bool:
     gap = segment.offset - (operation.offset + operation.nbytes)
     return (
-        gap <= most
-        and operation.nbytes + gap + segment.nbytes <= _MAX_OPERATION
+        gap <= widest
+        and operation.nbytes + gap + segment.nbytes <= most
+        and operation.scratch + segment.scratch <= _MAX_OPERATION
         and len(operation.segments) < _MAX_SEGMENTS
     )
 
@@ -235,15 +250,17 @@ def _at(row: int, boxes: Iterable[Box]) -> Iterator[Box]:
     return (Box((row, *box.start), (1, *box.size)) for box in boxes)
 
 
-def _segments(requests: Sequence[ReadRequest], numbers: Sequence[int], verify: bool, gap: int) -> list[Segment]:
+def _segments(
+    requests: Sequence[ReadRequest], numbers: Sequence[int], verify: bool, gap: int, most: int
+) -> list[Segment]:
     """The runs of one stored tensor that the given requests need, in order."""
     item = requests[numbers[0]].item
     step = item.block if verify or item.seal else 1
-    whole = max(step, _MAX_OPERATION // step * step)
     if len(numbers) == 1 and (alone := _contiguous(requests[numbers[0]])) is not None and requests[numbers[0]].direct:
-        return _direct_segments(item, alone, numbers[0], step, whole)
+        return _direct_segments(item, alone, numbers[0], step, max(step, most // step * step))
     intervals = {n: _runs(requests[n].shape, requests[n].box, requests[n].itemsize, gap) for n in numbers}
     wanted = _merge(_widen(run, step, item.length) for runs in intervals.values() for run in runs)
+    whole = max(step, _MAX_OPERATION // step * step)
     segments = []
     for start, stop in ((a, min(a + whole, e)) for s, e in wanted for a in range(s, e, whole)):
         users = tuple(n for n in numbers if _touches(intervals[n], start, stop))

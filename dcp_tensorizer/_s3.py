@@ -39,6 +39,7 @@ class S3Storage(Storage):
     """
 
     read_threads = 32
+    read_bytes = 16 << 20  # each request costs as much as a few MiB
     gap_bytes = 512 << 10
     file_bytes = 64 << 30  # of 8,192 parts
 

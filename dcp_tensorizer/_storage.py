@@ -111,6 +111,7 @@ class Storage(abc.ABC):
         read_threads: How many reads at once reach its full speed.
         first_threads: With how many of them a load begins; others join while those wait for the storage.
         slice_bytes: A load reads no more at once, so that what it hashes then is still in the processor's cache.
+        read_bytes: How much a load reads at once into its targets; None for what suits memory that is used again.
         gap_bytes: Reading so much for nothing costs less than another request.
         file_bytes: A file should not be larger, unless a single tensor is.
         shows_claims: A claim is seen by everybody who could save here.
@@ -124,6 +125,7 @@ class Storage(abc.ABC):
     read_threads = 16
     first_threads = 1 << 62
     slice_bytes = 1 << 62
+    read_bytes: int | None = None
     gap_bytes = 64 << 10
     file_bytes = 1 << 62
     shows_claims = False

@@ -72,7 +72,7 @@ def test_requests_of_a_save_and_of_a_load(s3, proxy, prefix):
     proxy.forget()
     assert_same(_load(url, options), _state(2))
     # The metadata, the object "step", and the tensors, the small one with the end of the large one.
-    assert proxy.counts() == {"HeadObject": 1, "GetObject": 2 + 4}
+    assert proxy.counts() == {"HeadObject": 1, "GetObject": 2 + 2}
     assert len(s3.objects(prefix)) == 2
 
 

@@ -48,6 +48,7 @@ class Limits:
     gap: int
     segments: int
     block: int
+    times: int = 1  # as much may be read at once where it is read into its target
 
 
 REAL = Limits(_plan._MAX_OPERATION, Storage.gap_bytes, _plan._MAX_SEGMENTS, _layout._MIN_BLOCK)
@@ -108,7 +109,7 @@ def execute(operations: Sequence[ReadOperation], requests: Sequence[ReadRequest]
 
 def check_plan(requests: Sequence[ReadRequest], *, verify: bool, bounds: Limits) -> list[ReadOperation]:
     """Plans, executes, and checks every promise of the plan."""
-    operations = plan_reads(requests, verify=verify, gap=bounds.gap)
+    operations = plan_reads(requests, verify=verify, gap=bounds.gap, most=bounds.times * bounds.operation)
     execute(operations, requests)
     places = [(operation.file, operation.offset) for operation in operations]
     assert places == sorted(places)
@@ -117,7 +118,10 @@ def check_plan(requests: Sequence[ReadRequest], *, verify: bool, bounds: Limits)
     for operation in operations:
         assert len(operation.segments) <= bounds.segments
         largest = max(segment.nbytes for segment in operation.segments)
-        assert operation.nbytes <= max(bounds.operation, largest if len(operation.segments) == 1 else 0)
+        alone = largest if len(operation.segments) == 1 else 0
+        assert operation.nbytes <= max(bounds.times * bounds.operation, alone)
+        scratch = sum(segment.nbytes for segment in operation.segments if segment.direct is None)
+        assert scratch == operation.scratch <= max(bounds.operation, alone)
         for a, b in itertools.pairwise(operation.segments):
             assert 0 <= b.offset - (a.offset + a.nbytes) <= bounds.gap
         for segment in operation.segments:
@@ -128,7 +132,8 @@ def check_plan(requests: Sequence[ReadRequest], *, verify: bool, bounds: Limits)
 def check_segment(segment: _plan.Segment, requests: Sequence[ReadRequest], *, verify: bool, bounds: Limits) -> None:
     step = block_size(segment.item.length)
     assert 0 <= segment.start < segment.stop <= segment.item.length
-    assert segment.nbytes <= (max(bounds.operation, step) if verify else bounds.operation)
+    most = bounds.operation * (1 if segment.direct is None else bounds.times)
+    assert segment.nbytes <= (max(most, step) if verify else most)
     assert segment.requests, "bytes that nobody wants"
     if verify:
         assert segment.start % step == 0
@@ -191,6 +196,7 @@ def plans(draw: st.DrawFn) -> list[ReadRequest]:
 
 small_limits = st.builds(
     Limits,
+    times=st.sampled_from([1, 2, 5]),
     operation=st.sampled_from([16, 64, 256, 4096]),
     gap=st.sampled_from([0, 8, 64]),
     segments=st.sampled_from([1, 2, 512]),
