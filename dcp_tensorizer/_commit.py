@@ -24,7 +24,7 @@ from ._metadata import ItemKey, encode, item_key, verified
 from ._storage import Claim, Refused, Storage
 from .errors import CheckpointError, WriteError
 
-__all__ = ["begin", "commit", "leftovers", "remove"]
+__all__ = ["begin", "commit", "leftovers", "remove", "replaced_files"]
 
 
 def begin(storage: Storage, timeout: float) -> Claim:
@@ -65,8 +65,10 @@ def commit(
     sync: bool,
     overwrite: bool = True,
     encryption: Mapping[str, Any] | None = None,
-) -> set[str]:
+) -> None:
     """Makes a save the checkpoint at its path. All of its data must be durable by now.
+
+    The files of the checkpoint that it replaces (`replaced_files`, asked before) can then be removed.
 
     Args:
         storage: The checkpoint's directory.
@@ -78,9 +80,6 @@ def commit(
         overwrite: Replace a checkpoint at the path; otherwise that is an error, also where another job has committed
             one since the save began.
         encryption: Of an encrypted checkpoint: what it says of its key (`Cipher.record`).
-
-    Returns:
-        The data files of the checkpoint that it replaced, to be removed (`remove`).
 
     Raises:
         WriteError: nothing has been committed, what was committed before is untouched, and the save's files are
@@ -97,16 +96,23 @@ def commit(
     content = {"format": FORMAT, "version": FORMAT_VERSION, "save_id": save_id, "files": files, "items": places}
     if encryption is not None:
         content |= {"version": ENCRYPTED_VERSION, "encryption": dict(encryption)}
-    replaced: set[str] = set()
-    with suppress(CheckpointError):  # a checkpoint that is not one of ours, or damaged
-        replaced = _named_files(storage, metadata_file_name(rank))
     try:
         data = _encoded(storage, dataclasses.replace(metadata, storage_data=content))
         storage.publish(metadata_file_name(rank), data, sync=sync, replace=overwrite)
     except Refused as error:
         remove(storage, files)
         raise WriteError(str(error)) from error.__cause__
-    return replaced - files.keys()
+
+
+def replaced_files(storage: Storage, rank: int | None) -> set[str]:
+    """The data files of the checkpoint that `commit` would replace now.
+
+    They can be asked for while data is being written. Of a checkpoint that another job commits in between, the files
+    are then left behind.
+    """
+    with suppress(CheckpointError):  # a checkpoint that is not one of ours, or damaged
+        return _named_files(storage, metadata_file_name(rank))
+    return set()
 
 
 def _encoded(storage: Storage, metadata: Metadata) -> bytes:

@@ -8,15 +8,17 @@ In threads that moves a byte with half of the CPU time that s3fs's event loop ta
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
 from ._retry import waits
 from ._s3_client import NoSuchObject, receive, shared_client
-from ._storage import TAKEN, FileInfo, RangeReader, Refused, Sink, Storage, at_once, redact, rest_of
+from ._storage import TAKEN, FileInfo, RangeReader, Refused, Sink, Storage, at_once, meanwhile, redact, rest_of
 from .errors import CheckpointError, NotCommitted, ReadError, WriteError
 
 __all__ = ["S3Storage"]
@@ -259,24 +261,20 @@ class _S3Sink:
         self._lock = threading.Lock()
         self._etags: dict[int, str] = {}
         self._is_open = True
-        self._upload: str | None = None
-        self._has_others = False
+        self._upload: Future[dict[str, Any]] | None = None
         self.part_bytes = max(_PART, -(-nbytes // _MOST_PARTS))
         self.bytes_written = 0
         self.write_seconds = 0.0
         self.close_seconds = 0.0
         if nbytes > self.part_bytes:
-            answer = storage.call("create_multipart_upload", name)
-            self._upload = answer["UploadId"]
-            # An answer that was lost may have been that to another upload, of which nobody knows.
-            self._has_others = answer["ResponseMetadata"].get("RetryAttempts", 0) > 0
+            self._upload = meanwhile(functools.partial(storage.call, "create_multipart_upload", name))
 
     def put(self, number: int, data: memoryview) -> None:
         started = time.perf_counter()
         if self._upload is None:
             self._storage.send("put_object", self._name, data)
         else:
-            answer = self._storage.send("upload_part", self._name, data, UploadId=self._upload, PartNumber=number + 1)
+            answer = self._storage.send("upload_part", self._name, data, PartNumber=number + 1, **self._id())
             self._etags[number + 1] = answer["ETag"]
         with self._lock:
             self.bytes_written += data.nbytes
@@ -289,8 +287,7 @@ class _S3Sink:
         started = time.perf_counter()
         if self._upload is not None:
             self._complete()
-            if self._has_others:
-                self._storage.abort_uploads(self._name)
+            self._abort_others(self._upload)
         elif not self._nbytes:
             self._storage.call("put_object", self._name, Body=b"")
         self._is_open = False
@@ -304,16 +301,24 @@ class _S3Sink:
                 if self._upload is None:
                     self._storage.remove(self._name)
                 else:
-                    self._storage.call("abort_multipart_upload", self._name, UploadId=self._upload)
-            if self._has_others:
-                self._storage.abort_uploads(self._name)
+                    self._storage.call("abort_multipart_upload", self._name, **self._id())
+            if self._upload is not None:
+                self._abort_others(self._upload)
+
+    def _id(self) -> dict[str, Any]:
+        """What requests about the upload say; waits until it has been begun, and raises what kept it from that."""
+        assert self._upload is not None
+        return {"UploadId": self._upload.result()["UploadId"]}
+
+    def _abort_others(self, upload: Future[dict[str, Any]]) -> None:
+        """An answer that was lost may have been that to another upload, of which nobody knows."""
+        if upload.exception() or upload.result()["ResponseMetadata"].get("RetryAttempts", 0) > 0:
+            self._storage.abort_uploads(self._name)
 
     def _complete(self) -> None:
         parts = [{"PartNumber": number, "ETag": tag} for number, tag in sorted(self._etags.items())]
         try:
-            self._storage.call(
-                "complete_multipart_upload", self._name, UploadId=self._upload, MultipartUpload={"Parts": parts}
-            )
+            self._storage.call("complete_multipart_upload", self._name, MultipartUpload={"Parts": parts}, **self._id())
         except OSError:
             # A lost answer makes botocore ask again, and the upload is gone when it was completed the first time.
             if self._storage.size(self._name) != self._nbytes:

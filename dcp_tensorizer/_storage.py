@@ -10,7 +10,7 @@ import abc
 import re
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol, TypeVar
 
 from .errors import WriteError
@@ -26,6 +26,7 @@ __all__ = [
     "Sink",
     "Storage",
     "at_once",
+    "meanwhile",
     "redact",
     "rest_of",
 ]
@@ -242,6 +243,15 @@ def at_once(operation: Callable[[str], _T], names: Sequence[str]) -> list[_T]:
         return [operation(name) for name in names]
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="requests") as pool:
         return list(pool.map(operation, names))
+
+
+def meanwhile(operation: Callable[[], _T]) -> Future[_T]:
+    """Begins a request whose answer is wanted later."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="request")
+    try:
+        return pool.submit(operation)
+    finally:
+        pool.shutdown(wait=False)
 
 
 def rest_of(buffers: Iterable[memoryview], count: int) -> list[memoryview]:

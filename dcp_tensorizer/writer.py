@@ -8,7 +8,9 @@ state dict --stage()--> Arena                              training thread     [
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import functools
 import logging
 import multiprocessing
 import os
@@ -28,7 +30,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ._commit import begin, commit, remove
+from ._commit import begin, commit, remove, replaced_files
 from ._crypt import encryption_cipher, find_other_key
 from ._destination import open_storage
 from ._encoder import BUFFER_BYTES
@@ -38,7 +40,7 @@ from ._layout import StoredItem, metadata_file_name
 from ._outcomes import Outcomes
 from ._process import WriterProcess
 from ._report import SaveReport
-from ._storage import TIMEOUT, Claim, Storage, redact
+from ._storage import TIMEOUT, Claim, Storage, meanwhile, redact
 from .errors import CheckpointError, StagingError, WriteError
 from .staging import ArenaStager, Lease, Staging
 
@@ -62,6 +64,11 @@ class _Save:
     use_collectives: bool = True
     began: float = dataclasses.field(default_factory=time.perf_counter)
     report: SaveReport | None = None
+    replaced: concurrent.futures.Future[set[str]] | None = None
+
+    @property
+    def commits(self) -> bool:
+        return self.is_coordinator or not self.use_collectives
 
     @property
     def metadata_rank(self) -> int | None:
@@ -354,7 +361,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         save = self._save
         try:
             save.storage.make_directory()
-            if not self._overwrite and (save.is_coordinator or not save.use_collectives):
+            if save.commits and not self._overwrite:
                 name = metadata_file_name(save.metadata_rank)
                 if save.storage.size(name) is not None:
                     raise WriteError(f"{save.storage.path} holds a checkpoint already, and overwrite=False")
@@ -384,6 +391,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             if save.lease is not None:
                 save.lease.wait_copied()
             items = resolve(plan, planner)
+            if save.commits:
+                save.replaced = meanwhile(functools.partial(replaced_files, save.storage, save.metadata_rank))
             written = self._handover.write(save.storage, save.rank, save.id, items, save.lease)
         except CheckpointError as error:
             self._outcomes.failed(error)
@@ -411,7 +420,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             commit_seconds=None,
             durable_at=time.time(),
         )
-        if save.use_collectives and not save.is_coordinator:
+        if not save.commits:
             self._publish(save.report)
         return future
 
@@ -428,7 +437,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         try:
             _check_trainer_lives(save.storage)
             encryption = self._agreed_encryption(results)
-            replaced = commit(
+            commit(
                 save.storage,
                 dataclasses.replace(metadata, storage_meta=meta),
                 places,
@@ -441,11 +450,11 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             self._outcomes.failed(error)
             raise
         self._outcomes.committed()
-        assert save.report is not None, "write_data comes first"
+        assert save.report is not None and save.replaced is not None, "write_data comes first"
         seconds = time.perf_counter() - started
         self._publish(dataclasses.replace(save.report, commit_seconds=seconds, durable_at=time.time()))
         # It takes a quarter of a second for 2 GB, and not on another thread: whoever waited may copy the directory.
-        remove(save.storage, replaced)
+        remove(save.storage, save.replaced.result())
         self._release_claim()
 
     @classmethod

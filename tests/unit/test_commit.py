@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
 )
 
-from dcp_tensorizer._commit import begin, commit, remove
+from dcp_tensorizer._commit import begin, commit, remove, replaced_files
 from dcp_tensorizer._destination import open_storage
 from dcp_tensorizer._layout import (
     FORMAT,
@@ -31,7 +31,9 @@ def commit_file(storage, name, save_id="s", **options):
     with open(os.path.join(storage.path, name), "wb") as file:
         file.write(b"data")
     options = {"rank": None, "sync": True} | options
-    remove(storage, commit(storage, metadata_of(save_id), [(INDEX, item_in(name), 4)], **options))
+    replaced = replaced_files(storage, options["rank"])
+    commit(storage, metadata_of(save_id), [(INDEX, item_in(name), 4)], **options)
+    remove(storage, replaced)
 
 
 @pytest.fixture

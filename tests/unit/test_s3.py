@@ -237,6 +237,32 @@ def test_an_aborted_upload_whose_first_answer_was_lost(storage: S3Storage, proxy
     assert proxy.counts()["CreateMultipartUpload"] == 2
 
 
+def test_an_upload_whose_beginning_is_never_answered(opened: Opener, proxy: S3Proxy) -> None:
+    """Whoever needs it gets the error, and what the server has begun is aborted, which the fixture sees."""
+    proxy.rule = always("CreateMultipartUpload", Fault(lose_answer=True))
+    sink = opened(timeout=5).create(NAME, len(CONTENT), sync=True)
+    with pytest.raises(OSError, match="Connection"):
+        sink.put(0, on_a_page(CONTENT[: sink.part_bytes]))
+    sink.abort()
+    assert proxy.counts()["CreateMultipartUpload"] > 1 and "UploadPart" not in proxy.counts()
+
+
+def test_parts_are_made_while_an_upload_is_begun(storage: S3Storage, proxy: S3Proxy) -> None:
+    """The request has not been answered when there is a sink to fill parts for."""
+    asked, go_on = threading.Event(), threading.Event()
+
+    def rule(request: Request) -> None:
+        if request.operation == "CreateMultipartUpload":
+            asked.set()
+            go_on.wait(30)
+
+    proxy.rule = rule
+    sink = storage.create(NAME, len(CONTENT), sync=True)
+    assert asked.wait(30) and not go_on.is_set()
+    go_on.set()
+    sink.abort()
+
+
 def checksums(proxy: S3Proxy, operation: str) -> list[str]:
     return [request.checksum for request in proxy.requests if request.operation == operation]
 

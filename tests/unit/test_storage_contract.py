@@ -234,8 +234,10 @@ class TestS3(Contract):
         """Writing to it and reading from it are errors that name it."""
         storage = open_storage("s3://no-such-bucket/x", s3.options())
         storage.make_directory()
+        sink = storage.create(NAME, 20 << 20, sync=True)
         with pytest.raises(FileNotFoundError, match="no-such-bucket"):
-            storage.create(NAME, 20 << 20, sync=True)
+            sink.put(0, on_a_page(bytes(sink.part_bytes)))
+        sink.abort()
         with pytest.raises(WriteError, match="bucket 'no-such-bucket' does not exist"):
             storage.publish(".metadata", b"x", sync=True)
         with pytest.raises(ReadError, match="bucket 'no-such-bucket' does not exist"):
