@@ -194,7 +194,7 @@ def read_into(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         EOFError: the file ends before that.
         OSError: it cannot be read.
     """
-    if len(buffers) <= _IOV_MAX and os.preadv(fd, buffers, offset) == sum(buffer.nbytes for buffer in buffers):
+    if len(buffers) <= _IOV_MAX and os.preadv(fd, buffers, offset) == sum(map(len, buffers)):
         return
     pending = [buffer for buffer in buffers if buffer.nbytes]
     while pending:

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -22,7 +19,9 @@ from ._arena import aligned
 from ._crypt import Cipher
 from ._device import CUDA
 from ._plan import Box, ReadOperation, ReadRequest, Segment, boxes_of_range, plan_reads
+from ._pool import work_through
 from ._ring import Ring, Slot
+from ._slices import Slice, slices
 from ._storage import RangeReader, Storage
 from ._tensorfile import DigestCheck, check_digests
 from ._tensors import host_bytes
@@ -30,11 +29,8 @@ from .errors import CheckpointError, ChecksumMismatch, ReadError
 
 __all__ = ["Wanted", "copy_elements", "fetch", "is_direct", "part_of"]
 
-_WAITING = 3  # times as long as a thread was busy: it waits for the storage, and for others that share its core
 
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(NamedTuple):
     """A read request and where its box goes.
 
     Attributes:
@@ -46,21 +42,6 @@ class Wanted:
     key: str
     request: ReadRequest
     target: torch.Tensor
-
-
-@dataclass(slots=True)
-class _Slice:
-    """A read of consecutive bytes.
-
-    Attributes:
-        offset: First byte in the file.
-        buffers: Where they go, gaps included.
-        pieces: The buffers that hold a segment, or a part of one, and its number.
-    """
-
-    offset: int
-    buffers: list[memoryview] = field(default_factory=list)
-    pieces: list[tuple[int, memoryview]] = field(default_factory=list)
 
 
 def is_direct(target: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -105,56 +86,23 @@ def fetch(
     operations = plan_reads([w.request for w in wanted], verify=verify, gap=storage.gap_bytes, most=storage.read_bytes)
     total = sum(operation.nbytes for operation in operations)
     uses = Counter(operation.file for operation in operations)
-    first = threads or min(storage.first_threads, storage.read_threads)
-    threads = threads or storage.read_threads
-    job = _Job(storage, wanted, verify, uses, cipher, _ring(wanted, operations, threads))
-    remaining = list(reversed(operations))
-    taking, counting = threading.Lock(), threading.Lock()
-    workers: list[Future[None]] = []
-    done_bytes = 0
+    job = _Job(storage, wanted, verify, uses, cipher, _ring(wanted, operations, threads or storage.read_threads))
+    counting = threading.Lock()
+    done = 0
 
-    def work() -> None:
-        """Does one operation after the other: a future for each would cost more than a small read."""
-        nonlocal done_bytes
-        try:
-            while True:
-                with taking:
-                    if not remaining:
-                        return
-                    operation = remaining.pop()
-                with _Stopwatch() as watch:
-                    job.run(operation)
-                with taking:
-                    if watch.waited and remaining and len(workers) < threads:
-                        workers.append(pool.submit(work))
-                with counting:
-                    done_bytes += operation.nbytes
-                    progress(done_bytes, total)
-        except BaseException:
-            remaining.clear()  # nobody begins another one
-            raise
+    def run(operation: ReadOperation) -> None:
+        nonlocal done
+        job.run(operation)
+        with counting:
+            done += operation.nbytes
+            progress(done, total)
 
     try:
-        with ThreadPoolExecutor(threads, thread_name_prefix="dcp-read") as pool:
-            with taking:
-                workers += [pool.submit(work) for _ in range(min(first, len(operations)))]
-            for worker in workers:  # and those that join meanwhile
-                worker.result()
+        first, most = threads or storage.first_threads, threads or storage.read_threads
+        work_through(operations, run, first=first, most=most)
     finally:
         job.close()
     return total
-
-
-class _Stopwatch:
-    """Tells whether a thread has waited for something most of the time."""
-
-    def __enter__(self) -> _Stopwatch:
-        self._started = time.perf_counter(), time.thread_time()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        wall, busy = time.perf_counter() - self._started[0], time.thread_time() - self._started[1]
-        self.waited = wall > _WAITING * busy
 
 
 class _Job:
@@ -169,6 +117,8 @@ class _Job:
     ) -> None:
         self._storage = storage
         self._wanted = wanted
+        # Made here, all at once: between reads, which fill the processor's caches, it takes five times as long.
+        self._targets = {number: host_bytes(w.target) for number, w in enumerate(wanted) if w.request.direct}
         self._verify = verify
         self._uses = uses
         self._cipher = cipher
@@ -185,8 +135,7 @@ class _Job:
             for file in self._files.values():
                 file.close()
 
-    @contextmanager
-    def _opened(self, name: str) -> Iterator[RangeReader]:
+    def _open(self, name: str) -> RangeReader:
         """A file, open from its first use to its last; operations are in the order of files, so few are at once."""
         with self._opening:
             if name not in self._files:
@@ -195,8 +144,9 @@ class _Job:
                 except OSError as error:
                     message = f"cannot open {self._storage.path}/{name}: {error}"
                     raise ReadError(self._storage.scrub(message)) from self._storage.cause(error)
-            file = self._files[name]
-        yield file
+            return self._files[name]
+
+    def _used(self, name: str) -> None:
         with self._opening:
             self._uses[name] -= 1
             if not self._uses[name]:
@@ -204,12 +154,11 @@ class _Job:
 
     def run(self, operation: ReadOperation) -> None:
         """Reads, checks and copies out one operation's segments."""
-        numbers = (number for segment in operation.segments for number in segment.requests)
-        if self._ring is not None and not self._ring.numbers.isdisjoint(numbers):
+        if self._ring is None or self._ring.numbers.isdisjoint(n for s in operation.segments for n in s.requests):
+            self._run(operation, None)
+        else:
             with self._ring.slot() as slot:
                 self._run(operation, slot)
-        else:
-            self._run(operation, None)
 
     def _run(self, operation: ReadOperation, slot: Slot | None) -> None:
         places = self._places(operation, slot)
@@ -224,11 +173,12 @@ class _Job:
         """Reads segments to their places, and checks them on the way."""
         begun: dict[int, DigestCheck] = {}
         try:
-            with self._opened(operation.file) as file:
-                for part in _slices(operation, places, self._storage.slice_bytes):
-                    file.read_into(part.buffers, part.offset)
-                    if self._verify:
-                        self._check(operation, places, part, begun)
+            file = self._open(operation.file)
+            for part in slices(operation, places, self._storage.slice_bytes):
+                file.read_into(part.buffers, part.offset)
+                if self._verify:
+                    self._check(operation, places, part, begun)
+            self._used(operation.file)
         except CheckpointError:
             raise
         except Exception as error:
@@ -250,7 +200,7 @@ class _Job:
         return [
             next(scratch)
             if segment.direct is None
-            else host_bytes(self._wanted[segment.requests[0]].target)[segment.direct : segment.direct + segment.nbytes]
+            else self._targets[segment.requests[0]][segment.direct : segment.direct + segment.nbytes]
             for segment in operation.segments
         ]
 
@@ -264,7 +214,7 @@ class _Job:
         return [view[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
     def _check(
-        self, operation: ReadOperation, places: Sequence[memoryview], part: _Slice, begun: dict[int, DigestCheck]
+        self, operation: ReadOperation, places: Sequence[memoryview], part: Slice, begun: dict[int, DigestCheck]
     ) -> None:
         """Hashes what has just been read; of what comes in several slices, ``begun`` has the hashes so far."""
         for number, data in part.pieces:
@@ -317,35 +267,6 @@ class _Job:
                     slot.copy(*pair)
                 else:
                     pair[0].copy_(pair[1])
-
-
-def _slices(operation: ReadOperation, places: Sequence[memoryview], most: int) -> Iterator[_Slice]:
-    """Cuts a read into several of about ``most`` bytes, and between segments where those are smaller."""
-    gap = _gap(operation)
-    current = _Slice(operation.offset)
-    position, room = operation.offset, most
-    for number, (segment, place) in enumerate(zip(operation.segments, places, strict=True)):
-        if current.buffers and place.nbytes > room:
-            yield current
-            current, room = _Slice(position), most
-        if position < segment.offset:
-            current.buffers.append(gap[: segment.offset - position])
-        for start in range(0, place.nbytes, most):
-            if start:
-                yield current
-                current, room = _Slice(segment.offset + start), most
-            data = place[start : start + most]
-            current.buffers.append(data)
-            current.pieces.append((number, data))
-            room -= data.nbytes
-        position = segment.offset + segment.nbytes
-    yield current
-
-
-def _gap(operation: ReadOperation) -> memoryview:
-    """Room for bytes that nobody asked for; all gaps of an operation share it."""
-    pairs = itertools.pairwise(operation.segments)
-    return memoryview(bytearray(max((b.offset - a.offset - a.nbytes for a, b in pairs), default=0)))
 
 
 def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ._garbage import garbage_stays
 from ._layout import INDEX_CAPACITY, StoredItem, data_file_name, index_entry_size
@@ -70,8 +71,7 @@ def plan_files(
     return tuple(FileRequest(data_file_name(rank, n, save_id), tuple(file)) for n, file in enumerate(files))
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """A rectangular part of a tensor: ``start`` and ``size`` have an entry for each dimension."""
 
     start: tuple[int, ...]
@@ -86,8 +86,7 @@ class Box:
         return Box(start, size) if all(n > 0 for n in size) else None
 
 
-@dataclass(frozen=True, slots=True)
-class ReadRequest:
+class ReadRequest(NamedTuple):
     """A box of a stored tensor that is wanted.
 
     Attributes:
@@ -106,8 +105,7 @@ class ReadRequest:
     direct: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """A run of bytes of one stored tensor.
 
     Attributes:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -265,16 +265,15 @@ class DigestCheck:
     """Whether blocks of an item, as in `check_digests`, match their digests, when they come in pieces."""
 
     def __init__(self, item: StoredItem, start: int, nbytes: int) -> None:
-        self._hash: xxhash.xxh3_64 | BlockDigests = xxhash.xxh3_64()
-        self._expected = _digest_of_all(item)
-        if self._expected and nbytes == item.length:
-            return
-        first = start // item.block
-        self._hash = BlockDigests(item.block)
-        self._expected = item.digests[8 * first : 8 * (first + -(-nbytes // item.block))]
-
-    def update(self, data: memoryview) -> None:
-        self._hash.update(data)
+        self._hash: xxhash.xxh3_64 | BlockDigests
+        self._expected = _digest_of_all(item) if nbytes == item.length else b""
+        if self._expected:
+            self._hash = xxhash.xxh3_64()
+        else:
+            first = start // item.block
+            self._hash = BlockDigests(item.block)
+            self._expected = item.digests[8 * first : 8 * (first + -(-nbytes // item.block))]
+        self.update: Callable[[memoryview], object] = self._hash.update
 
     def matches(self) -> bool:
         """After all data."""

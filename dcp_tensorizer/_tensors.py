@@ -68,6 +68,6 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     plain = tensor.detach()
     if not plain.is_cpu or plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg().cpu()
-    if plain.numel() == 1:  # contiguous whatever its strides are, but not viewed as bytes with all of them
-        plain = plain.as_strided((1,), (1,))
-    return plain.contiguous().view(torch.uint8).numpy().reshape(-1).data
+    plain = plain.contiguous()
+    # A dimension of one element may have any stride, with which it is contiguous, but is not viewed as bytes.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data

@@ -276,18 +276,18 @@ class TensorizerStorageReader(StorageReader):
         key = read_item.dest_index.fqn
         dtype = getattr(torch, stored.dtype)
         box = Box(tuple(read_item.storage_offsets), tuple(read_item.lengths))
-        if tuple(target.shape) != box.size:
+        if target.shape != box.size:
             raise ReadError(f"{key!r}: stored {box.size} do not fit a target of {tuple(target.shape)}")
-        if any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)):
+        if _is_expanded(target):
             raise ReadError(
                 f"{key!r}: the elements of its target share memory (it is expanded): load into a clone of it"
             )
-        if target.dtype != dtype and not torch.can_cast(dtype, target.dtype):
-            raise ReadError(
-                f"{key!r} is stored as {dtype}, which does not convert to the {target.dtype} of its target: "
-                f"load it into a tensor of {dtype}"
-            )
         if target.dtype != dtype:
+            if not torch.can_cast(dtype, target.dtype):
+                raise ReadError(
+                    f"{key!r} is stored as {dtype}, which does not convert to the {target.dtype} of its target: "
+                    f"load it into a tensor of {dtype}"
+                )
             logger.warning("%r is stored as %s and is converted to the %s of its target", key, dtype, target.dtype)
         if not math.prod(box.size):
             return None
@@ -366,3 +366,10 @@ class TensorizerStorageReader(StorageReader):
         target = planner.resolve_tensor(read_item).detach()
         target.copy_(tensor)
         planner.commit_tensor(read_item, target)
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor share memory."""
+    if tensor.is_contiguous():
+        return False
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -87,6 +87,8 @@ class BufferSink:
     def __init__(self, part_bytes: int = 4 << 20, *, in_order: bool = False) -> None:
         self.part_bytes = part_bytes
         self.in_order = in_order
+        if in_order:
+            self.concurrency = 1
         self.bytes_written = 0
         self.write_seconds = self.close_seconds = 0.0
         self.parts: dict[int, bytes] = {}

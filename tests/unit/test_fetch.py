@@ -289,40 +289,18 @@ def test_reads_are_cut_for_the_cache(storage: Storage, verify: bool) -> None:
         assert torch.equal(want.target, tensors[want.key])
 
 
-def test_threads_join_those_that_wait_for_the_storage(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load begins with a thread for each core; where they wait it gets all that the storage can use."""
-    monkeypatch.setattr(_plan, "_MAX_OPERATION", 100)
-    storage.first_threads, storage.read_threads = 1, 4
-    stored = filled(torch.uint8, (1_000,))
-    (item,) = write_file(storage, "f", {"t": stored}).values()
-    all_there = threading.Barrier(4)
-    begun = itertools.count(1)
-    read_into = LocalFile.read_into
-
-    def slow(file: LocalFile, buffers: Sequence[memoryview], offset: int) -> None:
-        number = next(begun)
-        if number <= 3:
-            threading.Event().wait(0.02)  # the storage's latency
-        elif number <= 7:
-            all_there.wait(30)  # breaks, which fails the load, if there are not four of them
-        read_into(file, buffers, offset)
-
-    monkeypatch.setattr(LocalFile, "read_into", slow)
-    target = torch.empty_like(stored)
-    fetch(storage, [wanted("t", item, stored, target)], verify=False)
-    assert next(begun) == 11
-    assert torch.equal(target, stored)
-
-
-def test_no_threads_join_those_that_are_busy(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes from the page cache keeps each thread busy, and more of them would only be in the way."""
-    monkeypatch.setattr(_plan, "_MAX_OPERATION", 100)
-    monkeypatch.setattr(_fetch.time, "thread_time", _fetch.time.perf_counter)
-    storage.first_threads, storage.read_threads = 2, 8
+def test_a_load_begins_with_as_many_threads_as_suit_the_storage(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others join if those wait; the user's number is for both."""
+    found = []
+    monkeypatch.setattr(_fetch, "work_through", lambda operations, run, **threads: found.append(threads))
+    storage.first_threads, storage.read_threads = 2, 6
     stored = filled(torch.uint8, (10_000,))
     (item,) = write_file(storage, "f", {"t": stored}).values()
-    wants = [wanted("t", item, stored, torch.empty_like(stored))]
-    assert len({thread for thread, _, _ in reads_of(storage, wants, verify=False)}) <= 2
+    for threads in (None, 3):
+        fetch(storage, [wanted("t", item, stored, torch.empty_like(stored))], threads=threads, verify=False)
+    assert found == [{"first": 2, "most": 6}, {"first": 3, "most": 3}]
 
 
 def test_nothing_wanted(storage: Storage) -> None:

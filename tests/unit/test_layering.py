@@ -11,7 +11,7 @@ import pytest
 from .support import PACKAGE, run_python
 
 LAYERS = {
-    0: ["errors", "_layout", "_report", "_garbage"],
+    0: ["errors", "_layout", "_report", "_garbage", "_pool"],
     1: [
         "_crypt",
         "_protocol",
@@ -35,6 +35,7 @@ LAYERS = {
     2: [
         "_destination",
         "_plan",
+        "_slices",
         "_items",
         "_twins",
         "_copying",

@@ -1,0 +1,52 @@
+"""Threads that work through operations: few where those keep them busy, more where they wait for the storage."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+__all__ = ["work_through"]
+
+_T = TypeVar("_T")
+# So many times as long as it was busy, a thread has been at work, if it waits for the storage and not just for others
+# that share its core. From its beginning on: that takes longer to show, but one operation that was interrupted shows
+# nothing, and more threads than cores make a third less of what is in the page cache.
+_WAITING = 3
+
+
+def work_through(operations: Iterable[_T], run: Callable[[_T], object], *, first: int, most: int) -> None:
+    """Calls ``run`` with every operation; raises what it raises, and then begins no other.
+
+    Args:
+        operations: In the order in which they are begun.
+        run: Called by several threads at once.
+        first: Threads that begin.
+        most: Threads there may be, when those that have begun wait most of the time.
+    """
+    remaining = deque(operations)
+    workers: list[Future[None]] = []
+
+    def work() -> None:
+        """Does one operation after the other: a future for each would cost more than a small read."""
+        began, used = time.perf_counter(), time.thread_time()
+        try:
+            while True:
+                try:
+                    operation = remaining.popleft()
+                except IndexError:
+                    return
+                run(operation)
+                wall, busy = time.perf_counter() - began, time.thread_time() - used
+                if wall > _WAITING * busy and remaining and len(workers) < most:
+                    workers.append(pool.submit(work))
+        except BaseException:
+            remaining.clear()
+            raise
+
+    with ThreadPoolExecutor(most, thread_name_prefix="dcp-read") as pool:
+        workers += [pool.submit(work) for _ in range(min(first, most, len(remaining)))]
+        for worker in workers:  # and those that join meanwhile
+            worker.result()

@@ -1,0 +1,94 @@
+"""Threads that work through operations: each once, and how many threads there are."""
+
+import itertools
+import threading
+
+import pytest
+
+from dcp_tensorizer import _pool
+from dcp_tensorizer._pool import work_through
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 1000])
+def test_every_operation_is_carried_out_once(count: int) -> None:
+    """However many there are; nothing to do is done at once."""
+    done: list[int] = []
+    work_through(range(count), done.append, first=3, most=4)
+    assert sorted(done) == list(range(count))
+
+
+def test_they_are_begun_in_their_order() -> None:
+    """One thread does them one after the other."""
+    done: list[int] = []
+    work_through(range(100), done.append, first=1, most=1)
+    assert done == list(range(100))
+
+
+def test_threads_join_those_that_wait() -> None:
+    """Where the first one waits for the storage there are soon as many as it can use."""
+    all_there = threading.Barrier(4)
+    begun = itertools.count(1)
+
+    def run(operation: int) -> None:
+        number = next(begun)
+        if number <= 3:
+            threading.Event().wait(0.02)  # the storage's latency
+        elif number <= 7:
+            all_there.wait(30)  # breaks if there are not four of them
+
+    work_through(range(10), run, first=1, most=4)
+    assert next(begun) == 11
+
+
+def test_no_threads_join_those_that_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes from the page cache keeps each thread busy, and more of them would only be in the way."""
+    monkeypatch.setattr(_pool.time, "thread_time", _pool.time.perf_counter)
+    threads: set[str] = set()
+    work_through(range(1000), lambda operation: threads.add(threading.current_thread().name), first=2, most=8)
+    assert len(threads) <= 2
+
+
+def test_one_operation_that_waits_among_many_that_are_busy_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that was interrupted once does not wait for the storage."""
+    wall, busy = itertools.count(), itertools.count()
+    elapsed = {"wall": 0.0}
+
+    def perf_counter() -> float:
+        next(wall)
+        return elapsed["wall"]
+
+    def thread_time() -> float:
+        return float(next(busy))
+
+    def run(operation: int) -> None:
+        elapsed["wall"] += 10.0 if operation == 50 else 1.0
+
+    names: set[str] = set()
+
+    def named(operation: int) -> None:
+        names.add(threading.current_thread().name)
+        run(operation)
+
+    monkeypatch.setattr(_pool.time, "perf_counter", perf_counter)
+    monkeypatch.setattr(_pool.time, "thread_time", thread_time)
+    work_through(range(100), named, first=1, most=8)
+    assert len(names) == 1
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_an_error_is_raised_and_ends_the_work(threads: int) -> None:
+    """It is the operation's own, and of what is left nothing is begun."""
+    begun = itertools.count(1)
+    failed = threading.Event()
+
+    def run(operation: int) -> None:
+        number = next(begun)
+        if number == 5:
+            failed.set()
+            raise EOFError("too short")
+        if number > 5:
+            assert failed.wait(30)
+
+    with pytest.raises(EOFError, match="too short"):
+        work_through(range(1000), run, first=threads, most=threads)
+    assert next(begun) < 1000 / 2
