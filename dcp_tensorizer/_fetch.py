@@ -29,6 +29,8 @@ from .errors import CheckpointError, ChecksumMismatch, ReadError
 
 __all__ = ["Wanted", "copy_elements", "fetch", "is_direct", "part_of"]
 
+_LARGE = 1 << 20
+
 
 class Wanted(NamedTuple):
     """A read request and where its box goes.
@@ -117,8 +119,10 @@ class _Job:
     ) -> None:
         self._storage = storage
         self._wanted = wanted
-        # Made here, all at once: between reads, which fill the processor's caches, it takes five times as long.
-        self._targets = {number: host_bytes(w.target) for number, w in enumerate(wanted) if w.request.direct}
+        # Made here, all at once: between their reads, which fill the processor's caches, it takes five times as long.
+        # Small ones are read many at once, and so many objects would bring the garbage collector in.
+        large = (n for n, w in enumerate(wanted) if w.request.direct and w.target.nbytes >= _LARGE)
+        self._large = {number: host_bytes(wanted[number].target) for number in large}
         self._verify = verify
         self._uses = uses
         self._cipher = cipher
@@ -200,9 +204,14 @@ class _Job:
         return [
             next(scratch)
             if segment.direct is None
-            else self._targets[segment.requests[0]][segment.direct : segment.direct + segment.nbytes]
+            else self._target(segment.requests[0])[segment.direct : segment.direct + segment.nbytes]
             for segment in operation.segments
         ]
+
+    def _target(self, number: int) -> memoryview:
+        """The memory of a direct request's target."""
+        large = self._large.get(number)
+        return host_bytes(self._wanted[number].target) if large is None else large
 
     def _scratch_views(self, sizes: Sequence[int], slot: Slot | None) -> list[memoryview]:
         starts = list(itertools.accumulate((aligned(size) for size in sizes), initial=0))

@@ -191,9 +191,8 @@ def test_a_slow_link_is_no_fault(opened: Opener, proxy: S3Proxy) -> None:
     proxy.rule = always("UploadPart", Fault(rate=3e6))
     started = time.monotonic()
     put_file(storage, NAME, CONTENT)
-    assert time.monotonic() - started > 2 * patience_of(
-        timeout
-    )  # two whole parts, one after the other, and a short one
+    # Two whole parts, one after the other, and a short one.
+    assert time.monotonic() - started > 2 * patience_of(timeout)
     proxy.rule = always("GetObject", Fault(rate=5e6))
     started = time.monotonic()
     assert read(storage) == CONTENT

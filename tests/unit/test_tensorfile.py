@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -75,11 +76,24 @@ def test_digests_are_those_of_the_blocks() -> None:
     assert digests_of(b"one block") == xxhash.xxh3_64_digest(b"one block")
 
 
+@contextmanager
+def small_blocks() -> Iterator[None]:
+    """Blocks of 16 bytes, so that a few bytes have several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_layout, "_MIN_BLOCK", 16)
+        yield
+
+
+def some_blocks(content: bytes, data: st.DataObject) -> tuple[StoredItem, int]:
+    """An item, and where some block of it begins, from which on a test reads it."""
+    item = item_of(content)
+    return item, item.block * data.draw(st.integers(0, (len(content) - 1) // item.block))
+
+
 @given(st.binary(min_size=1, max_size=300), st.lists(st.integers(1, 100), max_size=10))
 def test_digests_do_not_depend_on_the_pieces(content: bytes, sizes: list[int]) -> None:
     """However the bytes arrive, the blocks are the same."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_layout, "_MIN_BLOCK", 16)
+    with small_blocks():
         digester = Digester(block_size(len(content)))
         rest = memoryview(content)
         for size in [*sizes, len(content)]:
@@ -91,33 +105,27 @@ def test_digests_do_not_depend_on_the_pieces(content: bytes, sizes: list[int]) -
 @given(st.binary(min_size=1, max_size=200), st.data())
 def test_every_flipped_bit_is_found_in_its_block(content: bytes, data: st.DataObject) -> None:
     """The first damaged block is named by its bytes in the tensor, also when only some blocks are checked."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_layout, "_MIN_BLOCK", 16)
-        step = block_size(len(content))
-        item = item_of(content)
-        first = data.draw(st.integers(0, (len(content) - 1) // step))
-        check_digests(item, first * step, memoryview(content)[first * step :])
-        bit = data.draw(st.integers(8 * first * step, 8 * len(content) - 1))
+    with small_blocks():
+        item, first = some_blocks(content, data)
+        check_digests(item, first, memoryview(content)[first:])
+        bit = data.draw(st.integers(8 * first, 8 * len(content) - 1))
         damaged = bytearray(content)
         damaged[bit // 8] ^= 1 << bit % 8
-        start = bit // 8 // step * step
-        with pytest.raises(ChecksumMismatch, match=rf"^bytes {start:,} to {start + step:,}$"):
-            check_digests(item, first * step, memoryview(damaged)[first * step :])
+        start = bit // 8 // item.block * item.block
+        with pytest.raises(ChecksumMismatch, match=rf"^bytes {start:,} to {start + item.block:,}$"):
+            check_digests(item, first, memoryview(damaged)[first:])
 
 
 @given(st.binary(min_size=1, max_size=200), st.data())
 def test_pieces_are_checked_like_the_whole(content: bytes, data: st.DataObject) -> None:
     """However the blocks arrive, all of them or some, they match unless a bit is flipped."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_layout, "_MIN_BLOCK", 16)
-        step = block_size(len(content))
-        item = item_of(content)
-        first = data.draw(st.integers(0, (len(content) - 1) // step))
-        arriving = bytearray(content[first * step :])
+    with small_blocks():
+        item, first = some_blocks(content, data)
+        arriving = bytearray(content[first:])
         bit = data.draw(st.none() | st.integers(0, 8 * len(arriving) - 1))
         if bit is not None:
             arriving[bit // 8] ^= 1 << bit % 8
-        check = DigestCheck(item, first * step, len(arriving))
+        check = DigestCheck(item, first, len(arriving))
         rest = memoryview(arriving)
         while rest.nbytes:
             size = data.draw(st.integers(1, rest.nbytes))
