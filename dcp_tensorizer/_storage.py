@@ -250,6 +250,13 @@ def meanwhile(operation: Callable[[], _T]) -> Future[_T]:
     pool = ThreadPoolExecutor(1, thread_name_prefix="request")
     try:
         return pool.submit(operation)
+    except RuntimeError:  # the interpreter is ending, and starts no more threads
+        future: Future[_T] = Future()
+        try:
+            future.set_result(operation())
+        except Exception as error:
+            future.set_exception(error)
+        return future
     finally:
         pool.shutdown(wait=False)
 

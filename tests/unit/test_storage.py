@@ -21,7 +21,7 @@ from dcp_tensorizer._destination import open_storage
 from dcp_tensorizer._remote import Scrubber
 from dcp_tensorizer._storage import Refused, redact, rest_of
 
-from .support import open_descriptors
+from .support import open_descriptors, run_python
 
 NAME = f"__0_0_{'a' * 32}.tensors"
 
@@ -483,3 +483,28 @@ def test_the_rest_of_buffers_is_what_follows(sizes: list[int], count: int) -> No
     rest = rest_of(buffers, count)
     assert b"".join(rest) == bytes(content[count:])
     assert all(buffer.nbytes and buffer.obj is content for buffer in rest)
+
+
+# --- requests beside other work --------------------------------------------------------------------------------------
+
+
+_AT_THE_END = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dcp_tensorizer._storage import meanwhile
+
+def save():
+    while True:
+        try:
+            ThreadPoolExecutor(1).submit(int).result()
+        except RuntimeError:  # no more threads are started
+            break
+    print(meanwhile(lambda: 7).result(), type(meanwhile(lambda: 1 // 0).exception()).__name__)
+
+threading.Thread(target=save).start()
+"""
+
+
+def test_a_save_that_is_under_way_when_the_job_ends_can_still_ask() -> None:
+    """The interpreter waits for the save's thread but starts no others: the request is made at once."""
+    assert run_python(_AT_THE_END).stdout.split() == ["7", "ZeroDivisionError"]
