@@ -39,11 +39,13 @@ class Wanted(NamedTuple):
         key: FQN, for messages.
         request: What to read.
         target: A tensor of the box's shape; of any dtype, device and strides unless the request is direct.
+        shared: Other ranks, as far as one can tell, read the same bytes.
     """
 
     key: str
     request: ReadRequest
     target: torch.Tensor
+    shared: bool = False
 
 
 def is_direct(target: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -123,6 +125,7 @@ class _Job:
         # Small ones are read many at once, and so many objects would bring the garbage collector in.
         large = (n for n, w in enumerate(wanted) if w.request.direct and w.target.nbytes >= _LARGE)
         self._large = {number: host_bytes(wanted[number].target) for number in large}
+        self._shared = {number for number, w in enumerate(wanted) if w.shared}
         self._verify = verify
         self._uses = uses
         self._cipher = cipher
@@ -178,6 +181,8 @@ class _Job:
         begun: dict[int, DigestCheck] = {}
         try:
             file = self._open(operation.file)
+            if not self._shared or self._shared.isdisjoint(n for s in operation.segments for n in s.requests):
+                file = file.once(operation.offset, operation.nbytes)
             for part in slices(operation, places, self._storage.slice_bytes):
                 file.read_into(part.buffers, part.offset)
                 if self._verify:

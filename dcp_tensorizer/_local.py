@@ -9,8 +9,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from ._direct_io import LocalFile, LocalSink, UncachedFile
+from ._direct_io import LocalSink
 from ._layout import temporary_file_name
+from ._local_file import LocalFile, UncachedFile
 from ._storage import TAKEN, Claim, FileInfo, RangeReader, Refused, Sink, Storage
 from .errors import NotCommitted, ReadError, WriteError
 
@@ -28,7 +29,7 @@ class LocalStorage(Storage):
         self._root = root
         self.path = self.location = str(root)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
-        self.read_threads = min(8, 2 * cores)
+        self.read_threads = min(8, 4 * cores)
         self.first_threads = min(8, cores)  # what is in the page cache needs no more, and more share fewer caches
 
     @property

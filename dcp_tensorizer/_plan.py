@@ -104,6 +104,12 @@ class ReadRequest(NamedTuple):
     box: Box
     direct: bool
 
+    @property
+    def run(self) -> tuple[int, int] | None:
+        """The bytes of the box, from the first to before the last, if they are one run of the tensor's."""
+        first, last = _enclosing(self)
+        return (first, last) if last - first == math.prod(self.box.size) * self.itemsize else None
+
 
 class Segment(NamedTuple):
     """A run of bytes of one stored tensor.
@@ -254,7 +260,7 @@ def _segments(
     """The runs of one stored tensor that the given requests need, in order."""
     item = requests[numbers[0]].item
     step = item.block if verify or item.seal else 1
-    if len(numbers) == 1 and (alone := _contiguous(requests[numbers[0]])) is not None and requests[numbers[0]].direct:
+    if len(numbers) == 1 and requests[numbers[0]].direct and (alone := requests[numbers[0]].run) is not None:
         return _direct_segments(item, alone, numbers[0], step, max(step, most // step * step))
     intervals = {n: _runs(requests[n].shape, requests[n].box, requests[n].itemsize, gap) for n in numbers}
     wanted = _merge(_widen(run, step, item.length) for runs in intervals.values() for run in runs)
@@ -276,12 +282,6 @@ def _direct_segments(item: StoredItem, wanted: _Interval, number: int, step: int
     runs += [(a, min(a + whole, inner_stop), a - first) for a in range(inner_start, inner_stop, whole)]
     runs += [(inner_stop, stop, None)] if inner_stop < stop else []
     return [Segment(item, a, e, (number,), direct) for a, e, direct in runs]
-
-
-def _contiguous(request: ReadRequest) -> _Interval | None:
-    """The bytes of a box that is one run of its tensor, None if it is several."""
-    first, last = _enclosing(request)
-    return (first, last) if last - first == math.prod(request.box.size) * request.itemsize else None
 
 
 def _enclosing(request: ReadRequest) -> _Interval:

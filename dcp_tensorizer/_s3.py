@@ -182,7 +182,7 @@ class S3Storage(Storage):
         return ReadError(self.scrub(f"cannot read {self.path}/{name}: {error}"))
 
 
-class _S3Reader:
+class _S3Reader(RangeReader):
     """Range reads of an object. A body that breaks off is read on from where it broke."""
 
     def __init__(self, storage: S3Storage, name: str) -> None:
@@ -216,9 +216,6 @@ class _S3Reader:
         done = receive(answer, [content])
         self.read_into([content[done:]], done)
         return bytes(content)
-
-    def close(self) -> None:
-        """Nothing is open between requests."""
 
 
 class _Body:

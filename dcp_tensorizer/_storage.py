@@ -70,13 +70,22 @@ class Sink(Protocol):
         """Drops the file."""
 
 
-class RangeReader(Protocol):
+class RangeReader(abc.ABC):
     """An open file to read ranges of, from several threads."""
 
+    @abc.abstractmethod
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
         """Fills ``buffers`` from ``offset`` on; raises `EOFError` or `OSError`."""
 
-    def close(self) -> None: ...
+    def once(self, offset: int, nbytes: int) -> RangeReader:
+        """What this thread can best read a range from, in parts, if no other process reads it too.
+
+        It is good until this thread's next call. Raises `OSError`.
+        """
+        return self
+
+    def close(self) -> None:  # noqa: B027
+        """Nothing is open between requests, unless a storage says otherwise."""
 
 
 class FileInfo(NamedTuple):
@@ -218,7 +227,7 @@ class Storage(abc.ABC):
         return error if self.scrub(shown) == shown else None
 
 
-class Ranges:
+class Ranges(RangeReader):
     """Range reads by a function that gives the bytes from a first one to before a last one."""
 
     def __init__(self, get: Callable[[int, int], bytes]) -> None:
@@ -232,9 +241,6 @@ class Ranges:
         for buffer in buffers:
             buffer[:] = data[: buffer.nbytes]
             data = data[buffer.nbytes :]
-
-    def close(self) -> None:
-        """Nothing is open between requests."""
 
 
 def at_once(operation: Callable[[str], _T], names: Sequence[str]) -> list[_T]:

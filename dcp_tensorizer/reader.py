@@ -149,6 +149,7 @@ class TensorizerStorageReader(StorageReader):
             raise self._error
         self._metadata = metadata
         self._cipher = self._unlock()
+        self._ranks = _ranks()
         self._per_rank = not kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -228,8 +229,7 @@ class TensorizerStorageReader(StorageReader):
 
     def _check_world(self, metadata: Metadata | None) -> None:
         """Every rank of a checkpoint saved without collectives must be there, seen alike by all ranks."""
-        world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        storage = self._opened
+        world, storage = _ranks(), self._opened
         if storage.size(metadata_file_name(0)) is None:
             raise NotCommitted(
                 f"{storage.path} holds no committed checkpoint: there is no {metadata_file_name()}. The path is wrong, "
@@ -294,12 +294,21 @@ class TensorizerStorageReader(StorageReader):
         shape = self._chunk_shape(read_item.storage_index)
         if math.prod(shape) * dtype.itemsize != stored.length:
             raise MetadataError(f"{self._opened.path}: {key!r} of shape {shape} has {stored.length:,} bytes stored")
-        return Wanted(key, ReadRequest(stored, shape, dtype.itemsize, box, is_direct(target, dtype)), target)
+        request = ReadRequest(stored, shape, dtype.itemsize, box, is_direct(target, dtype))
+        return Wanted(key, request, target, shared=self._ranks > 1 and self._is_shared(request, read_item))
 
-    def _chunk_shape(self, index: MetadataIndex) -> tuple[int, ...]:
+    def _is_shared(self, request: ReadRequest, read_item: ReadItem) -> bool:
+        """Whether other ranks most likely read the same bytes: of a replicated tensor, or for other columns."""
+        return request.box.size == self._entry(read_item.storage_index).size or request.run is None
+
+    def _entry(self, index: MetadataIndex) -> TensorStorageMetadata:
         assert self._metadata is not None
         entry = self._metadata.state_dict_metadata[index.fqn]
         assert isinstance(entry, TensorStorageMetadata)
+        return entry
+
+    def _chunk_shape(self, index: MetadataIndex) -> tuple[int, ...]:
+        entry = self._entry(index)
         hint = entry.chunks[index.index : index.index + 1] if index.index is not None else []
         for chunk in (*hint, *entry.chunks):
             if chunk.offsets == index.offset:
@@ -366,6 +375,10 @@ class TensorizerStorageReader(StorageReader):
         target = planner.resolve_tensor(read_item).detach()
         target.copy_(tensor)
         planner.commit_tensor(read_item, target)
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:

@@ -12,7 +12,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, zeros
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
+from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter, reader
+from dcp_tensorizer._fetch import fetch
 
 from .ranks import run_ranks
 from .training import AppState, assert_same, full, random_tensor
@@ -281,3 +282,35 @@ def _distribute(value, mesh, placements):
 
 def _zeros(value, mesh, placements):
     return zeros(value.shape, dtype=value.dtype, device_mesh=mesh, placements=placements)
+
+
+def _load_shared(rank, path, dim):
+    """What this rank takes for shared when it loads."""
+    mesh = init_device_mesh("cpu", (rank.world_size,))
+    state = {"sharded": zeros((400, 700), device_mesh=mesh, placements=[Shard(dim)]), "replicated": torch.zeros(9, 9)}
+    found = {}
+
+    def recorded(storage, wanted, **options):
+        found.update({w.key: w.shared for w in wanted})
+        return fetch(storage, wanted, **options)
+
+    reader.fetch = recorded
+    dcp.load(state, storage_reader=TensorizerStorageReader(path))
+    assert torch.equal(state["sharded"].full_tensor(), random_tensor(torch.float32, (400, 700), 1).nan_to_num())
+    return found
+
+
+def _save_shared(rank, path):
+    mesh = init_device_mesh("cpu", (rank.world_size,))
+    rows = distribute_tensor(random_tensor(torch.float32, (400, 700), 1).nan_to_num(), mesh, [Shard(0)])
+    with TensorizerStorageWriter() as writer:
+        dcp.save({"sharded": rows, "replicated": torch.zeros(9, 9)}, storage_writer=writer, checkpoint_id=path)
+
+
+def test_ranks_know_what_they_all_read(tmp_path):
+    """So that it comes from the disk once: replicated tensors, columns of rows; not rows, and nothing by one alone."""
+    run_ranks(2, _save_shared, str(tmp_path))
+    assert run_ranks(2, _load_shared, str(tmp_path), 0) == [{"sharded": False, "replicated": True}] * 2
+    assert run_ranks(4, _load_shared, str(tmp_path), 0) == [{"sharded": False, "replicated": True}] * 4
+    assert run_ranks(2, _load_shared, str(tmp_path), 1) == [{"sharded": True, "replicated": True}] * 2
+    assert run_ranks(1, _load_shared, str(tmp_path), 0) == [{"sharded": False, "replicated": False}]

@@ -179,6 +179,13 @@ def open_descriptors() -> dict[int, str]:
     return found
 
 
+def forget(path: Path) -> None:
+    """Drops a file's pages from the page cache."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def memory_files() -> set[int]:
     """The inodes of the arenas' memory files that this process has open or mapped."""
     mark = "memfd:dcp_tensorizer"

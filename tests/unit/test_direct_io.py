@@ -1,4 +1,4 @@
-"""Local files written and read past the page cache hold what a plain file would."""
+"""Local files written past the page cache hold what a plain file would."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import fcntl
 import os
 import shutil
 import subprocess
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dcp_tensorizer._direct_io import LocalFile, LocalSink, read_into
+from dcp_tensorizer._direct_io import LocalSink
 
 from .support import file_size_limit, on_a_page, open_descriptors
 
@@ -163,129 +162,3 @@ def test_without_direct_io_the_file_is_the_same(tmp_path: Path, monkeypatch: pyt
     put_parts(sink, content, [1, 0])
     sink.close()
     assert (tmp_path / "refused").read_bytes() == (tmp_path / "unknown").read_bytes() == content
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("stored") / "file"
-    path.write_bytes(PATTERN[: 100 * 4096 + 123])
-    return path
-
-
-def forget(path: Path) -> None:
-    """Drops a file's pages from the page cache."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-@settings(shared_folder)
-@given(
-    offset=st.integers(0, 101 * 4096),
-    sizes=st.lists(st.integers(0, 3 * 4096), max_size=12),
-    cached=st.booleans(),
-)
-def test_any_range_is_read_into_any_buffers(stored: Path, offset: int, sizes: list[int], cached: bool) -> None:
-    """Cold or cached, aligned or not; a range that ends past the file's end is an EOFError, never zeros."""
-    content = stored.read_bytes()
-    if not cached:
-        forget(stored)
-    buffers = [memoryview(bytearray(size)) for size in sizes]
-    file = LocalFile(stored)
-    try:
-        if offset + sum(sizes) > len(content) and sum(sizes):
-            with pytest.raises(EOFError, match="too early"):
-                file.read_into(buffers, offset)
-        else:
-            file.read_into(buffers, offset)
-            assert b"".join(buffers) == content[offset : offset + sum(sizes)]
-    finally:
-        file.close()
-
-
-def test_large_cold_reads_are_exact(tmp_path: Path) -> None:
-    """With the real limits: several bounce buffers' worth, from an odd offset to the last byte."""
-    path = tmp_path / "file"
-    path.write_bytes(PATTERN)
-    forget(path)
-    buffer = bytearray(len(PATTERN) - 77)
-    file = LocalFile(path)
-    file.read_into([memoryview(buffer)[:1000], memoryview(buffer)[1000:]], 77)
-    file.close()
-    assert buffer == PATTERN[77:]
-
-
-def test_all_threads_read_the_file_that_was_opened(tmp_path: Path) -> None:
-    """Each by a descriptor of its own, also when another file has got the name since; all of them are closed."""
-    path = tmp_path / "file"
-    path.write_bytes(PATTERN[:5000])
-    before = open_descriptors()
-    file = LocalFile(path)
-    path.unlink()
-    path.write_bytes(b"another")
-    all_there = threading.Barrier(4)
-
-    def read(offset: int) -> bytes:
-        buffer = bytearray(1000)
-        all_there.wait(30)
-        file.read_into([memoryview(buffer)], offset)
-        return bytes(buffer)
-
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(read, range(0, 4000, 1000)))
-    assert b"".join(found) == PATTERN[:4000]
-    assert len(open_descriptors()) - len(before) == 1 + 4
-    file.close()
-    assert open_descriptors() == before
-
-
-def test_more_buffers_than_one_preadv_takes(stored: Path) -> None:
-    """2,500 buffers of 11 bytes, some of them empty, are filled in order."""
-    content = stored.read_bytes()
-    buffers = [memoryview(bytearray(11 if number % 7 else 0)) for number in range(2500)]
-    wanted = sum(buffer.nbytes for buffer in buffers)
-    descriptor = os.open(stored, os.O_RDONLY)
-    try:
-        read_into(descriptor, buffers, 5)
-    finally:
-        os.close(descriptor)
-    assert b"".join(buffers) == content[5 : 5 + wanted]
-
-
-def test_a_short_file_is_an_error_that_says_by_how_much(tmp_path: Path) -> None:
-    """The message has the end of the file and the bytes that are missing."""
-    (tmp_path / "file").write_bytes(b"x" * 1000)
-    file = LocalFile(tmp_path / "file")
-    with pytest.raises(EOFError, match=r"ends at byte 1,000, 500 bytes too early"):
-        file.read_into([memoryview(bytearray(700)), memoryview(bytearray(700))], 100)
-    file.close()
-
-
-def test_several_threads_read_one_file(tmp_path: Path) -> None:
-    """Each thread gets its own range, though they share descriptors."""
-    path = tmp_path / "file"
-    path.write_bytes(PATTERN)
-    forget(path)
-    file = LocalFile(path)
-
-    def read(number: int) -> bool:
-        start, count = number * 700_001, 600_000 + number
-        buffer = bytearray(count)
-        file.read_into([memoryview(buffer)], start)
-        return buffer == PATTERN[start : start + count]
-
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(read, range(12))) == [True] * 12
-    file.close()
-
-
-def test_closing_gives_the_descriptors_back(stored: Path) -> None:
-    """A reader holds two descriptors at most, until it is closed."""
-    before = open_descriptors()
-    file = LocalFile(stored)
-    assert len(open_descriptors()) <= len(before) + 2
-    file.close()
-    assert open_descriptors() == before

@@ -19,18 +19,19 @@ from hypothesis import strategies as st
 
 from dcp_tensorizer import ChecksumMismatch, ReadError, _fetch, _layout, _plan
 from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._direct_io import LocalFile
 from dcp_tensorizer._encoder import encode
 from dcp_tensorizer._fetch import Wanted, fetch, is_direct
 from dcp_tensorizer._layout import StoredItem
 from dcp_tensorizer._local import LocalStorage
+from dcp_tensorizer._local_file import LocalFile
+from dcp_tensorizer._page_cache import Residency
 from dcp_tensorizer._plan import Box, ReadRequest
-from dcp_tensorizer._storage import Storage
+from dcp_tensorizer._storage import RangeReader, Storage
 from dcp_tensorizer._tensorfile import lay_out
 from dcp_tensorizer._tensors import host_bytes
 
 from .simulated import SimulatedDevice
-from .support import ALL_DTYPES, dtype_name, filled, open_descriptors, same, sources
+from .support import ALL_DTYPES, dtype_name, filled, forget, open_descriptors, same, sources
 
 Tensors = dict[str, torch.Tensor]
 Items = dict[str, StoredItem]
@@ -266,6 +267,7 @@ def reads_of(storage: Storage, wants: list[Wanted], **options: Any) -> list[tupl
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalFile, "read_into", recorded)
+        patch.setattr(LocalFile, "once", lambda file, offset, nbytes: file)  # as if the page cache held it all
         fetch(storage, wants, **options)
     return reads
 
@@ -287,6 +289,30 @@ def test_reads_are_cut_for_the_cache(storage: Storage, verify: bool) -> None:
     assert all(a + sum(n) == b for (_, a, n), (_, b, _) in itertools.pairwise(reads))
     for want in wants:
         assert torch.equal(want.target, tensors[want.key])
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+def test_what_other_ranks_read_too_comes_through_the_page_cache(
+    storage: Storage, tmp_path: Path, verify: bool, shared: bool
+) -> None:
+    """And what nobody else does past it, into targets of any layout; both are what was saved, and damage shows."""
+    tensors = {key: filled(torch.int32, (1000, 700), seed=n) for n, key in enumerate("abc")}
+    items = write_file(storage, "f", tensors)
+    targets = {key: torch.empty_like(tensor) for key, tensor in tensors.items()}
+    targets |= {"b": torch.empty(700, 1000, dtype=torch.int32).t(), "c": torch.empty(1000, 700, dtype=torch.int64)}
+    wants = [wanted(k, items[k], t, targets[k])._replace(shared=shared) for k, t in tensors.items()]
+    forget(tmp_path / "f")
+    fetch(storage, wants, threads=2, verify=verify)
+    assert all(torch.equal(targets[key].int(), tensors[key]) for key in tensors)
+    with open(tmp_path / "f", "rb") as file:
+        residency = Residency(file.fileno())
+        assert residency.holds(items["b"].offset + items["b"].length // 2) == shared
+        residency.close()
+    flip(tmp_path / "f", items["c"].offset + 1_000_001)
+    forget(tmp_path / "f")
+    if verify:
+        with pytest.raises(ChecksumMismatch, match="'c'"):
+            fetch(storage, wants, threads=2, verify=True)
 
 
 def test_a_load_begins_with_as_many_threads_as_suit_the_storage(
@@ -452,12 +478,9 @@ def test_an_unknown_failure_of_the_storage_is_a_read_error(storage: Storage) -> 
     stored = torch.zeros(10)
     (item,) = write_file(storage, "f", {"t": stored}).values()
 
-    class Broken:
+    class Broken(RangeReader):
         def read_into(self, buffers: Any, offset: int) -> None:
             raise RuntimeError("token expired for https://user:hunter2@host/x")
-
-        def close(self) -> None:
-            pass
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage, "open", lambda name: Broken())

@@ -1,0 +1,80 @@
+"""What the page cache holds of a file is known, and asking does not change it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dcp_tensorizer._page_cache import Residency
+
+from .support import forget
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(3 * MIB + 100))
+    return path
+
+
+@pytest.fixture
+def descriptor(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY)
+    yield descriptor
+    os.close(descriptor)
+
+
+def holds(descriptor: int, offset: int) -> bool:
+    residency = Residency(descriptor)
+    found = residency.holds(offset)
+    residency.close()
+    return found
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4095, 2 * MIB + 5, 3 * MIB + 99])
+def test_what_has_been_read_is_held_and_what_was_dropped_is_not(path: Path, descriptor: int, offset: int) -> None:
+    """At any byte, the first and the last of the file among them; to ask twice gives the same answer."""
+    path.read_bytes()
+    assert [holds(descriptor, offset) for _ in range(2)] == [True, True]
+    forget(path)
+    assert [holds(descriptor, offset) for _ in range(2)] == [False, False]
+
+
+def test_a_part_of_a_file(path: Path, descriptor: int) -> None:
+    """Only the pages that were read are held."""
+    forget(path)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read ahead
+    os.pread(descriptor, 100, 2 * MIB)
+    assert holds(descriptor, 2 * MIB)
+    assert not holds(descriptor, 0)
+
+
+def test_an_answer_is_kept(path: Path, descriptor: int) -> None:
+    """What is in the cache comes and goes in long runs, so that a run of a file is looked up once."""
+    path.read_bytes()
+    residency = Residency(descriptor)
+    assert residency.holds(0)
+    forget(path)
+    assert residency.holds(MIB)
+    residency.close()
+    assert not holds(descriptor, MIB)
+
+
+def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
+    """There is nothing to ask about."""
+    (tmp_path / "empty").touch()
+    with open(tmp_path / "empty", "rb") as file, pytest.raises(ValueError, match="empty"):
+        Residency(file.fileno())
+
+
+def test_closing_unmaps_the_file(path: Path, descriptor: int) -> None:
+    """Nothing of it stays in the address space."""
+    residency = Residency(descriptor)
+    assert str(path) in Path("/proc/self/maps").read_text()
+    residency.close()
+    assert str(path) not in Path("/proc/self/maps").read_text()
