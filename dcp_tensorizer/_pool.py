@@ -31,7 +31,7 @@ def work_through(operations: Iterable[_T], run: Callable[[_T], object], *, first
 
     def work() -> None:
         """Does one operation after the other: a future for each would cost more than a small read."""
-        began, used = time.perf_counter(), time.thread_time()
+        began, used, done = time.perf_counter(), time.thread_time(), 0
         try:
             while True:
                 try:
@@ -39,6 +39,9 @@ def work_through(operations: Iterable[_T], run: Callable[[_T], object], *, first
                 except IndexError:
                     return
                 run(operation)
+                done += 1
+                if done & (done - 1):  # looking takes time: after the first one, the second, the fourth, ...
+                    continue
                 wall, busy = time.perf_counter() - began, time.thread_time() - used
                 if wall > _WAITING * busy and remaining and len(workers) < most:
                     workers.append(pool.submit(work))

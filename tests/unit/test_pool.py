@@ -49,29 +49,18 @@ def test_no_threads_join_those_that_are_busy(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_one_operation_that_waits_among_many_that_are_busy_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that was interrupted once does not wait for the storage."""
-    wall, busy = itertools.count(), itertools.count()
-    elapsed = {"wall": 0.0}
-
-    def perf_counter() -> float:
-        next(wall)
-        return elapsed["wall"]
-
-    def thread_time() -> float:
-        return float(next(busy))
-
-    def run(operation: int) -> None:
-        elapsed["wall"] += 10.0 if operation == 50 else 1.0
-
+    """A thread that was interrupted once, just before it looks (after the 64th), does not wait for the storage."""
+    wall = busy = 0.0
     names: set[str] = set()
 
-    def named(operation: int) -> None:
+    def run(operation: int) -> None:
+        nonlocal wall, busy
         names.add(threading.current_thread().name)
-        run(operation)
+        wall, busy = wall + (10.0 if operation == 63 else 1.0), busy + 1.0
 
-    monkeypatch.setattr(_pool.time, "perf_counter", perf_counter)
-    monkeypatch.setattr(_pool.time, "thread_time", thread_time)
-    work_through(range(100), named, first=1, most=8)
+    monkeypatch.setattr(_pool.time, "perf_counter", lambda: wall)
+    monkeypatch.setattr(_pool.time, "thread_time", lambda: busy)
+    work_through(range(100), run, first=1, most=8)
     assert len(names) == 1
 
 
