@@ -83,11 +83,12 @@ class _Uncached:
     def __init__(self, fd: int) -> None:
         self._residency: Residency | None = None
         self._fd = open_direct(Path(f"/proc/self/fd/{fd}"), os.O_RDONLY)  # its name may be another file's by now
-        with suppress(OSError, ValueError):
-            self._residency = Residency(fd)
+        if self._fd is not None:
+            with suppress(OSError, ValueError):
+                self._residency = Residency(fd)
 
     def read(self, offset: int, nbytes: int) -> RangeReader | None:
-        """A range, None if it is in the page cache, or cannot be read past it; raises `EOFError` or `OSError`."""
+        """A range, None if it is in the page cache, or cannot be read past it; raises `OSError`."""
         if self._fd is None or self._residency is None or self._residency.holds(offset + nbytes // 2):
             return None
         start = offset // BLOCK * BLOCK
