@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 
 from ._arena import aligned
+from ._batches import batches, with_gaps
 from ._crypt import Cipher
 from ._device import CUDA
 from ._plan import Box, ReadOperation, ReadRequest, Segment, boxes_of_range, plan_reads
 from ._pool import work_through
 from ._ring import Ring, Slot
-from ._slices import Slice, slices
 from ._storage import RangeReader, Storage
 from ._tensorfile import DigestCheck, check_digests
 from ._tensors import host_bytes
@@ -178,15 +178,12 @@ class _Job:
 
     def _fill(self, operation: ReadOperation, places: Sequence[memoryview]) -> None:
         """Reads segments to their places, and checks them on the way."""
-        begun: dict[int, DigestCheck] = {}
         try:
             file = self._open(operation.file)
             if not self._shared or self._shared.isdisjoint(n for s in operation.segments for n in s.requests):
                 file = file.once(operation.offset, operation.nbytes)
-            for part in slices(operation, places, self._storage.slice_bytes):
-                file.read_into(part.buffers, part.offset)
-                if self._verify:
-                    self._check(operation, places, part, begun)
+            for batch in batches(operation, self._storage.slice_bytes):
+                self._read(file, operation.segments[batch], places[batch])
             self._used(operation.file)
         except CheckpointError:
             raise
@@ -198,9 +195,27 @@ class _Job:
                     f"{operation.file} (for {key!r}): {type(error).__name__}: {error}"
                 )
             ) from self._storage.cause(error)
-        for number, check in begun.items():
-            if not check.matches():
-                self._compare(operation.segments[number], places[number])
+
+    def _read(self, file: RangeReader, segments: Sequence[Segment], places: Sequence[memoryview]) -> None:
+        """Reads and checks a batch: one segment in slices, or several at once."""
+        if len(segments) == 1:
+            self._read_slices(file, segments[0], places[0])
+            return
+        file.read_into(with_gaps(segments, places), segments[0].offset)
+        if self._verify:
+            for segment, place in zip(segments, places, strict=True):
+                self._compare(segment, place)
+
+    def _read_slices(self, file: RangeReader, segment: Segment, place: memoryview) -> None:
+        check = DigestCheck(segment.item, segment.start, place.nbytes) if self._verify else None
+        offset, step = segment.offset, self._storage.slice_bytes
+        for start in range(0, place.nbytes, step):
+            data = place[start : start + step]
+            file.read_into([data], offset + start)
+            if check is not None:
+                check.update(data)
+        if check is not None and not check.matches():
+            self._compare(segment, place)
 
     def _places(self, operation: ReadOperation, slot: Slot | None) -> list[memoryview]:
         """Where each segment is read to: its target, or a part of a slot, or of this thread's scratch buffer."""
@@ -226,19 +241,6 @@ class _Job:
             self._scratch.buffer = buffer = torch.empty(starts[-1], dtype=torch.uint8)
         view = buffer.numpy().data
         return [view[start : start + size] for start, size in zip(starts, sizes, strict=False)]
-
-    def _check(
-        self, operation: ReadOperation, places: Sequence[memoryview], part: Slice, begun: dict[int, DigestCheck]
-    ) -> None:
-        """Hashes what has just been read; of what comes in several slices, ``begun`` has the hashes so far."""
-        for number, data in part.pieces:
-            segment, place = operation.segments[number], places[number]
-            if data.nbytes == place.nbytes:
-                self._compare(segment, place)
-                continue
-            if number not in begun:
-                begun[number] = DigestCheck(segment.item, segment.start, place.nbytes)
-            begun[number].update(data)
 
     def _compare(self, segment: Segment, data: memoryview) -> None:
         try:

@@ -37,7 +37,7 @@ LAYERS = {
     2: [
         "_destination",
         "_plan",
-        "_slices",
+        "_batches",
         "_items",
         "_twins",
         "_copying",
