@@ -17,6 +17,7 @@ import torch
 import xxhash
 
 from dcp_tensorizer._layout import StoredItem, block_size
+from dcp_tensorizer._page_cache import Residency
 from dcp_tensorizer._plan import Box, ReadRequest
 from dcp_tensorizer._protocol import TensorSource
 from dcp_tensorizer._storage import Storage
@@ -184,6 +185,15 @@ def forget(path: Path) -> None:
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def cached(path: Path, offset: int) -> bool:
+    """Whether the page cache holds a byte of a file; asked anew each time."""
+    with open(path, "rb") as file:
+        residency = Residency(file.fileno())
+        found = residency.holds(offset)
+        residency.close()
+    return found
 
 
 def memory_files() -> set[int]:

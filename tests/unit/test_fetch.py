@@ -23,14 +23,13 @@ from dcp_tensorizer._fetch import Wanted, fetch, is_direct
 from dcp_tensorizer._layout import StoredItem
 from dcp_tensorizer._local import LocalStorage
 from dcp_tensorizer._local_file import LocalFile
-from dcp_tensorizer._page_cache import Residency
 from dcp_tensorizer._plan import Box, ReadRequest
 from dcp_tensorizer._storage import RangeReader, Storage
 from dcp_tensorizer._tensorfile import lay_out
 from dcp_tensorizer._tensors import host_bytes
 
 from .simulated import SimulatedDevice
-from .support import ALL_DTYPES, dtype_name, filled, forget, open_descriptors, same, sources
+from .support import ALL_DTYPES, cached, dtype_name, filled, forget, open_descriptors, same, sources
 
 Tensors = dict[str, torch.Tensor]
 Items = dict[str, StoredItem]
@@ -304,10 +303,7 @@ def test_what_other_ranks_read_too_comes_through_the_page_cache(
     forget(tmp_path / "f")
     fetch(storage, wants, threads=2, verify=verify)
     assert all(torch.equal(targets[key].int(), tensors[key]) for key in tensors)
-    with open(tmp_path / "f", "rb") as file:
-        residency = Residency(file.fileno())
-        assert residency.holds(items["b"].offset + items["b"].length // 2) == shared
-        residency.close()
+    assert cached(tmp_path / "f", items["b"].offset + items["b"].length // 2) == shared
     flip(tmp_path / "f", items["c"].offset + 1_000_001)
     forget(tmp_path / "f")
     if verify:

@@ -17,9 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dcp_tensorizer._local_file import LocalFile, read_into
-from dcp_tensorizer._page_cache import Residency
 
-from .support import forget, open_descriptors
+from .support import cached, forget, open_descriptors
 
 MIB = 1 << 20
 PATTERN = np.random.default_rng(0).integers(0, 256, 9 * MIB, dtype=np.uint8).tobytes()
@@ -58,14 +57,6 @@ def test_any_range_is_read_into_any_buffers(stored: Path, offset: int, sizes: li
         file.close()
 
 
-def holds(path: Path, offset: int) -> bool:
-    with open(path, "rb") as file:
-        residency = Residency(file.fileno())
-        found = residency.holds(offset)
-        residency.close()
-    return found
-
-
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("large") / "file"
@@ -92,7 +83,7 @@ def test_a_cold_range_is_read_past_the_page_cache(large: Path, offset: int, cuts
         source.read_into([memoryview(found)[start:middle], memoryview(found)[middle:stop]], offset + start)
     file.close()
     assert found == PATTERN[offset : offset + nbytes]
-    assert not holds(large, offset + nbytes // 2)
+    assert not cached(large, offset + nbytes // 2)
 
 
 def test_the_end_of_a_file_is_read_past_the_page_cache(large: Path) -> None:

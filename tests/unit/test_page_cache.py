@@ -10,7 +10,7 @@ import pytest
 
 from dcp_tensorizer._page_cache import Residency
 
-from .support import forget
+from .support import cached, forget
 
 MIB = 1 << 20
 
@@ -29,20 +29,13 @@ def descriptor(path: Path) -> Iterator[int]:
     os.close(descriptor)
 
 
-def holds(descriptor: int, offset: int) -> bool:
-    residency = Residency(descriptor)
-    found = residency.holds(offset)
-    residency.close()
-    return found
-
-
 @pytest.mark.parametrize("offset", [0, 1, 4095, 2 * MIB + 5, 3 * MIB + 99])
-def test_what_has_been_read_is_held_and_what_was_dropped_is_not(path: Path, descriptor: int, offset: int) -> None:
+def test_what_has_been_read_is_held_and_what_was_dropped_is_not(path: Path, offset: int) -> None:
     """At any byte, the first and the last of the file among them; to ask twice gives the same answer."""
     path.read_bytes()
-    assert [holds(descriptor, offset) for _ in range(2)] == [True, True]
+    assert [cached(path, offset) for _ in range(2)] == [True, True]
     forget(path)
-    assert [holds(descriptor, offset) for _ in range(2)] == [False, False]
+    assert [cached(path, offset) for _ in range(2)] == [False, False]
 
 
 def test_a_part_of_a_file(path: Path, descriptor: int) -> None:
@@ -50,8 +43,8 @@ def test_a_part_of_a_file(path: Path, descriptor: int) -> None:
     forget(path)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read ahead
     os.pread(descriptor, 100, 2 * MIB)
-    assert holds(descriptor, 2 * MIB)
-    assert not holds(descriptor, 0)
+    assert cached(path, 2 * MIB)
+    assert not cached(path, 0)
 
 
 def test_an_answer_is_kept(path: Path, descriptor: int) -> None:
@@ -62,7 +55,7 @@ def test_an_answer_is_kept(path: Path, descriptor: int) -> None:
     forget(path)
     assert residency.holds(MIB)
     residency.close()
-    assert not holds(descriptor, MIB)
+    assert not cached(path, MIB)
 
 
 def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
