@@ -21,6 +21,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from dcp_tensorizer import TensorizerStorageWriter
 
+# As a terminal starts it: what a shell starts in the background ignores Ctrl-C, and so does all that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 path, end, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
 writer = TensorizerStorageWriter(path)
 
@@ -61,12 +63,16 @@ def test_the_save_under_way_is_finished(tmp_path, end):
         stderr=subprocess.PIPE,
         cwd=ROOT,
         start_new_session=True,
-        env=os.environ | {"PYTHONWARNINGS": "ignore"},
+        env=os.environ | {"PYTHONWARNINGS": "ignore", "PYTHONFAULTHANDLER": "1"},
     ) as job:
         assert job.stdout.readline() == b"saving\n"
         if number is not None:
             os.killpg(job.pid, number)
-        _, errors = job.communicate(timeout=60)
+        try:
+            _, errors = job.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGABRT)  # whatever is left of it shows its stacks, and ends
+            _, errors = job.communicate()
     assert (job.returncode, words in errors.decode()) == (code, True), errors.decode()
     loaded = {"w": torch.zeros(SIZE, dtype=torch.int64), "step": 0}
     dcp.load(loaded, storage_reader=TensorizerStorageReader(tmp_path))
