@@ -107,6 +107,8 @@ class ReadRequest(NamedTuple):
     @property
     def run(self) -> tuple[int, int] | None:
         """The bytes of the box, from the first to before the last, if they are one run of the tensor's."""
+        if self.box.size == self.shape:
+            return 0, self.item.length
         first, last = _enclosing(self)
         return (first, last) if last - first == math.prod(self.box.size) * self.itemsize else None
 
@@ -155,9 +157,13 @@ class ReadOperation:
         return self.segments[0].offset
 
     @property
-    def nbytes(self) -> int:
+    def stop(self) -> int:
         last = self.segments[-1]
-        return last.offset + last.nbytes - self.offset
+        return last.item.offset + last.stop
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.offset
 
     def add(self, segment: Segment) -> None:
         self.segments.append(segment)
@@ -241,10 +247,9 @@ def _storable(key: str) -> bool:
 
 
 def _joins(operation: ReadOperation, segment: Segment, widest: int, most: int) -> bool:
-    gap = segment.offset - (operation.offset + operation.nbytes)
     return (
-        gap <= widest
-        and operation.nbytes + gap + segment.nbytes <= most
+        segment.offset - operation.stop <= widest
+        and segment.item.offset + segment.stop - operation.offset <= most
         and operation.scratch + segment.scratch <= _MAX_OPERATION
         and len(operation.segments) < _MAX_SEGMENTS
     )
@@ -258,9 +263,10 @@ def _segments(
     requests: Sequence[ReadRequest], numbers: Sequence[int], verify: bool, gap: int, most: int
 ) -> list[Segment]:
     """The runs of one stored tensor that the given requests need, in order."""
-    item = requests[numbers[0]].item
+    first = requests[numbers[0]]
+    item = first.item
     step = item.block if verify or item.seal else 1
-    if len(numbers) == 1 and requests[numbers[0]].direct and (alone := requests[numbers[0]].run) is not None:
+    if len(numbers) == 1 and first.direct and (alone := first.run) is not None:
         return _direct_segments(item, alone, numbers[0], step, max(step, most // step * step))
     intervals = {n: _runs(requests[n].shape, requests[n].box, requests[n].itemsize, gap) for n in numbers}
     wanted = _merge(_widen(run, step, item.length) for runs in intervals.values() for run in runs)
