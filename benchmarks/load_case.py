@@ -1,4 +1,4 @@
-"""One contender of the load benchmark, in a process of its own: prints its measurements as one line of JSON."""
+"""One format of the load benchmark, in a process of its own: prints its measurements as one line of JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, zeros
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 
 from .limits import cached_read_seconds, direct_read_seconds, evict, fill_cache
-from .loaders import LOADERS, quiet
+from .loaders import FORMATS, Load, State, quiet
 from .workloads import WORKLOADS, nbytes
 
 _THREADS = 4
@@ -31,48 +31,55 @@ _THREADS = 4
 def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Loads warm and cold, into memory that has been used before, and checks what was loaded.
 
-    With ``limits``, each load is preceded by raw reads of the same files, into the same memory where they are warm.
+    All who load one format take turns. With ``limits``, so do raw reads of the same files, into the same memory where
+    they are warm.
     """
-    write, load = LOADERS[case["loader"]]
+    write, loaders = FORMATS[case["format"]]
     state = WORKLOADS[case["workload"]](case["scale"])
     write(state, folder)
     target = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+    loads: dict[str, dict[str, Any]] = {}
+    for name, load in loaders.items():
+        intact = _loads_intact(load, folder, target, state)
+        loads[name] = {"intact": intact, "warm": [], "cold": [], "peak_bytes": []}
+    size = nbytes(state)
+    del state
+    limits: dict[str, list[float]] = {"warm": [], "cold": []}
+
+    def turn(name: str, kind: str) -> None:
+        (evict if kind == "cold" else fill_cache)(folder)  # some leave the page cache as it was
+        if name not in loaders:
+            limits[kind].append(_raw_seconds(kind, folder, target))
+            return
+        before = _reset_peak()
+        started = time.perf_counter()
+        loaders[name](target, folder)
+        loads[name][kind].append(time.perf_counter() - started)
+        loads[name]["peak_bytes"].append(_peak() - before)
+
+    names = [*loaders, *(["raw"] if case["limits"] else [])]
+    for kind in ("warm", "cold"):
+        for number in range(case[kind]):
+            first = number % len(names)
+            for name in (*names[first:], *names[:first]):
+                turn(name, kind)
+    return {"bytes": size, "loads": loads, "limits": limits}
+
+
+def _loads_intact(load: Load, folder: Path, target: State, state: State) -> bool:
     for tensor in target.values():
         tensor.fill_(1)
     loaded = load(target, folder)
-    checked = target if loaded is None else {key: loaded[key].data for key in state}
-    intact = all(torch.equal(checked[k].view(torch.int32), state[k].view(torch.int32)) for k in state)
-    del loaded, checked
-    size = nbytes(state)
-    del state
-    result: dict[str, Any] = {
-        "bytes": size,
-        "intact": intact,
-        "warm": [],
-        "cold": [],
-        "peak_bytes": [],
-        "preadv": [],
-        "direct": [],
-    }
+    found = target if loaded is None else {key: loaded[key].data for key in state}
+    return all(torch.equal(found[k].view(torch.int32), state[k].view(torch.int32)) for k in state)
+
+
+def _raw_seconds(kind: str, folder: Path, target: State) -> float:
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
-    for kind, count in (("warm", case["warm"]), ("cold", case["cold"])):
-        prepare = evict if kind == "cold" else fill_cache  # a reader that goes past the page cache leaves it as it was
-        for _ in range(count):
-            if case.get("limits"):
-                prepare(folder)
-                if kind == "cold":
-                    seconds = sum(direct_read_seconds(path, path.stat().st_size, _THREADS) for path in files)
-                    result["direct"].append(seconds)
-                else:
-                    memory = [tensor.view(torch.uint8).view(-1).numpy().data for tensor in target.values()]
-                    result["preadv"].append(cached_read_seconds(files, memory, _THREADS))
-            prepare(folder)
-            before = _reset_peak()
-            started = time.perf_counter()
-            load(target, folder)
-            result[kind].append(time.perf_counter() - started)
-            result["peak_bytes"].append(_peak() - before)
-    return result
+    if kind == "cold":
+        return sum(direct_read_seconds(path, path.stat().st_size, _THREADS) for path in files)
+    memory = [tensor.view(torch.uint8).view(-1).numpy().data for tensor in target.values()]
+    return cached_read_seconds(files, memory, _THREADS)
 
 
 def _reset_peak() -> int:
@@ -113,6 +120,8 @@ def _reshard_rank(rank: int, case: dict[str, Any], folder: str, part: str) -> No
             if ours:
                 verify = "verify=False" not in case["loader"]
                 reader = TensorizerStorageReader(path, verify=verify, on_progress=_keep_total(moved))
+            if rank == 0:
+                fill_cache(Path(path))
             dist.barrier()
             started = time.perf_counter()
             dcp.load(state, storage_reader=reader)

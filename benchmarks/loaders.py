@@ -1,4 +1,4 @@
-"""The contenders of the load benchmark: each writes a state in its own format once, and loads it many times."""
+"""The contenders of the load benchmark: each loads, many times, what was written once in its own format."""
 
 from __future__ import annotations
 
@@ -105,16 +105,21 @@ def _into(state: State, loaded: State) -> None:
             tensor.copy_(loaded[key])
 
 
-LOADERS: dict[str, tuple[Write, Load]] = {
-    "dcp_tensorizer": (_write_ours, _load_ours),
-    "dcp_tensorizer, verify=False": (_write_ours, _load_ours_unverified),
-    "dcp_tensorizer, encrypted": (_write_encrypted, _load_encrypted),
-    "torch FileSystemReader": (_write_torch, _load_torch),
-    "torch_checkpointing": (_write_checkpointing, _load_checkpointing),
-    "TensorDeserializer": (_write_tensorizer, _load_tensorizer),
-    "TensorDeserializer, verified": (_write_tensorizer, _load_tensorizer_verified),
-    "safetensors load_file": (_write_safetensors, _load_safetensors),
+FORMATS: dict[str, tuple[Write, dict[str, Load]]] = {
+    "dcp_tensorizer": (
+        _write_ours,
+        {"dcp_tensorizer": _load_ours, "dcp_tensorizer, verify=False": _load_ours_unverified},
+    ),
+    "dcp_tensorizer, encrypted": (_write_encrypted, {"dcp_tensorizer, encrypted": _load_encrypted}),
+    "torch.distributed.checkpoint": (_write_torch, {"torch FileSystemReader": _load_torch}),
+    "torch_checkpointing": (_write_checkpointing, {"torch_checkpointing": _load_checkpointing}),
+    "tensorizer": (
+        _write_tensorizer,
+        {"TensorDeserializer": _load_tensorizer, "TensorDeserializer, verified": _load_tensorizer_verified},
+    ),
+    "safetensors": (_write_safetensors, {"safetensors load_file": _load_safetensors}),
 }
+"""How each format is written, and who loads it."""
 
 
 def quiet() -> None:

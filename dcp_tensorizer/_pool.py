@@ -11,10 +11,11 @@ from typing import TypeVar
 __all__ = ["work_through"]
 
 _T = TypeVar("_T")
-# So many times as long as it was busy, a thread has been at work, if it waits for the storage and not just for others
-# that share its core. From its beginning on: that takes longer to show, but one operation that was interrupted shows
-# nothing, and twice as many threads as cores read what is in the page cache a tenth slower.
-_WAITING = 3
+# So many times as long as it was busy, a thread has been at work, if it waits for the storage: one that decrypts what it
+# reads from a disk is busy for nearly half of the time. From its beginning on: that takes longer to show, but one
+# operation that was interrupted shows nothing, and twice as many threads as cores read what is in the page cache a
+# tenth slower.
+_WAITING = 2
 
 
 def work_through(operations: Iterable[_T], run: Callable[[_T], object], *, first: int, most: int) -> None:
