@@ -22,7 +22,7 @@ from ._layout import (
 )
 from ._metadata import ItemKey, encode, item_key, verified
 from ._storage import Claim, Refused, Storage
-from .errors import CheckpointError, WriteError
+from .errors import WriteError
 
 __all__ = ["begin", "commit", "leftovers", "remove", "replaced_files"]
 
@@ -110,7 +110,7 @@ def replaced_files(storage: Storage, rank: int | None) -> set[str]:
     They can be asked for while data is being written. Of a checkpoint that another job commits in between, the files
     are then left behind.
     """
-    with suppress(CheckpointError):  # a checkpoint that is not one of ours, or damaged
+    with suppress(Exception):  # not one of ours, or it cannot be read: no reason to fail a save that is committed
         return _named_files(storage, metadata_file_name(rank))
     return set()
 

@@ -11,8 +11,8 @@ from typing import TypeVar
 __all__ = ["work_through"]
 
 _T = TypeVar("_T")
-# So many times as long as it was busy, a thread has been at work, if it waits for the storage: one that decrypts what it
-# reads from a disk is busy for nearly half of the time. From its beginning on: that takes longer to show, but one
+# So many times as long as it was busy, a thread has been at work, if it waits for the storage; one that decrypts what
+# it reads from a disk is busy for nearly half of the time. From its beginning on: that takes longer to show, but one
 # operation that was interrupted shows nothing, and twice as many threads as cores read what is in the page cache a
 # tenth slower.
 _WAITING = 2

@@ -41,6 +41,18 @@ def storage(tmp_path):
     return open_storage(tmp_path)
 
 
+def test_a_storage_that_fails_to_tell_what_is_replaced_does_not_fail_a_save(storage, monkeypatch):
+    """Whatever it raises: by then the save is committed, and files that stay only cost space."""
+    commit_file(storage, data_file_name(0, 0, "a" * 32))
+    assert replaced_files(storage, None) == {data_file_name(0, 0, "a" * 32)}
+
+    def fail(storage, name):
+        raise RuntimeError("the filesystem of a plugin")
+
+    monkeypatch.setattr(type(storage), "read", fail)
+    assert replaced_files(storage, None) == set()
+
+
 def test_what_is_committed_can_be_read(storage):
     """Entries, planner data, files and places come back as they were."""
     name = data_file_name(0, 0, "a" * 32)
