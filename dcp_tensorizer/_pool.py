@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -11,11 +12,14 @@ from typing import TypeVar
 __all__ = ["work_through"]
 
 _T = TypeVar("_T")
-# So many times as long as it was busy, a thread has been at work, if it waits for the storage; one that decrypts what
-# it reads from a disk is busy for nearly half of the time. From its beginning on: that takes longer to show, but one
-# operation that was interrupted shows nothing, and twice as many threads as cores read what is in the page cache a
-# tenth slower.
-_WAITING = 2
+# So many times as long as it was busy, a thread has been at work, if it waits for the storage and not just for others
+# that share its core, or for the interpreter lock. From its beginning on: that takes longer to show, but one operation
+# that was interrupted shows nothing, and twice as many threads as cores read what is in the page cache a tenth slower.
+_WAITING = 4
+# Who has read so much from a disk waits for it, also where decrypting or a long copy keeps it busy for half of the
+# time. Less is the file's own table of blocks, while what is in them may be in the page cache.
+_FROM_DISK = 1 << 20
+_RUSAGE_THREAD = getattr(resource, "RUSAGE_THREAD", None)
 
 
 def work_through(operations: Iterable[_T], run: Callable[[_T], object], *, first: int, most: int) -> None:
@@ -32,7 +36,7 @@ def work_through(operations: Iterable[_T], run: Callable[[_T], object], *, first
 
     def work() -> None:
         """Does one operation after the other: a future for each would cost more than a small read."""
-        began, used, done = time.perf_counter(), time.thread_time(), 0
+        began, used, read, done = time.perf_counter(), time.thread_time(), _read_from_disk(), 0
         try:
             while True:
                 try:
@@ -44,7 +48,8 @@ def work_through(operations: Iterable[_T], run: Callable[[_T], object], *, first
                 if done & (done - 1):  # looking takes time: after the first one, the second, the fourth, ...
                     continue
                 wall, busy = time.perf_counter() - began, time.thread_time() - used
-                if wall > _WAITING * busy and remaining and len(workers) < most:
+                waits = wall > _WAITING * busy or _read_from_disk() - read >= _FROM_DISK
+                if waits and remaining and len(workers) < most:
                     workers.append(pool.submit(work))
         except BaseException:
             remaining.clear()
@@ -54,3 +59,8 @@ def work_through(operations: Iterable[_T], run: Callable[[_T], object], *, first
         workers += [pool.submit(work) for _ in range(min(first, most, len(remaining)))]
         for worker in workers:  # and those that join meanwhile
             worker.result()
+
+
+def _read_from_disk() -> int:
+    """Bytes that the kernel has read from disks for the calling thread; not all network filesystems count them."""
+    return 0 if _RUSAGE_THREAD is None else resource.getrusage(_RUSAGE_THREAD).ru_inblock * 512

@@ -2,11 +2,14 @@
 
 import itertools
 import threading
+from pathlib import Path
 
 import pytest
 
 from dcp_tensorizer import _pool
 from dcp_tensorizer._pool import work_through
+
+from .support import forget
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 1000])
@@ -46,6 +49,34 @@ def test_no_threads_join_those_that_are_busy(monkeypatch: pytest.MonkeyPatch) ->
     threads: set[str] = set()
     work_through(range(1000), lambda operation: threads.add(threading.current_thread().name), first=2, most=8)
     assert len(threads) <= 2
+
+
+def test_threads_join_those_that_read_from_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they are busy all the time, as when they decrypt what they have read."""
+    monkeypatch.setattr(_pool.time, "thread_time", _pool.time.perf_counter)
+    read = itertools.count(step=8 << 20)
+    monkeypatch.setattr(_pool, "_read_from_disk", lambda: next(read))
+    all_there = threading.Barrier(4)
+    begun = itertools.count(1)
+
+    def run(operation: int) -> None:
+        if 3 < next(begun) <= 7:
+            all_there.wait(30)  # breaks if there are not four of them
+
+    work_through(range(100), run, first=1, most=4)
+    assert next(begun) == 101
+
+
+def test_what_comes_from_a_disk_is_counted_and_what_comes_from_the_page_cache_is_not(tmp_path: Path) -> None:
+    """By the kernel, for each thread."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4 << 20))
+    forget(path)
+    before = _pool._read_from_disk()
+    path.read_bytes()
+    cold = _pool._read_from_disk()
+    path.read_bytes()
+    assert (cold - before >= 4 << 20, _pool._read_from_disk() - cold) == (True, 0)
 
 
 def test_one_operation_that_waits_among_many_that_are_busy_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
