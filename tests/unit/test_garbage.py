@@ -46,3 +46,24 @@ def test_an_error_leaves_the_collector_on() -> None:
         with pytest.raises(KeyError):
             fails()
         assert gc.isenabled()
+
+
+def test_what_was_made_counts_as_old() -> None:
+    """So that no collection goes through it a moment later."""
+    with garbage_stays():
+        made = [[number] for number in range(100_000)]
+    assert gc.get_count()[0] < 1000
+    assert any(old is made for old in gc.get_objects(generation=2))
+
+
+def test_what_a_trainer_has_frozen_stays_frozen() -> None:
+    """As before it forks, to share memory with its children."""
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with garbage_stays():
+            made = [[number] for number in range(1000)]
+        assert 0 < gc.get_freeze_count() <= frozen  # some may have been freed
+        assert gc.is_tracked(made)
+    finally:
+        gc.unfreeze()
