@@ -94,12 +94,14 @@ def fetch(
     counting = threading.Lock()
     done = 0
 
-    def run(operation: ReadOperation) -> None:
+    def run(operation: ReadOperation) -> int:
         nonlocal done
         job.run(operation)
+        nbytes = operation.nbytes
         with counting:
-            done += operation.nbytes
+            done += nbytes
             progress(done, total)
+        return nbytes
 
     try:
         first, most = threads or storage.first_threads, threads or storage.read_threads

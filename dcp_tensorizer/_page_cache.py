@@ -10,6 +10,7 @@ import numpy as np
 __all__ = ["Residency"]
 
 _RUN = 64 << 20  # what is in the cache comes and goes in long runs, and to ask takes time
+_PROBES = 8  # a few pages go at any time, and what is then read past the cache does not come back to it
 
 
 class Residency:
@@ -32,16 +33,20 @@ class Residency:
         self._found: dict[int, bool] = {}
 
     def holds(self, offset: int) -> bool:
-        """Whether the cache held a byte, and so most likely what is around it, when that was first asked."""
-        found = self._found.get(offset // _RUN)
+        """Whether the cache held most of what is around a byte, when that was first asked."""
+        run = offset // _RUN
+        found = self._found.get(run)
         if found is None:
-            found = self._found[offset // _RUN] = self._ask(offset)
+            start, stop = run * _RUN, min(run * _RUN + _RUN, len(self._mapping))
+            probes = [start + (2 * n + 1) * (stop - start) // (2 * _PROBES) for n in range(_PROBES)]
+            found = self._found[run] = 2 * sum(map(self._ask, probes)) >= _PROBES
         return found
 
     def close(self) -> None:
         self._mapping.close()
 
     def _ask(self, offset: int) -> bool:
+        """Whether the cache holds a byte."""
         answer = ctypes.c_ubyte(1)
         failed = self._mincore(self._address + offset // mmap.PAGESIZE * mmap.PAGESIZE, 1, ctypes.byref(answer))
         return bool(failed or answer.value & 1)

@@ -16,18 +16,18 @@ _T = TypeVar("_T")
 # that share its core, or for the interpreter lock. From its beginning on: that takes longer to show, but one operation
 # that was interrupted shows nothing, and twice as many threads as cores read what is in the page cache a tenth slower.
 _WAITING = 4
-# Who has read so much from a disk waits for it, also where decrypting or a long copy keeps it busy for half of the
-# time. Less is the file's own table of blocks, while what is in them may be in the page cache.
-_FROM_DISK = 1 << 20
+# Whose bytes came from a disk, more than so many of them, waits for it, too, even if decrypting or copying them keeps
+# it busy for half of the time.
+_FROM_DISK = 0.5
 _RUSAGE_THREAD = getattr(resource, "RUSAGE_THREAD", None)
 
 
-def work_through(operations: Iterable[_T], run: Callable[[_T], object], *, first: int, most: int) -> None:
+def work_through(operations: Iterable[_T], run: Callable[[_T], int], *, first: int, most: int) -> None:
     """Calls ``run`` with every operation; raises what it raises, and then begins no other.
 
     Args:
         operations: In the order in which they are begun.
-        run: Called by several threads at once.
+        run: Called by several threads at once; returns how many bytes it has read.
         first: Threads that begin.
         most: Threads there may be, when those that have begun wait most of the time.
     """
@@ -36,19 +36,20 @@ def work_through(operations: Iterable[_T], run: Callable[[_T], object], *, first
 
     def work() -> None:
         """Does one operation after the other: a future for each would cost more than a small read."""
-        began, used, read, done = time.perf_counter(), time.thread_time(), _read_from_disk(), 0
+        began, used, from_disk = time.perf_counter(), time.thread_time(), _read_from_disk()
+        done = nbytes = 0
         try:
             while True:
                 try:
                     operation = remaining.popleft()
                 except IndexError:
                     return
-                run(operation)
+                nbytes += run(operation)
                 done += 1
                 if done & (done - 1):  # looking takes time: after the first one, the second, the fourth, ...
                     continue
                 wall, busy = time.perf_counter() - began, time.thread_time() - used
-                waits = wall > _WAITING * busy or _read_from_disk() - read >= _FROM_DISK
+                waits = wall > _WAITING * busy or _read_from_disk() - from_disk > _FROM_DISK * nbytes
                 if waits and remaining and len(workers) < most:
                     workers.append(pool.submit(work))
         except BaseException:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dcp_tensorizer import _pool
 from dcp_tensorizer._page_cache import Residency
 
 from .support import cached, forget
@@ -38,13 +39,25 @@ def test_what_has_been_read_is_held_and_what_was_dropped_is_not(path: Path, offs
     assert [cached(path, offset) for _ in range(2)] == [False, False]
 
 
-def test_a_part_of_a_file(path: Path, descriptor: int) -> None:
-    """Only the pages that were read are held."""
+@pytest.mark.parametrize(("nbytes", "held"), [(100, False), (MIB, False), (2 * MIB, True)])
+def test_of_a_part_of_a_file_most_counts(path: Path, descriptor: int, nbytes: int, held: bool) -> None:
+    """Wherever one asks: what is around a byte is what is read with it."""
     forget(path)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read ahead
-    os.pread(descriptor, 100, 2 * MIB)
-    assert cached(path, 2 * MIB)
-    assert not cached(path, 0)
+    os.pread(descriptor, nbytes, MIB)
+    assert [cached(path, offset) for offset in (0, MIB, 3 * MIB)] == [held] * 3
+
+
+def test_a_few_pages_that_have_gone_do_not_count(path: Path, descriptor: int) -> None:
+    """They are read through the cache: past it, all that is around them would come from the disk, load after load."""
+    forget(path)
+    path.read_bytes()
+    os.posix_fadvise(descriptor, MIB, MIB, os.POSIX_FADV_DONTNEED)
+    before = _pool._read_from_disk()
+    assert cached(path, MIB + MIB // 2)
+    assert _pool._read_from_disk() == before
+    os.pread(descriptor, MIB, MIB)
+    assert _pool._read_from_disk() > before
 
 
 def test_an_answer_is_kept(path: Path, descriptor: int) -> None:

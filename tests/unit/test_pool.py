@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,18 +13,28 @@ from dcp_tensorizer._pool import work_through
 from .support import forget
 
 
+def noted(done: list[int]) -> Callable[[int], int]:
+    """Does nothing with an operation but to note it down."""
+
+    def run(operation: int) -> int:
+        done.append(operation)
+        return 1
+
+    return run
+
+
 @pytest.mark.parametrize("count", [0, 1, 5, 1000])
 def test_every_operation_is_carried_out_once(count: int) -> None:
     """However many there are; nothing to do is done at once."""
     done: list[int] = []
-    work_through(range(count), done.append, first=3, most=4)
+    work_through(range(count), noted(done), first=3, most=4)
     assert sorted(done) == list(range(count))
 
 
 def test_they_are_begun_in_their_order() -> None:
     """One thread does them one after the other."""
     done: list[int] = []
-    work_through(range(100), done.append, first=1, most=1)
+    work_through(range(100), noted(done), first=1, most=1)
     assert done == list(range(100))
 
 
@@ -32,12 +43,13 @@ def test_threads_join_those_that_wait() -> None:
     all_there = threading.Barrier(4)
     begun = itertools.count(1)
 
-    def run(operation: int) -> None:
+    def run(operation: int) -> int:
         number = next(begun)
         if number <= 3:
             threading.Event().wait(0.02)  # the storage's latency
         elif number <= 7:
             all_there.wait(30)  # breaks if there are not four of them
+        return 1
 
     work_through(range(10), run, first=1, most=4)
     assert next(begun) == 11
@@ -46,8 +58,15 @@ def test_threads_join_those_that_wait() -> None:
 def test_no_threads_join_those_that_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes from the page cache keeps each thread busy, and more of them would only be in the way."""
     monkeypatch.setattr(_pool.time, "thread_time", _pool.time.perf_counter)
+    read = itertools.count(step=64 << 10)  # the file's own table of blocks, say, while what is in them is cached
+    monkeypatch.setattr(_pool, "_read_from_disk", lambda: next(read))
     threads: set[str] = set()
-    work_through(range(1000), lambda operation: threads.add(threading.current_thread().name), first=2, most=8)
+
+    def run(operation: int) -> int:
+        threads.add(threading.current_thread().name)
+        return 8 << 20
+
+    work_through(range(1000), run, first=2, most=8)
     assert len(threads) <= 2
 
 
@@ -59,9 +78,10 @@ def test_threads_join_those_that_read_from_a_disk(monkeypatch: pytest.MonkeyPatc
     all_there = threading.Barrier(4)
     begun = itertools.count(1)
 
-    def run(operation: int) -> None:
+    def run(operation: int) -> int:
         if 3 < next(begun) <= 7:
             all_there.wait(30)  # breaks if there are not four of them
+        return 1 << 20
 
     work_through(range(100), run, first=1, most=4)
     assert next(begun) == 101
@@ -84,10 +104,11 @@ def test_one_operation_that_waits_among_many_that_are_busy_shows_nothing(monkeyp
     wall = busy = 0.0
     names: set[str] = set()
 
-    def run(operation: int) -> None:
+    def run(operation: int) -> int:
         nonlocal wall, busy
         names.add(threading.current_thread().name)
         wall, busy = wall + (10.0 if operation == 63 else 1.0), busy + 1.0
+        return 1
 
     monkeypatch.setattr(_pool.time, "perf_counter", lambda: wall)
     monkeypatch.setattr(_pool.time, "thread_time", lambda: busy)
@@ -101,13 +122,14 @@ def test_an_error_is_raised_and_ends_the_work(threads: int) -> None:
     begun = itertools.count(1)
     failed = threading.Event()
 
-    def run(operation: int) -> None:
+    def run(operation: int) -> int:
         number = next(begun)
         if number == 5:
             failed.set()
             raise EOFError("too short")
         if number > 5:
             assert failed.wait(30)
+        return 1
 
     with pytest.raises(EOFError, match="too short"):
         work_through(range(1000), run, first=threads, most=threads)
