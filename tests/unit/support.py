@@ -188,10 +188,10 @@ def forget(path: Path) -> None:
 
 
 def cached(path: Path, offset: int) -> bool:
-    """Whether the page cache holds a byte of a file; asked anew each time."""
+    """Whether the page cache holds this very byte of a file; asked anew each time."""
     with open(path, "rb") as file:
         residency = Residency(file.fileno())
-        found = residency.holds(offset)
+        found = residency._ask(offset)
         residency.close()
     return found
 
