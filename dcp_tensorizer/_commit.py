@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from ._garbage import garbage_stays
 from ._layout import (
     ENCRYPTED_VERSION,
     FORMAT,
@@ -89,10 +90,11 @@ def commit(
     save_id = metadata.storage_meta.save_id
     files: dict[str, int] = {}
     places: dict[ItemKey, tuple[Any, ...]] = {}
-    for index, item, file_nbytes in items:
-        places[item_key(index)] = item.to_tuple()
-        if item.file:
-            files[item.file] = file_nbytes
+    with garbage_stays():
+        for index, item, file_nbytes in items:
+            places[item_key(index)] = item.to_tuple()
+            if item.file:
+                files[item.file] = file_nbytes
     content = {"format": FORMAT, "version": FORMAT_VERSION, "save_id": save_id, "files": files, "items": places}
     if encryption is not None:
         content |= {"version": ENCRYPTED_VERSION, "encryption": dict(encryption)}
@@ -115,6 +117,7 @@ def replaced_files(storage: Storage, rank: int | None) -> set[str]:
     return set()
 
 
+@garbage_stays()
 def _encoded(storage: Storage, metadata: Metadata) -> bytes:
     try:
         return encode(metadata)

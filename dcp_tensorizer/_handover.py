@@ -11,6 +11,7 @@ from typing import Any
 from ._arena import Arena, aligned
 from ._copying import Copies
 from ._crypt import Cipher
+from ._garbage import garbage_stays
 from ._ipc import export, withdraw
 from ._items import Item, sources
 from ._job import FileJob
@@ -85,9 +86,10 @@ class Handover:
         arena = lease.arena if lease is not None else None
         if arena is None or self.process is None or storage.in_process:
             return self._write_here(storage, rank, save_id, items)
-        places, shared = self._place(items, arena, lease.shared if lease is not None else None)
+        with garbage_stays():
+            places, shared = self._place(items, arena, lease.shared if lease is not None else None)
+            located = sources(items, lambda item: places[item.name])
         arenas = [arena] if self._spill is None else [arena, self._spill]
-        located = sources(items, lambda item: places[item.name])
         for attempt in (1, 2):
             # Another try has files of its own: what the process that died had sent may arrive later.
             files = plan_files(located, rank, save_id if attempt == 1 else uuid.uuid4().hex, storage.file_bytes)

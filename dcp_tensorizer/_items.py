@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from ._garbage import garbage_stays
 from ._layout import StoredItem
 from ._plan import stored_names
 from ._protocol import FileRequest, TensorSource, WriteDone
@@ -50,6 +51,7 @@ class Item:
         return _dtype_name(self.tensor.dtype)
 
 
+@garbage_stays()
 def resolve(plan: SavePlan, planner: SavePlanner) -> list[Item]:
     """The items of a plan, in its order.
 
@@ -69,6 +71,7 @@ def sources(items: Sequence[Item], place: Callable[[Item], Place]) -> list[Tenso
     ]
 
 
+@garbage_stays()
 def write_results(
     items: Sequence[Item], files: Sequence[FileRequest], done: WriteDone, check: bytes = b""
 ) -> list[WriteResult]:

@@ -21,6 +21,7 @@ import torch
 from ._arena import Arena, aligned, check_headroom
 from ._copying import Copies, order
 from ._device import CUDA, Device, SideStreams
+from ._garbage import garbage_stays
 from ._lease import Lease, StagedStateDict, Staging
 from ._shared import SharedMappings
 from ._twins import OTHER_TENSORS, fill, freeze
@@ -56,6 +57,7 @@ class _Snapshot:
         """What is copied."""
         return [tensor for number, tensor in enumerate(self.tensors) if number not in self.in_place]
 
+    @garbage_stays()
     def twin(self, copied: Iterable[torch.Tensor]) -> dict[str, Any]:
         """The twin, once, from those of the `sources`."""
         others = iter(copied)
@@ -226,6 +228,7 @@ class ArenaStager:
         elif lease.error is not None:
             staged.clear()
 
+    @garbage_stays()
     def _twins(self, sources: Sequence[torch.Tensor], arena: Arena) -> list[torch.Tensor]:
         """Memory for a copy of each."""
         twins: dict[int, torch.Tensor] = {}
@@ -233,6 +236,7 @@ class ArenaStager:
             twins[number] = arena.allocate(sources[number].dtype, sources[number].shape)
         return [twins[number] for number in range(len(sources))]
 
+    @garbage_stays()
     @torch.no_grad()
     def _freeze(self, state_dict: Mapping[str, Any]) -> _Snapshot:
         tensors: list[torch.Tensor] = []

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
-from dcp_tensorizer._garbage import garbage_stays
+from dcp_tensorizer import TensorizerStorageWriter
+from dcp_tensorizer._garbage import garbage_stays, settle
+
+
+class _Cycle:
+    """Something that only the collector frees."""
+
+    def __init__(self) -> None:
+        self.itself = self
 
 
 @pytest.fixture(autouse=True)
 def collector() -> Iterator[None]:
+    gc.collect()
     yield
     gc.enable()
 
@@ -27,11 +40,15 @@ def test_no_collections_within() -> None:
 
 
 def test_who_has_no_collector_gets_none() -> None:
-    """A trainer that collects when it likes finds the collector as it left it."""
+    """A trainer that collects the young ones when it likes finds the collector as it left it, and its garbage young."""
     gc.disable()
     with garbage_stays():
         assert not gc.isenabled()
+        cycle = weakref.ref(_Cycle())
     assert not gc.isenabled()
+    assert cycle() is not None
+    gc.collect(1)
+    assert cycle() is None
 
 
 def test_an_error_leaves_the_collector_on() -> None:
@@ -54,6 +71,45 @@ def test_what_was_made_counts_as_old() -> None:
         made = [[number] for number in range(100_000)]
     assert gc.get_count()[0] < 1000
     assert any(old is made for old in gc.get_objects(generation=2))
+
+
+def test_garbage_does_not_become_old() -> None:
+    """A step's cycles may hold gigabytes of activations: a collection of old ones may be hours away."""
+    cycle = weakref.ref(_Cycle())
+    settle()
+    assert cycle() is None
+
+
+def test_what_dies_old_is_found() -> None:
+    """However often objects are made to count as old, while little else is made: full collections do come again."""
+    dead = []
+    for _ in range(300):
+        cycle = _Cycle()
+        cycles = [_Cycle() for _ in range(1000)]
+        settle()
+        dead.append(weakref.ref(cycle))
+        del cycle, cycles
+    assert dead[0]() is None
+
+
+def test_saves_bring_no_full_collection(tmp_path: Path) -> None:
+    """It would go through all of torch's objects, and keep training from the interpreter for a sixth of a second."""
+    state = {f"layers.{number}.weight": torch.ones(2) for number in range(5000)}
+    full = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        full.extend([info] if phase == "start" and info["generation"] == 2 else [])
+
+    with TensorizerStorageWriter(tmp_path) as writer:
+        dcp.async_save(state, storage_writer=writer, no_dist=True).result()
+        gc.collect()
+        gc.callbacks.append(note)
+        try:
+            for _ in range(3):
+                dcp.async_save(state, storage_writer=writer, no_dist=True).result()
+        finally:
+            gc.callbacks.remove(note)
+    assert full == []
 
 
 def test_what_a_trainer_has_frozen_stays_frozen() -> None:
