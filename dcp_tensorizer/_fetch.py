@@ -87,6 +87,7 @@ def fetch(
     """
     if not wanted:
         return 0
+    wanted = _apart(wanted)
     operations = plan_reads([w.request for w in wanted], verify=verify, gap=storage.gap_bytes, most=storage.read_bytes)
     total = sum(operation.nbytes for operation in operations)
     uses = Counter(operation.file for operation in operations)
@@ -109,6 +110,39 @@ def fetch(
     finally:
         job.close()
     return total
+
+
+def _apart(wanted: Sequence[Wanted]) -> Sequence[Wanted]:
+    """Nothing is read straight into memory that several targets share, as those of tied weights do.
+
+    What one of them gets, perhaps encrypted and with a key of its own, would be taken for the other's.
+    """
+    shared: set[int] = set()
+    stop = last = -1
+    for first, after, number in sorted((*_memory(w.target), n) for n, w in enumerate(wanted) if _has_memory(w)):
+        if first < stop:
+            shared |= {last, number}
+        if after > stop:
+            stop, last = after, number
+    if not shared:
+        return wanted
+    return [
+        w._replace(request=w.request._replace(direct=w.request.direct and number not in shared))
+        for number, w in enumerate(wanted)
+    ]
+
+
+def _has_memory(wanted: Wanted) -> bool:
+    return wanted.request.direct or (type(wanted.target) is torch.Tensor and wanted.target.is_cpu)
+
+
+def _memory(target: torch.Tensor) -> tuple[int, int]:
+    """The addresses of a target's first element and of what follows its last one."""
+    first = target.data_ptr()
+    if target.is_contiguous():
+        return first, first + target.nbytes
+    span = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True)) + 1
+    return first, first + span * target.itemsize
 
 
 class _Job:

@@ -11,14 +11,17 @@ import logging
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor  # FSDP1 still makes them
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from ._crypt import Cipher, check_decryption, unlock
@@ -175,11 +178,14 @@ class TensorizerStorageReader(StorageReader):
         """Reads everything in the plan into the targets that the planner gives.
 
         Raises:
+            MetadataError: this rank saved other parts of a tensor for itself than its target holds; names the key.
             ReadError: stored bytes cannot be read, or do not fit their target; names key and file.
             ChecksumMismatch: stored bytes are not the ones that were saved; names key, file and offset.
             UntrustedObject: an object would need code to run; names key and type.
         """
         started = time.monotonic()
+        if self._per_rank:
+            self._check_own(plan, getattr(planner, "state_dict", {}))
         with garbage_stays():
             stored = [self._stored(read_item.storage_index) for read_item in plan.items]
             blobs = [(i, item) for i, item in zip(plan.items, stored, strict=True) if item.kind != "tensor"]
@@ -258,6 +264,23 @@ class TensorizerStorageReader(StorageReader):
                 raise MetadataError(
                     f"{self._opened.path}: the stored chunks of {key!r}, {held:,} elements in all, do not make up its "
                     f"{math.prod(entry.size):,}: a rank's part is missing, or there twice"
+                )
+
+    def _check_own(self, plan: LoadPlan, targets: Mapping[str, Any]) -> None:
+        """Of what was saved without collectives a rank sees only its own: that must be all that its targets hold."""
+        assert self._metadata is not None
+        found: Counter[str] = Counter()
+        for read_item in plan.items:
+            found[read_item.dest_index.fqn] += math.prod(read_item.lengths)
+        for key, target in targets.items():
+            if not isinstance(self._metadata.state_dict_metadata.get(key), TensorStorageMetadata):
+                continue
+            wanted = _local_elements(target)
+            if found[key] != wanted:
+                raise MetadataError(
+                    f"{self._opened.path} holds {found[key]:,} of the {wanted:,} elements of {key!r} that this rank "
+                    f"loads: it was saved with use_collectives=False, each rank for itself, with another sharding, or "
+                    f"with the ranks in another order; load it as it was saved"
                 )
 
     def _check_files(self, names: set[str]) -> None:
@@ -379,6 +402,15 @@ class TensorizerStorageReader(StorageReader):
 
 def _ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _local_elements(target: Any) -> int:
+    """How many elements of a tensor this rank has."""
+    if isinstance(target, ShardedTensor):
+        return sum(shard.tensor.numel() for shard in target.local_shards())
+    if isinstance(target, DTensor):
+        return target._local_tensor.numel() if target.device_mesh.get_coordinate() is not None else 0
+    return target.numel() if isinstance(target, torch.Tensor) else 0
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:

@@ -183,6 +183,32 @@ def test_without_collectives_another_number_of_ranks_cannot_load(travelled, worl
             assert f"another number of ranks than the {world_size}" in str(cause)
 
 
+def _load_otherwise(rank, folder):
+    """Loads what was saved by rows, each rank for itself, into columns, and into whole tensors."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    rows, columns = (distribute_tensor(torch.zeros(5, 3), mesh, [Shard(dim)]) for dim in (0, 1))
+    found = []
+    for target in (columns, torch.zeros(5, 3), rows):
+        state = {"model": {"sharded": target}}
+        failure = attempt(lambda state=state: dcp.load(state, storage_reader=TensorizerStorageReader(folder)))
+        found.append((failure, full(state)["model"]["sharded"]))
+    return found
+
+
+def test_without_collectives_another_sharding_cannot_load(travelled):
+    """A rank has only its own part: a target that wants more is an error that names the key, and is not changed."""
+    expected = random_tensor(torch.float32, (5, 3), 100 + ROADS.index("save without collectives"))
+    for found in run_ranks(WORLD, _load_otherwise, travelled[0] / "save without collectives"):
+        for failure, value in found[:2]:
+            (cause,) = failure.causes.values()
+            assert type(cause) is MetadataError
+            assert "'model.sharded'" in str(cause) and "with another sharding" in str(cause)
+            assert not value.any()
+        failure, value = found[2]
+        assert failure.causes == {}
+        assert_same(value, expected)
+
+
 @pytest.mark.parametrize("case", CACHED)
 def test_cached_plans(cached, case):
     """With plan caching each save holds its own values, dtypes and shapes."""

@@ -442,6 +442,19 @@ def test_any_box_is_read(
     assert same(target, stored[first[0] : first[0] + size[0], first[1] : first[1] + size[1]].contiguous())
 
 
+@pytest.mark.parametrize("rows", [3, 3000])
+def test_tied_weights(storage: Storage, rows: int, verify: bool) -> None:
+    """Two names of one memory, encrypted with two nonces: the bytes of one are not taken for the other's."""
+    stored = filled(torch.float32, (rows, 1000))
+    content, items = encrypted({"embedding": stored, "head": stored}, CIPHER)
+    put_file(storage, "f", content)
+    target = torch.zeros(rows, 1000)
+    request = ReadRequest(items["head"], (rows, 1000), 4, Box((0, 0), (rows, 1000)), direct=True)
+    tied = [Wanted("embedding", request._replace(item=items["embedding"]), target), Wanted("head", request, target)]
+    fetch(storage, tied, verify=verify, cipher=CIPHER)
+    assert same(target, stored)
+
+
 def test_a_slice_reads_its_blocks_and_no_others(storage: Storage) -> None:
     """A few rows of a tensor of many blocks: not the whole tensor is read, nor decrypted."""
     stored = filled(torch.uint8, (64, 1 << 16))

@@ -596,3 +596,38 @@ def test_a_shortage_of_memory_for_slots_is_a_read_error(
     monkeypatch.setattr("dcp_tensorizer._arena._available_memory", lambda: 1 << 16)
     with pytest.raises(ReadError, match=r"on their way to a GPU.*bytes of memory are available"):
         fetch(storage, [landing("t", item, stored, target)], threads=2, verify=True)
+
+
+# --- targets that share memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(5,), (700_000,)], ids=["small", "large"])
+def test_tied_targets_of_tensors_that_differ(storage: Storage, verify: bool, shape: tuple[int, ...]) -> None:
+    """Saved apart and loaded into one memory, a part of it or all: one of them is there, and nothing is damaged."""
+    stored = {name: filled(torch.float32, shape, seed) for seed, name in enumerate("abc")}
+    items = write_file(storage, "f", stored)
+    memory = torch.zeros(2 * shape[0])
+    targets = {"a": memory[: shape[0]], "b": memory[: shape[0]], "c": memory[shape[0] :]}
+    for _ in range(5):
+        memory.zero_()
+        fetch(storage, [wanted(key, items[key], stored[key], t) for key, t in targets.items()], verify=verify)
+        assert same(targets["a"], stored["a"]) or same(targets["a"], stored["b"])
+        assert same(targets["c"], stored["c"])
+
+
+def test_which_targets_share_memory(storage: Storage) -> None:
+    """Those that overlap, contiguous or not; not those that lie side by side."""
+    stored = filled(torch.float32, (4, 4))
+    items = write_file(storage, "f", {"t": stored})
+    memory = torch.zeros(100)
+    targets = [
+        memory[:16].view(4, 4),
+        memory[16:32].view(4, 4),
+        memory[31:47].view(4, 4),
+        memory[60:].as_strided((4, 4), (8, 1)),
+        memory[80:96].view(4, 4),
+        torch.zeros(4, 4),
+    ]
+    found = _fetch._apart([wanted("t", items["t"], stored, target) for target in targets])
+    assert [w.request.direct for w in found] == [True, False, False, False, False, True]
+    assert all(w.target is target for w, target in zip(found, targets, strict=True))

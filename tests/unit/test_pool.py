@@ -1,6 +1,7 @@
 """Threads that work through operations: each once, and how many threads there are."""
 
 import itertools
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -134,3 +135,27 @@ def test_an_error_is_raised_and_ends_the_work(threads: int) -> None:
     with pytest.raises(EOFError, match="too short"):
         work_through(range(1000), run, first=threads, most=threads)
     assert next(begun) < 1000 / 2
+
+
+def test_an_interrupt_ends_the_work() -> None:
+    """Ctrl-C reaches who waits for the threads: they finish what they are doing, and begin nothing more."""
+    begun = itertools.count(1)
+
+    class Interrupted(KeyboardInterrupt):
+        """Told from one that somebody types."""
+
+    def run(operation: int) -> int:
+        if next(begun) == 3:
+            signal.raise_signal(signal.SIGUSR1)
+        return 1
+
+    def interrupt(number: int, frame: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(Interrupted):
+            work_through(range(1_000_000), run, first=1, most=1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert next(begun) < 1_000_000
