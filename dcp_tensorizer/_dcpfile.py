@@ -197,6 +197,8 @@ def _located(storage: Storage, key: str, box: Box, info: _StorageInfo) -> Chunk:
         raise ReadError(storage.scrub(f"cannot open {path} (for {key!r}): {error}")) from error
     try:
         value = load_fake(FileView(reader, info.offset, info.length), f"{path} (for {key!r})")
+    except (OSError, EOFError) as error:
+        raise ReadError(storage.scrub(f"cannot read {path} (for {key!r}): {error}")) from error
     finally:
         reader.close()
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != box.size:

@@ -67,6 +67,8 @@ def new_directory(path: str, options: Mapping[str, Any], files: str) -> Iterator
             raise ConversionError(f"{storage.path} exists, and is not empty: choose another destination")
     if isinstance(storage, LocalStorage):
         real = Path(os.path.realpath(storage.location))
+        if real.exists() and not real.is_dir():
+            raise ConversionError(f"{storage.path} exists, and is no directory: choose another destination")
         if real.is_mount():
             raise ConversionError(f"{storage.path} is a mount point, and so cannot be replaced: name a directory in it")
         with _renamed(real) as temporary:

@@ -7,6 +7,7 @@ torch has both halves: with fake tensors, ``torch.load`` says where each tensor'
 from __future__ import annotations
 
 import io
+import pickle
 import struct
 import tempfile
 import zipfile
@@ -17,7 +18,6 @@ import torch
 from isal.isal_zlib import crc32
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # as torch.serialization.skip_data documents
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # what dcp.save does
-from torch.utils._pytree import tree_leaves
 
 from ._contents import Contents, OtherKey, Path, StoredObject, StoredTensor, blocks_of, plain_tensor
 from ._storage import RangeReader, Storage
@@ -155,7 +155,7 @@ def read_state_dict(storage: Storage, name: str, reader: RangeReader, nbytes: in
     for key, item in values.items():
         if isinstance(item, torch.Tensor):
             tensors[key] = locate(storage, tuple(paths[key]), item, (name, 0))
-        elif any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(item)):
+        elif _holds_tensors(item):
             raise ConversionError(f"{path}: {key!r} is a {type(item).__name__} with tensors in it: leave it out")
         else:
             content = io.BytesIO()
@@ -212,6 +212,7 @@ def skeleton(contents: Contents) -> tuple[int, Iterator[memoryview]]:
 
     Raises:
         UntrustedObject: an object would need code to run.
+        ConversionError: an object holds tensors.
     """
     paths = contents.paths
     with FakeTensorMode():
@@ -226,6 +227,11 @@ def skeleton(contents: Contents) -> tuple[int, Iterator[memoryview]]:
                 f"{stored.key!r} in {contents.path} is an object that could run code when it is loaded ({needed}), "
                 f"and it must be loaded to become part of a torch.save file: leave it out"
             ) from None
+        if _holds_tensors(values[stored.key]):  # whose elements no pass fills in
+            raise ConversionError(
+                f"{stored.key!r} in {contents.path} is a {type(values[stored.key]).__name__} with tensors in it, which "
+                f"cannot be converted: leave it out, or load and save it"
+            )
     ordered = {key: values[key] for key in paths}
     # Sparse: what is left out for the data takes no room.
     with tempfile.TemporaryDirectory(prefix="dcp_tensorizer-") as folder:
@@ -234,6 +240,24 @@ def skeleton(contents: Contents) -> tuple[int, Iterator[memoryview]]:
             torch.save(nested(ordered, paths), file)
         room = open(file, "rb")  # noqa: SIM115
     return room.seek(0, io.SEEK_END), _filled(room, contents)
+
+
+class _TensorFinder(pickle.Pickler):
+    """Looks for tensors wherever a pickle would."""
+
+    found = False
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, torch.Tensor | torch.UntypedStorage | torch.storage.TypedStorage):
+            return None
+        self.found = True
+        return 0
+
+
+def _holds_tensors(value: Any) -> bool:
+    finder = _TensorFinder(io.BytesIO())
+    finder.dump(value)
+    return finder.found
 
 
 def _filled(room: Any, contents: Contents) -> Iterator[memoryview]:

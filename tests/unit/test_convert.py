@@ -27,6 +27,7 @@ from dcp_tensorizer import (
     MetadataError,
     NotCommitted,
     ReadError,
+    TensorizerStorageWriter,
     UntrustedObject,
     _boxes,
     _targets,
@@ -310,6 +311,38 @@ def test_what_is_there_stays(tmp_path: Path, to: str) -> None:
     with pytest.raises(ConversionError, match="exists"):
         convert(tmp_path / "a", tmp_path / "b", to)
     assert (tmp_path / "b" / "mine").read_text() == "mine"
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_file_that_is_there_stays(tmp_path: Path, to: str) -> None:
+    """Also where a directory would be written, which is said before the work."""
+    make_checkpoint(tmp_path / "a", {"x": torch.ones(3)})
+    (tmp_path / "b").write_text("mine")
+    with pytest.raises(ConversionError, match="exists"):
+        convert(tmp_path / "a", tmp_path / "b", to)
+    assert (tmp_path / "b").read_text() == "mine"
+
+
+def test_objects_that_hold_tensors_do_not_become_a_torch_file(tmp_path: Path) -> None:
+    """Their elements would be zeros there: the error names the key, and nothing is written."""
+    pair = {"x": torch.ones(3), "pair": (1, [torch.ones(2)]), "plain": (1, 2)}
+    with TensorizerStorageWriter(tmp_path / "a") as writer:
+        dcp.save(pair, storage_writer=writer)
+    with pytest.raises(ConversionError, match=r"'pair' .*is a tuple with tensors in it.*leave it out"):
+        convert(tmp_path / "a", tmp_path / "b", "torch")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    convert(tmp_path / "a", tmp_path / "b", "torch", options=Options(select=("x", "plain")))
+    assert torch.load(tmp_path / "b")["plain"] == (1, 2)
+
+
+@pytest.mark.parametrize("kept", [0, 100])
+def test_a_torch_checkpoint_that_is_cut_off(tmp_path: Path, kept: int) -> None:
+    """The error names key and file."""
+    dcp.save({"x": torch.ones(3000)}, checkpoint_id=tmp_path / "a")
+    (path,) = (tmp_path / "a").glob("*.distcp")
+    os.truncate(path, kept)
+    with pytest.raises(CheckpointError, match=rf"{path.name} .*'x'"):
+        convert(tmp_path / "a", tmp_path / "b", "safetensors")
 
 
 @pytest.mark.parametrize("to", FORMATS)
