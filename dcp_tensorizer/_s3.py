@@ -11,7 +11,7 @@ import copy
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -178,6 +178,10 @@ class S3Storage(Storage):
         """`call` with a body."""
         return self.call(operation, name, Body=_Body(data), **self._client.checksum(data), **arguments)
 
+    def part(self, answer: Mapping[str, Any]) -> dict[str, str]:
+        """What is to be said of a part when its upload is completed, from the answer to it."""
+        return {name: answer[name] for name in self._client.names_of_part() if name in answer}
+
     def _read_error(self, name: str, error: Exception) -> CheckpointError:
         return ReadError(self.scrub(f"cannot read {self.path}/{name}: {error}"))
 
@@ -256,7 +260,7 @@ class _S3Sink:
         self._name = name
         self._nbytes = nbytes
         self._lock = threading.Lock()
-        self._etags: dict[int, str] = {}
+        self._parts: dict[int, dict[str, str]] = {}
         self._is_open = True
         self._upload: Future[dict[str, Any]] | None = None
         self.part_bytes = max(_PART, -(-nbytes // _MOST_PARTS))
@@ -272,7 +276,7 @@ class _S3Sink:
             self._storage.send("put_object", self._name, data)
         else:
             answer = self._storage.send("upload_part", self._name, data, PartNumber=number + 1, **self._id())
-            self._etags[number + 1] = answer["ETag"]
+            self._parts[number + 1] = self._storage.part(answer)
         with self._lock:
             self.bytes_written += data.nbytes
             self.write_seconds += time.perf_counter() - started
@@ -313,7 +317,7 @@ class _S3Sink:
             self._storage.abort_uploads(self._name)
 
     def _complete(self) -> None:
-        parts = [{"PartNumber": number, "ETag": tag} for number, tag in sorted(self._etags.items())]
+        parts = [{"PartNumber": number, **said} for number, said in sorted(self._parts.items())]
         try:
             self._storage.call("complete_multipart_upload", self._name, MultipartUpload={"Parts": parts}, **self._id())
         except OSError:

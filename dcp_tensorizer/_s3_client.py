@@ -102,6 +102,11 @@ class S3Client:
             return {}
         return {"ChecksumCRC32": base64.b64encode(crc32(data).to_bytes(4, "big")).decode()}
 
+    def names_of_part(self) -> list[str]:
+        """Tag, and the checksum if the user has chosen an algorithm: AWS wants it said twice then."""
+        chosen = self._filesystem.s3_additional_kwargs.get("ChecksumAlgorithm")
+        return ["ETag"] if chosen is None else ["ETag", f"Checksum{chosen}"]
+
     def _retire(self) -> None:
         """Whoever comes next looks for credentials anew: the user may have mended them."""
         with _SHARING:

@@ -136,7 +136,8 @@ class SftpClient:
             connection.connect(**self._options)
             transport = connection.get_transport()
             transport.set_keepalive(_KEEPALIVE)
-            if isinstance(transport.sock, socket.socket):  # what is sent and not taken is waited for without a timeout
+            # What is sent and not taken is waited for without a timeout; where it can be told so, the system has one.
+            if isinstance(transport.sock, socket.socket) and hasattr(socket, "TCP_USER_TIMEOUT"):
                 milliseconds = max(1, int(1000 * self._patience))
                 transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         except Exception as error:
@@ -200,10 +201,15 @@ def _extensions(message: paramiko.Message) -> Iterator[str]:
 
 
 def _of_address(address: str) -> dict[str, Any]:
+    """Raises `ValueError`, without the address: what is wrong with it may be its password."""
     parts = urlsplit(f"//{address}")
+    try:
+        port = parts.port
+    except ValueError:
+        raise ValueError("the port is no number: in a URL, user and password are percent-encoded") from None
     found = {
         "hostname": parts.hostname,
-        "port": parts.port,
+        "port": port,
         "username": parts.username and unquote(parts.username),
         "password": parts.password and unquote(parts.password),
     }

@@ -278,5 +278,5 @@ def rest_of(buffers: Iterable[memoryview], count: int) -> list[memoryview]:
 
 
 def redact(text: str) -> str:
-    """``text`` with the ``user:password@`` of every URL in it removed."""
-    return re.sub(r"([A-Za-z][A-Za-z0-9+.-]*://)[^/\s]*@", r"\1", text)
+    """``text`` with the ``user:password@`` of every URL in it removed, spaces and all."""
+    return re.sub(r"([A-Za-z][A-Za-z0-9+.-]*://)[^/\n]*@", r"\1", text)

@@ -291,6 +291,16 @@ def test_checksums_are_as_the_user_wants_them(opened: Opener, proxy: S3Proxy, op
     assert checksums(proxy, "PutObject") == [""]
 
 
+def test_checksums_of_parts_are_said_again_when_they_are_put_together(opened: Opener, proxy: S3Proxy) -> None:
+    """As AWS wants it when the user has chosen an algorithm."""
+    storage = opened(s3_additional_kwargs={"ChecksumAlgorithm": "SHA256"})
+    answers = {"ETag": '"1"', "ChecksumSHA256": "abc", "ChecksumCRC32": "def", "ChecksumType": "COMPOSITE"}
+    assert storage.part(answers) == {"ETag": '"1"', "ChecksumSHA256": "abc"}
+    assert opened().part(answers) == {"ETag": '"1"'}
+    put_file(storage, NAME, CONTENT)
+    assert read(storage) == CONTENT
+
+
 def test_connections_are_kept_from_one_save_to_the_next(opened: Opener, proxy: S3Proxy) -> None:
     """As long as somebody keeps a storage's. Other options have connections of their own."""
     kept = opened().connection

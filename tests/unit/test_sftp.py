@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import socket
 import threading
 import time
 import urllib.parse
@@ -182,6 +183,20 @@ def test_address_in_the_url(sftp: SftpServer) -> None:
     storage.make_directory()
     assert (sftp.folder / url.rpartition(f"{sftp.port}/")[2]).is_dir()
     assert secret not in storage.path
+
+
+@pytest.mark.parametrize("secret", ["hunter2/secret", "hunter2#secret", "hunter2 secret"])
+def test_a_password_that_is_not_quoted(secret: str) -> None:
+    """The error says what to do, and shows nothing of it."""
+    with pytest.raises(WriteError) as caught:
+        open_storage(f"sftp://trainer:{secret}@127.0.0.1:1/ckpt", {"look_for_keys": False}, 0.01)
+    assert not [part for part in ("trainer", "hunter2", "secret") if part in str(caught.value)]
+
+
+def test_systems_without_a_timeout_for_what_is_sent(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as macOS: there is a connection."""
+    monkeypatch.delattr(socket, "TCP_USER_TIMEOUT")
+    put_file(opened(), NAME, b"123")
 
 
 # --- several at once -------------------------------------------------------------------------------------------------

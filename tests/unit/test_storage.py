@@ -12,6 +12,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,6 +71,7 @@ def test_remote_locations_are_opened_by_another_process_as_they_were_given() -> 
         ("ftp://user@host/a", "ftp://host/a"),
         ("ftp://user:p@ss@host/a", "ftp://host/a"),
         ("ftp://user:p%40ss@host", "ftp://host"),
+        ("sftp://user:my pass@host/a", "sftp://host/a"),
         ("simplecache::ftp://u:p@h/a and s3://k:s@b", "simplecache::ftp://h/a and s3://b"),
         ("https://host/a@b", "https://host/a@b"),
         ("/local/a@b and user@host", "/local/a@b and user@host"),
@@ -508,3 +510,26 @@ threading.Thread(target=save).start()
 def test_a_save_that_is_under_way_when_the_job_ends_can_still_ask() -> None:
     """The interpreter waits for the save's thread but starts no others: the request is made at once."""
     assert run_python(_AT_THE_END).stdout.split() == ["7", "ZeroDivisionError"]
+
+
+def test_azures_filesystems_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for the same options, however many saves there are, since adlfs never frees it; what it knew is forgotten."""
+    made: list[Azure] = []
+
+    class Azure(MemoryFileSystem):
+        protocol = "az"
+
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.forgotten = 0
+            made.append(self)
+
+        def invalidate_cache(self, path: str | None = None) -> None:
+            self.forgotten += 1
+
+    monkeypatch.setitem(_registry, "az", Azure)
+    opened = [open_storage(f"az://container/step{step}", {"account_name": "a"}) for step in range(3)]
+    assert [storage.path for storage in opened] == [f"az://container/step{step}" for step in range(3)]
+    open_storage("az://container/step1", {"account_name": "b"})
+    assert [(azure.storage_options["account_name"], azure.forgotten) for azure in made] == [("a", 3), ("b", 1)]
+    assert opened[0].size("nothing") is None
