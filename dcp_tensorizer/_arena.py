@@ -17,6 +17,7 @@ import tempfile
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -33,12 +34,27 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14, <asm-generic/mman-common.h>; not named 
 _POPULATE_STEP = 256 << 20
 _ids = itertools.count()
 
-# A forked child does not have an arena's pages (MADV_DONTFORK), but it inherits the Python objects, and freeing one
-# there would unmap whatever the child has put at that address since. So a child keeps them for good.
 _mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+_descriptors: set[int] = set()
 _inherited: list[mmap.mmap] = []
+
+
+def _let_go() -> None:
+    """In a forked child, before it does anything: arenas are none of its business.
+
+    It does not have their pages (MADV_DONTFORK), but it inherits descriptors, which would keep the memory as long as
+    the child lives, and Python objects: to free one later would unmap whatever the child has put at that address since.
+    """
+    while _descriptors:
+        os.close(_descriptors.pop())
+    for mapping in _mappings:
+        with suppress(BufferError):
+            mapping.close()  # with the descriptor of its own that it has
+        _inherited.append(mapping)
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: _inherited.extend(_mappings))
+    os.register_at_fork(after_in_child=_let_go)
 
 
 class Arena:
@@ -65,7 +81,9 @@ class Arena:
                 f"no {self.nbytes:,} bytes of memory for the staging buffer ({error}): free memory, raise the memory "
                 f"limit, or shard the state dict over more ranks"
             ) from error
+        self._mapping = weakref.ref(self._map)
         _mappings.add(self._map)
+        _descriptors.add(self.fd)
         if hasattr(mmap, "MADV_DONTFORK"):
             self._map.madvise(mmap.MADV_DONTFORK)
         self._base = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
@@ -97,8 +115,9 @@ class Arena:
 
     @property
     def in_use(self) -> bool:
-        """Whether a tensor made by `allocate` is left: each holds a reference to the mapping."""
-        return self._map is not None and sys.getrefcount(self._map) > 2
+        """Whether a tensor made by `allocate` is left, also of a closed arena: each refers to the mapping."""
+        own = 1 if self._map is None else 2  # and the one that is asked about
+        return self._mapping() is not None and sys.getrefcount(self._mapping()) > own
 
     def fits(self, nbytes: int) -> bool:
         """Whether a whole arena's worth of ``nbytes`` bytes, alignment included, fits in."""
@@ -147,6 +166,7 @@ def _release(fd: int, undo: list[Callable[[], None]], pid: int) -> None:
         while undo:
             undo.pop()()
     finally:
+        _descriptors.discard(fd)
         os.close(fd)
 
 

@@ -7,15 +7,17 @@ of `GATHER_BYTES`, from which many leave in one copy: their twins lie side by si
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from ._arena import aligned
 from ._device import Device, Event, SideStream, SideStreams
+from ._storage import meanwhile
 
 __all__ = ["GATHER_BYTES", "Copies", "Pair", "copy_on_host", "order", "queue_on_device"]
 
@@ -213,12 +215,14 @@ def copy_on_host(pairs: Sequence[Pair], threads: int) -> None:
     if threads == 1 or torch.get_num_threads() > 1 or total < _SHARED_COPY:
         _copy_some(pairs)
         return
-    with ThreadPoolExecutor(threads - 1, thread_name_prefix="stage") as pool:
-        first, *others = _shares([piece for pair in pairs for piece in _pieces(pair)], total, threads)
-        copies = [pool.submit(_copy_some, share) for share in others]
+    first, *others = _shares([piece for pair in pairs for piece in _pieces(pair)], total, threads)
+    copies = [meanwhile(functools.partial(_copy_some, share)) for share in others]
+    try:
         _copy_some(first)
-        for copied in copies:
-            copied.result()
+    finally:
+        concurrent.futures.wait(copies)  # nothing is written to the twins any more
+    for copied in copies:
+        copied.result()
 
 
 def _copy_some(pairs: Sequence[Pair]) -> None:

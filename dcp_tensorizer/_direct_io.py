@@ -25,8 +25,10 @@ class LocalSink:
 
     Args:
         path: Where to create it; it must not exist.
-        nbytes: Its size. It is preallocated, so that a full disk is known before the work begins.
+        nbytes: Its size.
         sync: Make the data durable in `close`.
+        preallocate: Take the room for it first, so that a full disk is known before the work begins. Where the file
+            system has nothing for that, as many network mounts, glibc would imitate it by writing zeros.
 
     Raises:
         OSError: the file cannot be created or written.
@@ -36,7 +38,7 @@ class LocalSink:
     concurrency = _WRITERS
     in_order = False
 
-    def __init__(self, path: Path, nbytes: int, *, sync: bool) -> None:
+    def __init__(self, path: Path, nbytes: int, *, sync: bool, preallocate: bool = True) -> None:
         self.path = path
         self.bytes_written = 0
         self.write_seconds = 0.0
@@ -46,8 +48,7 @@ class LocalSink:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._direct_fd = open_direct(path, os.O_WRONLY)
         try:
-            # Without O_DIRECT the file system may be one where glibc imitates fallocate by writing zeros.
-            if self._direct_fd is not None and hasattr(os, "posix_fallocate") and nbytes:
+            if preallocate and self._direct_fd is not None and hasattr(os, "posix_fallocate") and nbytes:
                 os.posix_fallocate(self._fd, 0, nbytes)
         except OSError:
             self.abort()

@@ -102,7 +102,7 @@ class Handover:
                     raise WriteError(f"the writer was closed before the save to {storage.path} was over") from error
                 if attempt == 2:
                     raise WriterProcessDied(f"the save to {storage.path} failed twice: {error}") from error
-                logger.warning("rank %d: %s; writing once more with a fresh process", rank, error)
+                logger.warning("rank %d: %s; writing once more with a fresh process", rank, str(error))
         raise AssertionError("unreachable")
 
     def snapshot(self, arena: Arena, copies: Copies) -> bool:
@@ -120,7 +120,7 @@ class Handover:
         except WriteError as error:
             # What has been refused will be again, to no purpose; a process may die only once.
             self._by_handles = isinstance(error, WriterProcessDied)
-            logger.warning("the writer process could not copy from the GPU, the trainer does: %s", error)
+            logger.warning("the writer process could not copy from the GPU, the trainer does: %s", str(error))
             return False
         return True
 
@@ -132,8 +132,9 @@ class Handover:
 
     def free(self) -> None:
         """Gives the memory back, when no save uses it any more."""
-        if self._spill is not None:
-            self._spill.close()
+        spill, self._spill = self._spill, None
+        if spill is not None:
+            spill.close()
 
     def _write_here(self, storage: Storage, rank: int, save_id: str, items: Sequence[Item]) -> Written:
         tensors = {item.name: item.tensor for item in items}

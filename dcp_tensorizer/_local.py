@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
 import time
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +22,8 @@ __all__ = ["LocalStorage"]
 # Where a lock that one process holds is seen by every other that can reach the directory. On network file systems it
 # may be this machine's alone.
 _LOCAL_TYPES = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}
+# Errors of a mount whose server has not said what has become of a request.
+_UNANSWERED = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ENOTCONN, errno.EHOSTUNREACH}
 
 
 class LocalStorage(Storage):
@@ -67,7 +71,7 @@ class LocalStorage(Storage):
             raise WriteError(f"cannot create the checkpoint directory {self.path}: {error}") from error
 
     def create(self, name: str, nbytes: int, *, sync: bool) -> Sink:
-        return LocalSink(self._root / name, nbytes, sync=sync)
+        return LocalSink(self._root / name, nbytes, sync=sync, preallocate=_is_local(self._root))
 
     def sync_directory(self) -> None:
         _sync_directory(self._root)
@@ -80,9 +84,7 @@ class LocalStorage(Storage):
                 file.flush()
                 if sync:
                     os.fsync(file.fileno())
-            if not replace:
-                _link(temporary, self._root / name)
-            os.replace(temporary, self._root / name)  # for a link to the same file this does nothing
+            self._rename(temporary, name, data, replace)
         except OSError as error:
             raise Refused(f"cannot write {self._root / name}: {error}") from error
         finally:
@@ -93,6 +95,23 @@ class LocalStorage(Storage):
                 self.sync_directory()
             except OSError as error:
                 raise WriteError(f"{self._root / name} is in place, but may not stay there: {error}") from error
+
+    def _rename(self, temporary: Path, name: str, data: bytes, replace: bool) -> None:
+        """Gives a file its name.
+
+        A network mount may say that it could not when it has: if an answer was lost, and a retry met its own file.
+        """
+        try:
+            if not replace:
+                _link(temporary, self._root / name)
+            os.replace(temporary, self._root / name)  # for a link to the same file this does nothing
+        except OSError as error:
+            with suppress(ReadError):
+                if self.read(name) == data:
+                    return
+            if error.errno in _UNANSWERED and not _is_local(self._root):
+                raise WriteError(f"{self._root / name} may be in place, now or later: {error}") from error
+            raise
 
     def read(self, name: str) -> bytes | None:
         try:
@@ -132,12 +151,12 @@ class LocalStorage(Storage):
 class _DirectoryClaim(Claim):
     """A lock on the directory: exclusive for whoever finds nobody else there, then shared while the save lasts.
 
-    The kernel drops it when the process ends, however it ends.
+    The kernel drops it when the process ends, however it ends; it ends with this object, too.
     """
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._fd = self._open()
+        self._open()
         self._alone = _is_local(root) and self._lock(fcntl.LOCK_EX)
 
     def leftovers(self) -> list[str] | None:
@@ -149,23 +168,21 @@ class _DirectoryClaim(Claim):
         self._wait(deadline, timeout)
         while not self._is_current():  # whoever cleaned up removed the directory as well
             self.release()
-            self._fd = self._open()
+            self._open()
             self._wait(deadline, timeout)
 
     def release(self) -> None:
-        if self._fd >= 0:
-            self._lock(fcntl.LOCK_UN)  # a forked child may hold the descriptor, and with it the lock
-            os.close(self._fd)
-            self._fd = -1
+        self._release()
 
-    def _open(self) -> int:
-        """The directory, made again if somebody has removed it since the save made it."""
+    def _open(self) -> None:
+        """Opens the directory, made again if somebody has removed it since the save made it."""
         try:
             with suppress(FileExistsError):
                 self._root.mkdir()
-            return os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise WriteError(f"cannot open the checkpoint directory {self._root}: {error}") from error
+        self._release = weakref.finalize(self, _unlock, self._fd, os.getpid())
 
     def _is_current(self) -> bool:
         with suppress(FileNotFoundError):
@@ -190,6 +207,13 @@ class _DirectoryClaim(Claim):
         except OSError:
             return operation != fcntl.LOCK_EX
         return True
+
+
+def _unlock(fd: int, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child must not end what its parent holds
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)  # or else the lock lasts as long as such a child has its descriptor
+        os.close(fd)
 
 
 def _is_local(path: Path) -> bool:

@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -61,25 +62,22 @@ class WriterProcess:
 
     Args:
         devices: Let it see the trainer's GPUs, where it makes a context when it is first asked for a snapshot.
+
+    Raises:
+        WriterProcessDied: it cannot be started, for want of memory, processes or descriptors.
     """
 
     def __init__(self, *, devices: bool = False) -> None:
-        ours, theirs = socket.socketpair()
-        trainer = os.pidfd_open(os.getpid()) if hasattr(os, "pidfd_open") else -1
-        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         try:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-m", f"{__package__}._worker", str(theirs.fileno()), str(trainer), str(int(devices))],
-                stdin=subprocess.DEVNULL,
-                stdout=self._stderr,
-                stderr=self._stderr,
-                pass_fds=[fd for fd in (theirs.fileno(), trainer) if fd >= 0],
-                env=_environment(devices),
-            )
-        finally:
-            theirs.close()
-            if trainer >= 0:
-                os.close(trainer)
+            with ExitStack() as undo:
+                ours, theirs = socket.socketpair()
+                undo.callback(ours.close)
+                self._stderr: IO[bytes] = undo.enter_context(tempfile.TemporaryFile())
+                with theirs:
+                    self._popen = _start(theirs, self._stderr, devices)
+                undo.pop_all()
+        except OSError as error:
+            raise WriterProcessDied(f"the writer process cannot be started: {error}") from error
         self._channel = Channel(ours)
         self._attached: set[int] = set()
         self._sent: set[int] = set()  # those that it may have mapped
@@ -220,6 +218,25 @@ class WriterProcess:
         self._stderr.seek(max(0, self._stderr.tell() - _STDERR_TAIL))
         words = self._stderr.read().decode(errors="replace").strip()
         return f"the writer process (pid {self.pid}) {how}" + (f"; its last words:\n{words}" if words else "")
+
+
+def _start(theirs: socket.socket, output: IO[bytes], devices: bool) -> subprocess.Popen[bytes]:
+    """Starts the process at the other end of a socket; raises `OSError`."""
+    trainer = -1
+    with suppress(AttributeError, OSError):  # an older kernel, or a sandbox; then the socket alone tells of our end
+        trainer = os.pidfd_open(os.getpid())
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}._worker", str(theirs.fileno()), str(trainer), str(int(devices))],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=[fd for fd in (theirs.fileno(), trainer) if fd >= 0],
+            env=_environment(devices),
+        )
+    finally:
+        if trainer >= 0:
+            os.close(trainer)
 
 
 class _RemoteTraceback(Exception):

@@ -194,6 +194,11 @@ class ArenaStager:
                 return lease
         return None
 
+    def written(self, lease: Lease) -> None:
+        """The save needs the buffer no more: without a cache its memory is given back when the save is over."""
+        if not self._cache and lease.arena is not None:
+            lease.arena.close()
+
     def wait_released(self) -> None:
         """Returns when training may change everything that was staged."""
         for lease in list(self._leases):
@@ -224,7 +229,7 @@ class ArenaStager:
         finally:
             lease.finish()
         if lease.error is not None and self._overlap:
-            logger.error("staging failed, and so will the save: %s", lease.error)
+            logger.error("staging failed, and so will the save: %s", str(lease.error))
         elif lease.error is not None:
             staged.clear()
 

@@ -42,7 +42,7 @@ from ._outcomes import Outcomes
 from ._process import WriterProcess
 from ._report import SaveReport
 from ._storage import TIMEOUT, Claim, Storage, meanwhile, redact
-from .errors import CheckpointError, StagingError, WriteError
+from .errors import CheckpointError, StagingError, WriteError, WriterProcessDied
 from .staging import ArenaStager, Lease, Staging
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class _Save:
     is_coordinator: bool = True
     use_collectives: bool = True
     began: float = dataclasses.field(default_factory=time.perf_counter)
+    claim: Claim | None = None
     report: SaveReport | None = None
     replaced: concurrent.futures.Future[set[str]] | None = None
 
@@ -74,6 +75,11 @@ class _Save:
     @property
     def metadata_rank(self) -> int | None:
         return None if self.use_collectives else self.rank
+
+    def end(self) -> None:
+        """Lets others clean up where it was saved. Idempotent."""
+        if self.claim is not None:
+            self.claim.release()
 
 
 class TensorizerStorageWriter(StorageWriter, AsyncStager):
@@ -92,8 +98,9 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
     Memory: one buffer of the size of the rank's state (allocated by `prewarm` in the background, or else in the first
     save, which then takes longer; again when the state outgrows it), kept between saves; and in the writer process up
-    to ``buffer_bytes`` for the parts of a file that are being made (64 MB for local files), over some 200 MB for its
-    imports. ``dcp.save`` needs no staging buffer: it writes from the tensors themselves.
+    to ``buffer_bytes`` for the parts of a file that are being made (64 MB for local files), over some 40 MB for its
+    imports (200 MB with ``staging="device"``). ``dcp.save`` needs no staging buffer: it writes from the tensors
+    themselves.
 
     Args:
         path: Where to save: a local directory that all ranks share, or any URL that fsspec opens. A save's
@@ -191,7 +198,6 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._local = threading.local()
         self._last_report: SaveReport | None = None
         self._objects = ObjectCheck()
-        self._claim: Claim | None = None
         self._connection: object = None
 
     @property
@@ -230,7 +236,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._closed = True
         self._handover.close()
         self._outcomes.settle()
-        self._release_claim()
+        self._end_save()
         self._handover.free()
         self._stager.close()
         self._connection = None
@@ -276,7 +282,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         if self._closed:
             staged = self._stager.refuse(StagingError(_CLOSED))
         else:
-            self._handover.living_process()
+            with suppress(WriterProcessDied):  # it cannot be started now, of which the save will say more
+                self._handover.living_process()
             started = time.perf_counter()
             staged = self._stager.stage(state_dict)
             staged.lease.stage_seconds = time.perf_counter() - started
@@ -322,7 +329,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         lease = self._stager.begin_save()
         if lease is None:
             self._stager.wait_turn()  # a synchronous save, or one that was staged by another stager
-        self._release_claim()
+        self._end_save()
         path, self._local.path = self.checkpoint_id, None
         self._outcomes.begin(redact(str(path)))
         try:
@@ -332,8 +339,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
                 raise WriteError(_CLOSED)
             if lease is not None and lease.distributed and not torch.distributed.is_initialized():
                 raise WriteError(
-                    f"the process group was destroyed before the save to {path} had begun: each rank would save alone, "
-                    f"over the others. Close the writer before destroy_process_group()."
+                    f"the process group was destroyed before the save to {redact(str(path))} had begun: each rank "
+                    f"would save alone, over the others. Close the writer before destroy_process_group()."
                 )
             if path is None:
                 raise WriteError("nowhere to save: give the writer a path, or the save a checkpoint_id")
@@ -368,12 +375,17 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
                 if save.storage.size(name) is not None:
                     raise WriteError(f"{save.storage.path} holds a checkpoint already, and overwrite=False")
             if not save.use_collectives:  # each rank is its own coordinator, and none knows what the others leave
-                self._claim = save.storage.claim()
-                self._claim.share(self._options.timeout)
+                save.claim = save.storage.claim()
+                save.claim.share(self._options.timeout)
             elif save.is_coordinator:
-                self._claim = begin(save.storage, self._options.timeout)
+                save.claim = begin(save.storage, self._options.timeout)
+            if not save.use_collectives and save.storage.size(metadata_file_name()) is not None:
+                raise WriteError(
+                    f"{save.storage.path} holds a checkpoint of all ranks, which every load would take for the one "
+                    f"that is saved here without collectives: remove that, or save to another path"
+                )
         except CheckpointError as error:
-            self._outcomes.failed(error)
+            self._fail(save, error)
             raise
         return plan
 
@@ -398,11 +410,14 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
                 save.replaced = meanwhile(functools.partial(replaced_files, save.storage, save.metadata_rank))
             written = self._handover.write(save.storage, save.rank, save.id, items, save.lease)
         except CheckpointError as error:
-            self._outcomes.failed(error)
+            self._fail(save, error)
             raise type(error)(f"rank {save.rank}: {error}") from error
         finally:
             if save.lease is not None:
                 save.lease.release()
+                self._stager.written(save.lease)
+            if not self._cache:
+                self._handover.free()
         done = written.done
         self._objects.check(items)
         future: Future[list[WriteResult]] = Future()
@@ -450,7 +465,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
                 encryption=encryption,
             )
         except CheckpointError as error:
-            self._outcomes.failed(error)
+            self._fail(save, error)
             raise
         self._outcomes.committed()
         assert save.report is not None and save.replaced is not None, "write_data comes first"
@@ -458,7 +473,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._publish(dataclasses.replace(save.report, commit_seconds=seconds, durable_at=time.time()))
         # It takes a quarter of a second for 2 GB, and not on another thread: whoever waited may copy the directory.
         remove(save.storage, save.replaced.result())
-        self._release_claim()
+        save.end()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -486,10 +501,15 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             )
         return None if self._options.cipher is None else self._options.cipher.record()
 
-    def _release_claim(self) -> None:
-        claim, self._claim = self._claim, None
-        if claim is not None:
-            claim.release()
+    def _fail(self, save: _Save, error: CheckpointError) -> None:
+        self._outcomes.failed(error)
+        save.end()
+
+    def _end_save(self) -> None:
+        """This thread's save before is over: if another rank failed, no hook has said so."""
+        save: _Save | None = getattr(self._local, "save", None)
+        if save is not None:
+            save.end()
 
     def _publish(self, report: SaveReport) -> None:
         self._last_report = report
@@ -504,7 +524,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 _STAGING = ("buffer", "device", "shared")
 _CLOSED = "the writer is closed: make a new one, or close it after the last save"
 # Tied to this process, or to one of its threads.
-_NOT_COPIED = {"_stager", "_handover", "_outcomes", "_local", "_last_report", "_on_report", "_claim", "_connection"}
+_NOT_COPIED = {"_stager", "_handover", "_outcomes", "_local", "_last_report", "_on_report", "_connection"}
 
 
 def _check_trainer_lives(storage: Storage) -> None:

@@ -24,10 +24,13 @@ from dcp_tensorizer import TensorizerStorageWriter
 # As a terminal starts it: what a shell starts in the background ignores Ctrl-C, and so does all that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 path, end, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
-writer = TensorizerStorageWriter(path)
+overlap = end == "no end at all, and staging overlaps"
+torch.set_num_threads(1 if overlap else torch.get_num_threads())  # as torchrun sets it: then we copy with several
+writer = TensorizerStorageWriter(path, overlap_staging=overlap, thread_count=2)
 
 def save(step):
-    return dcp.async_save({"w": torch.full((size,), step), "step": step}, storage_writer=writer)
+    saved = dcp.async_save({"w": torch.full((size,), step), "step": step}, storage_writer=writer)
+    return saved.upload_completion if overlap else saved
 
 def stop(number, frame):
     writer.close(timeout=60)
@@ -50,6 +53,7 @@ ENDS = {
     "a handler for SIGTERM": (signal.SIGTERM, 0, ""),
     "an exception": (None, 1, "RuntimeError: training diverged"),
     "no end at all": (None, 0, ""),
+    "no end at all, and staging overlaps": (None, 0, ""),
 }
 
 

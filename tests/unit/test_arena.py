@@ -198,16 +198,18 @@ def test_attaching_to_what_is_too_short_closes_the_descriptor(tmp_path: Path) ->
 
 
 def test_another_process_sees_the_bytes() -> None:
-    """A process that inherits the descriptor maps the same memory."""
+    """A process that is given the descriptor maps the same memory."""
     arena = Arena(PAGE)
+    given = os.dup(arena.fd)
     arena.allocate(torch.uint8, (26,)).copy_(torch.arange(97, 123))
     read, write = os.pipe()
     child = os.fork()
     if child == 0:  # the child only makes system calls, for other threads of this process may hold locks
-        mapping = attach(arena.fd, PAGE)
+        mapping = attach(given, PAGE)
         os.write(write, mapping[:26])
         os._exit(0)
     os.close(write)
+    os.close(given)
     seen = os.read(read, 100)
     os.close(read)
     assert os.waitpid(child, 0)[1] == 0
@@ -236,6 +238,9 @@ child = os.fork()
 if child == 0:
     # The pages are not there; whatever the child puts at their address is its own, and stays when the arena goes.
     assert not mapped()
+    # Nor does it keep the memory when the trainer has given it back.
+    links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+    assert not [link for link in links if os.path.lexists(link) and "dcp_tensorizer" in os.readlink(link)]
     libc_flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     import ctypes
     libc = ctypes.CDLL(None, use_errno=True)

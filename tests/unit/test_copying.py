@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 from collections.abc import Sequence
 
 import pytest
@@ -173,3 +174,13 @@ def test_host_tensors_are_copied_by_any_number_of_threads(threads: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(twins, sources, strict=True))
     finally:
         torch.set_num_threads(before)
+
+
+def test_copies_while_the_interpreter_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When there are no more threads to be had, this one copies everything: a save that is under way is finished."""
+    sources = [filled(torch.float32, (1000, 1500), seed) for seed in range(3)]
+    twins = [torch.zeros(1000, 1500) for _ in sources]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(concurrent.futures.thread, "_shutdown", True)
+    copy_on_host(list(zip(twins, sources, strict=True)), 3)
+    assert all(same(twin, source) for twin, source in zip(twins, sources, strict=True))

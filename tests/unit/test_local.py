@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -12,8 +13,9 @@ import pytest
 
 from dcp_tensorizer import WriteError, _local
 from dcp_tensorizer._local import LocalStorage
+from dcp_tensorizer._storage import Refused
 
-from .support import open_descriptors
+from .support import open_descriptors, put_file
 
 
 def test_the_first_claim_sees_what_is_there(tmp_path: Path) -> None:
@@ -163,3 +165,72 @@ def test_a_listing_follows_no_links_to_directories(tmp_path: Path) -> None:
     files, folders = LocalStorage(tmp_path).listing()
     assert {(file.name, file.nbytes) for file in files} == {("file", 5), ("alias", 5)}
     assert folders == ["folder"]
+
+
+def test_a_claim_ends_with_its_object(tmp_path: Path) -> None:
+    """A save that failed somewhere else, of which nothing is left, keeps nobody from cleaning up."""
+    claim = LocalStorage(tmp_path).claim()
+    claim.share(1.0)
+    del claim
+    again = LocalStorage(tmp_path).claim()
+    assert again.leftovers() == []
+    again.release()
+
+
+# --- small files put in place ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replace", [True, False])
+@pytest.mark.parametrize("said", [errno.ENOENT, errno.ETIMEDOUT])
+def test_a_rename_whose_answer_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: int, replace: bool
+) -> None:
+    """A network mount says that there is no such file, since a retry met its own: the file is in place."""
+    rename = os.replace
+
+    def lose(source: Path, target: Path) -> None:
+        rename(source, target)
+        raise OSError(said, os.strerror(said))
+
+    monkeypatch.setattr(os, "replace", lose)
+    LocalStorage(tmp_path).publish("a", b"new", sync=True, replace=replace)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"new"}
+
+
+@pytest.mark.parametrize(
+    ("types", "said", "kind"),
+    [
+        (_local._LOCAL_TYPES, errno.EIO, Refused),
+        ({"something"}, errno.EIO, WriteError),
+        ({"something"}, errno.EDQUOT, Refused),
+    ],
+    ids=["a disk", "a mount", "a mount that is full"],
+)
+def test_whether_a_file_may_be_in_place_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, types: set[str], said: int, kind: type[WriteError]
+) -> None:
+    """On a network mount, where an error says nothing of the server: then what it names must not be removed."""
+
+    def fail(source: Path, target: Path) -> None:
+        raise OSError(said, os.strerror(said))
+
+    monkeypatch.setattr(_local, "_LOCAL_TYPES", types)
+    monkeypatch.setattr(os, "replace", fail)
+    (tmp_path / "a").write_bytes(b"old")
+    with pytest.raises(WriteError, match=os.strerror(said)) as caught:
+        LocalStorage(tmp_path).publish("a", b"new", sync=True)
+    assert type(caught.value) is kind
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"old"}
+
+
+@pytest.mark.parametrize(("types", "allocated"), [(_local._LOCAL_TYPES, [5000]), ({"something"}, [])])
+def test_only_disks_are_asked_for_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, types: set[str], allocated: list[int]
+) -> None:
+    """Many network mounts have no fallocate, which glibc imitates by writing zeros, all of them, one page at a time."""
+    asked: list[int] = []
+    monkeypatch.setattr(_local, "_LOCAL_TYPES", types)
+    monkeypatch.setattr(os, "posix_fallocate", lambda descriptor, offset, nbytes: asked.append(nbytes))
+    put_file(LocalStorage(tmp_path), "a", bytes(5000))
+    assert asked == allocated
+    assert (tmp_path / "a").read_bytes() == bytes(5000)

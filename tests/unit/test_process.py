@@ -1,6 +1,7 @@
 """The writer process, from the trainer's side: requests, death, hangs, ends."""
 
 import dataclasses
+import errno
 import os
 import signal
 import subprocess
@@ -18,6 +19,8 @@ from dcp_tensorizer._layout import data_file_name
 from dcp_tensorizer._process import WriterProcess
 from dcp_tensorizer._protocol import DeviceTensor, FileRequest, SnapshotRequest, TensorSource, WriteRequest
 from dcp_tensorizer.errors import WriteError, WriterProcessDied
+
+from .support import open_descriptors
 
 NAME = data_file_name(0, 0, "a" * 32)
 
@@ -337,3 +340,30 @@ def test_an_interrupted_request_ends_the_process(processes, arena, tmp_path, mon
     arena.reset()
     with pytest.raises(WriterProcessDied):
         process.write(request(tmp_path, arena), [arena], 60)
+
+
+def test_a_process_that_cannot_be_started(monkeypatch):
+    """The error says why, and no descriptor stays open."""
+
+    def refuse(*args, **options):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    before = open_descriptors()
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(WriterProcessDied, match=r"cannot be started.*Too many open files"):
+        WriterProcess()
+    assert open_descriptors() == before
+
+
+def test_a_kernel_without_pidfds(monkeypatch, arena, tmp_path):
+    """Before Linux 5.3, and in some sandboxes: the process works."""
+
+    def refuse(pid):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse, raising=False)
+    process = WriterProcess()
+    try:
+        assert process.write(request(tmp_path, arena), [arena], 60).files[0].name == NAME
+    finally:
+        process.close()

@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import threading
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,7 +15,16 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from dcp_tensorizer import StagingError, TensorizerStorageReader, TensorizerStorageWriter, WriteError
+from dcp_tensorizer import (
+    StagingError,
+    TensorizerStorageReader,
+    TensorizerStorageWriter,
+    WriteError,
+    _handover,
+    _process,
+)
+
+from .support import memory_files
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -213,3 +223,73 @@ def test_memory_urls_are_written_in_this_process():
     with TensorizerStorageWriter("memory://unit/checkpoint") as writer:
         dcp.async_save(state_of(6), storage_writer=writer).result()
     assert loaded("memory://unit/checkpoint") == (6.0, 6)
+
+
+def test_without_a_cache_a_save_keeps_no_memory(tmp_path):
+    """The buffer goes with the save, not with the next one; in the writer process too."""
+    before = memory_files()
+    with TensorizerStorageWriter(tmp_path, cache_staged_state_dict=False) as writer:
+        for value in (1, 2):
+            future = dcp.async_save(state_of(value), storage_writer=writer)
+            future.result()
+            writer._stager.wait_turn()
+            assert memory_files() == before
+            maps = Path(f"/proc/{writer._process.pid}/maps").read_text()
+            assert "memfd:dcp_tensorizer" not in maps
+            assert loaded(tmp_path) == (float(value), value)
+
+
+def test_saves_that_nobody_staged_do_not_clean_up_after_each_other(tmp_path, monkeypatch):
+    """A synchronous save on another thread, to the same path, while one writes: what that wrote is not left over."""
+    writing, go_on = threading.Event(), threading.Event()
+    write = _handover.Handover.write
+
+    def wait(*args):
+        written = write(*args)
+        if threading.current_thread().name == "first":
+            writing.set()
+            assert go_on.wait(30)
+        return written
+
+    monkeypatch.setattr(_handover.Handover, "write", wait)
+    with TensorizerStorageWriter(tmp_path) as writer:
+        first = threading.Thread(target=dcp.save, args=(state_of(1),), kwargs={"storage_writer": writer}, name="first")
+        first.start()
+        assert writing.wait(30)
+        dcp.save(state_of(2), storage_writer=writer)
+        assert loaded(tmp_path) == (2.0, 2)
+        go_on.set()
+        first.join()
+        assert loaded(tmp_path) == (1.0, 1)
+        dcp.save(state_of(3), storage_writer=writer)
+    assert loaded(tmp_path) == (3.0, 3)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_without_collectives_not_over_a_checkpoint_of_all_ranks(tmp_path):
+    """Every load would find that one, and not what was saved: the error says so, and it stays."""
+    with TensorizerStorageWriter(tmp_path) as writer:
+        dcp.save(state_of(1), storage_writer=writer)
+        with pytest.raises(WriteError, match=r"holds a checkpoint of all ranks.*save to another path"):
+            dcp.save(state_of(2), storage_writer=writer, use_collectives=False)
+    assert loaded(tmp_path) == (1.0, 1)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_writer_process_that_cannot_be_started_again(tmp_path, monkeypatch):
+    """Staging does not fail for it, which would leave the other ranks waiting: the save does, and names the path."""
+    with TensorizerStorageWriter(tmp_path) as writer:
+        dcp.async_save(state_of(1), storage_writer=writer).result()
+        writer._process._popen.kill()
+        writer._process._popen.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(_process, "_start", refuse_to_start)
+            with pytest.raises(CheckpointException) as caught:
+                dcp.async_save(state_of(2), storage_writer=writer).result()
+        assert f"the save to {tmp_path} failed twice: the writer process cannot be started" in str(cause(caught))
+        dcp.async_save(state_of(3), storage_writer=writer).result()
+    assert loaded(tmp_path) == (3.0, 3)
+
+
+def refuse_to_start(*args):
+    raise OSError(11, "Resource temporarily unavailable")
