@@ -57,8 +57,8 @@ def work_through(operations: Iterable[_T], run: Callable[[_T], int], *, first: i
             raise
 
     with ThreadPoolExecutor(most, thread_name_prefix="dcp-read") as pool:
-        workers += [pool.submit(work) for _ in range(min(first, most, len(remaining)))]
         try:
+            workers += [pool.submit(work) for _ in range(min(first, most, len(remaining)))]
             for worker in workers:  # and those that join meanwhile
                 worker.result()
         except BaseException:  # also a KeyboardInterrupt, which no worker sees
