@@ -53,6 +53,7 @@ _NICENESS_BUSY = 10  # also lowers the I/O priority, which follows it unless set
 _NICENESS_SPARE = 19
 _SPARE = 0.75  # cores that are idle or this process's: two threads get less where all are busy
 _LOOK_SECONDS = 0.1
+_LOOKS = 3  # in a row: where two trainers keep two cores busy, one look in some hundreds sees one of them idle
 _PROGRESS_SECONDS = 1.0
 _ABANDON_SECONDS = 20.0  # for removing what was written, while a whole staged state is kept in memory for nobody
 
@@ -192,9 +193,11 @@ class _Worker:
         The job's own, which end with it: a priority that was lowered is not raised again without privileges.
         """
         spare = SpareCores(_first_line_of_stat, time.process_time)
+        seen = 0
         while self._job is job:
             time.sleep(_LOOK_SECONDS)
-            if spare.since_last() >= _SPARE:
+            seen = seen + 1 if spare.since_last() >= _SPARE else 0
+            if seen == _LOOKS:
                 for task in _tasks() - others:
                     with suppress(OSError):  # it has ended
                         os.setpriority(os.PRIO_PROCESS, task, _NICENESS_SPARE)
