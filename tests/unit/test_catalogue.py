@@ -20,6 +20,7 @@ from dcp_tensorizer.errors import NotCommitted
 
 from ..servers import S3Server
 from .checkpoints import make_checkpoint
+from .support import on_a_page
 
 LEFTOVER = data_file_name(0, 0, "f" * 32)
 NOW = 0.0
@@ -275,7 +276,8 @@ def test_uploads_of_dead_saves_are_aborted(s3: S3Server) -> None:
     url = f"s3://{s3.bucket}/{uuid.uuid4().hex}"
     make_checkpoint(f"{url}/step-1", {"w": torch.ones(3)}, options=s3.options())
     storage = open_storage(f"{url}/step-1", s3.options())
-    storage.create(data_file_name(3, 0, "a" * 32), 100 << 20, sync=True)
+    sink = storage.create(data_file_name(3, 0, "a" * 32), 100 << 20, sync=True)
+    sink.put(0, on_a_page(bytes(sink.part_bytes)))  # which waits until the upload is under way
     (listed,) = find(open_storage(url, s3.options()))
     assert [file.name for file in listed.leftovers] == [data_file_name(3, 0, "a" * 32)]
     (removal,) = plan_collection([listed], None, 3600.0)

@@ -544,6 +544,8 @@ def test_uploads_are_listed(storage: S3Storage, s3: S3Server, prefix: str, monke
     names = [data_file_name(rank, 0, "b" * 32) for rank in range(3)]
     child = storage.child("step-1")
     begun = [where.create(name, len(CONTENT), sync=True) for where in (storage, child) for name in names]
+    for sink in begun:
+        sink.put(0, on_a_page(CONTENT[: sink.part_bytes]))  # which waits until the upload is under way
     found = storage.uploads()
     assert sorted(file.name for file in found) == names
     assert all(file.modified is not None and abs(file.modified - time.time()) < 60 for file in found)
