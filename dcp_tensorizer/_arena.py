@@ -17,7 +17,6 @@ import tempfile
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -48,9 +47,10 @@ def _let_go() -> None:
     while _descriptors:
         os.close(_descriptors.pop())
     for mapping in _mappings:
-        with suppress(BufferError):
+        try:
             mapping.close()  # with the descriptor of its own that it has
-        _inherited.append(mapping)
+        except BufferError:
+            _inherited.append(mapping)
 
 
 if hasattr(os, "register_at_fork"):

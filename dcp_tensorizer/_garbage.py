@@ -6,12 +6,12 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["garbage_stays", "settle"]
+__all__ = ["count_as_old", "garbage_stays"]
 
-_SETTLINGS = 64
-"""Without a full collection in between: some ten saves. Then one may come, for cycles that were settled and died."""
+_AGEINGS = 64
+"""Without a full collection in between: some ten saves. Then one may come, for cycles that were aged and died."""
 
-_settled = 0
+_aged = 0
 _full_collections = 0
 
 
@@ -34,22 +34,22 @@ def garbage_stays() -> Iterator[None]:
     try:
         yield
     finally:
-        _settle()
+        _age()
         gc.enable()
 
 
-def settle() -> None:
+def count_as_old() -> None:
     """What lives now counts as old, as what is made in `garbage_stays` does: for what DCP has made."""
     with garbage_stays():
         pass
 
 
-def _settle() -> None:
+def _age() -> None:
     """To the oldest generation, from wherever it was, and nothing is looked at; full collections are further off."""
-    global _settled, _full_collections
+    global _aged, _full_collections
     if (full := gc.get_stats()[-1]["collections"]) != _full_collections:
-        _settled, _full_collections = 0, full
-    _settled += 1
-    if _settled <= _SETTLINGS and not gc.get_freeze_count():  # what somebody has frozen would thaw
+        _aged, _full_collections = 0, full
+    _aged += 1
+    if _aged <= _AGEINGS and not gc.get_freeze_count():  # what somebody has frozen would thaw
         gc.freeze()
         gc.unfreeze()

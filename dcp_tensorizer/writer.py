@@ -34,7 +34,7 @@ from ._commit import begin, commit, remove, replaced_files
 from ._crypt import encryption_cipher, find_other_key
 from ._destination import open_storage
 from ._encoder import BUFFER_BYTES
-from ._garbage import settle
+from ._garbage import count_as_old
 from ._handover import Handover, Options
 from ._items import ObjectCheck, resolve, write_results
 from ._layout import StoredItem, metadata_file_name
@@ -366,7 +366,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         Raises:
             WriteError: it cannot be created, or holds a checkpoint that must not be overwritten.
         """
-        settle()
+        count_as_old()
         save = self._save
         try:
             save.storage.make_directory()
@@ -391,7 +391,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Nothing of one save goes into plans: the planner may keep them for the next one."""
-        settle()
+        count_as_old()
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

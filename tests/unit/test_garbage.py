@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_tensorizer import TensorizerStorageWriter
-from dcp_tensorizer._garbage import garbage_stays, settle
+from dcp_tensorizer._garbage import count_as_old, garbage_stays
 
 
 class _Cycle:
@@ -76,7 +76,7 @@ def test_what_was_made_counts_as_old() -> None:
 def test_garbage_does_not_become_old() -> None:
     """A step's cycles may hold gigabytes of activations: a collection of old ones may be hours away."""
     cycle = weakref.ref(_Cycle())
-    settle()
+    count_as_old()
     assert cycle() is None
 
 
@@ -86,7 +86,7 @@ def test_what_dies_old_is_found() -> None:
     for _ in range(300):
         cycle = _Cycle()
         cycles = [_Cycle() for _ in range(1000)]
-        settle()
+        count_as_old()
         dead.append(weakref.ref(cycle))
         del cycle, cycles
     assert dead[0]() is None

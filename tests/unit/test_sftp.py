@@ -187,16 +187,19 @@ def test_address_in_the_url(sftp: SftpServer) -> None:
 
 @pytest.mark.parametrize("secret", ["hunter2/secret", "hunter2#secret", "hunter2 secret"])
 def test_a_password_that_is_not_quoted(secret: str) -> None:
-    """The error says what to do, and shows nothing of it."""
+    """The error shows nothing of it, and says what to do where the URL cannot be taken apart."""
     with pytest.raises(WriteError) as caught:
         open_storage(f"sftp://trainer:{secret}@127.0.0.1:1/ckpt", {"look_for_keys": False}, 0.01)
     assert not [part for part in ("trainer", "hunter2", "secret") if part in str(caught.value)]
+    assert ("percent-encoded" in str(caught.value)) == (" " not in secret)
 
 
 def test_systems_without_a_timeout_for_what_is_sent(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as macOS: there is a connection."""
     monkeypatch.delattr(socket, "TCP_USER_TIMEOUT")
-    put_file(opened(), NAME, b"123")
+    storage = opened()
+    put_file(storage, NAME, b"123")
+    assert storage.read(NAME) == b"123"
 
 
 # --- several at once -------------------------------------------------------------------------------------------------
