@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
-from dcp_tensorizer.staging import ArenaStager
+from dcp_tensorizer._staging.stager import ArenaStager
 
 from .limits import direct_read_seconds, evict
 

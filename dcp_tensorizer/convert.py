@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from ._contents import Contents, Path, StoredObject, StoredTensor
-from ._crypt import check_decryption
-from ._plan import Box
-from ._sources import FORMATS, open_contents
-from ._targets import TARGETS, Options
+from ._format.chunks import Box
+from ._format.encryption import check_decryption
+from ._tools.checkpoint_view import Contents, Path, StoredObject, StoredTensor
+from ._tools.formats.sources import FORMATS, open_contents
+from ._tools.formats.targets import TARGETS, Options
 from .errors import ConversionError, ReadError, WriteError
 
 if TYPE_CHECKING:
-    from ._crypt import DecryptionParams
+    from ._format.encryption import DecryptionParams
 
 __all__ = ["FORMATS", "Converted", "Options", "convert"]
 

@@ -17,26 +17,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor  # FSDP1 still makes them
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from ._crypt import Cipher, check_decryption, unlock
-from ._destination import open_storage
-from ._fetch import Wanted, fetch, is_direct
-from ._garbage import garbage_stays
-from ._layout import StoredItem, metadata_file_name
-from ._metadata import item_key, read_metadata
-from ._plan import Box, ReadRequest, covers
-from ._storage import TIMEOUT, Storage, at_once, redact
-from ._tensors import unsafe_globals
+from ._format.chunks import Box, covers
+from ._format.encryption import Cipher, check_decryption, unlock
+from ._format.layout import StoredItem, metadata_file_name
+from ._format.metadata import item_key
+from ._format.objects import unsafe_globals
+from ._loading.executor import Wanted, fetch, is_direct
+from ._loading.metadata_reader import read_metadata
+from ._loading.read_planner import ReadRequest
+from ._memory.garbage import garbage_stays
+from ._storage.base import TIMEOUT, Storage
+from ._storage.open import open_storage
+from ._storage.redact import redact
+from ._threads import at_once
+from ._torch_compat import local_elements
 from .errors import CheckpointError, MetadataError, NotCommitted, ReadError, UntrustedObject
 
 if TYPE_CHECKING:
-    from ._crypt import DecryptionParams
+    from ._format.encryption import DecryptionParams
 
 __all__ = ["TensorizerStorageReader"]
 
@@ -275,7 +278,7 @@ class TensorizerStorageReader(StorageReader):
         for key, target in targets.items():
             if not isinstance(self._metadata.state_dict_metadata.get(key), TensorStorageMetadata):
                 continue
-            wanted = _local_elements(target)
+            wanted = local_elements(target)
             if found[key] != wanted:
                 raise MetadataError(
                     f"{self._opened.path} holds {found[key]:,} of the {wanted:,} elements of {key!r} that this rank "
@@ -402,15 +405,6 @@ class TensorizerStorageReader(StorageReader):
 
 def _ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def _local_elements(target: Any) -> int:
-    """How many elements of a tensor this rank has."""
-    if isinstance(target, ShardedTensor):
-        return sum(shard.tensor.numel() for shard in target.local_shards())
-    if isinstance(target, DTensor):
-        return target._local_tensor.numel() if target.device_mesh.get_coordinate() is not None else 0
-    return target.numel() if isinstance(target, torch.Tensor) else 0
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:

@@ -30,23 +30,25 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ._commit import begin, commit, remove, replaced_files
-from ._crypt import encryption_cipher, find_other_key
-from ._destination import open_storage
-from ._encoder import BUFFER_BYTES
-from ._garbage import count_as_old
-from ._handover import Handover, Options
-from ._items import ObjectCheck, resolve, write_results
-from ._layout import StoredItem, metadata_file_name
-from ._outcomes import Outcomes
-from ._process import WriterProcess
-from ._report import SaveReport
-from ._storage import TIMEOUT, Claim, Storage, meanwhile, redact
+from ._format.encoder import BUFFER_BYTES
+from ._format.encryption import encryption_cipher, find_other_key
+from ._format.layout import StoredItem, metadata_file_name
+from ._memory.garbage import count_as_old
+from ._saving.commit import begin, commit, remove, replaced_files
+from ._saving.failure_counter import Outcomes
+from ._saving.report import SaveReport
+from ._saving.write_items import ObjectCheck, resolve, write_results
+from ._saving.writer_client import Handover, Options
+from ._staging.stager import ArenaStager, Lease, Staging
+from ._storage.base import TIMEOUT, Claim, Storage
+from ._storage.open import open_storage
+from ._storage.redact import redact
+from ._threads import cores, meanwhile
+from ._writer_process.process import WriterProcess
 from .errors import CheckpointError, StagingError, WriteError, WriterProcessDied
-from .staging import ArenaStager, Lease, Staging
 
 if TYPE_CHECKING:
-    from ._crypt import EncryptionParams
+    from ._format.encryption import EncryptionParams
 
 __all__ = ["TensorizerStorageWriter"]
 
@@ -175,7 +177,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._options = Options(
             storage_options=dict(storage_options or {}),
             sync=sync_files,
-            threads=thread_count or min(4, _cores()),
+            threads=thread_count or min(4, cores()),
             buffer_bytes=buffer_bytes,
             timeout=timeout,
             cipher=None if encryption is None else encryption_cipher(encryption),
@@ -532,7 +534,3 @@ def _check_trainer_lives(storage: Storage) -> None:
     trainer = multiprocessing.parent_process()
     if trainer is not None and multiprocessing.current_process().daemon and not trainer.is_alive():
         raise WriteError(f"the trainer (pid {trainer.pid}) is gone: its save to {storage.path} is not committed")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

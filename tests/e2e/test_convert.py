@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dcp_tensorizer import ConversionError, TensorizerStorageWriter
-from dcp_tensorizer._boxes import whole
-from dcp_tensorizer._sources import open_contents
+from dcp_tensorizer._tools.chunk_reader import whole
+from dcp_tensorizer._tools.formats.sources import open_contents
 from dcp_tensorizer.convert import Options, convert
 
 from .ranks import run_ranks

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from dcp_tensorizer import _copying
-from dcp_tensorizer._arena import Arena
-from dcp_tensorizer._copying import GATHER_BYTES
-from dcp_tensorizer._device import CUDA
-from dcp_tensorizer.staging import ArenaStager
+from dcp_tensorizer._memory.device import CUDA
+from dcp_tensorizer._memory.shared_buffer import Arena
+from dcp_tensorizer._staging import tensor_copy
+from dcp_tensorizer._staging.stager import ArenaStager
+from dcp_tensorizer._staging.tensor_copy import GATHER_BYTES
 
 from ..unit.support import ALL_DTYPES, dtype_name, filled, raw, run_python, same
 from .support import GPU, delay, random_state
@@ -31,8 +31,8 @@ def test_every_dtype_and_layout_is_staged_bit_for_bit(
     stager: ArenaStager, dtype: torch.dtype, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Contiguous and not, whole and in parts, in pieces of the gathering buffer."""
-    monkeypatch.setattr(_copying, "_SMALL", small)
-    monkeypatch.setattr(_copying, "GATHER_BYTES", 1 << 20)
+    monkeypatch.setattr(tensor_copy, "_SMALL", small)
+    monkeypatch.setattr(tensor_copy, "GATHER_BYTES", 1 << 20)
     on_host = filled(dtype, (600, 700))  # up to 6.7 MB; its rows and columns are small ones
     base = on_host.view(torch.uint8).to(GPU).view(dtype)
     state, expected = (
@@ -147,7 +147,7 @@ def test_other_gpus_get_no_context() -> None:
     """A rank on the last GPU makes none on those before it (with one GPU: exactly that one has a context)."""
     script = """
 import torch
-from dcp_tensorizer.staging import ArenaStager
+from dcp_tensorizer._staging.stager import ArenaStager
 count = torch.cuda.device_count()
 torch.cuda.set_device(count - 1)
 stager = ArenaStager(overlap=True)

@@ -20,15 +20,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_tensorizer._boxes import whole
-from dcp_tensorizer._commit import commit
-from dcp_tensorizer._crypt import Cipher
-from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._job import FileJob
-from dcp_tensorizer._layout import StoredItem
-from dcp_tensorizer._plan import Box, plan_files, stored_names
-from dcp_tensorizer._protocol import TensorSource
-from dcp_tensorizer._tensors import host_bytes
+from dcp_tensorizer._format.chunks import Box
+from dcp_tensorizer._format.encryption import Cipher
+from dcp_tensorizer._format.layout import StoredItem
+from dcp_tensorizer._memory.tensor_bytes import host_bytes
+from dcp_tensorizer._saving.commit import commit
+from dcp_tensorizer._saving.file_planner import plan_files, stored_names
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._tools.chunk_reader import whole
+from dcp_tensorizer._writer_process.messages import TensorSource
+from dcp_tensorizer._writer_process.write_job import FileJob
 
 from .support import dtype_name
 

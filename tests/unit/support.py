@@ -16,11 +16,12 @@ from pathlib import Path
 import torch
 import xxhash
 
-from dcp_tensorizer._layout import StoredItem, block_size
-from dcp_tensorizer._page_cache import Residency
-from dcp_tensorizer._plan import Box, ReadRequest
-from dcp_tensorizer._protocol import TensorSource
-from dcp_tensorizer._storage import Storage
+from dcp_tensorizer._format.chunks import Box
+from dcp_tensorizer._format.layout import StoredItem, block_size
+from dcp_tensorizer._loading.read_planner import ReadRequest
+from dcp_tensorizer._storage.base import Storage
+from dcp_tensorizer._storage.page_cache import Residency
+from dcp_tensorizer._writer_process.messages import TensorSource
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "dcp_tensorizer"

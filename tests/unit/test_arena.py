@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcp_tensorizer import StagingError, _arena
-from dcp_tensorizer._arena import Arena, aligned
-from dcp_tensorizer._shared import attach
+from dcp_tensorizer import StagingError
+from dcp_tensorizer._memory import memory_limit
+from dcp_tensorizer._memory.shared_buffer import Arena, aligned
+from dcp_tensorizer._memory.shared_mappings import attach
 
 from .simulated import SimulatedDevice
 from .support import ALL_DTYPES, dtype_name, filled, memory_files, open_descriptors, raw, run_python, same
@@ -220,7 +221,7 @@ def test_another_process_sees_the_bytes() -> None:
 FORK = """
 import gc, mmap, os, signal, sys
 import torch
-from dcp_tensorizer._arena import Arena
+from dcp_tensorizer._memory.shared_buffer import Arena
 
 arena = Arena(1 << 20)
 tensor = arena.allocate(torch.uint8, (1000,)).fill_(42)
@@ -288,7 +289,7 @@ def test_a_forked_child_neither_has_the_pages_nor_tears_the_arena_down() -> None
 def test_a_shortage_is_known_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error has both numbers and what to do, and no memory file was made."""
     files = memory_files()
-    monkeypatch.setattr(_arena, "_available_memory", lambda: 10_000)
+    monkeypatch.setattr(memory_limit, "_available_memory", lambda: 10_000)
     with pytest.raises(StagingError, match=r"needs 12,288 bytes and 10,000 bytes.*free memory.*more ranks"):
         Arena(10_001)
     assert memory_files() == files
@@ -298,7 +299,7 @@ def test_a_shortage_is_known_before_anything_is_allocated(monkeypatch: pytest.Mo
 
 def test_where_nothing_is_known_of_memory_it_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """None is no bound."""
-    monkeypatch.setattr(_arena, "_available_memory", lambda: None)
+    monkeypatch.setattr(memory_limit, "_available_memory", lambda: None)
     arena = Arena(PAGE)
     assert arena.fits(PAGE)
     arena.close()
@@ -319,7 +320,7 @@ def test_a_failing_allocation_is_an_error_and_leaves_nothing() -> None:
 
 def test_this_machine_has_a_bound() -> None:
     """What the kernel says of its memory is understood."""
-    available = _arena._available_memory()
+    available = memory_limit._available_memory()
     assert available is not None
     assert PAGE < available <= os.sysconf("SC_PHYS_PAGES") * PAGE
 
@@ -344,27 +345,27 @@ def test_the_tightest_cgroup_bounds(tmp_path: Path, version: str, top: str) -> N
     membership.write_text(version)
     root, v1 = tmp_path / "cgroup", version == V1
     own = root / top / "job" / "rank:0"
-    assert _arena._cgroup_headroom(membership, root) is None
+    assert memory_limit._cgroup_headroom(membership, root) is None
     cgroup(own.parent, str(1 << 40) if v1 else "max", v1=v1)
-    assert _arena._cgroup_headroom(membership, root) == (1 << 40 if v1 else None)
+    assert memory_limit._cgroup_headroom(membership, root) == (1 << 40 if v1 else None)
     cgroup(own, "9000", used=3000, active=100, inactive=20, v1=v1)
-    assert _arena._cgroup_headroom(membership, root) == 6120
+    assert memory_limit._cgroup_headroom(membership, root) == 6120
     cgroup(root / top, "4000", used=3500, v1=v1)
-    assert _arena._cgroup_headroom(membership, root) == 500
+    assert memory_limit._cgroup_headroom(membership, root) == 500
     cgroup(root / top, "1000", used=5000, v1=v1)
-    assert _arena._cgroup_headroom(membership, root) == 0
+    assert memory_limit._cgroup_headroom(membership, root) == 0
 
 
 @pytest.mark.parametrize("content", ["", "much", "12x"])
 def test_a_cgroup_that_cannot_be_read_is_no_bound(tmp_path: Path, content: str) -> None:
     """Files that are missing, or say what nobody expects, are passed over."""
-    assert _arena._cgroup_headroom(tmp_path / "missing", tmp_path) is None
+    assert memory_limit._cgroup_headroom(tmp_path / "missing", tmp_path) is None
     membership = tmp_path / "membership"
     membership.write_text(V2)
     own = tmp_path / "job" / "rank:0"
     cgroup(own, "1000")
     (own / "memory.current").write_text(content)
-    assert _arena._cgroup_headroom(membership, tmp_path) is None
+    assert memory_limit._cgroup_headroom(membership, tmp_path) is None
 
 
 def test_an_arena_is_registered_once_and_at_its_exact_size() -> None:

@@ -11,11 +11,11 @@ import fsspec
 import pytest
 import torch
 
-from dcp_tensorizer._catalogue import Removal, collect, find, plan_collection
-from dcp_tensorizer._commit import begin
-from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._layout import data_file_name
-from dcp_tensorizer._local import LocalStorage
+from dcp_tensorizer._format.layout import data_file_name
+from dcp_tensorizer._saving.commit import begin
+from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._tools.retention import Removal, collect, find, plan_collection
 from dcp_tensorizer.errors import NotCommitted
 
 from ..servers import S3Server

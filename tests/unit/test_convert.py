@@ -29,18 +29,17 @@ from dcp_tensorizer import (
     ReadError,
     TensorizerStorageWriter,
     UntrustedObject,
-    _boxes,
-    _targets,
-    _torchfile,
 )
-from dcp_tensorizer._boxes import whole
-from dcp_tensorizer._catalogue import collect, find, plan_collection
-from dcp_tensorizer._commit import commit
-from dcp_tensorizer._contents import blocks_of
-from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._plan import Box
-from dcp_tensorizer._sources import FORMATS, open_contents
-from dcp_tensorizer._stream import StreamStorage
+from dcp_tensorizer._format.chunks import Box
+from dcp_tensorizer._saving.commit import commit
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._storage.stream import StreamStorage
+from dcp_tensorizer._tools import chunk_reader
+from dcp_tensorizer._tools.checkpoint_view import blocks_of
+from dcp_tensorizer._tools.chunk_reader import whole
+from dcp_tensorizer._tools.formats import targets, torch_file
+from dcp_tensorizer._tools.formats.sources import FORMATS, open_contents
+from dcp_tensorizer._tools.retention import collect, find, plan_collection
 from dcp_tensorizer.convert import Options, convert
 
 from .checkpoints import ODD, make_checkpoint
@@ -415,7 +414,7 @@ def test_a_conversion_under_way_is_not_collected(tmp_path: Path, monkeypatch: py
         kept.extend(collect(removal).kept for removal in plan_collection(find(open_storage(tmp_path)), None, None))
         return commit(*arguments, **committing)
 
-    monkeypatch.setattr(_targets, "commit", collecting)
+    monkeypatch.setattr(targets, "commit", collecting)
     convert(tmp_path / "a", tmp_path / "b", "dcp_tensorizer")
     assert kept == ["a save is under way there"]
     assert same(tensors_of(tmp_path / "b")["x"], torch.ones(3))
@@ -522,12 +521,14 @@ def test_views_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     tensor = filled(torch.int32, (100, 100)).t()
     torch.save({"x": tensor, "y": torch.ones(2, 3).t()}, tmp_path / "a.pt")
     reads = []
-    fetch = _boxes.fetch
-    monkeypatch.setattr(_boxes, "fetch", lambda storage, parts, **how: [reads.append(1), fetch(storage, parts, **how)])
-    monkeypatch.setattr(_targets, "blocks_of", lambda stored: blocks_of(stored, 1000))
+    fetch = chunk_reader.fetch
+    monkeypatch.setattr(
+        chunk_reader, "fetch", lambda storage, parts, **how: [reads.append(1), fetch(storage, parts, **how)]
+    )
+    monkeypatch.setattr(targets, "blocks_of", lambda stored: blocks_of(stored, 1000))
     convert(tmp_path / "a.pt", tmp_path / "b.safetensors", "safetensors")
     assert len(reads) == 2
-    assert _boxes._last_strided._elements is None
+    assert chunk_reader._last_strided._elements is None
     assert same(tensors_of(tmp_path / "b.safetensors")["x"], tensor.contiguous())
 
 
@@ -536,8 +537,8 @@ def test_views_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_tensorizer_files_are_verified(tmp_path: Path, to: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the CRC-32 in each tensor's header, however it is read."""
     if by == "a block at a time":
-        monkeypatch.setattr(_targets, "blocks_of", lambda stored: blocks_of(stored, 1000))
-        monkeypatch.setattr(_torchfile, "blocks_of", lambda stored: blocks_of(stored, 1000))
+        monkeypatch.setattr(targets, "blocks_of", lambda stored: blocks_of(stored, 1000))
+        monkeypatch.setattr(torch_file, "blocks_of", lambda stored: blocks_of(stored, 1000))
     state = {"good": filled(torch.bfloat16, (50, 40)), "bad": filled(torch.float32, (50, 40)), "none": torch.ones(0)}
     serializer = TensorSerializer(tmp_path / "a")
     serializer.write_state_dict(state)

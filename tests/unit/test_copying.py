@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from dcp_tensorizer import _copying
-from dcp_tensorizer._arena import Arena, aligned
-from dcp_tensorizer._copying import GATHER_BYTES, Copies, copy_on_host, order
-from dcp_tensorizer._device import SideStreams
+from dcp_tensorizer._memory.device import SideStreams
+from dcp_tensorizer._memory.shared_buffer import Arena, aligned
+from dcp_tensorizer._staging import tensor_copy
+from dcp_tensorizer._staging.tensor_copy import GATHER_BYTES, Copies, copy_on_host, order
 
 from .simulated import SimulatedDevice
 from .support import ALL_DTYPES, dtype_name, filled, raw, same
@@ -37,8 +37,8 @@ def copied(sources: Sequence[torch.Tensor], device: SimulatedDevice) -> tuple[li
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
 def test_every_dtype_and_layout_leaves_the_device_as_it_is(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors and large ones, contiguous and not, gathered and in pieces, bit for bit."""
-    monkeypatch.setattr(_copying, "_SMALL", 200)
-    monkeypatch.setattr(_copying, "GATHER_BYTES", 1024)
+    monkeypatch.setattr(tensor_copy, "_SMALL", 200)
+    monkeypatch.setattr(tensor_copy, "GATHER_BYTES", 1024)
     device = SimulatedDevice()
     base = device.declare(filled(dtype, (40, 24)))
     on_host = filled(dtype, (3, 5), seed=1)
@@ -55,7 +55,7 @@ def test_conjugate_and_negative_bits_are_carried_out_on_the_device(monkeypatch: 
     device = SimulatedDevice()
     values = device.declare(torch.view_as_complex(torch.arange(400.0).view(200, 2)))
     for small in (1 << 20, 8):
-        monkeypatch.setattr(_copying, "_SMALL", small)
+        monkeypatch.setattr(tensor_copy, "_SMALL", small)
         twins, arena = copied([values.conj(), values.conj().imag], device)
         assert raw(twins[0]) == raw(values.conj())
         assert raw(twins[1]) == raw(values.conj().imag)
@@ -81,8 +81,8 @@ def test_thousands_of_small_tensors_cross_in_a_few_copies() -> None:
 
 def test_memory_on_the_device_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """One buffer, however large what goes through it."""
-    monkeypatch.setattr(_copying, "GATHER_BYTES", 4096)
-    monkeypatch.setattr(_copying, "_SMALL", 512)
+    monkeypatch.setattr(tensor_copy, "GATHER_BYTES", 4096)
+    monkeypatch.setattr(tensor_copy, "_SMALL", 512)
     device = SimulatedDevice()
     base = device.declare(torch.arange(64 * 64 * 16, dtype=torch.int32))
     bent = [base.view(64, 1024).t(), base.view(4, 16, 1024).permute(2, 0, 1), base.view(1, 2, 32768).transpose(1, 2)]
@@ -96,8 +96,8 @@ def test_memory_on_the_device_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_device_that_is_nearly_full_gets_a_smaller_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Down to what the largest small tensor needs; without even that, its own error is raised."""
-    monkeypatch.setattr(_copying, "GATHER_BYTES", 64 << 10)
-    monkeypatch.setattr(_copying, "_SMALL", 1024)
+    monkeypatch.setattr(tensor_copy, "GATHER_BYTES", 64 << 10)
+    monkeypatch.setattr(tensor_copy, "_SMALL", 1024)
     device = SimulatedDevice()
     base = device.declare(torch.arange(100_000, dtype=torch.int32))
     sources = [base.view(500, 200).t(), *(base[n * 300 : n * 300 + 200] for n in range(100))]

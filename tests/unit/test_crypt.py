@@ -27,19 +27,20 @@ from dcp_tensorizer import (
     DecryptionError,
     TensorizerStorageReader,
     TensorizerStorageWriter,
-    _layout,
-    _plan,
 )
-from dcp_tensorizer._crypt import Cipher, encryption_cipher, find_other_key, random_nonce, unlock
-from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._encoder import encode
-from dcp_tensorizer._fetch import Wanted, fetch, is_direct
-from dcp_tensorizer._layout import Derivation, StoredItem, block_size
-from dcp_tensorizer._metadata import decode
-from dcp_tensorizer._plan import Box, ReadRequest
-from dcp_tensorizer._storage import Storage
-from dcp_tensorizer._tensorfile import lay_out
-from dcp_tensorizer._tensors import host_bytes
+from dcp_tensorizer._format import layout as layout_module
+from dcp_tensorizer._format.chunks import Box
+from dcp_tensorizer._format.encoder import encode
+from dcp_tensorizer._format.encryption import Cipher, encryption_cipher, find_other_key, random_nonce, unlock
+from dcp_tensorizer._format.layout import Derivation, StoredItem, block_size
+from dcp_tensorizer._format.metadata import decode
+from dcp_tensorizer._format.tensorizer_file import lay_out
+from dcp_tensorizer._loading import read_planner
+from dcp_tensorizer._loading.executor import Wanted, fetch, is_direct
+from dcp_tensorizer._loading.read_planner import ReadRequest
+from dcp_tensorizer._memory.tensor_bytes import host_bytes
+from dcp_tensorizer._storage.base import Storage
+from dcp_tensorizer._storage.open import open_storage
 
 from ..servers import S3Server, SftpServer
 from .support import ALL_DTYPES, ROOT, BufferSink, dtype_name, filled, put_file, raw, run_python, same, sources
@@ -437,7 +438,7 @@ def test_any_box_is_read(
     put_file(storage, "f", content, sync=False)
     target = torch.zeros(size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_plan, "_MAX_OPERATION", data.draw(st.sampled_from([1 << 16, 8 << 20])))
+        patch.setattr(read_planner, "_MAX_OPERATION", data.draw(st.sampled_from([1 << 16, 8 << 20])))
         read(storage, items["t"], stored, target, verify=data.draw(st.booleans()), box=Box(first, size))
     assert same(target, stored[first[0] : first[0] + size[0], first[1] : first[1] + size[1]].contiguous())
 
@@ -600,4 +601,4 @@ def test_the_example_in_the_documentation_runs(tmp_path: Path) -> None:
 
 def test_format_versions_are_pinned() -> None:
     """Plain checkpoints keep the version that older releases read; encrypted ones have one that those refuse."""
-    assert (_layout.FORMAT_VERSION, _layout.ENCRYPTED_VERSION) == (1, 2)
+    assert (layout_module.FORMAT_VERSION, layout_module.ENCRYPTED_VERSION) == (1, 2)

@@ -17,15 +17,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_tensorizer import _diff
-from dcp_tensorizer._commit import commit
-from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._diff import Change, Difference, diff
-from dcp_tensorizer._job import FileJob
-from dcp_tensorizer._layout import StoredItem
-from dcp_tensorizer._plan import plan_files
-from dcp_tensorizer._protocol import TensorSource
-from dcp_tensorizer._sources import open_contents
+from dcp_tensorizer._format.layout import StoredItem
+from dcp_tensorizer._saving.commit import commit
+from dcp_tensorizer._saving.file_planner import plan_files
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._tools import diff as diff_module
+from dcp_tensorizer._tools.diff import Change, Difference, diff
+from dcp_tensorizer._tools.formats.sources import open_contents
+from dcp_tensorizer._writer_process.messages import TensorSource
+from dcp_tensorizer._writer_process.write_job import FileJob
 
 from .checkpoints import ODD, make_checkpoint
 from .support import ALL_DTYPES, filled
@@ -106,8 +106,8 @@ def test_dtypes_without_arithmetic_are_counted(tmp_path: Path) -> None:
 
 def test_blocks_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However small the pieces are in which tensors are compared."""
-    monkeypatch.setattr(_diff, "_BLOCK", 24)
-    monkeypatch.setattr(_diff, "_ELEMENTS", 3)
+    monkeypatch.setattr(diff_module, "_BLOCK", 24)
+    monkeypatch.setattr(diff_module, "_ELEMENTS", 3)
     a = torch.arange(60.0).reshape(3, 4, 5)
     b = a.clone()
     b[2, 3, 4] += 7

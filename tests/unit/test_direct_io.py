@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dcp_tensorizer._direct_io import LocalSink
+from dcp_tensorizer._storage.local_write import LocalSink
 
 from .support import file_size_limit, on_a_page, open_descriptors
 

@@ -16,17 +16,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_tensorizer import ChecksumMismatch, ReadError, _fetch, _layout, _plan
-from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._encoder import encode
-from dcp_tensorizer._fetch import Wanted, fetch, is_direct
-from dcp_tensorizer._layout import StoredItem
-from dcp_tensorizer._local import LocalStorage
-from dcp_tensorizer._local_file import LocalFile
-from dcp_tensorizer._plan import Box, ReadRequest
-from dcp_tensorizer._storage import RangeReader, Storage
-from dcp_tensorizer._tensorfile import lay_out
-from dcp_tensorizer._tensors import host_bytes
+from dcp_tensorizer import ChecksumMismatch, ReadError
+from dcp_tensorizer._format import layout as layout_module
+from dcp_tensorizer._format.chunks import Box
+from dcp_tensorizer._format.encoder import encode
+from dcp_tensorizer._format.layout import StoredItem
+from dcp_tensorizer._format.tensorizer_file import lay_out
+from dcp_tensorizer._loading import executor, read_planner
+from dcp_tensorizer._loading.executor import Wanted, fetch, is_direct
+from dcp_tensorizer._loading.read_planner import ReadRequest
+from dcp_tensorizer._memory.tensor_bytes import host_bytes
+from dcp_tensorizer._storage.base import RangeReader, Storage
+from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._storage.local_read import LocalFile
+from dcp_tensorizer._storage.open import open_storage
 
 from .simulated import SimulatedDevice
 from .support import ALL_DTYPES, cached, dtype_name, filled, forget, open_descriptors, same, sources
@@ -208,8 +211,8 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[Storage, Tensors,
 def small_limits() -> Iterator[None]:
     """Blocks and operations of a few bytes, so that small tensors have many."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_layout, "_MIN_BLOCK", 16)
-        patch.setattr(_plan, "_MAX_OPERATION", 64)
+        patch.setattr(layout_module, "_MIN_BLOCK", 16)
+        patch.setattr(read_planner, "_MAX_OPERATION", 64)
         patch.setattr(Storage, "gap_bytes", 8)
         patch.setattr(LocalStorage, "slice_bytes", 24)
         yield
@@ -316,7 +319,7 @@ def test_a_load_begins_with_as_many_threads_as_suit_the_storage(
 ) -> None:
     """Others join if those wait; the user's number is for both."""
     found = []
-    monkeypatch.setattr(_fetch, "work_through", lambda operations, run, **threads: found.append(threads))
+    monkeypatch.setattr(executor, "work_through", lambda operations, run, **threads: found.append(threads))
     storage.first_threads, storage.read_threads = 2, 6
     stored = filled(torch.uint8, (10_000,))
     (item,) = write_file(storage, "f", {"t": stored}).values()
@@ -491,7 +494,7 @@ def test_an_unknown_failure_of_the_storage_is_a_read_error(storage: Storage) -> 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     device = SimulatedDevice()
-    monkeypatch.setattr(_fetch, "CUDA", device)
+    monkeypatch.setattr(executor, "CUDA", device)
     return device
 
 
@@ -543,7 +546,7 @@ def test_memory_for_loads_to_a_device_is_bounded(
     storage: Storage, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots go round: many operations, few slots, none read into before its copies are done."""
-    monkeypatch.setattr(_plan, "_MAX_OPERATION", 1 << 16)
+    monkeypatch.setattr(read_planner, "_MAX_OPERATION", 1 << 16)
     stored = {f"t{n}": filled(torch.int32, (300, 100), seed=n) for n in range(40)}
     items = write_file(storage, "f", stored)
     targets = {key: device.declare(torch.zeros_like(tensor)) for key, tensor in stored.items()}
@@ -593,7 +596,7 @@ def test_a_shortage_of_memory_for_slots_is_a_read_error(
     stored = torch.arange(100_000)
     (item,) = write_file(storage, "f", {"t": stored}).values()
     target = device.declare(torch.zeros(100_000, dtype=torch.int64))
-    monkeypatch.setattr("dcp_tensorizer._arena._available_memory", lambda: 1 << 16)
+    monkeypatch.setattr("dcp_tensorizer._memory.memory_limit._available_memory", lambda: 1 << 16)
     with pytest.raises(ReadError, match=r"on their way to a GPU.*bytes of memory are available"):
         fetch(storage, [landing("t", item, stored, target)], threads=2, verify=True)
 
@@ -628,6 +631,6 @@ def test_which_targets_share_memory(storage: Storage) -> None:
         memory[80:96].view(4, 4),
         torch.zeros(4, 4),
     ]
-    found = _fetch._apart([wanted("t", items["t"], stored, target) for target in targets])
+    found = executor._apart([wanted("t", items["t"], stored, target) for target in targets])
     assert [w.request.direct for w in found] == [True, False, False, False, False, True]
     assert all(w.target is target for w, target in zip(found, targets, strict=True))

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from dcp_tensorizer import WriteError, WriterProcessDied, _handover
-from dcp_tensorizer._arena import Arena
-from dcp_tensorizer._copying import Copies
-from dcp_tensorizer._device import SideStreams
-from dcp_tensorizer._handover import Handover, Options
-from dcp_tensorizer._protocol import SnapshotRequest
+from dcp_tensorizer import WriteError, WriterProcessDied
+from dcp_tensorizer._memory.device import SideStreams
+from dcp_tensorizer._memory.shared_buffer import Arena
+from dcp_tensorizer._saving import writer_client
+from dcp_tensorizer._saving.writer_client import Handover, Options
+from dcp_tensorizer._staging.tensor_copy import Copies
+from dcp_tensorizer._writer_process.messages import SnapshotRequest
 
 from .simulated import SimulatedDevice
 
@@ -50,8 +51,8 @@ def test_a_snapshot_that_was_refused_is_not_tried_again(
 ) -> None:
     """After a death it is; each time the handles are given back, and the trainer copies."""
     withdrawn: list[Any] = []
-    monkeypatch.setattr(_handover, "export", lambda *arguments: (SnapshotRequest(0, 0, (("a handle",),), ()), []))
-    monkeypatch.setattr(_handover, "withdraw", withdrawn.extend)
+    monkeypatch.setattr(writer_client, "export", lambda *arguments: (SnapshotRequest(0, 0, (("a handle",),), ()), []))
+    monkeypatch.setattr(writer_client, "withdraw", withdrawn.extend)
     process = Refusing([WriterProcessDied("died"), WriteError("no GPU memory"), WriteError("never asked for")])
     copies = Copies([], SideStreams(SimulatedDevice()), 1)
     made = handover(process)

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_tensorizer import WriteError, _ipc
-from dcp_tensorizer._arena import Arena, aligned
-from dcp_tensorizer._ipc import Snapshots, export
+from dcp_tensorizer import WriteError
+from dcp_tensorizer._memory.shared_buffer import Arena, aligned
+from dcp_tensorizer._writer_process import gpu_ipc
+from dcp_tensorizer._writer_process.gpu_ipc import Snapshots, export
 
 from .simulated import SimulatedDevice, SimulatedStream
 from .support import ALL_DTYPES, filled, same
@@ -23,8 +24,8 @@ from .support import ALL_DTYPES, filled, same
 
 @pytest.fixture(autouse=True)
 def handles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ipc, "reduce_tensor", lambda alias: (None, (alias, True)))
-    monkeypatch.setattr(_ipc, "rebuild_cuda_tensor", opened)
+    monkeypatch.setattr(gpu_ipc, "reduce_tensor", lambda alias: (None, (alias, True)))
+    monkeypatch.setattr(gpu_ipc, "rebuild_cuda_tensor", opened)
 
 
 def opened(alias: torch.Tensor, has_to_wait: bool) -> torch.Tensor:
@@ -81,7 +82,7 @@ def test_memory_that_cannot_be_handed_over_is_an_error_that_says_what_to_do(monk
     def refuse(alias: torch.Tensor) -> Any:
         raise RuntimeError("invalid device pointer")
 
-    monkeypatch.setattr(_ipc, "reduce_tensor", refuse)
+    monkeypatch.setattr(gpu_ipc, "reduce_tensor", refuse)
     with pytest.raises(WriteError, match=r"invalid device pointer.*staging='buffer'"):
         export([(torch.empty(3), torch.ones(3))], [0], 1, streams())
 
@@ -101,7 +102,7 @@ def test_handles_made_before_one_that_is_refused_are_given_back(monkeypatch: pyt
             raise RuntimeError("invalid argument")
         return None, (torch.Tensor, (), (), 0, Storage, None, 7, b"handle", 1, 0, False, b"counter", number, b"", True)
 
-    monkeypatch.setattr(_ipc, "reduce_tensor", reduce)
+    monkeypatch.setattr(gpu_ipc, "reduce_tensor", reduce)
     sources = [torch.tensor([number], dtype=torch.uint8) for number in range(5)]
     with pytest.raises(WriteError, match="invalid argument"):
         export([(torch.empty_like(s), s) for s in sources], [0] * 5, 1, streams())

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.testing._internal.two_tensor import TwoTensor
 
 from dcp_tensorizer import StagingError, WriteError
-from dcp_tensorizer._items import ObjectCheck, resolve, sources, write_results
-from dcp_tensorizer._layout import StoredItem
-from dcp_tensorizer._protocol import FileRequest, FileResult, TensorResult, WriteDone
+from dcp_tensorizer._format.layout import StoredItem
+from dcp_tensorizer._saving.write_items import ObjectCheck, resolve, sources, write_results
+from dcp_tensorizer._writer_process.messages import FileRequest, FileResult, TensorResult, WriteDone
 
 from .support import same
 

@@ -15,14 +15,14 @@ import torch
 from tensorizer import TensorDeserializer
 
 from dcp_tensorizer import WriteError
-from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._direct_io import LocalSink
-from dcp_tensorizer._job import FileJob
-from dcp_tensorizer._layout import data_file_name
-from dcp_tensorizer._local import LocalStorage
-from dcp_tensorizer._protocol import FileRequest, TensorSource
-from dcp_tensorizer._storage import Storage
-from dcp_tensorizer._tensors import host_bytes
+from dcp_tensorizer._format.layout import data_file_name
+from dcp_tensorizer._memory.tensor_bytes import host_bytes
+from dcp_tensorizer._storage.base import Storage
+from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._storage.local_write import LocalSink
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._writer_process.messages import FileRequest, TensorSource
+from dcp_tensorizer._writer_process.write_job import FileJob
 
 from .support import block_digests, file_size_limit, filled, raw, same, sources
 

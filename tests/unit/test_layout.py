@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_tensorizer._layout import (
+from dcp_tensorizer._format.layout import (
     StoredItem,
     block_size,
     data_file_name,
@@ -17,7 +17,7 @@ from dcp_tensorizer._layout import (
     is_data_file_name,
     metadata_file_name,
 )
-from dcp_tensorizer._tensorfile import lay_out
+from dcp_tensorizer._format.tensorizer_file import lay_out
 
 from .support import ALL_DTYPES, dtype_name, filled, sources
 

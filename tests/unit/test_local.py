@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from dcp_tensorizer import WriteError, _local
-from dcp_tensorizer._local import LocalStorage
-from dcp_tensorizer._storage import Refused
+from dcp_tensorizer import WriteError
+from dcp_tensorizer._storage import local
+from dcp_tensorizer._storage.base import Refused
+from dcp_tensorizer._storage.local import LocalStorage
 
 from .support import open_descriptors, put_file
 
@@ -48,7 +49,7 @@ def test_a_claim_ends_with_its_process(tmp_path: Path) -> None:
     script = """
 import sys
 from pathlib import Path
-from dcp_tensorizer._local import LocalStorage
+from dcp_tensorizer._storage.local import LocalStorage
 claim = LocalStorage(Path(sys.argv[1])).claim()
 claim.share(1.0)
 print("claimed", flush=True)
@@ -91,7 +92,7 @@ def test_where_locks_say_nothing_nothing_is_left_over(
     if case == "no locks":
         monkeypatch.setattr(fcntl, "flock", refuse)
     else:
-        monkeypatch.setattr(_local, "_LOCAL_TYPES", {"something"})
+        monkeypatch.setattr(local, "_LOCAL_TYPES", {"something"})
     claim = LocalStorage(tmp_path).claim()
     assert claim.leftovers() is None
     claim.share(1.0)
@@ -200,7 +201,7 @@ def test_a_rename_whose_answer_was_lost(
 @pytest.mark.parametrize(
     ("types", "said", "kind"),
     [
-        (_local._LOCAL_TYPES, errno.EIO, Refused),
+        (local._LOCAL_TYPES, errno.EIO, Refused),
         ({"something"}, errno.EIO, WriteError),
         ({"something"}, errno.EDQUOT, Refused),
     ],
@@ -214,7 +215,7 @@ def test_whether_a_file_may_be_in_place_later(
     def fail(source: Path, target: Path) -> None:
         raise OSError(said, os.strerror(said))
 
-    monkeypatch.setattr(_local, "_LOCAL_TYPES", types)
+    monkeypatch.setattr(local, "_LOCAL_TYPES", types)
     monkeypatch.setattr(os, "replace", fail)
     (tmp_path / "a").write_bytes(b"old")
     with pytest.raises(WriteError, match=os.strerror(said)) as caught:
@@ -223,13 +224,13 @@ def test_whether_a_file_may_be_in_place_later(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"old"}
 
 
-@pytest.mark.parametrize(("types", "allocated"), [(_local._LOCAL_TYPES, [5000]), ({"something"}, [])])
+@pytest.mark.parametrize(("types", "allocated"), [(local._LOCAL_TYPES, [5000]), ({"something"}, [])])
 def test_only_disks_are_asked_for_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, types: set[str], allocated: list[int]
 ) -> None:
     """Many network mounts have no fallocate, which glibc imitates by writing zeros, all of them, one page at a time."""
     asked: list[int] = []
-    monkeypatch.setattr(_local, "_LOCAL_TYPES", types)
+    monkeypatch.setattr(local, "_LOCAL_TYPES", types)
     monkeypatch.setattr(os, "posix_fallocate", lambda descriptor, offset, nbytes: asked.append(nbytes))
     put_file(LocalStorage(tmp_path), "a", bytes(5000))
     assert asked == allocated

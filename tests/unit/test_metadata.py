@@ -10,10 +10,11 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint import FileSystemWriter
 
-from dcp_tensorizer._commit import commit
-from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._layout import ENCRYPTED_VERSION, FORMAT, FORMAT_VERSION, StoredItem, data_file_name
-from dcp_tensorizer._metadata import decode, encode, read_metadata
+from dcp_tensorizer._format.layout import ENCRYPTED_VERSION, FORMAT, FORMAT_VERSION, StoredItem, data_file_name
+from dcp_tensorizer._format.metadata import decode, encode
+from dcp_tensorizer._loading.metadata_reader import read_metadata
+from dcp_tensorizer._saving.commit import commit
+from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer.errors import MetadataError, UntrustedObject
 
 from .checkpoints import INDEX, metadata_of

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dcp_tensorizer._outcomes import Outcomes
+from dcp_tensorizer._saving.failure_counter import Outcomes
 from dcp_tensorizer.errors import WriteError
 
 

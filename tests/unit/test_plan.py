@@ -18,23 +18,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tensorizer import TensorDeserializer
 
-from dcp_tensorizer import _layout, _plan
-from dcp_tensorizer._encoder import encode
-from dcp_tensorizer._layout import INDEX_CAPACITY, StoredItem, block_size, index_entry_size, is_data_file_name
-from dcp_tensorizer._plan import (
-    Box,
-    ReadOperation,
-    ReadRequest,
-    boxes_of_range,
-    covers,
-    plan_files,
-    plan_reads,
-    stored_names,
-)
-from dcp_tensorizer._protocol import TensorSource
-from dcp_tensorizer._storage import Storage
-from dcp_tensorizer._tensorfile import lay_out
-from dcp_tensorizer._tensors import host_bytes
+from dcp_tensorizer._format import layout as layout_module
+from dcp_tensorizer._format.chunks import Box, boxes_of_range, covers
+from dcp_tensorizer._format.encoder import encode
+from dcp_tensorizer._format.layout import INDEX_CAPACITY, StoredItem, block_size, index_entry_size, is_data_file_name
+from dcp_tensorizer._format.tensorizer_file import lay_out
+from dcp_tensorizer._loading import read_planner
+from dcp_tensorizer._loading.read_planner import ReadOperation, ReadRequest, plan_reads
+from dcp_tensorizer._memory.tensor_bytes import host_bytes
+from dcp_tensorizer._saving import file_planner
+from dcp_tensorizer._saving.file_planner import plan_files, stored_names
+from dcp_tensorizer._storage.base import Storage
+from dcp_tensorizer._writer_process.messages import TensorSource
 
 from .support import BufferSink, filled, same
 
@@ -51,16 +46,16 @@ class Limits:
     times: int = 1  # as much may be read at once where it is read into its target
 
 
-REAL = Limits(_plan._MAX_OPERATION, Storage.gap_bytes, _plan._MAX_SEGMENTS, _layout._MIN_BLOCK)
+REAL = Limits(read_planner._MAX_OPERATION, Storage.gap_bytes, read_planner._MAX_SEGMENTS, layout_module._MIN_BLOCK)
 
 
 @contextmanager
 def limits(small: Limits) -> Iterator[None]:
     """Small limits, so that small tensors meet them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_plan, "_MAX_OPERATION", small.operation)
-        patch.setattr(_plan, "_MAX_SEGMENTS", small.segments)
-        patch.setattr(_layout, "_MIN_BLOCK", small.block)
+        patch.setattr(read_planner, "_MAX_OPERATION", small.operation)
+        patch.setattr(read_planner, "_MAX_SEGMENTS", small.segments)
+        patch.setattr(layout_module, "_MIN_BLOCK", small.block)
         yield
 
 
@@ -129,7 +124,9 @@ def check_plan(requests: Sequence[ReadRequest], *, verify: bool, bounds: Limits)
     return operations
 
 
-def check_segment(segment: _plan.Segment, requests: Sequence[ReadRequest], *, verify: bool, bounds: Limits) -> None:
+def check_segment(
+    segment: read_planner.Segment, requests: Sequence[ReadRequest], *, verify: bool, bounds: Limits
+) -> None:
     step = block_size(segment.item.length)
     assert 0 <= segment.start < segment.stop <= segment.item.length
     most = bounds.operation * (1 if segment.direct is None else bounds.times)
@@ -430,7 +427,7 @@ def source(name: str, *, ndim: int = 1, dtype: str = "uint8") -> TensorSource:
 def test_files_hold_all_sources_in_order_and_no_index_overflows(sizes: list[tuple[int, int]], rank: int) -> None:
     """A rank's shard continues in a further file exactly when the index of one is full."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_plan, "INDEX_CAPACITY", 4096)
+        patch.setattr(file_planner, "INDEX_CAPACITY", 4096)
         sources = [source("n" * length, ndim=ndim) for length, ndim in sizes]
         files = plan_files(sources, rank, SAVE)
     assert [s for file in files for s in file.tensors] == sources

@@ -14,10 +14,16 @@ import pytest
 import torch
 from tensorizer import TensorDeserializer
 
-from dcp_tensorizer._arena import Arena
-from dcp_tensorizer._layout import data_file_name
-from dcp_tensorizer._process import WriterProcess
-from dcp_tensorizer._protocol import DeviceTensor, FileRequest, SnapshotRequest, TensorSource, WriteRequest
+from dcp_tensorizer._format.layout import data_file_name
+from dcp_tensorizer._memory.shared_buffer import Arena
+from dcp_tensorizer._writer_process.messages import (
+    DeviceTensor,
+    FileRequest,
+    SnapshotRequest,
+    TensorSource,
+    WriteRequest,
+)
+from dcp_tensorizer._writer_process.process import WriterProcess
 from dcp_tensorizer.errors import WriteError, WriterProcessDied
 
 from .support import open_descriptors
@@ -194,7 +200,7 @@ def test_nothing_secret_in_the_process_list(process, arena, tmp_path):
     """The command line shows the module and two descriptors."""
     process.write(request(tmp_path, arena, options={"secret": "hunter2-secret"}), [arena], 60)
     command = psutil.Process(process.pid).cmdline()
-    assert command[1:3] == ["-m", "dcp_tensorizer._worker"]
+    assert command[1:3] == ["-m", "dcp_tensorizer._writer_process.worker"]
     assert all(argument.lstrip("-").isdigit() for argument in command[3:])
 
 
@@ -211,7 +217,7 @@ def test_it_ends_with_its_trainer():
     script = textwrap.dedent(
         """
         import os, sys, signal
-        from dcp_tensorizer._process import WriterProcess
+        from dcp_tensorizer._writer_process.process import WriterProcess
         process = WriterProcess()
         child = os.fork()
         if child == 0:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from dcp_tensorizer._protocol import (
+from dcp_tensorizer._writer_process.channel import Channel
+from dcp_tensorizer._writer_process.messages import (
     ArenaInfo,
-    Channel,
     FileRequest,
     FileResult,
     Progress,

@@ -18,12 +18,14 @@ from typing import Any
 
 import pytest
 
-from dcp_tensorizer import ReadError, WriteError, _retry, _s3
-from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._layout import data_file_name
-from dcp_tensorizer._retry import patience_of
-from dcp_tensorizer._s3 import S3Storage, _S3Reader
-from dcp_tensorizer._storage import TIMEOUT, Refused
+from dcp_tensorizer import ReadError, WriteError
+from dcp_tensorizer._format.layout import data_file_name
+from dcp_tensorizer._storage import retry
+from dcp_tensorizer._storage import s3 as s3_module
+from dcp_tensorizer._storage.base import TIMEOUT, Refused
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._storage.retry import patience_of
+from dcp_tensorizer._storage.s3 import S3Storage, _S3Reader
 
 from ..proxy import Fault, Request, S3Proxy, s3_proxy
 from ..servers import KEY, OTHER_KEY, SECRET, S3Server
@@ -210,7 +212,7 @@ def test_a_read_survives(opened: Opener, proxy: S3Proxy, monkeypatch: pytest.Mon
 
     Silence is long when it takes a tenth of the time after which all is given up.
     """
-    monkeypatch.setattr(_retry, "_FIRST_WAIT", 0.0)
+    monkeypatch.setattr(retry, "_FIRST_WAIT", 0.0)
     storage = opened(timeout=10.0)
     put_file(storage, NAME, CONTENT)
     proxy.rule = once("GetObject", fault)
@@ -221,7 +223,7 @@ def test_a_read_survives(opened: Opener, proxy: S3Proxy, monkeypatch: pytest.Mon
 
 def test_a_read_goes_on_where_it_broke_off(storage: S3Storage, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections that break off again and again bring it to its end all the same, and nothing twice."""
-    monkeypatch.setattr(_retry, "_FIRST_WAIT", 0.0)
+    monkeypatch.setattr(retry, "_FIRST_WAIT", 0.0)
     put_file(storage, NAME, CONTENT)
     proxy.forget()
     proxy.rule = once("GetObject", Fault(cut=4 << 20), times=4)
@@ -455,7 +457,7 @@ def test_a_connection_that_always_breaks_off_is_an_error(
     opened: Opener, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After six bodies in a row that end too early."""
-    monkeypatch.setattr(_retry, "_FIRST_WAIT", 0.0)
+    monkeypatch.setattr(retry, "_FIRST_WAIT", 0.0)
     storage = opened()
     put_file(storage, NAME, CONTENT)
     proxy.forget()
@@ -540,7 +542,7 @@ def test_wrong_credentials(s3: S3Server, prefix: str) -> None:
 
 def test_uploads_are_listed(storage: S3Storage, s3: S3Server, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of this directory, in as many answers as it takes, with the time when they were begun."""
-    monkeypatch.setattr(_s3, "_UPLOADS", 1)
+    monkeypatch.setattr(s3_module, "_UPLOADS", 1)
     names = [data_file_name(rank, 0, "b" * 32) for rank in range(3)]
     child = storage.child("step-1")
     begun = [where.create(name, len(CONTENT), sync=True) for where in (storage, child) for name in names]

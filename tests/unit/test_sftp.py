@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 
-from dcp_tensorizer import ReadError, WriteError, _retry, _sftp
-from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._layout import data_file_name
-from dcp_tensorizer._sftp import SftpStorage
-from dcp_tensorizer._storage import TIMEOUT, Refused, Storage
+from dcp_tensorizer import ReadError, WriteError
+from dcp_tensorizer._format.layout import data_file_name
+from dcp_tensorizer._storage import retry
+from dcp_tensorizer._storage import sftp as sftp_module
+from dcp_tensorizer._storage.base import TIMEOUT, Refused, Storage
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._storage.sftp import SftpStorage
 
 from ..proxy import TcpProxy, tcp_proxy
 from ..servers import PASSWORD, USER, SftpServer
@@ -41,7 +43,7 @@ Opener = Callable[..., SftpStorage]
 @pytest.fixture
 def opened(sftp: SftpServer, proxy: TcpProxy, monkeypatch: pytest.MonkeyPatch) -> Opener:
     """Opens a fresh directory by way of the proxy."""
-    monkeypatch.setattr(_retry, "_FIRST_WAIT", 0.01)
+    monkeypatch.setattr(retry, "_FIRST_WAIT", 0.01)
 
     def opened(timeout: float = TIMEOUT, **options: Any) -> SftpStorage:
         url = f"sftp://127.0.0.1/{uuid.uuid4().hex}"
@@ -97,7 +99,7 @@ def test_whether_metadata_may_be_there_after_all(
     storage.child(".metadata").make_directory()
     with pytest.raises(Refused, match=r"cannot write .*\.metadata"):
         storage.publish(".metadata", b"x", sync=True)
-    write_all = _sftp.write_all
+    write_all = sftp_module.write_all
     cuts = iter([True])
 
     def write_and_lose(file: Any, data: memoryview) -> None:
@@ -105,7 +107,7 @@ def test_whether_metadata_may_be_there_after_all(
             proxy.cut()
         write_all(file, data)
 
-    monkeypatch.setattr(_sftp, "write_all", write_and_lose)
+    monkeypatch.setattr(sftp_module, "write_all", write_and_lose)
     with pytest.raises(WriteError) as caught:
         storage.publish(".metadata", b"x", sync=True)
     assert proxy.connections == 2
@@ -340,7 +342,7 @@ def test_metadata_whose_answer_is_lost_are_published(
 ) -> None:
     """With overwrite=False the second rename meets the file of the first, and knows it; nothing else is left."""
     storage = opened()
-    rename = _sftp._rename_to_new
+    rename = sftp_module._rename_to_new
     cuts = iter([True])
 
     def rename_and_lose(channel: Any, source: str, target: str) -> None:
@@ -349,7 +351,7 @@ def test_metadata_whose_answer_is_lost_are_published(
             proxy.cut()
             channel.stat(target)
 
-    monkeypatch.setattr(_sftp, "_rename_to_new", rename_and_lose)
+    monkeypatch.setattr(sftp_module, "_rename_to_new", rename_and_lose)
     storage.publish(".metadata", b"ours", sync=True, replace=False)
     assert proxy.connections == 2
     assert [(file.name, file.nbytes) for file in storage.listing()[0]] == [(".metadata", 4)]

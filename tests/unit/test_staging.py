@@ -26,10 +26,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.masked import masked_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from dcp_tensorizer import StagingError, _copying, staging
-from dcp_tensorizer._arena import Arena
-from dcp_tensorizer._copying import GATHER_BYTES, copy_on_host
-from dcp_tensorizer.staging import ArenaStager, Lease, StagedStateDict, Staging
+from dcp_tensorizer import StagingError
+from dcp_tensorizer._memory.shared_buffer import Arena
+from dcp_tensorizer._staging import stager as stager_module
+from dcp_tensorizer._staging import tensor_copy
+from dcp_tensorizer._staging.stager import ArenaStager, Lease, StagedStateDict, Staging
+from dcp_tensorizer._staging.tensor_copy import GATHER_BYTES, copy_on_host
 
 from .simulated import SimulatedDevice
 from .support import ALL_DTYPES, dtype_name, filled, memory_files, raw, same
@@ -603,7 +605,7 @@ def test_a_save_that_never_starts_does_not_hold_up_the_next(
     stager: ArenaStager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The save after it waits for it once, for as long as a process takes to start, and no later one does."""
-    monkeypatch.setattr(staging, "_START_SECONDS", 0.05)
+    monkeypatch.setattr(stager_module, "_START_SECONDS", 0.05)
     lost = stager.stage({"a": torch.ones(1)})
     later = [stager.stage({"a": torch.full((1,), float(n))}) for n in range(3)]
     seen: list[float] = []
@@ -614,7 +616,7 @@ def test_a_save_that_never_starts_does_not_hold_up_the_next(
 
     for state in later:
         in_thread(lambda state=state: save(state)).join(WAIT)  # type: ignore[misc]
-        monkeypatch.setattr(staging, "_START_SECONDS", 2 * WAIT)
+        monkeypatch.setattr(stager_module, "_START_SECONDS", 2 * WAIT)
     assert seen == [0.0, 1.0, 2.0]
     assert lost.lease.abandoned
     assert dict(lost)["a"].tolist() == [1.0]
@@ -695,7 +697,7 @@ def test_staging_waits_for_a_buffer_that_is_being_prewarmed(
             super().__init__(nbytes)
             made.append(self)
 
-    monkeypatch.setattr(staging, "Arena", Slow)
+    monkeypatch.setattr(stager_module, "Arena", Slow)
     stager.prewarm({"a": torch.ones(5000)})
     assert began.wait(WAIT)
     releasing = in_thread(release.set)
@@ -728,7 +730,7 @@ def test_closing_gives_the_memory_back_when_the_last_twin_is_gone() -> None:
 
 def test_a_shortage_of_memory_is_an_error_of_the_save(stager: ArenaStager, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is allocated, the error says how much was needed, and the next save works."""
-    monkeypatch.setattr("dcp_tensorizer._arena._available_memory", lambda: 1 << 20)
+    monkeypatch.setattr("dcp_tensorizer._memory.memory_limit._available_memory", lambda: 1 << 20)
     result = stager.stage({"a": torch.ones(1 << 20)})
     assert "4,194,304 bytes" in str(result.lease.error)
     assert "1,048,576 bytes" in str(result.lease.error)
@@ -750,7 +752,7 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
-        monkeypatch.setattr(_copying, "copy_on_host", self._copy)
+        monkeypatch.setattr(tensor_copy, "copy_on_host", self._copy)
 
     def _copy(self, pairs: Any, threads: int) -> None:
         self.reached.set()
@@ -839,7 +841,7 @@ def test_an_error_of_overlapped_copying_is_the_saves(overlapping: ArenaStager, m
     def fail(pairs: Any, threads: int) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(_copying, "copy_on_host", fail)
+    monkeypatch.setattr(tensor_copy, "copy_on_host", fail)
     result = overlapping.stage({"a": torch.ones(10)})
     staging = Staging(result)
     overlapping.wait_released()
@@ -954,7 +956,7 @@ def test_copies_that_another_process_makes_are_waited_for(able: bool) -> None:
     device = SimulatedDevice()
     asked, made = threading.Event(), threading.Event()
 
-    def elsewhere(arena: Arena, copies: _copying.Copies) -> bool:
+    def elsewhere(arena: Arena, copies: tensor_copy.Copies) -> bool:
         asked.set()
         assert made.wait(WAIT)
         if able:
@@ -1017,5 +1019,5 @@ def test_tensors_that_are_others_than_a_moment_ago_are_an_error() -> None:
     a, b = torch.zeros(2, 3), torch.zeros(4)
     for twins in ([a], [a, b, b], [b, a], [a, b.double()]):
         with pytest.raises(StagingError, match="other tensors"):
-            staging._Snapshot({"a": a, "b": [b]}, twins, None, set()).twin(twins)
-    assert staging._Snapshot({"a": a, "b": [b]}, [a, b], None, set()).twin([a, b])["b"][0] is b
+            stager_module._Snapshot({"a": a, "b": [b]}, twins, None, set()).twin(twins)
+    assert stager_module._Snapshot({"a": a, "b": [b]}, [a, b], None, set()).twin([a, b])["b"][0] is b

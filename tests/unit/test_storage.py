@@ -17,10 +17,11 @@ from fsspec.registry import _registry
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_tensorizer import ReadError, WriteError, _retry
-from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._remote import Scrubber
-from dcp_tensorizer._storage import Refused, redact, rest_of
+from dcp_tensorizer import ReadError, WriteError
+from dcp_tensorizer._storage import retry as retry_module
+from dcp_tensorizer._storage.base import Refused, rest_of
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._storage.redact import Scrubber, redact
 
 from .support import open_descriptors, run_python
 
@@ -295,7 +296,7 @@ class Status(Exception):
 
 @pytest.fixture
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_retry, "_FIRST_WAIT", 0.0)
+    monkeypatch.setattr(retry_module, "_FIRST_WAIT", 0.0)
 
 
 TRANSIENT = [Status(503), Status(429), Status(500), Status(401), ConnectionResetError(), TimeoutError(), EOFError()]
@@ -446,7 +447,7 @@ def test_trailing_slashes_are_dropped(url: str, path: str) -> None:
 
 def test_waits_grow_and_are_bounded() -> None:
     """From a fraction of a second to ten, less some chance."""
-    found = list(_retry.waits(600.0))
+    found = list(retry_module.waits(600.0))
     assert len(found) == 5
     for number, wait in enumerate(found):
         assert 0.1 * 2**number <= wait <= min(0.2 * 2**number, 10.0)
@@ -462,10 +463,10 @@ def test_tries_end_in_time() -> None:
 
     started = time.monotonic()
     with pytest.raises(TimeoutError):
-        _retry.retry(fail, _retry.is_transient, 1.0)
+        retry_module.retry(fail, retry_module.is_transient, 1.0)
     assert 2 <= len(tries) <= 4
     assert tries[-1] - started <= 0.95
-    assert list(_retry.waits(0.1)) == []
+    assert list(retry_module.waits(0.1)) == []
 
 
 def test_passwords_of_digits_are_removed() -> None:
@@ -493,7 +494,7 @@ def test_the_rest_of_buffers_is_what_follows(sizes: list[int], count: int) -> No
 _AT_THE_END = """
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dcp_tensorizer._storage import meanwhile
+from dcp_tensorizer._threads import meanwhile
 
 def save():
     while True:

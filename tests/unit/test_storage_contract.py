@@ -7,10 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._layout import data_file_name
-from dcp_tensorizer._storage import Refused, redact
-from dcp_tensorizer._stream import StreamStorage
+from dcp_tensorizer._format.layout import data_file_name
+from dcp_tensorizer._storage.base import Refused
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._storage.redact import redact
+from dcp_tensorizer._storage.stream import StreamStorage
 from dcp_tensorizer.errors import NotCommitted, ReadError, WriteError
 
 from .support import on_a_page, put_file, run_python
@@ -111,7 +112,7 @@ class Contract:
         if storage.in_process:
             return
         storage.publish(".metadata", b"theirs", sync=True)
-        script = "import pickle, sys; from dcp_tensorizer._destination import open_storage; "
+        script = "import pickle, sys; from dcp_tensorizer._storage.open import open_storage; "
         script += "path, options = pickle.loads(bytes.fromhex(sys.argv[1])); "
         script += "print(open_storage(path, options).read('.metadata').decode())"
         assert run_python(script, pickle.dumps((storage.location, options)).hex()).stdout == "theirs\n"

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcp_tensorizer._contents import read_parts
-from dcp_tensorizer._crypt import Cipher
-from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._layout import Derivation, data_file_rank
-from dcp_tensorizer._plan import Box
-from dcp_tensorizer._verify import Verified, verify
+from dcp_tensorizer._format.chunks import Box
+from dcp_tensorizer._format.encryption import Cipher
+from dcp_tensorizer._format.layout import Derivation, data_file_rank
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._tools.checkpoint_view import read_parts
+from dcp_tensorizer._tools.verify import Verified, verify
 from dcp_tensorizer.errors import MetadataError
 
 from .checkpoints import make_checkpoint
