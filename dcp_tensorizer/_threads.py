@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-__all__ = ["at_once", "cores", "meanwhile"]
+__all__ = ["in_threads", "cores", "in_background"]
 
 _T = TypeVar("_T")
 
@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 _AT_ONCE = 16
 
 
-def at_once(operation: Callable[[str], _T], names: Sequence[str]) -> list[_T]:
+def in_threads(operation: Callable[[str], _T], names: Sequence[str]) -> list[_T]:
     """Does the same to several files, each of which takes a request: its results; raises what it raises."""
     if len(names) < 2:
         return [operation(name) for name in names]
@@ -23,7 +23,7 @@ def at_once(operation: Callable[[str], _T], names: Sequence[str]) -> list[_T]:
         return list(pool.map(operation, names))
 
 
-def meanwhile(operation: Callable[[], _T]) -> Future[_T]:
+def in_background(operation: Callable[[], _T]) -> Future[_T]:
     """Begins a request whose answer is wanted later."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="request")
     try:

@@ -17,10 +17,10 @@ import typer
 from .._storage.open import open_storage
 from .._storage.redact import redact
 from .._tools import retention
-from .._tools.checkpoint_view import contents_of, read_parts, unlock_parts
+from .._tools.checkpoint_view import read_parts, unlock_parts, view_checkpoint
 from .._tools.diff import diff as compare
 from .._tools.formats.sources import FORMATS, open_two
-from .._tools.inspect import inspect_contents
+from .._tools.inspect import inspect_checkpoint
 from .._tools.verify import verify as verify_files
 from ..convert import Options
 from ..convert import convert as convert_checkpoint
@@ -39,7 +39,7 @@ from .arguments import (
     read_split,
 )
 from .terminal import Screen, count, size
-from .views import show_contents, show_difference, show_listing, show_removals, show_verified
+from .views import show_checkpoint, show_difference, show_listing, show_removals, show_verified
 
 __all__ = ["app"]
 
@@ -115,8 +115,8 @@ def inspect(
     files = {name: nbytes for part in parts.values() for name, nbytes in part.storage_data["files"].items()}
     key = read_key(key_file, passphrase_file)
     ciphers = None if key is None else unlock_parts(storage, parts, key)
-    found = inspect_contents(contents_of(storage, parts, ciphers), files, pattern)
-    show_contents(screen, found, chunks)
+    found = inspect_checkpoint(view_checkpoint(storage, parts, ciphers), files, pattern)
+    show_checkpoint(screen, found, chunks)
     return 0
 
 

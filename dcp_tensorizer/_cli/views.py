@@ -14,7 +14,7 @@ from .._tools.verify import Verified
 from . import terminal
 from .terminal import Screen, count, size
 
-__all__ = ["show_contents", "show_difference", "show_listing", "show_removals", "show_verified"]
+__all__ = ["show_checkpoint", "show_difference", "show_listing", "show_removals", "show_verified"]
 
 
 def show_listing(screen: Screen, found: Sequence[Listed], storage: Storage) -> None:
@@ -55,8 +55,8 @@ def show_listing(screen: Screen, found: Sequence[Listed], storage: Storage) -> N
         screen.line(f"no checkpoints below {storage.path}")
 
 
-def show_contents(screen: Screen, found: dict[str, Any], chunks: bool) -> None:
-    """What `inspect_contents` found; ``chunks``: where each is, and not the tensors that they make up."""
+def show_checkpoint(screen: Screen, found: dict[str, Any], chunks: bool) -> None:
+    """What `inspect_checkpoint` found; ``chunks``: where each is, and not the tensors that they make up."""
     if screen.as_json:
         screen.json(found)
         return

@@ -7,25 +7,25 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["Box", "boxes_of_range", "covers"]
+__all__ = ["Region", "regions_of_range", "covers"]
 
 
-class Box(NamedTuple):
+class Region(NamedTuple):
     """A rectangular part of a tensor: ``start`` and ``size`` have an entry for each dimension."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
 
-    def intersect(self, other: Box) -> Box | None:
+    def intersect(self, other: Region) -> Region | None:
         start = tuple(map(max, self.start, other.start))
         stop = tuple(
             min(a + m, b + n) for a, m, b, n in zip(self.start, self.size, other.start, other.size, strict=True)
         )
         size = tuple(e - s for s, e in zip(start, stop, strict=True))
-        return Box(start, size) if all(n > 0 for n in size) else None
+        return Region(start, size) if all(n > 0 for n in size) else None
 
 
-def covers(shape: Sequence[int], chunks: Sequence[Box]) -> bool:
+def covers(shape: Sequence[int], chunks: Sequence[Region]) -> bool:
     """Whether chunks of a tensor lie within it and fill it, each element once."""
     if len(chunks) == 1:
         return chunks[0].size == tuple(shape) and not any(chunks[0].start)
@@ -44,27 +44,27 @@ def covers(shape: Sequence[int], chunks: Sequence[Box]) -> bool:
     return not any(a.intersect(b) for number, a in enumerate(filled) for b in filled[:number])
 
 
-def boxes_of_range(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
-    """Cuts the elements ``start`` to ``stop`` of a C-ordered array into boxes: two a dimension at most, less one."""
+def regions_of_range(start: int, stop: int, shape: Sequence[int]) -> Iterator[Region]:
+    """Cuts the elements ``start`` to ``stop`` of a C-ordered array into regions: two a dimension at most, less one."""
     if start >= stop:
         return
     if not shape:
-        yield Box((), ())
+        yield Region((), ())
         return
     inner = math.prod(shape[1:])
     first, head = divmod(start, inner)
     last, tail = divmod(stop, inner)
     if first == last:
-        yield from _at(first, boxes_of_range(head, tail, shape[1:]))
+        yield from _at(first, regions_of_range(head, tail, shape[1:]))
         return
     if head:
-        yield from _at(first, boxes_of_range(head, inner, shape[1:]))
+        yield from _at(first, regions_of_range(head, inner, shape[1:]))
         first += 1
     if first < last:
-        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+        yield Region((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
     if tail:
-        yield from _at(last, boxes_of_range(0, tail, shape[1:]))
+        yield from _at(last, regions_of_range(0, tail, shape[1:]))
 
 
-def _at(row: int, boxes: Iterable[Box]) -> Iterator[Box]:
-    return (Box((row, *box.start), (1, *box.size)) for box in boxes)
+def _at(row: int, regions: Iterable[Region]) -> Iterator[Region]:
+    return (Region((row, *region.start), (1, *region.size)) for region in regions)

@@ -39,7 +39,7 @@ class Encoded(NamedTuple):
     """What became of a tensor: see `StoredItem`."""
 
     digests: bytes
-    seal: bytes = b""
+    nonce_and_macs: bytes = b""
 
 
 def encode(
@@ -65,7 +65,7 @@ def encode(
             fewer parts are written at once.
 
     Returns:
-        For each tensor its digests, and if it is encrypted its seal.
+        For each tensor its digests, and if it is encrypted its nonce_and_macs.
 
     Raises:
         OSError: the sink failed.
@@ -80,7 +80,7 @@ def encode(
             encoding = _Encoding(layout, contents, parts, threads)
             encoded = encoding.run_in_order() if sink.in_order else encoding.run()
             parts.finish()
-        sink.close()
+        sink.complete()
     except BaseException:
         sink.abort()
         raise
@@ -159,7 +159,7 @@ class _Encoding:
             self._parts.fill(entry.offset, np.frombuffer(data, dtype=np.uint8))
         else:
             # The same bytes once more: the nonce makes them so.
-            nonce = self._encoded[number].seal[:NONCE_BYTES]
+            nonce = self._encoded[number].nonce_and_macs[:NONCE_BYTES]
             self._encrypt_blocks(_Encryption.of(self._layout.cipher, entry, data, nonce, fill=True))
 
     def _hash(self, entry: Entry, data: memoryview, *, fill: bool) -> tuple[bytes, Encoded]:
@@ -174,7 +174,7 @@ class _Encoding:
                 self._parts.fill(entry.offset + start, array[start : start + _PIECE])
         if apart is not None:
             apart.result()
-        return entry.sealed(hashes.crc32, hashes.sha256.digest()), Encoded(digester.digests())
+        return entry.with_hashes(hashes.crc32, hashes.sha256.digest()), Encoded(digester.digests())
 
     def _encrypt(self, job: _Encryption) -> tuple[bytes, Encoded]:
         """Encrypts one tensor; returns its header, and what becomes of it."""
@@ -184,8 +184,8 @@ class _Encoding:
         self._encrypt_blocks(job)
         for helper in helpers:
             helper.result()
-        seal = job.nonce + b"".join(job.macs)
-        return job.entry.with_seal(seal), Encoded(b"".join(job.digests), seal)
+        nonce_and_macs = job.nonce + b"".join(job.macs)
+        return job.entry.with_macs(nonce_and_macs), Encoded(b"".join(job.digests), nonce_and_macs)
 
     def _encrypt_blocks(self, job: _Encryption) -> None:
         """Takes one block after the other, in order, until there are no more; several threads do so at once."""

@@ -71,15 +71,15 @@ class Cipher:
             raise WriteError("libsodium could not encrypt a block")
         return bytes(mac)
 
-    def decrypt(self, data: memoryview, seal: bytes, number: int) -> bool:
+    def decrypt(self, data: memoryview, nonce_and_macs: bytes, number: int) -> bool:
         """Decrypts a block where it is, unless it is not what was encrypted: then it stays, and this is False.
 
         Args:
             data: The block.
-            seal: The item's (`StoredItem.seal`).
+            nonce_and_macs: The item's (`StoredItem.nonce_and_macs`).
             number: The block's, in the item.
         """
-        nonce, mac = seal[:NONCE_BYTES], seal[NONCE_BYTES + number * MAC_BYTES :][:MAC_BYTES]
+        nonce, mac = nonce_and_macs[:NONCE_BYTES], nonce_and_macs[NONCE_BYTES + number * MAC_BYTES :][:MAC_BYTES]
         if len(mac) < MAC_BYTES:
             return False
         _, decrypt = _secretbox()
@@ -97,8 +97,8 @@ class Cipher:
 
     def opens(self, check: bytes) -> bool:
         """Whether a check value was made with this key."""
-        seal, block = check[:-_CHECK_BYTES], bytearray(check[-_CHECK_BYTES:])
-        return len(block) == _CHECK_BYTES and self.decrypt(memoryview(block), seal, 0)
+        nonce_and_macs, block = check[:-_CHECK_BYTES], bytearray(check[-_CHECK_BYTES:])
+        return len(block) == _CHECK_BYTES and self.decrypt(memoryview(block), nonce_and_macs, 0)
 
 
 def random_nonce() -> bytes:

@@ -73,17 +73,17 @@ class StoredItem(NamedTuple):
     digests: bytes
     """XXH3-64 of each block as it is stored, 8 bytes each, big-endian, in order (see `block_size`); of more than one
     that are not encrypted, then of them all: who reads the whole needs one digest and not 64."""
-    seal: bytes = b""
+    nonce_and_macs: bytes = b""
     """Of an encrypted item: the nonce of its first block (it counts up from there), then each block's MAC."""
 
     @property
     def block(self) -> int:
         """Bytes in each block but the last."""
-        return block_size(self.length, encrypted=bool(self.seal))
+        return block_size(self.length, encrypted=bool(self.nonce_and_macs))
 
     def to_tuple(self) -> tuple[str | int | bytes, ...]:
         """What ``.metadata`` holds of it; plain items as they were before there were encrypted ones."""
-        return tuple(self) if self.seal else tuple(self[:-1])
+        return tuple(self) if self.nonce_and_macs else tuple(self[:-1])
 
 
 class Derivation(NamedTuple):

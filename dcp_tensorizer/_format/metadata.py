@@ -143,15 +143,15 @@ def _makes_sense(place: Any, files: dict[str, int], encrypted: bool) -> bool:
         and isinstance(getattr(torch, str(item.dtype), None), torch.dtype)
         and item.kind in ("tensor", "object", "wrapper")
         and isinstance(item.digests, bytes)
-        and (not encrypted or _is_sealed(item))
+        and (not encrypted or _is_encrypted(item))
     )
 
 
-def _is_sealed(item: StoredItem) -> bool:
+def _is_encrypted(item: StoredItem) -> bool:
     """Whether an item of an encrypted checkpoint is encrypted; else what somebody put there would be believed."""
-    if not item.length or not isinstance(item.seal, bytes):
+    if not item.length or not isinstance(item.nonce_and_macs, bytes):
         return item.length == 0
-    return len(item.seal) == NONCE_BYTES + -(-item.length // item.block) * MAC_BYTES
+    return len(item.nonce_and_macs) == NONCE_BYTES + -(-item.length // item.block) * MAC_BYTES
 
 
 # The handful of names that a checkpoint's metadata is made of; none of them runs code.

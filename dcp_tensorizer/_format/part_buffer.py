@@ -28,10 +28,10 @@ class PartSink(Protocol):
     def in_order(self) -> bool:
         """It takes the parts in their order only, one at a time."""
 
-    def put(self, number: int, data: memoryview) -> None:
+    def put_part(self, number: int, data: memoryview) -> None:
         """Takes a part; ``data`` begins on a page. Raises `OSError`."""
 
-    def close(self) -> None:
+    def complete(self) -> None:
         """Completes the file; raises `OSError`, and then there is no file."""
 
     def abort(self) -> None:
@@ -109,7 +109,7 @@ class Parts:
             return
         try:
             count = min(self._sink.part_bytes, self._nbytes - number * self._sink.part_bytes)
-            self._sink.put(number, buffer[:count].data)
+            self._sink.put_part(number, buffer[:count].data)
         except BaseException as error:
             self.fail(error)
             return

@@ -114,19 +114,19 @@ class Entry:
     padding: int
     block: int = 0
 
-    def sealed(self, crc32: int, sha256: bytes) -> bytes:
+    def with_hashes(self, crc32: int, sha256: bytes) -> bytes:
         """The header as it is stored."""
         end = self.hashes_offset + _HASHES.size
         return self.header[: self.hashes_offset] + _hashes(crc32, sha256) + self.header[end:]
 
-    def with_seal(self, seal: bytes) -> bytes:
+    def with_macs(self, nonce_and_macs: bytes) -> bytes:
         """The header of an encrypted tensor as it is stored; ``seal`` as in `StoredItem`."""
         header = bytearray(self.header)
         end = len(header) - _LENGTH.size - self.padding
-        macs = end - (len(seal) - NONCE_BYTES)
+        macs = end - (len(nonce_and_macs) - NONCE_BYTES)
         start = macs - _LENGTH.size - NONCE_BYTES
-        header[start : start + NONCE_BYTES] = seal[:NONCE_BYTES]
-        header[macs:end] = seal[NONCE_BYTES:]
+        header[start : start + NONCE_BYTES] = nonce_and_macs[:NONCE_BYTES]
+        header[macs:end] = nonce_and_macs[NONCE_BYTES:]
         return bytes(header)
 
 

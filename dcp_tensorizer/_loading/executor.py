@@ -1,8 +1,8 @@
 """Carries out a read plan: parallel range reads into the targets' own memory, checked against their digests.
 
 What cannot be read in place (other dtypes, strides, parts of blocks) goes through a scratch buffer, one a thread, of an
-operation's size at most; what goes to a GPU, through the slots of a `Ring`. Encrypted blocks are decrypted where they
-have been read to.
+operation's size at most; what goes to a GPU, through the slots of a `PinnedPool`. Encrypted blocks are decrypted where
+they have been read to.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from .._format.checksums import DigestCheck, check_digests
-from .._format.chunks import Box, boxes_of_range
+from .._format.chunks import Region, regions_of_range
 from .._format.encryption import Cipher
 from .._memory.device import CUDA
 from .._memory.shared_buffer import aligned
@@ -24,22 +24,22 @@ from .._memory.tensor_bytes import host_bytes
 from .._storage.base import RangeReader, Storage
 from ..errors import CheckpointError, ChecksumMismatch, ReadError
 from .batches import batches, with_gaps
-from .pinned_pool import Ring, Slot
+from .pinned_pool import PinnedPool, Slot
 from .read_planner import ReadOperation, ReadRequest, Segment, plan_reads
 from .thread_pool import work_through
 
-__all__ = ["Wanted", "copy_elements", "fetch", "is_direct", "part_of"]
+__all__ = ["ReadTarget", "copy_elements", "fetch", "can_read_in_place", "part_of"]
 
 _LARGE = 1 << 20
 
 
-class Wanted(NamedTuple):
-    """A read request and where its box goes.
+class ReadTarget(NamedTuple):
+    """A read request and where its region goes.
 
     Attributes:
         key: FQN, for messages.
         request: What to read.
-        target: A tensor of the box's shape; of any dtype, device and strides unless the request is direct.
+        target: A tensor of the region's shape; of any dtype, device and strides unless the request is ``in_place``.
         shared: Other ranks, as far as one can tell, read the same bytes.
     """
 
@@ -49,7 +49,7 @@ class Wanted(NamedTuple):
     shared: bool = False
 
 
-def is_direct(target: torch.Tensor, dtype: torch.dtype) -> bool:
+def can_read_in_place(target: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether stored elements of ``dtype`` can be read into a target's memory as they are."""
     return (
         target.device.type == "cpu"
@@ -62,7 +62,7 @@ def is_direct(target: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def fetch(
     storage: Storage,
-    wanted: Sequence[Wanted],
+    wanted: Sequence[ReadTarget],
     *,
     threads: int | None = None,
     verify: bool,
@@ -89,10 +89,12 @@ def fetch(
     if not wanted:
         return 0
     wanted = _apart(wanted)
-    operations = plan_reads([w.request for w in wanted], verify=verify, gap=storage.gap_bytes, most=storage.read_bytes)
+    operations = plan_reads(
+        [w.request for w in wanted], verify=verify, gap=storage.max_gap_bytes, most=storage.max_coalesced_bytes
+    )
     total = sum(operation.nbytes for operation in operations)
     uses = Counter(operation.file for operation in operations)
-    job = _Job(storage, wanted, verify, uses, cipher, _ring(wanted, operations, threads or storage.read_threads))
+    job = _Job(storage, wanted, verify, uses, cipher, _ring(wanted, operations, threads or storage.max_threads))
     counting = threading.Lock()
     done = 0
 
@@ -106,14 +108,14 @@ def fetch(
         return nbytes
 
     try:
-        first, most = threads or storage.first_threads, threads or storage.read_threads
+        first, most = threads or storage.min_threads, threads or storage.max_threads
         work_through(operations, run, first=first, most=most)
     finally:
         job.close()
     return total
 
 
-def _apart(wanted: Sequence[Wanted]) -> Sequence[Wanted]:
+def _apart(wanted: Sequence[ReadTarget]) -> Sequence[ReadTarget]:
     """Nothing is read straight into memory that several targets share, as those of tied weights do.
 
     What one of them gets, perhaps encrypted and with a key of its own, would be taken for the other's.
@@ -128,13 +130,13 @@ def _apart(wanted: Sequence[Wanted]) -> Sequence[Wanted]:
     if not shared:
         return wanted
     return [
-        w._replace(request=w.request._replace(direct=w.request.direct and number not in shared))
+        w._replace(request=w.request._replace(in_place=w.request.in_place and number not in shared))
         for number, w in enumerate(wanted)
     ]
 
 
-def _has_memory(wanted: Wanted) -> bool:
-    return wanted.request.direct or (type(wanted.target) is torch.Tensor and wanted.target.is_cpu)
+def _has_memory(wanted: ReadTarget) -> bool:
+    return wanted.request.in_place or (type(wanted.target) is torch.Tensor and wanted.target.is_cpu)
 
 
 def _memory(target: torch.Tensor) -> tuple[int, int]:
@@ -150,17 +152,17 @@ class _Job:
     def __init__(
         self,
         storage: Storage,
-        wanted: Sequence[Wanted],
+        wanted: Sequence[ReadTarget],
         verify: bool,
         uses: Counter[str],
         cipher: Cipher | None,
-        ring: Ring | None,
+        ring: PinnedPool | None,
     ) -> None:
         self._storage = storage
         self._wanted = wanted
         # Made here, all at once: between their reads, which fill the processor's caches, it takes five times as long.
         # Small ones are read many at once, and so many objects would bring the garbage collector in.
-        large = (n for n, w in enumerate(wanted) if w.request.direct and w.target.nbytes >= _LARGE)
+        large = (n for n, w in enumerate(wanted) if w.request.in_place and w.target.nbytes >= _LARGE)
         self._large = {number: host_bytes(wanted[number].target) for number in large}
         self._shared = {number for number, w in enumerate(wanted) if w.shared}
         self._verify = verify
@@ -208,9 +210,9 @@ class _Job:
         places = self._places(operation, slot)
         self._fill(operation, places)
         for segment, place in zip(operation.segments, places, strict=True):
-            if segment.item.seal:
+            if segment.item.nonce_and_macs:
                 self._decrypt(segment, place)
-            if segment.direct is None:
+            if segment.target_offset is None:
                 self._copy_out(segment, place, slot)
 
     def _fill(self, operation: ReadOperation, places: Sequence[memoryview]) -> None:
@@ -256,12 +258,12 @@ class _Job:
 
     def _places(self, operation: ReadOperation, slot: Slot | None) -> list[memoryview]:
         """Where each segment is read to: its target, or a part of a slot, or of this thread's scratch buffer."""
-        indirect = [segment.nbytes for segment in operation.segments if segment.direct is None]
+        indirect = [segment.nbytes for segment in operation.segments if segment.target_offset is None]
         scratch = iter(self._scratch_views(indirect, slot) if indirect else ())
         return [
             next(scratch)
-            if segment.direct is None
-            else self._target(segment.requests[0])[segment.direct : segment.direct + segment.nbytes]
+            if segment.target_offset is None
+            else self._target(segment.requests[0])[segment.target_offset : segment.target_offset + segment.nbytes]
             for segment in operation.segments
         ]
 
@@ -283,7 +285,7 @@ class _Job:
         try:
             check_digests(segment.item, segment.start, data)
         except ChecksumMismatch as mismatch:
-            trust = "" if segment.item.seal else ", or pass verify=False to read it as it is"
+            trust = "" if segment.item.nonce_and_macs else ", or pass verify=False to read it as it is"
             raise self._mismatch(segment, f"{mismatch}", trust) from None
 
     def _decrypt(self, segment: Segment, data: memoryview) -> None:
@@ -291,7 +293,7 @@ class _Job:
         assert self._cipher is not None, "the reader looks for a key first"
         step = segment.item.block
         for number, start in enumerate(range(0, data.nbytes, step), segment.start // step):
-            if not self._cipher.decrypt(data[start : start + step], segment.item.seal, number):
+            if not self._cipher.decrypt(data[start : start + step], segment.item.nonce_and_macs, number):
                 raise self._mismatch(segment, f"bytes {number * step:,} to {number * step + step:,}")
 
     def _mismatch(self, segment: Segment, found: str, otherwise: str = "") -> ChecksumMismatch:
@@ -309,13 +311,13 @@ class _Job:
             elements = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
             first = segment.start // request.itemsize
             strides = _strides(request.shape)
-            for piece in boxes_of_range(first, first + elements.numel(), request.shape):
-                box = piece.intersect(request.box)
-                if box is None:
+            for piece in regions_of_range(first, first + elements.numel(), request.shape):
+                region = piece.intersect(request.region)
+                if region is None:
                     continue
-                offset = sum(a * b for a, b in zip(box.start, strides, strict=True)) - first
-                source = elements.as_strided(box.size, strides, elements.storage_offset() + offset)
-                pair = _copyable(part_of(target, box, request.box), source)
+                offset = sum(a * b for a, b in zip(region.start, strides, strict=True)) - first
+                source = elements.as_strided(region.size, strides, elements.storage_offset() + offset)
+                pair = _copyable(part_of(target, region, request.region), source)
                 if slot is not None and number in slot.numbers:
                     slot.copy(*pair)
                 else:
@@ -334,25 +336,25 @@ def _copyable(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor,
     return target, source
 
 
-def _ring(wanted: Sequence[Wanted], operations: Sequence[ReadOperation], threads: int) -> Ring | None:
+def _ring(wanted: Sequence[ReadTarget], operations: Sequence[ReadOperation], threads: int) -> PinnedPool | None:
     """Slots for what goes to a GPU, one and a half for each thread that reads; None if nothing does."""
     indices = {number: CUDA.index_of(w.target) for number, w in enumerate(wanted)}
     landing = {number: index for number, index in indices.items() if index is not None}
     if not landing:
         return None
     sizes = (
-        sum(aligned(segment.nbytes) for segment in operation.segments if segment.direct is None)
+        sum(aligned(segment.nbytes) for segment in operation.segments if segment.target_offset is None)
         for operation in operations
         if any(number in landing for segment in operation.segments for number in segment.requests)
     )
     nbytes = max(sizes, default=0)
     readers = min(threads, len(operations))
-    return Ring(CUDA, landing, readers + -(-readers // 2), nbytes)
+    return PinnedPool(CUDA, landing, readers + -(-readers // 2), nbytes)
 
 
-def part_of(target: torch.Tensor, box: Box, whole: Box) -> torch.Tensor:
-    """The view of a box in a target that holds the box ``whole``."""
-    for dim, (start, size, origin) in enumerate(zip(box.start, box.size, whole.start, strict=True)):
+def part_of(target: torch.Tensor, region: Region, whole: Region) -> torch.Tensor:
+    """The view of a region in a target that holds the region ``whole``."""
+    for dim, (start, size, origin) in enumerate(zip(region.start, region.size, whole.start, strict=True)):
         target = target.narrow(dim, start - origin, size)
     return target
 

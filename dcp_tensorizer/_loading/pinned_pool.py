@@ -14,16 +14,16 @@ from contextlib import contextmanager
 import torch
 
 from .._memory.device import Device, Event
-from .._memory.shared_buffer import Arena, aligned
+from .._memory.shared_buffer import SharedBuffer, aligned
 from ..errors import ReadError, StagingError
 
-__all__ = ["Ring", "Slot"]
+__all__ = ["PinnedPool", "Slot"]
 
 
 class Slot:
     """One slot's memory, and the copies that are queued from it."""
 
-    def __init__(self, memory: torch.Tensor, ring: Ring) -> None:
+    def __init__(self, memory: torch.Tensor, ring: PinnedPool) -> None:
         self.memory = memory
         self.numbers = ring.numbers
         self._ring = ring
@@ -40,7 +40,7 @@ class Slot:
         return [self._ring.streams[index].mark() for index in self._used]
 
 
-class Ring:
+class PinnedPool:
     """Pinned slots for loads to one or more devices.
 
     Args:
@@ -61,13 +61,13 @@ class Ring:
         for stream in self.streams.values():
             stream.follow()
         try:
-            self._arena = Arena(count * aligned(nbytes))
+            self._buffer = SharedBuffer(count * aligned(nbytes))
         except StagingError as error:
             raise ReadError(f"no memory for reads on their way to a GPU: {error}") from error
-        self._arena.pin(device, next(iter(self.streams)))
+        self._buffer.pin(device, next(iter(self.streams)))
         self._slots: queue.SimpleQueue[tuple[torch.Tensor, list[Event]]] = queue.SimpleQueue()
         for _ in range(count):
-            self._slots.put((self._arena.allocate(torch.uint8, (aligned(nbytes),)), []))
+            self._slots.put((self._buffer.allocate(torch.uint8, (aligned(nbytes),)), []))
 
     @contextmanager
     def slot(self) -> Iterator[Slot]:
@@ -88,4 +88,4 @@ class Ring:
                 stream.mark().synchronize()
         finally:
             self._slots = queue.SimpleQueue()
-            self._arena.close()
+            self._buffer.close()

@@ -1,8 +1,8 @@
 """From DCP's plans to bytes, without any I/O: which tensors go into which file, which bytes a load reads and when.
 
-Reading: each request names a box of a stored tensor. Its bytes become segments, each a run of bytes of one tensor
+Reading: each request names a region of a stored tensor. Its bytes become segments, each a run of bytes of one tensor
 that is read once, either straight into the target (when target and run have the same shape in memory) or into a
-scratch buffer from which boxes are copied out. Segments that lie close together in a file are read in one operation.
+scratch buffer from which regions are copied out. Segments that lie close together in a file are read in one operation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .._format.chunks import Box
+from .._format.chunks import Region
 from .._format.layout import StoredItem
 from .._memory.garbage import garbage_stays
 
@@ -31,30 +31,30 @@ _Interval = tuple[int, int]
 
 
 class ReadRequest(NamedTuple):
-    """A box of a stored tensor that is wanted.
+    """A region of a stored tensor that is wanted.
 
     Attributes:
         item: Where the tensor is.
         shape: Its shape.
         itemsize: Bytes of an element.
-        box: What is wanted of it; not empty.
-        direct: The target holds the box in C order and in the stored dtype, so that a run of the stored bytes which
-            is also a run of the box can be read into it as it is.
+        region: What is wanted of it; not empty.
+        in_place: The target holds the region in C order and in the stored dtype, so that a run of the stored bytes
+            which is also a run of the region can be read into it as it is.
     """
 
     item: StoredItem
     shape: tuple[int, ...]
     itemsize: int
-    box: Box
-    direct: bool
+    region: Region
+    in_place: bool
 
     @property
     def run(self) -> tuple[int, int] | None:
-        """The bytes of the box, from the first to before the last, if they are one run of the tensor's."""
-        if self.box.size == self.shape:
+        """The bytes of the region, from the first to before the last, if they are one run of the tensor's."""
+        if self.region.size == self.shape:
             return 0, self.item.length
         first, last = _enclosing(self)
-        return (first, last) if last - first == math.prod(self.box.size) * self.itemsize else None
+        return (first, last) if last - first == math.prod(self.region.size) * self.itemsize else None
 
 
 class Segment(NamedTuple):
@@ -64,14 +64,14 @@ class Segment(NamedTuple):
         item: The tensor.
         start, stop: Bytes, relative to the tensor's data.
         requests: Numbers of the requests that want some of it.
-        direct: Read into the target of the only request, ``direct`` bytes from its beginning; None: into scratch.
+        target_offset: Read into the target of the only request, so many bytes from its beginning; None: into scratch.
     """
 
     item: StoredItem
     start: int
     stop: int
     requests: tuple[int, ...]
-    direct: int | None
+    target_offset: int | None
 
     @property
     def nbytes(self) -> int:
@@ -85,7 +85,7 @@ class Segment(NamedTuple):
     @property
     def scratch(self) -> int:
         """Bytes of scratch memory that it takes."""
-        return self.nbytes if self.direct is None else 0
+        return self.nbytes if self.target_offset is None else 0
 
 
 @dataclass(slots=True)
@@ -156,10 +156,10 @@ def _segments(
     """The runs of one stored tensor that the given requests need, in order."""
     first = requests[numbers[0]]
     item = first.item
-    step = item.block if verify or item.seal else 1
-    if len(numbers) == 1 and first.direct and (alone := first.run) is not None:
+    step = item.block if verify or item.nonce_and_macs else 1
+    if len(numbers) == 1 and first.in_place and (alone := first.run) is not None:
         return _direct_segments(item, alone, numbers[0], step, max(step, most // step * step))
-    intervals = {n: _runs(requests[n].shape, requests[n].box, requests[n].itemsize, gap) for n in numbers}
+    intervals = {n: _runs(requests[n].shape, requests[n].region, requests[n].itemsize, gap) for n in numbers}
     wanted = _merge(_widen(run, step, item.length) for runs in intervals.values() for run in runs)
     whole = max(step, _MAX_OPERATION // step * step)
     segments = []
@@ -182,21 +182,21 @@ def _direct_segments(item: StoredItem, wanted: _Interval, number: int, step: int
 
 
 def _enclosing(request: ReadRequest) -> _Interval:
-    """The bytes from a box's first element to its last."""
+    """The bytes from a region's first element to its last."""
     first = last = 0
-    for start, size, extent in zip(request.box.start, request.box.size, request.shape, strict=True):
+    for start, size, extent in zip(request.region.start, request.region.size, request.shape, strict=True):
         first = first * extent + start
         last = last * extent + start + size - 1
     return first * request.itemsize, (last + 1) * request.itemsize
 
 
-def _runs(shape: Sequence[int], box: Box, itemsize: int, most: int) -> list[_Interval]:
-    """The runs of bytes to read for a box of an array, with the gaps between its rows that are ``most`` at most."""
+def _runs(shape: Sequence[int], region: Region, itemsize: int, most: int) -> list[_Interval]:
+    """The runs of bytes to read for a region of an array, with the gaps between its rows that are ``most`` at most."""
     if not shape:
         return [(0, itemsize)]
-    inner = _runs(shape[1:], Box(box.start[1:], box.size[1:]), itemsize, most)
+    inner = _runs(shape[1:], Region(region.start[1:], region.size[1:]), itemsize, most)
     pitch = math.prod(shape[1:]) * itemsize
-    rows = range(box.start[0], box.start[0] + box.size[0])
+    rows = range(region.start[0], region.start[0] + region.size[0])
     gap = pitch - inner[-1][1] + inner[0][0]
     if gap > most:
         return [(row * pitch + start, row * pitch + stop) for row in rows for start, stop in inner]

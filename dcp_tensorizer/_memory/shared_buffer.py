@@ -25,7 +25,7 @@ from .device import Device
 from .memory_limit import check_headroom
 
 __all__ = [
-    "Arena",
+    "SharedBuffer",
     "aligned",
 ]
 
@@ -42,7 +42,7 @@ _inherited: list[mmap.mmap] = []
 
 
 def _let_go() -> None:
-    """In a forked child, before it does anything: arenas are none of its business.
+    """In a forked child, before it does anything: buffers are none of its business.
 
     It does not have their pages (MADV_DONTFORK), but it inherits descriptors, which would keep the memory as long as
     the child lives, and Python objects: to free one later would unmap whatever the child has put at that address since.
@@ -60,7 +60,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_let_go)
 
 
-class Arena:
+class SharedBuffer:
     """Shared memory of a fixed size, filled from the start and emptied as a whole.
 
     Args:
@@ -99,7 +99,7 @@ class Arena:
     def pin(self, device: Device, index: int) -> None:
         """Registers all of it for copies from a GPU at full speed, once; undone before the memory is unmapped.
 
-        What the system refuses is a warning, once for each arena: pageable memory is slower, and nothing worse.
+        What the system refuses is a warning, once for each buffer: pageable memory is slower, and nothing worse.
         """
         if not self._pinning:
             self._pinning = True
@@ -113,29 +113,29 @@ class Arena:
         self._undo.append(undo)
 
     def reset(self) -> None:
-        """Empties the arena; tensors made before share their memory with those made after."""
+        """Empties the buffer; tensors made before share their memory with those made after."""
         self._used = 0
 
     @property
     def in_use(self) -> bool:
-        """Whether a tensor made by `allocate` is left, also of a closed arena: each refers to the mapping."""
+        """Whether a tensor made by `allocate` is left, also of a closed buffer: each refers to the mapping."""
         own = 1 if self._map is None else 2  # and the one that is asked about
         return self._mapping() is not None and sys.getrefcount(self._mapping()) > own
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a whole arena's worth of ``nbytes`` bytes, alignment included, fits in."""
+        """Whether a whole buffer's worth of ``nbytes`` bytes, alignment included, fits in."""
         return nbytes <= self.nbytes
 
     def allocate(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """An uninitialised C-contiguous tensor in the arena, with a storage of its own.
+        """An uninitialised C-contiguous tensor in the buffer, with a storage of its own.
 
         Of its own, because whoever pickles one of several views through torch.multiprocessing moves the storage
-        they share, the arena, to other memory.
+        they share, the buffer, to other memory.
         """
         count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype)
-        assert self._map is not None, "the arena is closed"
+        assert self._map is not None, "the buffer is closed"
         nbytes = count * dtype.itemsize
         offset = self._used
         self._used += aligned(nbytes)
@@ -145,7 +145,7 @@ class Arena:
         return flat if len(shape) == 1 else flat.view(shape)
 
     def locate(self, tensor: torch.Tensor) -> int | None:
-        """Offset of a tensor's bytes in the arena; None if they are not in it, or are not its values in C order."""
+        """Offset of a tensor's bytes in the buffer; None if they are not in it, or are not its values in C order."""
         offset = tensor.data_ptr() - self._base
         inside = offset >= 0 and offset + tensor.nbytes <= self.nbytes
         plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
@@ -158,7 +158,7 @@ class Arena:
 
 
 def aligned(nbytes: int) -> int:
-    """Bytes that a tensor of ``nbytes`` bytes takes in an arena."""
+    """Bytes that a tensor of ``nbytes`` bytes takes in a shared buffer."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 

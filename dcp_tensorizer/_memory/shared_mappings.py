@@ -1,4 +1,4 @@
-"""Memory of another process: the trainer's arenas, and files that its tensors are mappings of.
+"""Memory of another process: the trainer's buffers, and files that its tensors are mappings of.
 
 The latter are asked of the kernel rather than of torch, whose own ways of sharing move a tensor's memory elsewhere if
 it was shared in another way. A file without a name is reached through the descriptor that its owner keeps.
@@ -75,7 +75,7 @@ class SharedMappings:
 
 
 def attach(fd: int, nbytes: int, *, writable: bool = False) -> mmap.mmap:
-    """Maps another process's arena; takes over the descriptor."""
+    """Maps another process's buffer; takes over the descriptor."""
     try:
         return mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
     finally:

@@ -22,13 +22,13 @@ from .._format.layout import (
 )
 from .._format.metadata import ItemKey, encode, item_key, verified
 from .._memory.garbage import garbage_stays
-from .._storage.base import Claim, Refused, Storage
+from .._storage.base import DirectoryLock, Refused, Storage
 from ..errors import WriteError
 
 __all__ = ["begin", "commit", "leftovers", "remove", "replaced_files"]
 
 
-def begin(storage: Storage, timeout: float) -> Claim:
+def begin(storage: Storage, timeout: float) -> DirectoryLock:
     """Claims a directory for a save, on the coordinator, before any rank writes; removes what dead saves left there.
 
     A save belongs to its coordinator: files that no metadata names, in a directory where no coordinator has a save
@@ -37,11 +37,11 @@ def begin(storage: Storage, timeout: float) -> Claim:
     Raises:
         WriteError: the directory cannot be opened, or another save cleans up there for longer than ``timeout`` seconds.
     """
-    claim = storage.claim()
+    lock = storage.lock_directory()
     with suppress(Exception):
-        remove(storage, leftovers(storage, claim.leftovers() or []))
-    claim.share(timeout)
-    return claim
+        remove(storage, leftovers(storage, lock.leftovers() or []))
+    lock.share(timeout)
+    return lock
 
 
 def leftovers(storage: Storage, names: Sequence[str]) -> list[str]:
@@ -100,7 +100,7 @@ def commit(
         content |= {"version": ENCRYPTED_VERSION, "encryption": dict(encryption)}
     try:
         data = _encoded(storage, dataclasses.replace(metadata, storage_data=content))
-        storage.publish(metadata_file_name(rank), data, sync=sync, replace=overwrite)
+        storage.put(metadata_file_name(rank), data, sync=sync, replace=overwrite)
     except Refused as error:
         remove(storage, files)
         raise WriteError(str(error)) from error.__cause__

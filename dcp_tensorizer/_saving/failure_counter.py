@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ..errors import WriteError
 
-__all__ = ["Outcomes"]
+__all__ = ["FailureCounter"]
 
 logger = logging.getLogger("dcp_tensorizer")
 _ELSEWHERE = "another rank failed, or a collective did: the save's future has the error, and so has that rank's log"
@@ -21,7 +21,7 @@ class _Current:
     error: str = _ELSEWHERE
 
 
-class Outcomes:
+class FailureCounter:
     """Counts failed saves in a row. A save has failed when it is over and `committed` was not called.
 
     Only the coordinator can know; on other ranks nothing is counted.

@@ -27,18 +27,18 @@ def stored_names(keys: Sequence[str]) -> list[str]:
 
 
 def plan_files(
-    sources: Iterable[TensorSource], rank: int, save_id: str, file_bytes: int = 1 << 62
+    sources: Iterable[TensorSource], rank: int, save_id: str, max_file_bytes: int = 1 << 62
 ) -> tuple[FileRequest, ...]:
     """Distributes tensors over files.
 
     Another file begins when the index of a tensorizer file is full, or with the tensor that would make it hold more
-    than ``file_bytes``, which a tensor by itself may.
+    than ``max_file_bytes``, which a tensor by itself may.
     """
     files: list[list[TensorSource]] = []
     room = nbytes = 0
     for source in sources:
         entry = index_entry_size(source.name, len(source.shape))
-        if entry > room or nbytes + source.nbytes > file_bytes:
+        if entry > room or nbytes + source.nbytes > max_file_bytes:
             files.append([])
             room, nbytes = INDEX_CAPACITY, 0
         files[-1].append(source)

@@ -91,7 +91,7 @@ def write_results(
         if item.name in written:
             file, file_nbytes, tensor = written[item.name]
             place = file, item.name, tensor.offset, tensor.length
-            stored = StoredItem(*place, item.dtype, item.kind, tensor.digests, tensor.seal)
+            stored = StoredItem(*place, item.dtype, item.kind, tensor.digests, tensor.nonce_and_macs)
         results.append(WriteResult(item.index, stored.length, (stored.to_tuple(), file_nbytes, check)))
     return results
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from .._format.encryption import Cipher
 from .._memory.garbage import garbage_stays
-from .._memory.shared_buffer import Arena, aligned
+from .._memory.shared_buffer import SharedBuffer, aligned
 from .._memory.shared_mappings import SharedFile, SharedMappings
 from .._memory.tensor_bytes import host_bytes
-from .._staging.staged_save import Lease
+from .._staging.staged_save import StagedSave
 from .._staging.tensor_copy import Copies
 from .._storage.base import Storage
 from .._writer_process.gpu_ipc import export, withdraw
@@ -24,7 +24,7 @@ from ..errors import WriteError, WriterProcessDied
 from .file_planner import plan_files
 from .write_items import Item, sources
 
-__all__ = ["Handover", "Options", "Written"]
+__all__ = ["WriterClient", "Options", "Written"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -50,13 +50,13 @@ class Written:
     attempts: int = 1
 
 
-class Handover:
+class WriterClient:
     """One rank's way from staged items to durable files, and the writer process at the end of it."""
 
     def __init__(self, options: Options, *, devices: bool = False) -> None:
         self._options = options
         self._devices = devices
-        self._spill: Arena | None = None
+        self._spill: SharedBuffer | None = None
         self._by_handles = True
         self._closed = False
         self.process: WriterProcess | None = None
@@ -75,7 +75,9 @@ class Handover:
             self.process = WriterProcess(devices=self._devices)
         return self.process
 
-    def write(self, storage: Storage, rank: int, save_id: str, items: Sequence[Item], lease: Lease | None) -> Written:
+    def write(
+        self, storage: Storage, rank: int, save_id: str, items: Sequence[Item], staged_save: StagedSave | None
+    ) -> Written:
         """Writes the items: what was staged, in the writer process; what was not, or cannot be seen there, here.
 
         If the process dies, a fresh one writes everything once more, for the staged buffer is still there.
@@ -83,18 +85,20 @@ class Handover:
         Raises:
             WriteError: nothing of it is left behind.
         """
-        arena = lease.arena if lease is not None else None
-        if arena is None or self.process is None or storage.in_process:
+        buffer = staged_save.buffer if staged_save is not None else None
+        if buffer is None or self.process is None or storage.in_process:
             return self._write_here(storage, rank, save_id, items)
         with garbage_stays():
-            places, shared = self._place(items, arena, lease.shared if lease is not None else None)
+            places, shared = self._place(items, buffer, staged_save.shared if staged_save is not None else None)
             located = sources(items, lambda item: places[item.name])
-        arenas = [arena] if self._spill is None else [arena, self._spill]
+        buffers = [buffer] if self._spill is None else [buffer, self._spill]
         for attempt in (1, 2):
             # Another try has files of its own: what the process that died had sent may arrive later.
-            files = plan_files(located, rank, save_id if attempt == 1 else uuid.uuid4().hex, storage.file_bytes)
+            files = plan_files(located, rank, save_id if attempt == 1 else uuid.uuid4().hex, storage.max_file_bytes)
             try:
-                done = self.living_process().write(self._request(storage, files, shared), arenas, self._options.timeout)
+                done = self.living_process().write(
+                    self._request(storage, files, shared), buffers, self._options.timeout
+                )
                 return Written(files, done, attempt)
             except WriterProcessDied as error:
                 _remove(storage, files)
@@ -105,15 +109,15 @@ class Handover:
                 logger.warning("rank %d: %s; writing once more with a fresh process", rank, str(error))
         raise AssertionError("unreachable")
 
-    def snapshot(self, arena: Arena, copies: Copies) -> bool:
-        """Has the writer process copy what is on GPUs to their twins in an arena; False if it could not."""
+    def snapshot(self, buffer: SharedBuffer, copies: Copies) -> bool:
+        """Has the writer process copy what is on GPUs to their twins in a shared buffer; False if it could not."""
         if not self._by_handles:
             return False
         pairs = copies.on_device
         try:
-            request, _kept = export(pairs, [arena.locate(twin) or 0 for twin, _ in pairs], arena.id, copies.streams)
+            request, _kept = export(pairs, [buffer.locate(twin) or 0 for twin, _ in pairs], buffer.id, copies.streams)
             try:
-                self.living_process().snapshot(request, [arena], self._options.timeout)
+                self.living_process().snapshot(request, [buffer], self._options.timeout)
             except BaseException:
                 withdraw(request.storages)
                 raise
@@ -138,7 +142,7 @@ class Handover:
 
     def _write_here(self, storage: Storage, rank: int, save_id: str, items: Sequence[Item]) -> Written:
         tensors = {item.name: item.tensor for item in items}
-        files = plan_files(sources(items, lambda item: (-1, 0)), rank, save_id, storage.file_bytes)
+        files = plan_files(sources(items, lambda item: (-1, 0)), rank, save_id, storage.max_file_bytes)
         job = FileJob(
             storage,
             files,
@@ -151,16 +155,16 @@ class Handover:
         return Written(files, job.run())
 
     def _place(
-        self, items: Sequence[Item], arena: Arena, shared: SharedMappings | None
+        self, items: Sequence[Item], buffer: SharedBuffer, shared: SharedMappings | None
     ) -> tuple[dict[str, tuple[int, int]], tuple[SharedFile, ...]]:
         """Where each item's bytes are in shared memory; those that the planner made anew are copied there."""
         places: dict[str, tuple[int, int]] = {}
         files: dict[SharedFile, int] = {}
         made = []
         for item in items:
-            offset = arena.locate(item.tensor)
+            offset = buffer.locate(item.tensor)
             if offset is not None:
-                places[item.name] = arena.id, offset
+                places[item.name] = buffer.id, offset
             elif shared is not None and (found := shared.locate(item.tensor)) is not None:
                 file, offset = found
                 places[item.name] = -1 - files.setdefault(file, len(files)), offset
@@ -171,7 +175,7 @@ class Handover:
             self._spill.close()
             self._spill = None
         if needed:
-            self._spill = self._spill or Arena(needed)
+            self._spill = self._spill or SharedBuffer(needed)
             self._spill.reset()
         for item in made:
             if item.tensor.numel():
@@ -188,7 +192,7 @@ class Handover:
             path=storage.location,
             storage_options=self._options.storage_options,
             files=files,
-            arenas=(),
+            buffers=(),
             sync=self._options.sync,
             threads=self._options.threads,
             buffer_bytes=self._options.buffer_bytes,

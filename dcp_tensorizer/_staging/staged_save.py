@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from .._memory.shared_buffer import Arena
+from .._memory.shared_buffer import SharedBuffer
 from .._memory.shared_mappings import SharedMappings
 from ..errors import StagingError
 from .tensor_copy import Copies
 
-__all__ = ["Lease", "StagedStateDict", "Staging"]
+__all__ = ["StagedSave", "StagedStateDict", "StagingFuture"]
 
 # The save's thread starts when `async_save` returns and takes its staged state dict first of all: a second is a
 # thousand times what that takes, and bounds what a staged state dict that nobody saves can cost.
@@ -26,16 +26,16 @@ _CLAIM_SECONDS = 1.0
 _STEP_SECONDS = 0.02  # between two looks at a thread, whose end wakes nobody
 
 
-class Lease:
+class StagedSave:
     """One staged state dict: the buffer it is in, and the save it belongs to.
 
-    A save has its lease when it takes the staged state dict (`StagedStateDict`), which DCP does first of all on the
-    save's own thread, or in PROCESS mode when it pickles it there. The save is over when that thread has ended, or
-    when nothing refers to the staged state dict and its tensors any more, whichever is first.
+    A save takes the staged state dict (`StagedStateDict`) first of all. DCP does so on the save's own thread, or in
+    PROCESS mode when it pickles it there. The save is over when that thread has ended, or when nothing refers to the
+    staged state dict and its tensors any more, whichever is first.
     """
 
     def __init__(self) -> None:
-        self.arena: Arena | None = None
+        self.buffer: SharedBuffer | None = None
         self.error: StagingError | None = None
         self.thread: threading.Thread | None = None
         self.shared: SharedMappings | None = None  # where to find what is written in place, in shared memory
@@ -51,11 +51,11 @@ class Lease:
         self._twinned = threading.Event()
         self._queued = threading.Event()
         self._released = threading.Event()
-        self._staging: weakref.ref[Staging] | None = None
-        self._taken: Staging | None = None
+        self._staging: weakref.ref[StagingFuture] | None = None
+        self._taken: StagingFuture | None = None
 
     def attach(self, staged: StagedStateDict) -> None:
-        """Ties the lease to the life of the staged state dict."""
+        """Ties the staged save to the life of the staged state dict."""
         weakref.finalize(staged, self._drop).atexit = False
 
     # --- copying ------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class Lease:
         if first and staging is not None:
             staging.complete()
 
-    def watch(self, staging: Staging) -> None:
+    def watch(self, staging: StagingFuture) -> None:
         """Has a future completed on release."""
         with self._changed:
             self._staging = weakref.ref(staging)
@@ -149,7 +149,7 @@ class Lease:
 
     # --- the save -----------------------------------------------------------------------------------------------
 
-    def claim(self) -> None:
+    def take(self) -> None:
         """Called when a save takes the staged state dict, on the save's thread."""
         with self._changed:
             if self.thread is None:
@@ -169,9 +169,9 @@ class Lease:
             return True
         # No save has a thread of its own here: nobody took the staged state dict, or the thread that asks did, or
         # one that lives on. Then it is over when nothing is left of it.
-        return not self._alive and (self.arena is None or not self.arena.in_use)
+        return not self._alive and (self.buffer is None or not self.buffer.in_use)
 
-    def wait_claimed(self, timeout: float = _CLAIM_SECONDS) -> bool:
+    def wait_taken(self, timeout: float = _CLAIM_SECONDS) -> bool:
         """Waits until a save has taken it, or none can any more; False if neither happened in time.
 
         The time begins when there is something to take.
@@ -193,7 +193,7 @@ class Lease:
             elif thread is not None:
                 thread.join(_STEP_SECONDS)
             else:
-                self.wait_claimed(_STEP_SECONDS)
+                self.wait_taken(_STEP_SECONDS)
             timeout = None if timeout is None else timeout - _STEP_SECONDS
         return True
 
@@ -211,11 +211,13 @@ class StagedStateDict(dict[str, Any]):
     in which they were staged, on every rank the same.
     """
 
-    def __init__(self, content: Mapping[str, Any], lease: Lease, wait_turn: Callable[[Lease], None]) -> None:
+    def __init__(
+        self, content: Mapping[str, Any], staged_save: StagedSave, wait_turn: Callable[[StagedSave], None]
+    ) -> None:
         super().__init__(content)
-        self.lease = lease
+        self.staged_save = staged_save
         self._wait_turn = wait_turn
-        lease.attach(self)
+        staged_save.attach(self)
 
     def items(self) -> Any:
         self._take()
@@ -224,16 +226,16 @@ class StagedStateDict(dict[str, Any]):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         self._take()
         with suppress(StagingError):  # the copy of the writer that travels with it has the error
-            self.lease.wait_copied()
+            self.staged_save.wait_copied()
         return dict, (list(super().items()),)
 
     def _take(self) -> None:
-        if self.lease.thread is None:
-            self.lease.claim()
-            self._wait_turn(self.lease)
+        if self.staged_save.thread is None:
+            self.staged_save.take()
+            self._wait_turn(self.staged_save)
 
 
-class Staging(concurrent.futures.Future[dict[str, Any]]):
+class StagingFuture(concurrent.futures.Future[dict[str, Any]]):
     """What `stage` returns when it does not wait: done when training may change the state.
 
     Its result is there before that, its tensors possibly still without their values: so DCP's save plans while they
@@ -243,15 +245,15 @@ class Staging(concurrent.futures.Future[dict[str, Any]]):
     def __init__(self, staged: StagedStateDict) -> None:
         super().__init__()
         self._staged: StagedStateDict | None = staged
-        staged.lease.watch(self)
+        staged.staged_save.watch(self)
 
     def result(self, timeout: float | None = None) -> dict[str, Any]:
-        """The staged state dict, whose tensors are complete when `Lease.wait_copied` returns; until a save takes it."""
+        """The staged state dict, until a save takes it; complete when `StagedSave.wait_copied` returns."""
         staged = self._staged
         if staged is None:
             return {}
         # Until copies are under way, a planner would keep their thread from the interpreter, and training waiting.
-        if not staged.lease.wait_twinned(timeout):
+        if not staged.staged_save.wait_twinned(timeout):
             raise concurrent.futures.TimeoutError
         return staged
 

@@ -17,7 +17,7 @@ import torch
 
 from .._memory.device import Device, Event, SideStream, SideStreams
 from .._memory.shared_buffer import aligned
-from .._threads import meanwhile
+from .._threads import in_background
 from .._torch_compat import copy_all
 
 __all__ = ["GATHER_BYTES", "Copies", "Pair", "copy_on_host", "order", "queue_on_device"]
@@ -217,7 +217,7 @@ def copy_on_host(pairs: Sequence[Pair], threads: int) -> None:
         _copy_some(pairs)
         return
     first, *others = _shares([piece for pair in pairs for piece in _pieces(pair)], total, threads)
-    copies = [meanwhile(functools.partial(_copy_some, share)) for share in others]
+    copies = [in_background(functools.partial(_copy_some, share)) for share in others]
     try:
         _copy_some(first)
     finally:

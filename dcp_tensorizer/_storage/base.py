@@ -18,7 +18,7 @@ from .redact import redact
 __all__ = [
     "TAKEN",
     "TIMEOUT",
-    "Claim",
+    "DirectoryLock",
     "FileInfo",
     "RangeReader",
     "Ranges",
@@ -52,14 +52,14 @@ class Sink(Protocol):
     bytes_written: int
     """Bytes taken so far: it grows as long as the write makes progress."""
     write_seconds: float
-    """Time spent in `put`, added up over threads."""
-    close_seconds: float
-    """Time spent in `close`, when everything else is done."""
+    """Time spent in `put_part`, added up over threads."""
+    complete_seconds: float
+    """Time spent in `complete`, when everything else is done."""
 
-    def put(self, number: int, data: memoryview) -> None:
+    def put_part(self, number: int, data: memoryview) -> None:
         """Takes a part; ``data`` begins on a page, and is the caller's again afterwards. Raises `OSError`."""
 
-    def close(self) -> None:
+    def complete(self) -> None:
         """Completes the file, and makes it durable; raises `OSError`, and then there is no file."""
 
     def abort(self) -> None:
@@ -93,7 +93,7 @@ class FileInfo(NamedTuple):
     """When it was last written, in seconds since the epoch; None where that is unknown."""
 
 
-class Claim:
+class DirectoryLock:
     """A save under way in a directory, as far as other jobs can see it. This one is of storage where they cannot."""
 
     def leftovers(self) -> list[str] | None:
@@ -114,13 +114,13 @@ class Storage(abc.ABC):
         path: For messages and metadata: without credentials.
         location: What `open_storage` takes to open the same directory in another process.
         in_process: The data lives in this process's memory, so another process cannot write it.
-        read_threads: How many reads at once reach its full speed.
-        first_threads: With how many of them a load begins; others join while those wait for the storage.
+        max_threads: How many reads at once reach its full speed.
+        min_threads: With how many of them a load begins; others join while those wait for the storage.
         slice_bytes: A load reads no more at once, so that what it hashes then is still in the processor's cache.
-        read_bytes: How much a load reads at once into its targets; None for what suits memory that is used again.
-        gap_bytes: Reading so much for nothing costs less than another request.
-        file_bytes: A file should not be larger, unless a single tensor is.
-        shows_claims: A claim is seen by everybody who could save here.
+        max_coalesced_bytes: The most that a load reads at once into its targets; None: the size of its scratch memory.
+        max_gap_bytes: Reading so much for nothing costs less than another request.
+        max_file_bytes: A file should not be larger, unless a single tensor is.
+        locks_are_visible: A lock is seen by everybody who could save here.
         connection: Kept from one save to the next, it spares the second one making it: who opens a storage with the
             same options shares it.
     """
@@ -128,13 +128,13 @@ class Storage(abc.ABC):
     path: str
     location: str
     in_process = False
-    read_threads = 16
-    first_threads = 1 << 62
+    max_threads = 16
+    min_threads = 1 << 62
     slice_bytes = 1 << 62
-    read_bytes: int | None = None
-    gap_bytes = 64 << 10
-    file_bytes = 1 << 62
-    shows_claims = False
+    max_coalesced_bytes: int | None = None
+    max_gap_bytes = 64 << 10
+    max_file_bytes = 1 << 62
+    locks_are_visible = False
     connection: object = None
 
     @abc.abstractmethod
@@ -170,7 +170,7 @@ class Storage(abc.ABC):
         """Makes the names of new files durable."""
 
     @abc.abstractmethod
-    def publish(self, name: str, data: bytes, *, sync: bool, replace: bool = True) -> None:
+    def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True) -> None:
         """Puts a small file in place as a whole; raises `WriteError`.
 
         Args:
@@ -186,12 +186,12 @@ class Storage(abc.ABC):
         """A small file's contents, None if it does not exist; raises `ReadError`."""
 
     @abc.abstractmethod
-    def size(self, name: str) -> int | None:
+    def head(self, name: str) -> int | None:
         """Bytes in a file, None if it does not exist; raises `ReadError`."""
 
-    def claim(self) -> Claim:
-        """Says that a save is under way here, until the claim is released; raises `WriteError`."""
-        return Claim()
+    def lock_directory(self) -> DirectoryLock:
+        """Says that a save is under way here, until the lock is released; raises `WriteError`."""
+        return DirectoryLock()
 
     @abc.abstractmethod
     def open(self, name: str) -> RangeReader:

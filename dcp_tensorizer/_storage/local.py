@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .._threads import cores
 from ..errors import NotCommitted, ReadError, WriteError
-from .base import TAKEN, Claim, FileInfo, RangeReader, Refused, Sink, Storage, temporary_file_name
+from .base import TAKEN, DirectoryLock, FileInfo, RangeReader, Refused, Sink, Storage, temporary_file_name
 from .local_read import LocalFile, UncachedFile
 from .local_write import LocalSink
 
@@ -32,11 +32,11 @@ class LocalStorage(Storage):
     def __init__(self, root: Path) -> None:
         self._root = root
         self.path = self.location = str(root)
-        self.read_threads = min(8, 4 * cores())
-        self.first_threads = min(8, cores())  # what is in the page cache needs no more, and more share fewer caches
+        self.max_threads = min(8, 4 * cores())
+        self.min_threads = min(8, cores())  # what is in the page cache needs no more, and more share fewer caches
 
     @property
-    def shows_claims(self) -> bool:  # type: ignore[override]
+    def locks_are_visible(self) -> bool:  # type: ignore[override]
         return _is_local(self._root)
 
     def child(self, name: str) -> Storage:
@@ -75,7 +75,7 @@ class LocalStorage(Storage):
     def sync_directory(self) -> None:
         _sync_directory(self._root)
 
-    def publish(self, name: str, data: bytes, *, sync: bool, replace: bool = True) -> None:
+    def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True) -> None:
         temporary = self._root / temporary_file_name(name)
         try:
             with open(temporary, "xb") as file:
@@ -120,7 +120,7 @@ class LocalStorage(Storage):
         except OSError as error:
             raise ReadError(f"cannot read {self._root / name}: {error}") from error
 
-    def size(self, name: str) -> int | None:
+    def head(self, name: str) -> int | None:
         try:
             return (self._root / name).stat().st_size
         except (FileNotFoundError, NotADirectoryError):
@@ -134,8 +134,8 @@ class LocalStorage(Storage):
     def open_uncached(self, name: str) -> RangeReader:
         return UncachedFile(self._root / name)
 
-    def claim(self) -> Claim:
-        return _DirectoryClaim(self._root)
+    def lock_directory(self) -> DirectoryLock:
+        return _FileLock(self._root)
 
     def remove(self, *names: str) -> None:
         for name in names:
@@ -147,7 +147,7 @@ class LocalStorage(Storage):
         return not self._root.exists()
 
 
-class _DirectoryClaim(Claim):
+class _FileLock(DirectoryLock):
     """A lock on the directory: exclusive for whoever finds nobody else there, then shared while the save lasts.
 
     The kernel drops it when the process ends, however it ends; it ends with this object, too.

@@ -26,7 +26,7 @@ class LocalSink:
     Args:
         path: Where to create it; it must not exist.
         nbytes: Its size.
-        sync: Make the data durable in `close`.
+        sync: Make the data durable in `complete`.
         preallocate: Take the room for it first, so that a full disk is known before the work begins. Where the file
             system has nothing for that, as many network mounts, glibc would imitate it by writing zeros.
 
@@ -42,7 +42,7 @@ class LocalSink:
         self.path = path
         self.bytes_written = 0
         self.write_seconds = 0.0
-        self.close_seconds = 0.0
+        self.complete_seconds = 0.0
         self._sync = sync
         self._lock = threading.Lock()
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -54,7 +54,7 @@ class LocalSink:
             self.abort()
             raise
 
-    def put(self, number: int, data: memoryview) -> None:
+    def put_part(self, number: int, data: memoryview) -> None:
         """Writes part ``number``; ``data`` begins on a page, and is not kept."""
         started = time.perf_counter()
         offset = number * _PART
@@ -66,7 +66,7 @@ class LocalSink:
             self.bytes_written += data.nbytes
             self.write_seconds += time.perf_counter() - started
 
-    def close(self) -> None:
+    def complete(self) -> None:
         """Makes what was written durable; removes the file if that fails. Idempotent."""
         if self._fd < 0:
             return
@@ -81,10 +81,10 @@ class LocalSink:
             raise
         finally:
             self._close_descriptors()
-            self.close_seconds += time.perf_counter() - started
+            self.complete_seconds += time.perf_counter() - started
 
     def abort(self) -> None:
-        """Removes the file, when no thread writes to it any more. Idempotent; does nothing after `close`."""
+        """Removes the file, when no thread writes to it any more. Idempotent; does nothing after `complete`."""
         if self._fd >= 0:
             self._close_descriptors()
             self.path.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from .._threads import at_once, meanwhile
+from .._threads import in_background, in_threads
 from ..errors import CheckpointError, NotCommitted, ReadError, WriteError
 from .base import TAKEN, FileInfo, RangeReader, Refused, Sink, Storage, rest_of
 from .redact import redact
@@ -42,10 +42,10 @@ class S3Storage(Storage):
         timeout: Seconds after which a request is given up.
     """
 
-    read_threads = 32
-    read_bytes = 16 << 20  # each request costs as much as a few MiB
-    gap_bytes = 512 << 10
-    file_bytes = 64 << 30  # of 8,192 parts
+    max_threads = 32
+    max_coalesced_bytes = 16 << 20  # each request costs as much as a few MiB
+    max_gap_bytes = 512 << 10
+    max_file_bytes = 64 << 30  # of 8,192 parts
 
     def __init__(self, filesystem: Any, root: str, url: str, scrub: Callable[[str], str], timeout: float) -> None:
         self.bucket, prefix, _ = filesystem.split_path(root.rstrip("/") + "/")
@@ -97,7 +97,7 @@ class S3Storage(Storage):
     def sync_directory(self) -> None:
         """An object is durable with its name."""
 
-    def publish(self, name: str, data: bytes, *, sync: bool, replace: bool = True) -> None:
+    def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True) -> None:
         condition = {} if replace else {"IfNoneMatch": "*"}
         try:
             if not replace:  # also for servers that do not know the condition
@@ -121,7 +121,7 @@ class S3Storage(Storage):
         except Exception as error:
             raise self._read_error(name, error) from None
 
-    def size(self, name: str) -> int | None:
+    def head(self, name: str) -> int | None:
         try:
             return int(self.call("head_object", name)["ContentLength"])
         except NoSuchObject:
@@ -133,7 +133,7 @@ class S3Storage(Storage):
         return _S3Reader(self, name)
 
     def remove(self, *names: str) -> None:
-        at_once(lambda name: self.call("delete_object", name), names)
+        in_threads(lambda name: self.call("delete_object", name), names)
 
     def discard(self, *names: str) -> None:
         """Removes objects, and aborts the uploads to their keys, of which nobody may be left who knows."""
@@ -268,11 +268,11 @@ class _S3Sink:
         self.part_bytes = max(_PART, -(-nbytes // _MOST_PARTS))
         self.bytes_written = 0
         self.write_seconds = 0.0
-        self.close_seconds = 0.0
+        self.complete_seconds = 0.0
         if nbytes > self.part_bytes:
-            self._upload = meanwhile(functools.partial(storage.call, "create_multipart_upload", name))
+            self._upload = in_background(functools.partial(storage.call, "create_multipart_upload", name))
 
-    def put(self, number: int, data: memoryview) -> None:
+    def put_part(self, number: int, data: memoryview) -> None:
         started = time.perf_counter()
         if self._upload is None:
             self._storage.send("put_object", self._name, data)
@@ -283,7 +283,7 @@ class _S3Sink:
             self.bytes_written += data.nbytes
             self.write_seconds += time.perf_counter() - started
 
-    def close(self) -> None:
+    def complete(self) -> None:
         """Makes one object of the parts. Idempotent."""
         if not self._is_open:
             return
@@ -294,10 +294,10 @@ class _S3Sink:
         elif not self._nbytes:
             self._storage.call("put_object", self._name, Body=b"")
         self._is_open = False
-        self.close_seconds += time.perf_counter() - started
+        self.complete_seconds += time.perf_counter() - started
 
     def abort(self) -> None:
-        """Drops the object. Idempotent; does nothing after `close`."""
+        """Drops the object. Idempotent; does nothing after `complete`."""
         if self._is_open:
             self._is_open = False
             with suppress(OSError):
@@ -324,5 +324,5 @@ class _S3Sink:
             self._storage.call("complete_multipart_upload", self._name, MultipartUpload={"Parts": parts}, **self._id())
         except OSError:
             # A lost answer makes botocore ask again, and the upload is gone when it was completed the first time.
-            if self._storage.size(self._name) != self._nbytes:
+            if self._storage.head(self._name) != self._nbytes:
                 raise

@@ -32,8 +32,8 @@ class SftpStorage(Storage):
         OSError: there is no connection, or the server refuses the user.
     """
 
-    read_threads = 4  # a connection is one cipher's stream
-    gap_bytes = 512 << 10
+    max_threads = 4  # a connection is one cipher's stream
+    max_gap_bytes = 512 << 10
 
     def __init__(self, url: str, options: Mapping[str, Any], scrub: Callable[[str], str], timeout: float) -> None:
         address, slash, path = url.partition("://")[2].partition("/")
@@ -98,7 +98,7 @@ class SftpStorage(Storage):
     def sync_directory(self) -> None:
         """The protocol has nothing for it."""
 
-    def publish(self, name: str, data: bytes, *, sync: bool, replace: bool = True) -> None:
+    def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True) -> None:
         temporary, path = self._full(temporary_file_name(name)), self._full(name)
         tries = 0
 
@@ -141,7 +141,7 @@ class SftpStorage(Storage):
         except Exception as error:
             raise self._read_error(name, error) from None
 
-    def size(self, name: str) -> int | None:
+    def head(self, name: str) -> int | None:
         try:
             return int(self._client.call(lambda channel: channel.stat(self._full(name))).st_size)
         except FileNotFoundError:
@@ -235,9 +235,9 @@ class _SftpSink:
         self._is_open = True
         self.bytes_written = 0
         self.write_seconds = 0.0
-        self.close_seconds = 0.0
+        self.complete_seconds = 0.0
 
-    def put(self, number: int, data: memoryview) -> None:
+    def put_part(self, number: int, data: memoryview) -> None:
         started = time.perf_counter()
 
         def write(channel: Any) -> None:
@@ -250,7 +250,7 @@ class _SftpSink:
             self.bytes_written += data.nbytes
             self.write_seconds += time.perf_counter() - started
 
-    def close(self) -> None:
+    def complete(self) -> None:
         """Checks that the server has everything, and has it make that durable, where it can. Idempotent."""
         if not self._is_open:
             return
@@ -266,10 +266,10 @@ class _SftpSink:
         if found != self._nbytes:
             raise OSError(f"the server has {found:,} of the file's {self._nbytes:,} bytes")
         self._is_open = False
-        self.close_seconds += time.perf_counter() - started
+        self.complete_seconds += time.perf_counter() - started
 
     def abort(self) -> None:
-        """Removes the file. Idempotent; does nothing after `close`."""
+        """Removes the file. Idempotent; does nothing after `complete`."""
         if self._is_open:
             self._is_open = False
             _drop(self._client, self._path)

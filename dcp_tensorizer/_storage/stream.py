@@ -9,7 +9,7 @@ from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Any
 
-from .._threads import at_once
+from .._threads import in_threads
 from ..errors import CheckpointError, NotCommitted, ReadError, WriteError
 from .base import TAKEN, FileInfo, RangeReader, Ranges, Refused, Sink, Storage
 from .redact import redact
@@ -33,7 +33,7 @@ class StreamStorage(Storage):
     """
 
     # 512 KiB arrive in the time that a request takes, where it takes 5 ms and a connection brings 100 MB/s.
-    gap_bytes = 512 << 10
+    max_gap_bytes = 512 << 10
 
     def __init__(self, filesystem: Any, root: str, url: str, scrub: Callable[[str], str], timeout: float) -> None:
         protocol = filesystem.protocol
@@ -79,7 +79,7 @@ class StreamStorage(Storage):
     def sync_directory(self) -> None:
         """An object is durable with its name."""
 
-    def publish(self, name: str, data: bytes, *, sync: bool, replace: bool = True) -> None:
+    def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True) -> None:
         try:
             self._put(name, data, replace)
         except Refused as error:
@@ -95,7 +95,7 @@ class StreamStorage(Storage):
         except Exception as error:
             raise self._read_error(name, error) from None
 
-    def size(self, name: str) -> int | None:
+    def head(self, name: str) -> int | None:
         try:
             return int(self._call("info", self._full(name))["size"])
         except FileNotFoundError:
@@ -111,7 +111,7 @@ class StreamStorage(Storage):
             with suppress(FileNotFoundError):
                 self._call("rm_file", self._full(name))
 
-        at_once(remove, names)
+        in_threads(remove, names)
 
     def _put(self, name: str, data: bytes, replace: bool) -> None:
         """Puts a small file in place."""
@@ -124,7 +124,7 @@ class StreamStorage(Storage):
             self._filesystem.pipe_file(self._full(name), data, **mode)
 
         try:
-            if not replace and self.size(name) is not None:  # also for filesystems that do not know the mode
+            if not replace and self.head(name) is not None:  # also for filesystems that do not know the mode
                 raise FileExistsError
             retry(put, is_transient, self._timeout, self._renew)
         except FileExistsError:
@@ -179,25 +179,25 @@ class _StreamSink:
         self._is_open = True
         self.bytes_written = 0
         self.write_seconds = 0.0
-        self.close_seconds = 0.0
+        self.complete_seconds = 0.0
 
-    def put(self, number: int, data: memoryview) -> None:
+    def put_part(self, number: int, data: memoryview) -> None:
         assert number * self.part_bytes == self.bytes_written, "parts come in their order"
         started = time.perf_counter()
         self._stream.write(data)
         self.write_seconds += time.perf_counter() - started
         self.bytes_written += data.nbytes
 
-    def close(self) -> None:
+    def complete(self) -> None:
         """Completes the object. Idempotent."""
         if self._is_open:
             started = time.perf_counter()
             self._stream.close()
             self._is_open = False
-            self.close_seconds += time.perf_counter() - started
+            self.complete_seconds += time.perf_counter() - started
 
     def abort(self) -> None:
-        """Drops the object. Idempotent; does nothing after `close`."""
+        """Drops the object. Idempotent; does nothing after `complete`."""
         if self._is_open:
             self._is_open = False
             with suppress(Exception):

@@ -96,7 +96,7 @@ def new_file(path: str, options: Mapping[str, Any]) -> Iterator[tuple[Storage, s
         WriteError: it cannot be written.
     """
     storage, name = beside(path, options)
-    if storage.size(name) is not None:
+    if storage.head(name) is not None:
         raise ConversionError(f"{storage.path}/{name} exists: choose another destination")
     if isinstance(storage, LocalStorage):
         with _renamed(Path(storage.location) / name) as temporary:
@@ -124,7 +124,7 @@ def write_stream(storage: Storage, name: str, nbytes: int, pieces: Iterable[memo
                     parts.fill(offset, np.frombuffer(piece, dtype=np.uint8))
                     offset += piece.nbytes
             parts.finish()
-        sink.close()
+        sink.complete()
     except OSError as error:
         sink.abort()
         raise WriteError(storage.scrub(f"cannot write {storage.path}/{name}: {error}")) from error

@@ -1,7 +1,7 @@
 """What a checkpoint holds, whatever its format: its tensors, where the bytes of their chunks lie, and its objects.
 
-Tensors are whole here, however they were sharded: any box of one is put together from the chunks that it touches. So
-whoever reads by boxes needs memory for a box, and not for a tensor or a checkpoint.
+Tensors are whole here, however they were sharded: any region of one is put together from the chunks that it touches. So
+whoever reads by regions needs memory for a region, and not for a tensor or a checkpoint.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from .._format.chunks import Box, boxes_of_range, covers
+from .._format.chunks import Region, covers, regions_of_range
 from .._format.encryption import Cipher, unlock
 from .._format.layout import StoredItem, data_file_rank, is_data_file_name, is_metadata_file_name, metadata_file_name
 from .._format.metadata import item_key
@@ -22,19 +22,19 @@ from .._loading.metadata_reader import read_metadata
 from .._memory.tensor_bytes import host_bytes
 from .._storage.base import Storage
 from ..errors import MetadataError, NotCommitted
-from .chunk_reader import Chunk, read_box, whole
+from .chunk_reader import Chunk, read_region, whole
 
 if TYPE_CHECKING:
     from .._format.encryption import DecryptionParams
 
 __all__ = [
     "BLOCK",
-    "Contents",
-    "OtherKey",
+    "CheckpointView",
+    "NonStringKey",
     "StoredObject",
     "StoredTensor",
     "blocks_of",
-    "contents_of",
+    "view_checkpoint",
     "plain_tensor",
     "read_parts",
     "unlock_parts",
@@ -48,7 +48,7 @@ Path = tuple[str | int, ...]
 """Where a value is in the nested state dict: keys of dicts, and indices of lists."""
 
 
-class OtherKey(str):
+class NonStringKey(str):
     """A key of a dict that is no string, by its name: DCP's formats have only names, ``torch.save`` files keep it.
 
     Attributes:
@@ -57,7 +57,7 @@ class OtherKey(str):
 
     value: Any
 
-    def __new__(cls, value: Any) -> OtherKey:
+    def __new__(cls, value: Any) -> NonStringKey:
         made = super().__new__(cls, value)
         made.value = value
         return made
@@ -68,7 +68,7 @@ class StoredTensor:
     """A tensor.
 
     Attributes:
-        read: Gives a box of it, in C order on the CPU. Raises `ReadError`.
+        read: Gives a region of it, in C order on the CPU. Raises `ReadError`.
         chunks: Where it is; empty if that is not for others to know.
     """
 
@@ -76,7 +76,7 @@ class StoredTensor:
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    read: Callable[[Box], torch.Tensor]
+    read: Callable[[Region], torch.Tensor]
     chunks: tuple[Chunk, ...] = ()
 
     @property
@@ -106,7 +106,7 @@ class StoredObject:
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class CheckpointView:
     """A checkpoint, by key."""
 
     path: str
@@ -121,14 +121,14 @@ class Contents:
         return found | {key: stored.path for key, stored in self.objects.items()}
 
 
-def blocks_of(tensor: StoredTensor, nbytes: int = BLOCK) -> Iterator[Box]:
-    """Cuts a tensor into boxes of no more than ``nbytes`` bytes, which are runs of it in C order, in that order."""
+def blocks_of(tensor: StoredTensor, nbytes: int = BLOCK) -> Iterator[Region]:
+    """Cuts a tensor into regions of no more than ``nbytes`` bytes, which are runs of it in C order, in that order."""
     count = math.prod(tensor.shape)
     row = math.prod(tensor.shape[1:])
     step = max(1, nbytes // tensor.dtype.itemsize)
     step -= step % row if 0 < row <= step else 0  # whole rows, where they fit
     for start in range(0, count, step):
-        yield from boxes_of_range(start, min(start + step, count), tensor.shape)
+        yield from regions_of_range(start, min(start + step, count), tensor.shape)
 
 
 def read_parts(storage: Storage) -> dict[int | None, Metadata]:
@@ -184,11 +184,11 @@ def unlock_parts(
     return ciphers
 
 
-def contents_of(
+def view_checkpoint(
     storage: Storage,
     parts: Mapping[int | None, Metadata],
     ciphers: Mapping[int | None, Cipher | None] | None = None,
-) -> Contents:
+) -> CheckpointView:
     """What a checkpoint holds; of a value that several ranks saved by themselves, the first one's.
 
     Args:
@@ -211,7 +211,7 @@ def contents_of(
     objects: dict[str, StoredObject] = {}
     for key, value in stored.items():
         chunks = tuple(value.chunks.values())
-        if value.is_tensor and not covers(value.entry.size, [chunk.box for chunk in chunks]):
+        if value.is_tensor and not covers(value.entry.size, [chunk.region for chunk in chunks]):
             raise MetadataError(
                 f"{storage.path}: the stored chunks of {key!r} do not make up its {math.prod(value.entry.size):,} "
                 f"elements"
@@ -225,7 +225,7 @@ def contents_of(
             objects[key] = StoredObject(
                 key, value.path, nbytes, _object_reader(storage, key, chunks), chunks[0].item if chunks else None
             )
-    return Contents(storage.path, "dcp_tensorizer", tensors, objects)
+    return CheckpointView(storage.path, "dcp_tensorizer", tensors, objects)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,8 +274,8 @@ def plain_tensor(
     )
     chunk = Chunk(whole(shape), item, strides)
 
-    def read(box: Box) -> torch.Tensor:
-        return read_box(storage, key, dtype, [chunk], box, verify=False)
+    def read(region: Region) -> torch.Tensor:
+        return read_region(storage, key, dtype, [chunk], region, verify=False)
 
     return StoredTensor(key, path, dtype, shape, read, (chunk,))
 
@@ -285,8 +285,8 @@ def _tensor(
 ) -> StoredTensor:
     shape, chunks = where
 
-    def read(box: Box) -> torch.Tensor:
-        return read_box(storage, key, dtype, chunks, box, verify=True)
+    def read(region: Region) -> torch.Tensor:
+        return read_region(storage, key, dtype, chunks, region, verify=True)
 
     return StoredTensor(key, path, dtype, shape, read, chunks)
 
@@ -304,19 +304,19 @@ def _chunks(
         if place is None:
             raise MetadataError(f"{storage.path} has no data for {key!r} at offset {offset}")
         item = StoredItem(*place)
-        box = Box(tuple(offset or ()), size)
-        if item.kind == "tensor" and math.prod(box.size) * getattr(torch, item.dtype).itemsize != item.length:
-            raise MetadataError(f"{storage.path}: {key!r} of shape {box.size} has {item.length:,} bytes stored")
-        found[offset] = Chunk(box, item, cipher=cipher)
+        region = Region(tuple(offset or ()), size)
+        if item.kind == "tensor" and math.prod(region.size) * getattr(torch, item.dtype).itemsize != item.length:
+            raise MetadataError(f"{storage.path}: {key!r} of shape {region.size} has {item.length:,} bytes stored")
+        found[offset] = Chunk(region, item, cipher=cipher)
     return found
 
 
 def _object_reader(storage: Storage, key: str, stored: Sequence[Chunk]) -> Callable[[], bytes]:
-    chunks = [replace(chunk, box=Box((0,), (chunk.item.length,))) for chunk in stored]
+    chunks = [replace(chunk, region=Region((0,), (chunk.item.length,))) for chunk in stored]
 
     def read() -> bytes:
         return b"".join(
-            host_bytes(read_box(storage, key, torch.uint8, [chunk], chunk.box, verify=True)) for chunk in chunks
+            host_bytes(read_region(storage, key, torch.uint8, [chunk], chunk.region, verify=True)) for chunk in chunks
         )
 
     return read

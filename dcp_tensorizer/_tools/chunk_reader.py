@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
-from .._format.chunks import Box
+from .._format.chunks import Region
 from .._format.encryption import Cipher
 from .._format.layout import StoredItem
-from .._loading.executor import Wanted, copy_elements, fetch, is_direct, part_of
+from .._loading.executor import ReadTarget, can_read_in_place, copy_elements, fetch, part_of
 from .._loading.read_planner import ReadRequest
 from .._storage.base import Storage
 from ..errors import DecryptionError
 
-__all__ = ["Chunk", "read_box", "whole"]
+__all__ = ["Chunk", "read_region", "whole"]
 
 _KEPT = 1 << 20
 
@@ -29,48 +29,48 @@ class Chunk:
     """A part of a tensor that is stored by itself.
 
     Attributes:
-        box: Which part.
+        region: Which part.
         item: Where its elements are.
         strides: Of its elements in the stored ones, and where the first is; None: in C order, from the first on.
         cipher: Decrypts it; None if it is not encrypted, or nobody has the key.
     """
 
-    box: Box
+    region: Region
     item: StoredItem
     strides: tuple[tuple[int, ...], int] | None = None
     cipher: Cipher | None = None
 
 
-def whole(shape: Sequence[int]) -> Box:
+def whole(shape: Sequence[int]) -> Region:
     """All of a tensor."""
-    return Box((0,) * len(shape), tuple(shape))
+    return Region((0,) * len(shape), tuple(shape))
 
 
-def read_box(
-    storage: Storage, key: str, dtype: torch.dtype, chunks: Sequence[Chunk], box: Box, *, verify: bool
+def read_region(
+    storage: Storage, key: str, dtype: torch.dtype, chunks: Sequence[Chunk], region: Region, *, verify: bool
 ) -> torch.Tensor:
-    """Puts a box of a tensor together.
+    """Puts a region of a tensor together.
 
     Raises:
         ReadError: its bytes cannot be read; with ``verify`` also if they are not the ones that were saved.
         DecryptionError: it is encrypted, and there is no key.
     """
-    target = _empty(box.size, dtype)
-    wanted: dict[Cipher | None, list[Wanted]] = defaultdict(list)
+    target = _empty(region.size, dtype)
+    wanted: dict[Cipher | None, list[ReadTarget]] = defaultdict(list)
     for chunk in chunks:
-        common = box.intersect(chunk.box)
+        common = region.intersect(chunk.region)
         if common is None:
             continue
-        part = part_of(target, common, box)
+        part = part_of(target, common, region)
         if chunk.strides is not None:
-            copy_elements(part, part_of(_last_strided.read(storage, key, chunk, common), common, chunk.box))
+            copy_elements(part, part_of(_last_strided.read(storage, key, chunk, common), common, chunk.region))
             continue
         stored = getattr(torch, chunk.item.dtype)
-        inner = Box(tuple(a - b for a, b in zip(common.start, chunk.box.start, strict=True)), common.size)
-        request = ReadRequest(chunk.item, chunk.box.size, stored.itemsize, inner, is_direct(part, stored))
-        if chunk.item.seal and chunk.cipher is None:
+        inner = Region(tuple(a - b for a, b in zip(common.start, chunk.region.start, strict=True)), common.size)
+        request = ReadRequest(chunk.item, chunk.region.size, stored.itemsize, inner, can_read_in_place(part, stored))
+        if chunk.item.nonce_and_macs and chunk.cipher is None:
             raise DecryptionError(f"{storage.path}: {key!r} is encrypted: give its key (--key-file)")
-        wanted[chunk.cipher].append(Wanted(key, request, part))
+        wanted[chunk.cipher].append(ReadTarget(key, request, part))
     for cipher, parts in wanted.items():
         fetch(storage, parts, verify=verify, cipher=cipher)
     return target
@@ -90,9 +90,9 @@ def _read_strided(storage: Storage, key: str, chunk: Chunk) -> torch.Tensor:
     strides, first = chunk.strides
     dtype = getattr(torch, chunk.item.dtype)
     count = chunk.item.length // dtype.itemsize
-    line = Chunk(Box((0,), (count,)), chunk.item)
-    elements = read_box(storage, key, dtype, [line], line.box, verify=False)
-    return elements.as_strided(chunk.box.size, strides, first)
+    line = Chunk(Region((0,), (count,)), chunk.item)
+    elements = read_region(storage, key, dtype, [line], line.region, verify=False)
+    return elements.as_strided(chunk.region.size, strides, first)
 
 
 class _LastStrided:
@@ -103,14 +103,14 @@ class _LastStrided:
         self._chunk: Chunk | None = None
         self._elements: torch.Tensor | None = None
 
-    def read(self, storage: Storage, key: str, chunk: Chunk, box: Box) -> torch.Tensor:
-        """All of a chunk of which a box is wanted; it is let go with the box at its end."""
+    def read(self, storage: Storage, key: str, chunk: Chunk, region: Region) -> torch.Tensor:
+        """All of a chunk of which a region is wanted; it is let go with the region at its end."""
         with self._lock:
             elements = self._elements if self._chunk is chunk else None
             self._chunk = self._elements = None  # first, so that there are never two in memory
             if elements is None:
                 elements = _read_strided(storage, key, chunk)
-            ends = zip(box.start, box.size, chunk.box.start, chunk.box.size, strict=True)
+            ends = zip(region.start, region.size, chunk.region.start, chunk.region.size, strict=True)
             if any(a + n != b + m for a, n, b, m in ends):
                 self._chunk, self._elements = chunk, elements
         return elements

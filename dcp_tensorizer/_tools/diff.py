@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .._format.chunks import Box
+from .._format.chunks import Region
 from .._memory.tensor_bytes import host_bytes
-from .checkpoint_view import Contents, StoredObject, StoredTensor, blocks_of
+from .checkpoint_view import CheckpointView, StoredObject, StoredTensor, blocks_of
 from .chunk_reader import Chunk
 from .inspect import shown_value
 
@@ -73,7 +73,7 @@ class _Stats:
 
 
 def diff(
-    before: Contents, after: Contents, on_progress: Callable[[int, int], object] = lambda done, total: None
+    before: CheckpointView, after: CheckpointView, on_progress: Callable[[int, int], object] = lambda done, total: None
 ) -> Difference:
     """Compares two checkpoints.
 
@@ -139,7 +139,7 @@ def _proved_same(a: StoredTensor, b: StoredTensor) -> bool:
 def _digests(chunks: tuple[Chunk, ...]) -> dict[tuple[int, ...], tuple[tuple[int, ...], str, bytes]] | None:
     if any(chunk.item.length and not chunk.item.digests for chunk in chunks):
         return None
-    return {chunk.box.start: (chunk.box.size, chunk.item.dtype, chunk.item.digests) for chunk in chunks}
+    return {chunk.region.start: (chunk.region.size, chunk.item.dtype, chunk.item.digests) for chunk in chunks}
 
 
 def _objects(a: StoredObject, b: StoredObject) -> list[Change]:
@@ -171,7 +171,7 @@ class _Comparison:
     def run(self, pairs: list[tuple[StoredTensor, StoredTensor]]) -> dict[str, _Stats]:
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="diff") as pool:
             blocks: list[tuple[str, Future[_Stats]]] = [
-                (a.key, pool.submit(self._block, a, b, box)) for a, b in pairs for box in blocks_of(a, _BLOCK)
+                (a.key, pool.submit(self._block, a, b, region)) for a, b in pairs for region in blocks_of(a, _BLOCK)
             ]
             found = {a.key: _Stats() for a, _ in pairs}
             try:
@@ -182,8 +182,8 @@ class _Comparison:
                 raise
         return found
 
-    def _block(self, a: StoredTensor, b: StoredTensor, box: Box) -> _Stats:
-        x, y = a.read(box).reshape(-1), b.read(box).reshape(-1)
+    def _block(self, a: StoredTensor, b: StoredTensor, region: Region) -> _Stats:
+        x, y = a.read(region).reshape(-1), b.read(region).reshape(-1)
         stats = _Stats()
         if not np.array_equal(host_bytes(x), host_bytes(y)):
             for start in range(0, x.numel(), _ELEMENTS):

@@ -17,7 +17,7 @@ from .._format.encryption import Cipher
 from .._format.layout import Derivation, StoredItem
 from .._format.tensorizer_file import END, Entry, lay_out
 
-__all__ = ["AT_ONCE", "Span", "Stored", "block_spans", "file_spans", "keyless", "stored_items"]
+__all__ = ["AT_ONCE", "Section", "Stored", "block_sections", "file_sections", "keyless", "stored_items"]
 
 AT_ONCE = 64 << 20
 """Bytes that one thread checks: enough to read on, small enough to spread a large tensor over threads."""
@@ -47,7 +47,7 @@ class Stored(NamedTuple):
         return self.item.kind
 
 
-class Span(Protocol):
+class Section(Protocol):
     """Bytes of a file that are checked together."""
 
     start: int
@@ -105,7 +105,7 @@ class _Blocks:
                 yield self._key, first, f"bytes {first:,} to {stop:,} are not what was saved"
 
 
-class _Sealed:
+class _TensorSection:
     """A tensor with its header, which holds tensorizer's hashes of both; of an encrypted one, nonce and MACs."""
 
     def __init__(self, stored: Stored, entry: Entry) -> None:
@@ -120,7 +120,7 @@ class _Sealed:
         missing = len(self._entry.header) - len(self._header)
         self._header += bytes(piece[:missing])
         data = piece[missing:]
-        if self._stored.item.seal:
+        if self._stored.item.nonce_and_macs:
             self._blocks.update(data)
         else:
             self._hashes.update(data)
@@ -128,13 +128,17 @@ class _Sealed:
     def damages(self) -> Iterator[tuple[str | None, int, str]]:
         found = list(self._blocks.damages())
         yield from found
-        seal = self._stored.item.seal
+        nonce_and_macs = self._stored.item.nonce_and_macs
         if found:
             return
         hashes = self._hashes
-        expected = self._entry.with_seal(seal) if seal else self._entry.sealed(hashes.crc32, hashes.sha256.digest())
+        expected = (
+            self._entry.with_macs(nonce_and_macs)
+            if nonce_and_macs
+            else self._entry.with_hashes(hashes.crc32, hashes.sha256.digest())
+        )
         if self._header != expected:
-            what = "nonce and MACs" if seal else "the CRC-32 and SHA-256"
+            what = "nonce and MACs" if nonce_and_macs else "the CRC-32 and SHA-256"
             yield self._stored.key, self.start, f"its header, with {what} of the data, is damaged"
 
 
@@ -155,7 +159,7 @@ class _Fixed:
             yield None, self.start, f"{self._name} is damaged"
 
 
-def block_spans(items: Sequence[Stored]) -> Iterator[Span]:
+def block_sections(items: Sequence[Stored]) -> Iterator[Section]:
     for stored in items:
         step = stored.item.block
         step *= max(1, AT_ONCE // step)
@@ -171,9 +175,9 @@ def keyless(part: Metadata) -> Cipher | None:
     return Cipher(b"", None if record["derivation"] is None else Derivation(*record["derivation"]))
 
 
-def file_spans(items: Sequence[Stored], nbytes: int, cipher: Cipher | None) -> Iterator[Span]:
+def file_sections(items: Sequence[Stored], nbytes: int, cipher: Cipher | None) -> Iterator[Section]:
     layout = lay_out(items, cipher)
     yield _Fixed(0, layout.head, "the index of its tensors")
     for stored, entry in zip(items, layout.entries, strict=True):
-        yield _Sealed(stored, entry)
+        yield _TensorSection(stored, entry)
     yield _Fixed(nbytes - len(END), END, "its end")

@@ -14,16 +14,16 @@ import torch
 from .._format.layout import StoredItem, data_file_rank
 from .._format.objects import unsafe_globals
 from ..errors import DecryptionError
-from .checkpoint_view import Contents, Path, StoredObject, StoredTensor
+from .checkpoint_view import CheckpointView, Path, StoredObject, StoredTensor
 
-__all__ = ["inspect_contents", "shown_value"]
+__all__ = ["inspect_checkpoint", "shown_value"]
 
 _SHOWN = 80  # characters of a value
 _READ = 1 << 20  # bytes: larger objects are not read to be shown
 _THREADS = 16
 
 
-def inspect_contents(contents: Contents, files: Mapping[str, int], pattern: str = "*") -> dict[str, Any]:
+def inspect_checkpoint(contents: CheckpointView, files: Mapping[str, int], pattern: str = "*") -> dict[str, Any]:
     """Everything about the keys that match a pattern; builtin types only.
 
     Args:
@@ -63,7 +63,7 @@ def _tensor(tensor: StoredTensor) -> dict[str, Any]:
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "bytes": tensor.nbytes,
         "chunks": [
-            {"offset": list(chunk.box.start), "shape": list(chunk.box.size), "bytes": chunk.item.length}
+            {"offset": list(chunk.region.start), "shape": list(chunk.region.size), "bytes": chunk.item.length}
             | _place(chunk.item)
             for chunk in tensor.chunks
         ],

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 
 from .._format.layout import data_file_rank, is_data_file_name, is_metadata_file_name, is_temporary_file_name
 from .._saving.commit import leftovers
-from .._storage.base import Claim, FileInfo, Storage
+from .._storage.base import DirectoryLock, FileInfo, Storage
 from ..errors import CheckpointError, NotCommitted
-from .checkpoint_view import contents_of, read_parts
+from .checkpoint_view import read_parts, view_checkpoint
 
 __all__ = ["Listed", "Removal", "collect", "find", "plan_collection"]
 
@@ -132,21 +132,21 @@ def collect(removal: Removal) -> Removal:
     if removal.kept:
         return removal
     try:
-        claim = storage.claim()
+        lock = storage.lock_directory()
         try:
-            reason = _remove(removal, claim)
+            reason = _remove(removal, lock)
         finally:
-            claim.release()
+            lock.release()
     except Exception as error:
         cause = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         return replace(removal, files=(), kept=storage.scrub(f"cannot remove: {cause}"), failed=True)
     return replace(removal, files=(), kept=reason) if reason else removal
 
 
-def _remove(removal: Removal, claim: Claim) -> str:
+def _remove(removal: Removal, lock: DirectoryLock) -> str:
     """Removes files from a directory that is claimed, unless there is a reason not to, which it returns."""
     storage = removal.listed.storage
-    if storage.shows_claims and claim.leftovers() is None:
+    if storage.locks_are_visible and lock.leftovers() is None:
         return "a save is under way there"
     if set(storage.listing()[0]) != set(removal.listed.files):
         return "a save has been there in the meantime"
@@ -185,7 +185,7 @@ def _look_at(storage: Storage, files: list[FileInfo]) -> Listed:
     )
     try:
         parts = read_parts(storage)
-        contents = contents_of(storage, parts)
+        contents = view_checkpoint(storage, parts)
     except NotCommitted:
         return listed
     except CheckpointError:
@@ -216,8 +216,8 @@ def _leftovers(storage: Storage, files: Sequence[FileInfo]) -> tuple[FileInfo, .
 
 
 def _objection(listed: Listed, older_than: float | None) -> str:
-    """Why nothing may be removed from a directory, as far as that is known without its claim."""
-    if listed.storage.shows_claims:
+    """Why nothing may be removed from a directory, as far as that is known without its lock."""
+    if listed.storage.locks_are_visible:
         return ""
     times = [file.modified for file in listed.leftovers]
     if times and (older_than is None or not _is_old(times, older_than)):

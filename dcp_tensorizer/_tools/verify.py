@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from .._storage.base import RangeReader, Storage
 from .._threads import cores
 from ..errors import CheckpointError
-from .file_sections import AT_ONCE, Span, block_spans, file_spans, keyless, stored_items
+from .file_sections import AT_ONCE, Section, block_sections, file_sections, keyless, stored_items
 
 __all__ = ["Damage", "Verified", "verify"]
 
@@ -87,7 +87,7 @@ def verify(
             continue
         if size != nbytes:
             damages.append(Damage(name, None, min(size, nbytes), f"has {size:,} bytes instead of {nbytes:,}"))
-        spans = file_spans(items[name], nbytes, encrypted[name]) if full else block_spans(items[name])
+        spans = file_sections(items[name], nbytes, encrypted[name]) if full else block_sections(items[name])
         runs += _runs(name, size, spans)
     job = _Job(storage, progress, sum(run.stop - run.start for run in runs))
     damages += job.run(runs, _threads(storage, full))
@@ -106,7 +106,7 @@ def _place(damage: Damage) -> tuple[str, bool, int]:
 
 def _size(storage: Storage, name: str) -> int | str:
     try:
-        size = storage.size(name)
+        size = storage.head(name)
     except CheckpointError as error:
         return str(error)
     return "is missing" if size is None else size
@@ -114,7 +114,7 @@ def _size(storage: Storage, name: str) -> int | str:
 
 def _threads(storage: Storage, full: bool) -> int:
     """Twice as many as read at full speed, for each hashes what it has read; in full, that keeps more of them busy."""
-    threads = min(_MOST_READERS, 2 * storage.read_threads)
+    threads = min(_MOST_READERS, 2 * storage.max_threads)
     return threads + cores() if full else threads
 
 
@@ -124,7 +124,7 @@ class _Run:
 
     file: str
     file_nbytes: int
-    spans: list[Span]
+    spans: list[Section]
 
     @property
     def start(self) -> int:
@@ -135,8 +135,8 @@ class _Run:
         return self.spans[-1].stop
 
 
-def _runs(file: str, file_nbytes: int, spans: Iterator[Span]) -> Iterator[_Run]:
-    run: list[Span] = []
+def _runs(file: str, file_nbytes: int, spans: Iterator[Section]) -> Iterator[_Run]:
+    run: list[Section] = []
     for span in spans:
         if run and span.stop - run[0].start > AT_ONCE:
             yield _Run(file, file_nbytes, run)

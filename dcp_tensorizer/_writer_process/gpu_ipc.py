@@ -25,14 +25,14 @@ __all__ = ["Snapshots", "export", "withdraw"]
 
 
 def export(
-    pairs: Sequence[Pair], offsets: Sequence[int], arena: int, streams: Mapping[int, SideStream]
+    pairs: Sequence[Pair], offsets: Sequence[int], buffer: int, streams: Mapping[int, SideStream]
 ) -> tuple[SnapshotRequest, list[torch.Tensor]]:
     """Makes handles to tensors on GPUs.
 
     Args:
-        pairs: Twins in the arena, and the tensors that they get the elements of.
-        offsets: Of the twins in the arena, in bytes.
-        arena: Its number.
+        pairs: Twins in the buffer, and the tensors that they get the elements of.
+        offsets: Of the twins in the buffer, in bytes.
+        buffer: Its number.
         streams: For each GPU, a stream whose next work comes after everything that the tensors have to wait for;
             which is waited for here.
 
@@ -71,7 +71,7 @@ def export(
                 offset=offset,
             )
         )
-    return SnapshotRequest(arena, min(streams), tuple(storages), tuple(tensors)), aliases
+    return SnapshotRequest(buffer, min(streams), tuple(storages), tuple(tensors)), aliases
 
 
 def withdraw(storages: Sequence[tuple[Any, ...]]) -> None:
@@ -88,12 +88,12 @@ class Snapshots:
         self._unpin: dict[int, Callable[[], None]] = {}
 
     def take(self, request: SnapshotRequest, memory: mmap.mmap) -> None:
-        """Copies everything to its place in an arena, registered at its first snapshot, and closes the handles."""
-        if request.arena not in self._unpin:
+        """Copies everything to its place in a shared buffer, and closes the handles."""
+        if request.buffer not in self._unpin:
             address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-            self._unpin[request.arena] = lambda: None
+            self._unpin[request.buffer] = lambda: None
             with suppress(StagingError):  # it is slower then
-                self._unpin[request.arena] = self._streams.device.pin(address, len(memory), request.device)
+                self._unpin[request.buffer] = self._streams.device.pin(address, len(memory), request.device)
         storages = [rebuild_cuda_tensor(*arguments).untyped_storage() for arguments in request.storages]
         pairs = [(_twin(tensor, memory), _open(tensor, storages[tensor.storage])) for tensor in request.tensors]
         self._streams.follow(source for _, source in pairs)
@@ -104,9 +104,9 @@ class Snapshots:
             finally:
                 copies.wait()  # whatever is under way must not arrive when the trainer has gone on
 
-    def keep(self, arenas: Set[int]) -> None:
-        """Takes back the registration of all other arenas, which are about to be unmapped."""
-        for number in self._unpin.keys() - arenas:
+    def keep(self, buffers: Set[int]) -> None:
+        """Takes back the registration of all other buffers, which are about to be unmapped."""
+        for number in self._unpin.keys() - buffers:
             self._unpin.pop(number)()
 
 

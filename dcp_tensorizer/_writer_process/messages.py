@@ -16,7 +16,7 @@ from .._memory.shared_mappings import SharedFile
 
 __all__ = [
     "Answer",
-    "ArenaInfo",
+    "BufferInfo",
     "DetachRequest",
     "Detached",
     "DeviceTensor",
@@ -38,13 +38,13 @@ __all__ = [
 class TensorSource(NamedTuple):
     """A tensor to be written: C-contiguous bytes at an offset of a shared buffer, or of a shared file.
 
-    ``arena`` is the number of the buffer; of the request's shared files, the first is -1, the second -2.
+    ``buffer`` is the number of the buffer; of the request's shared files, the first is -1, the second -2.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    arena: int
+    buffer: int
     offset: int
     nbytes: int
     kind: str = "tensor"
@@ -59,7 +59,7 @@ class FileRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class ArenaInfo:
+class BufferInfo:
     """A shared buffer; its descriptor travels with the message when the writer process has not seen it yet."""
 
     id: int
@@ -68,7 +68,7 @@ class ArenaInfo:
 
 
 class DeviceTensor(NamedTuple):
-    """A tensor on a GPU, and the offset in an arena where its elements go in C order."""
+    """A tensor on a GPU, and the offset in a shared buffer where its elements go in C order."""
 
     storage: int
     dtype: str
@@ -82,31 +82,31 @@ class DeviceTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRequest:
-    """Copy GPU memory of the trainer to an arena.
+    """Copy GPU memory of the trainer to a shared buffer.
 
     Attributes:
-        arena: Number of the arena.
+        buffer: Number of the buffer.
         device: A GPU that something is on.
         storages: What torch needs to open each; it can be opened once.
         tensors: What is in them.
-        arenas: As in a `WriteRequest`.
+        buffers: As in a `WriteRequest`.
     """
 
-    arena: int
+    buffer: int
     device: int
     storages: tuple[tuple[Any, ...], ...]
     tensors: tuple[DeviceTensor, ...]
-    arenas: tuple[ArenaInfo, ...] = ()
+    buffers: tuple[BufferInfo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class WriteRequest:
-    """Write ``files`` below ``path`` and make them durable. Buffers not in ``arenas`` are let go."""
+    """Write ``files`` below ``path`` and make them durable. Buffers not in ``buffers`` are let go."""
 
     path: str
     storage_options: Mapping[str, Any]
     files: tuple[FileRequest, ...]
-    arenas: tuple[ArenaInfo, ...]
+    buffers: tuple[BufferInfo, ...]
     sync: bool
     threads: int
     buffer_bytes: int
@@ -116,12 +116,12 @@ class WriteRequest:
 
 
 class TensorResult(NamedTuple):
-    """Where a tensor's bytes are in its file, their digests, and the seal if they are encrypted."""
+    """Where a tensor's bytes are in its file, their digests, and the nonce and MACs if they are encrypted."""
 
     offset: int
     length: int
     digests: bytes
-    seal: bytes = b""
+    nonce_and_macs: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class Ready:
 class DetachRequest:
     """Let go of all buffers but these."""
 
-    arenas: tuple[ArenaInfo, ...]
+    buffers: tuple[BufferInfo, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from ..errors import WriteError, WriterProcessDied
 from .channel import Channel
 from .messages import (
     Answer,
-    ArenaInfo,
+    BufferInfo,
     Detached,
     DetachRequest,
     Progress,
@@ -44,7 +44,7 @@ _STDERR_TAIL = 4000
 
 
 class SharedBuffer(Protocol):
-    """What of an arena crosses to the writer process."""
+    """What of a shared buffer crosses to the writer process."""
 
     @property
     def id(self) -> int: ...
@@ -97,7 +97,7 @@ class WriterProcess:
         """Has a request written, and waits for it.
 
         Args:
-            request: What to write; its ``arenas`` are filled in here.
+            request: What to write; its ``buffers`` are filled in here.
             buffers: The shared memory that it refers to.
             timeout: Seconds without progress after which the process is killed.
 
@@ -117,11 +117,11 @@ class WriterProcess:
         self, request: WriteRequest | SnapshotRequest, buffers: Sequence[SharedBuffer], timeout: float
     ) -> WriteDone | SnapshotTaken:
         with self._lock:
-            infos = tuple(ArenaInfo(b.id, b.nbytes, b.id in self._attached) for b in buffers)
+            infos = tuple(BufferInfo(b.id, b.nbytes, b.id in self._attached) for b in buffers)
             new = [b for b in buffers if b.id not in self._attached]
             for buffer in new:
                 buffer.at_close(functools.partial(self.detach, buffer.id))
-            answer = self._exchange(dataclasses.replace(request, arenas=infos), [b.fd for b in new], timeout)
+            answer = self._exchange(dataclasses.replace(request, buffers=infos), [b.fd for b in new], timeout)
             if isinstance(answer, WriteFailed):
                 self._attached = set()  # it may have failed before it attached them
         if isinstance(answer, WriteFailed):
@@ -137,7 +137,7 @@ class WriterProcess:
         if self._lock.acquire(blocking=False):
             try:
                 if self.alive and number in self._sent:
-                    kept = tuple(ArenaInfo(other, 0, attached=True) for other in self._attached - {number})
+                    kept = tuple(BufferInfo(other, 0, attached=True) for other in self._attached - {number})
                     self._exchange(DetachRequest(kept), [], _DETACH_SECONDS)
             except WriterProcessDied:
                 pass  # and so has its mapping
@@ -157,9 +157,9 @@ class WriterProcess:
 
     def _exchange(self, request: Request, fds: Sequence[int], timeout: float) -> Answer:
         try:
-            self._sent |= {info.id for info in request.arenas}
+            self._sent |= {info.id for info in request.buffers}
             self._channel.send(request, fds, timeout)
-            self._attached = {info.id for info in request.arenas}
+            self._attached = {info.id for info in request.buffers}
             answer = self._wait(timeout)
         except TimeoutError:
             raise self._hung(timeout) from None

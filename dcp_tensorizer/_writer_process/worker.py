@@ -28,7 +28,7 @@ from ..errors import CheckpointError
 from .channel import Channel
 from .messages import (
     Answer,
-    ArenaInfo,
+    BufferInfo,
     Detached,
     DetachRequest,
     Progress,
@@ -99,7 +99,7 @@ class _Worker:
         self._channel = channel
         self._snapshots = snapshots
         self._sending = threading.Lock()
-        self._arenas: dict[int, mmap.mmap] = {}
+        self._buffers: dict[int, mmap.mmap] = {}
         self._shared: dict[int, mmap.mmap] = {}
         self._mapping = threading.Lock()
         self._job: FileJob | None = None
@@ -112,7 +112,7 @@ class _Worker:
         while True:
             try:
                 request, fds = self._channel.receive()
-                self._attach(request.arenas, fds)
+                self._attach(request.buffers, fds)
                 answer = self._answer(request)
             except EOFError:
                 return
@@ -136,21 +136,21 @@ class _Worker:
             case DetachRequest():
                 return Detached()
 
-    def _attach(self, arenas: Sequence[ArenaInfo], fds: list[int]) -> None:
-        """Maps the arenas that are new, and lets go of those that are not there any more."""
-        attached = {info.id for info in arenas if info.attached}
+    def _attach(self, buffers: Sequence[BufferInfo], fds: list[int]) -> None:
+        """Maps the buffers that are new, and lets go of those that are not there any more."""
+        attached = {info.id for info in buffers if info.attached}
         if self._snapshots is not None:
             self._snapshots.keep(attached)
-        new = [info for info in arenas if not info.attached]
+        new = [info for info in buffers if not info.attached]
         writable = self._snapshots is not None
-        self._arenas = {number: self._arenas[number] for number in attached} | {
+        self._buffers = {number: self._buffers[number] for number in attached} | {
             info.id: attach(fd, info.nbytes, writable=writable) for info, fd in zip(new, fds, strict=True)
         }
 
     def _snapshot(self, request: SnapshotRequest) -> SnapshotTaken:
-        """Copies GPU memory of the trainer to an arena."""
+        """Copies GPU memory of the trainer to a shared buffer."""
         assert self._snapshots is not None, "it was started without GPUs"
-        self._snapshots.take(request, self._arenas[request.arena])
+        self._snapshots.take(request, self._buffers[request.buffer])
         return SnapshotTaken()
 
     def _write(self, request: WriteRequest) -> WriteDone:
@@ -175,7 +175,7 @@ class _Worker:
             self._shared.clear()
 
     def _bytes(self, shared: Sequence[SharedFile], source: TensorSource) -> memoryview:
-        memory = self._arenas[source.arena] if source.arena >= 0 else self._map(shared, -1 - source.arena)
+        memory = self._buffers[source.buffer] if source.buffer >= 0 else self._map(shared, -1 - source.buffer)
         return memoryview(memory)[source.offset : source.offset + source.nbytes]
 
     def _map(self, shared: Sequence[SharedFile], number: int) -> mmap.mmap:

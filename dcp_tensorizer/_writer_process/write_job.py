@@ -71,7 +71,7 @@ class FileJob:
             if self._sync:
                 self._storage.sync_directory()
             writing = sum(sink.write_seconds for sink in self._sinks)
-            closing = sum(sink.close_seconds for sink in self._sinks)
+            closing = sum(sink.complete_seconds for sink in self._sinks)
             seconds = time.perf_counter() - started
             return WriteDone(tuple(results), seconds, seconds - closing, writing + closing)
         except Exception as error:

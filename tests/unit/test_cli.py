@@ -32,7 +32,7 @@ def checkpoint(tmp_path: Path) -> Path:
         "model.columns": filled(torch.float32, (5, 4), 1),
         "optim.step": torch.tensor(3.0),
     }
-    chunks = {f"model.{key}": boxes for key, boxes in ODD.items()}
+    chunks = {f"model.{key}": regions for key, regions in ODD.items()}
     return make_checkpoint(tmp_path / "run" / "step-7", tensors, {"optim.lr": 0.5, "note": "a\x1b[31mb"}, chunks)
 
 

@@ -160,7 +160,7 @@ def test_a_commit_whose_answer_was_lost_removes_nothing(storage, tmp_path, monke
         late.append(data)
         raise WriteError("timed out")
 
-    monkeypatch.setattr(storage, "publish", lose)
+    monkeypatch.setattr(storage, "put", lose)
     with pytest.raises(WriteError, match="timed out"):
         commit_file(storage, new, save_id="b" * 32)
     assert set(os.listdir(tmp_path)) == {".metadata", old, new}

@@ -167,10 +167,10 @@ class FailingSink(BufferSink):
         super().__init__(1 << 16, in_order=in_order)
         self.limit = limit
 
-    def put(self, number: int, data: memoryview) -> None:
+    def put_part(self, number: int, data: memoryview) -> None:
         if self.bytes_written >= self.limit:
             raise OSError(28, "No space left on device")
-        super().put(number, data)
+        super().put_part(number, data)
 
 
 @pytest.mark.parametrize("limit", [0, 100, 300_000, 2_000_000])
@@ -221,15 +221,15 @@ def test_parts_in_flight_are_as_many_as_the_memory_allows(parts: int, most: int)
 
     class Counting(BufferSink):
         concurrency = 32
-        at_once = deepest = 0
+        in_threads = deepest = 0
 
-        def put(self, number: int, data: memoryview) -> None:
+        def put_part(self, number: int, data: memoryview) -> None:
             with lock:
-                self.at_once += 1
-                self.deepest = max(self.deepest, self.at_once)
-            super().put(number, data)
+                self.in_threads += 1
+                self.deepest = max(self.deepest, self.in_threads)
+            super().put_part(number, data)
             with lock:
-                self.at_once -= 1
+                self.in_threads -= 1
 
     lock = threading.Lock()
     sink = Counting(4096)
@@ -261,7 +261,7 @@ def test_nothing_more_is_sent_when_a_part_has_failed() -> None:
         concurrency = 1
         puts = 0
 
-        def put(self, number: int, data: memoryview) -> None:
+        def put_part(self, number: int, data: memoryview) -> None:
             self.puts += 1
             raise OSError("no")
 

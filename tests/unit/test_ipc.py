@@ -1,4 +1,4 @@
-"""Handles to GPU memory, with handles simulated: what crosses, what is kept, and what arrives in the arena.
+"""Handles to GPU memory, with handles simulated: what crosses, what is kept, and what arrives in the buffer.
 
 Torch's own two functions, which need a GPU, are replaced: a handle is the alias itself. tests/gpu has the real ones.
 """
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dcp_tensorizer import WriteError
-from dcp_tensorizer._memory.shared_buffer import Arena, aligned
+from dcp_tensorizer._memory.shared_buffer import SharedBuffer, aligned
 from dcp_tensorizer._writer_process import gpu_ipc
 from dcp_tensorizer._writer_process.gpu_ipc import Snapshots, export
 
@@ -38,30 +38,30 @@ def streams() -> dict[Any, SimulatedStream]:
 
 
 def test_tensors_arrive_as_they_are() -> None:
-    """Every dtype, views of one storage, strides, lazy views: each at its place in an arena that is registered once."""
+    """Every dtype, views of one storage, strides, lazy views: each at its place in a buffer that is registered once."""
     sources = [filled(dtype, (9, 14), seed=n) for n, dtype in enumerate(ALL_DTYPES)]
     base = torch.arange(400.0)
     values = torch.view_as_complex(base.view(200, 2))
     sources += [base[3:50], base.view(20, 20).t(), base[7], values.conj(), values.conj().imag]
-    arena = Arena(sum(aligned(source.nbytes) for source in sources))
-    twins = [arena.allocate(source.dtype, source.shape) for source in sources]
-    offsets = [arena.locate(twin) or 0 for twin in twins]
-    request, kept = export(list(zip(twins, sources, strict=True)), offsets, arena.id, streams())
+    buffer = SharedBuffer(sum(aligned(source.nbytes) for source in sources))
+    twins = [buffer.allocate(source.dtype, source.shape) for source in sources]
+    offsets = [buffer.locate(twin) or 0 for twin in twins]
+    request, kept = export(list(zip(twins, sources, strict=True)), offsets, buffer.id, streams())
     assert len(request.storages) == len(kept) == len(ALL_DTYPES) + 1
-    with mmap.mmap(arena.fd, arena.nbytes) as memory:
+    with mmap.mmap(buffer.fd, buffer.nbytes) as memory:
         device = SimulatedDevice()
         snapshots = Snapshots(device)
         for _ in range(2):
             snapshots.take(dataclasses.replace(request, device=0), memory)
         gc.collect()
-        assert [nbytes for _, nbytes in device.pinned] == [arena.nbytes]
-        snapshots.keep({arena.id})
+        assert [nbytes for _, nbytes in device.pinned] == [buffer.nbytes]
+        snapshots.keep({buffer.id})
         assert len(device.pinned) == 1
         snapshots.keep(set())
         assert device.pinned == []
     assert [n for n, (a, b) in enumerate(zip(twins, sources, strict=True)) if not same(a, b)] == []
     del twins
-    arena.close()
+    buffer.close()
 
 
 def test_what_is_sent_is_not_what_training_has() -> None:

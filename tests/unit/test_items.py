@@ -99,7 +99,7 @@ def test_items_without_elements_are_not_written_but_reported() -> None:
     plan, planner = planned(state)
     items = resolve(plan, planner)
     listed = sources(items, lambda item: (5, 64))
-    assert [(s.name, s.dtype, s.shape, s.arena, s.offset, s.nbytes, s.kind) for s in listed] == [
+    assert [(s.name, s.dtype, s.shape, s.buffer, s.offset, s.nbytes, s.kind) for s in listed] == [
         ("full", "float32", (2, 2), 5, 64, 16, "tensor")
     ]
     request = (FileRequest("file", tuple(listed)),)

@@ -74,7 +74,7 @@ def test_all_files_are_written_and_described(storage: Storage, tmp_path: Path, s
     for file, content in zip(done.files, files.values(), strict=True):
         stored = storage.read(file.name)
         assert stored is not None
-        assert (len(stored), storage.size(file.name)) == (file.nbytes, file.nbytes)
+        assert (len(stored), storage.head(file.name)) == (file.nbytes, file.nbytes)
         for place, tensor in zip(file.tensors, content.values(), strict=True):
             assert stored[place.offset : place.offset + place.length] == raw(tensor)
             assert place.digests == block_digests(tensor)
@@ -92,7 +92,7 @@ def test_a_failure_in_a_later_file_removes_the_earlier_ones(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("point", ["put", "close", "sync_directory"])
+@pytest.mark.parametrize("point", ["put_part", "complete", "sync_directory"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT])
 def test_what_a_disk_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, number: int) -> None:
     """An I/O error or a full quota, whenever it comes, is the error of the file, and nothing is left."""

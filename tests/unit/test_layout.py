@@ -95,7 +95,7 @@ def test_a_stored_item_is_a_plain_tuple() -> None:
     item = StoredItem("f", "n", 1, 2, "uint8", "tensor", b"d")
     assert item.to_tuple() == ("f", "n", 1, 2, "uint8", "tensor", b"d")
     assert type(item.to_tuple()) is tuple
-    sealed = item._replace(seal=b"s")
+    sealed = item._replace(nonce_and_macs=b"s")
     assert sealed.to_tuple() == (*item.to_tuple(), b"s")
     assert [StoredItem(*kept.to_tuple()) for kept in (item, sealed)] == [item, sealed]
 

@@ -22,24 +22,24 @@ from .support import open_descriptors, put_file
 def test_the_first_claim_sees_what_is_there(tmp_path: Path) -> None:
     """Until it shares the directory, nobody else can be writing there."""
     (tmp_path / "file").touch()
-    claim = LocalStorage(tmp_path).claim()
-    assert claim.leftovers() == ["file"]
-    claim.share(1.0)
-    assert claim.leftovers() is None
-    claim.release()
+    lock = LocalStorage(tmp_path).lock_directory()
+    assert lock.leftovers() == ["file"]
+    lock.share(1.0)
+    assert lock.leftovers() is None
+    lock.release()
 
 
 def test_a_second_claim_knows_nothing(tmp_path: Path) -> None:
     """Where another save is under way, no file can be told to be left over; when it is over, they can."""
-    first = LocalStorage(tmp_path).claim()
+    first = LocalStorage(tmp_path).lock_directory()
     first.share(1.0)
-    second = LocalStorage(tmp_path).claim()
+    second = LocalStorage(tmp_path).lock_directory()
     assert second.leftovers() is None
     second.share(1.0)
     first.release()
     first.release()
     second.release()
-    third = LocalStorage(tmp_path).claim()
+    third = LocalStorage(tmp_path).lock_directory()
     assert third.leftovers() == []
     third.release()
 
@@ -50,8 +50,8 @@ def test_a_claim_ends_with_its_process(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from dcp_tensorizer._storage.local import LocalStorage
-claim = LocalStorage(Path(sys.argv[1])).claim()
-claim.share(1.0)
+lock = LocalStorage(Path(sys.argv[1])).lock_directory()
+lock.share(1.0)
 print("claimed", flush=True)
 sys.stdin.read()
 """
@@ -60,20 +60,20 @@ sys.stdin.read()
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"claimed\n"
-        claim = LocalStorage(tmp_path).claim()
-        assert claim.leftovers() is None
-        claim.release()
+        lock = LocalStorage(tmp_path).lock_directory()
+        assert lock.leftovers() is None
+        lock.release()
         other.kill()
-    claim = LocalStorage(tmp_path).claim()
-    assert claim.leftovers() == []
-    claim.release()
+    lock = LocalStorage(tmp_path).lock_directory()
+    assert lock.leftovers() == []
+    lock.release()
 
 
 def test_a_save_that_cleans_up_for_ever_is_not_waited_for(tmp_path: Path) -> None:
     """A stopped process may hold the directory: the error names it, and no descriptor stays open."""
     before = open_descriptors()
-    holder = LocalStorage(tmp_path).claim()
-    other = LocalStorage(tmp_path).claim()
+    holder = LocalStorage(tmp_path).lock_directory()
+    other = LocalStorage(tmp_path).lock_directory()
     with pytest.raises(WriteError, match=str(tmp_path)):
         other.share(0.05)
     holder.release()
@@ -93,24 +93,24 @@ def test_where_locks_say_nothing_nothing_is_left_over(
         monkeypatch.setattr(fcntl, "flock", refuse)
     else:
         monkeypatch.setattr(local, "_LOCAL_TYPES", {"something"})
-    claim = LocalStorage(tmp_path).claim()
-    assert claim.leftovers() is None
-    claim.share(1.0)
-    claim.release()
+    lock = LocalStorage(tmp_path).lock_directory()
+    assert lock.leftovers() is None
+    lock.share(1.0)
+    lock.release()
 
 
 def test_a_forked_child_does_not_keep_the_claim(tmp_path: Path) -> None:
     """A data loader that outlives the save holds a copy of the descriptor, and no lock."""
-    claim = LocalStorage(tmp_path).claim()
-    claim.share(1.0)
+    lock = LocalStorage(tmp_path).lock_directory()
+    lock.share(1.0)
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         os.close(writing)
         os.read(reading, 1)
         os._exit(0)
-    claim.release()
-    again = LocalStorage(tmp_path).claim()
+    lock.release()
+    again = LocalStorage(tmp_path).lock_directory()
     assert again.leftovers() == []
     again.release()
     os.close(writing)
@@ -121,36 +121,36 @@ def test_a_forked_child_does_not_keep_the_claim(tmp_path: Path) -> None:
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     """It was made a moment ago, and somebody removed it with all that was around it."""
     with pytest.raises(WriteError, match="nowhere"):
-        LocalStorage(tmp_path / "nowhere" / "checkpoint").claim()
+        LocalStorage(tmp_path / "nowhere" / "checkpoint").lock_directory()
 
 
 def test_a_directory_that_was_removed_by_who_cleaned_up(tmp_path: Path) -> None:
     """A save that waited meanwhile makes it again, and claims the new one: nobody can remove that."""
     storage = LocalStorage(tmp_path / "checkpoint")
     storage.make_directory()
-    cleaner = storage.claim()
-    save = storage.claim()
+    cleaner = storage.lock_directory()
+    save = storage.lock_directory()
     assert storage.remove_directory()
     cleaner.release()
     save.share(10)
     assert (tmp_path / "checkpoint").is_dir()
-    other = storage.claim()
+    other = storage.lock_directory()
     assert other.leftovers() is None
     other.release()
     save.release()
-    late = storage.claim()
+    late = storage.lock_directory()
     assert late.leftovers() == []
     late.release()
 
 
-def test_a_directory_that_goes_away_before_it_is_claimed(tmp_path: Path) -> None:
+def test_a_directory_that_goes_away_before_it_is_locked(tmp_path: Path) -> None:
     """Between making it and claiming it, too."""
     storage = LocalStorage(tmp_path / "checkpoint")
-    claim = storage.claim()
-    assert claim.leftovers() == []
-    claim.share(10)
+    lock = storage.lock_directory()
+    assert lock.leftovers() == []
+    lock.share(10)
     assert (tmp_path / "checkpoint").is_dir()
-    claim.release()
+    lock.release()
 
 
 def test_a_listing_follows_no_links_to_directories(tmp_path: Path) -> None:
@@ -170,10 +170,10 @@ def test_a_listing_follows_no_links_to_directories(tmp_path: Path) -> None:
 
 def test_a_claim_ends_with_its_object(tmp_path: Path) -> None:
     """A save that failed somewhere else, of which nothing is left, keeps nobody from cleaning up."""
-    claim = LocalStorage(tmp_path).claim()
-    claim.share(1.0)
-    del claim
-    again = LocalStorage(tmp_path).claim()
+    lock = LocalStorage(tmp_path).lock_directory()
+    lock.share(1.0)
+    del lock
+    again = LocalStorage(tmp_path).lock_directory()
     assert again.leftovers() == []
     again.release()
 
@@ -194,7 +194,7 @@ def test_a_rename_whose_answer_was_lost(
         raise OSError(said, os.strerror(said))
 
     monkeypatch.setattr(os, "replace", lose)
-    LocalStorage(tmp_path).publish("a", b"new", sync=True, replace=replace)
+    LocalStorage(tmp_path).put("a", b"new", sync=True, replace=replace)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"new"}
 
 
@@ -219,7 +219,7 @@ def test_whether_a_file_may_be_in_place_later(
     monkeypatch.setattr(os, "replace", fail)
     (tmp_path / "a").write_bytes(b"old")
     with pytest.raises(WriteError, match=os.strerror(said)) as caught:
-        LocalStorage(tmp_path).publish("a", b"new", sync=True)
+        LocalStorage(tmp_path).put("a", b"new", sync=True)
     assert type(caught.value) is kind
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"old"}
 

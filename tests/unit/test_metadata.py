@@ -141,7 +141,7 @@ def test_encrypted_checkpoints_have_a_version_of_their_own(tmp_path):
     ids=repr,
 )
 def test_what_is_not_encrypted_as_it_should_be_is_refused(change):
-    """An item without a seal in an encrypted checkpoint would be believed, whoever put it there."""
+    """An item without a nonce and MACs in an encrypted checkpoint would be believed, whoever put it there."""
     good, bad = encrypted_content(), encrypted_content(**change)
     assert decode(encode(dataclasses.replace(metadata_of(), storage_data=good)), "x").storage_data == good
     with pytest.raises(MetadataError):

@@ -11,7 +11,7 @@ import torch
 
 from dcp_tensorizer import WriteError
 from dcp_tensorizer._memory import shared_mappings
-from dcp_tensorizer._memory.shared_buffer import Arena
+from dcp_tensorizer._memory.shared_buffer import SharedBuffer
 from dcp_tensorizer._memory.shared_mappings import SharedFile, SharedMappings, map_shared
 
 from .support import raw, run_python
@@ -51,15 +51,15 @@ def test_other_shared_memory_is_found(tmp_path: Path) -> None:
     assert seen(torch.from_file(str(tmp_path / "weights"), shared=True, size=200, dtype=torch.uint8)) == bytes(
         range(200)
     )
-    arena = Arena(4096)
-    assert seen(arena.allocate(torch.uint8, (10,)).fill_(3)) == b"\3" * 10
-    arena.close()
+    buffer = SharedBuffer(4096)
+    assert seen(buffer.allocate(torch.uint8, (10,)).fill_(3)) == b"\3" * 10
+    buffer.close()
 
 
 def test_a_file_of_another_name_with_the_same_inode_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory files without a name and /dev/shm number their inodes apart, and the same one may be open here."""
-    arena = Arena(4096)
-    tensor = arena.allocate(torch.uint8, (10,))
+    buffer = SharedBuffer(4096)
+    tensor = buffer.allocate(torch.uint8, (10,))
     true = shared_mappings._shared_mappings()
     monkeypatch.setattr(
         shared_mappings, "_shared_mappings", lambda: [m._replace(path="/dev/shm/x (deleted)") for m in true]
@@ -68,7 +68,7 @@ def test_a_file_of_another_name_with_the_same_inode_is_not_taken_for_it(monkeypa
     monkeypatch.setattr(shared_mappings, "_shared_mappings", lambda: true)
     assert SharedMappings().locate(tensor) is not None
     del tensor
-    arena.close()
+    buffer.close()
 
 
 def test_a_mapping_of_a_part_of_a_file_is_found(tmp_path: Path) -> None:

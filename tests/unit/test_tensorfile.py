@@ -161,11 +161,11 @@ def test_a_whole_item_is_checked_by_one_digest(monkeypatch: pytest.MonkeyPatch) 
     step = block_size(len(content))
     calls: list[int] = []
 
-    def digest(data: memoryview, whole: Callable[[memoryview], bytes] = tensorizer_file._digest) -> bytes:
+    def digest(data: memoryview, whole: Callable[[memoryview], bytes] = checksums._digest) -> bytes:
         calls.append(data.nbytes)
         return whole(data)
 
-    monkeypatch.setattr(tensorizer_file, "_digest", digest)
+    monkeypatch.setattr(checksums, "_digest", digest)
     check_digests(item, 0, memoryview(content))
     assert calls == [len(content)]
     content[5 * step] ^= 1

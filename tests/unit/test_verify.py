@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcp_tensorizer._format.chunks import Box
+from dcp_tensorizer._format.chunks import Region
 from dcp_tensorizer._format.encryption import Cipher
 from dcp_tensorizer._format.layout import Derivation, data_file_rank
 from dcp_tensorizer._storage.open import open_storage
@@ -23,7 +23,7 @@ from .support import filled
 def checkpoint(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """Of an encrypted one nobody has the key here."""
     tensors = {"a": filled(torch.float32, (5, 4)), "b": filled(torch.bfloat16, (300, 1000), 1), "e": torch.empty(0, 2)}
-    chunks = {"b": [Box((0, 0), (200, 1000)), Box((200, 0), (100, 1000))]}
+    chunks = {"b": [Region((0, 0), (200, 1000)), Region((200, 0), (100, 1000))]}
     return make_checkpoint(tmp_path / "checkpoint", tensors, {"step": 7}, chunks, request.param)
 
 

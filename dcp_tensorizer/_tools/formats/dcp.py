@@ -29,14 +29,14 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ..._format.chunks import Box, covers
+from ..._format.chunks import Region, covers
 from ..._format.metadata import unpickle
 from ..._loading.executor import copy_elements
 from ..._storage.base import Storage
 from ..._torch_compat import FsspecWriter, StorageInfo
 from ...errors import CheckpointError, ConversionError, MetadataError, ReadError, WriteError
-from ..checkpoint_view import Contents, Path, StoredObject, StoredTensor, value_path
-from ..chunk_reader import Chunk, read_box, whole
+from ..checkpoint_view import CheckpointView, Path, StoredObject, StoredTensor, value_path
+from ..chunk_reader import Chunk, read_region, whole
 from .torch_file import FileView, load_fake, locate, nested
 
 __all__ = ["read_checkpoint", "write_checkpoint"]
@@ -51,7 +51,7 @@ _MORE_CLASSES: dict[tuple[str, str], Any] = {
 }
 
 
-def read_checkpoint(storage: Storage, pickled: bytes) -> Contents:
+def read_checkpoint(storage: Storage, pickled: bytes) -> CheckpointView:
     """The contents of a checkpoint that torch's own writer made.
 
     Args:
@@ -67,7 +67,7 @@ def read_checkpoint(storage: Storage, pickled: bytes) -> Contents:
     if not isinstance(metadata.storage_data, dict):
         raise MetadataError(f"{path} is not what torch's FileSystemWriter writes")
     places = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
-    size_of = functools.cache(storage.size)
+    size_of = functools.cache(storage.head)
     tensors, objects = {}, {}
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):
@@ -83,10 +83,10 @@ def read_checkpoint(storage: Storage, pickled: bytes) -> Contents:
             tensors[key] = _tensor(storage, (key, value_path(metadata, key)), entry, places)
         else:
             raise MetadataError(f"{path} describes {key!r} in a way that torch's FileSystemWriter does not")
-    return Contents(storage.path, "dcp", tensors, objects)
+    return CheckpointView(storage.path, "dcp", tensors, objects)
 
 
-def write_checkpoint(contents: Contents, path: str, options: Mapping[str, Any], name: str) -> None:
+def write_checkpoint(contents: CheckpointView, path: str, options: Mapping[str, Any], name: str) -> None:
     """Writes a checkpoint as ``dcp.save`` would, from one process; tensors are read when it is their turn.
 
     Args:
@@ -143,7 +143,7 @@ class _Planner(DefaultSavePlanner):
     they all share the memory of the largest one.
     """
 
-    def __init__(self, contents: Contents) -> None:
+    def __init__(self, contents: CheckpointView) -> None:
         super().__init__()
         self._contents = contents
         self._memory = mmap.mmap(-1, max((tensor.nbytes for tensor in contents.tensors.values()), default=0) or 1)
@@ -171,24 +171,24 @@ def _tensor(storage: Storage, named: tuple[str, Path], entry: TensorStorageMetad
     path = f"{storage.path}/.metadata"
     shape, dtype = tuple(entry.size), entry.properties.dtype
     chunks = [
-        (Box(tuple(chunk.offsets), tuple(chunk.sizes)), _checked(places.get((key, chunk.offsets)), key, path))
+        (Region(tuple(chunk.offsets), tuple(chunk.sizes)), _checked(places.get((key, chunk.offsets)), key, path))
         for chunk in entry.chunks
     ]
-    if not covers(shape, [box for box, _ in chunks]):
+    if not covers(shape, [region for region, _ in chunks]):
         raise MetadataError(f"{path}: the stored chunks of {key!r} do not make up its {math.prod(shape):,} elements")
 
     @functools.cache
     def located(number: int) -> Chunk:
         return _located(storage, key, *chunks[number])
 
-    def read(box: Box) -> torch.Tensor:
-        found = [located(number) for number, (own, _) in enumerate(chunks) if own.intersect(box) is not None]
-        return read_box(storage, key, dtype, found, box, verify=False)
+    def read(region: Region) -> torch.Tensor:
+        found = [located(number) for number, (own, _) in enumerate(chunks) if own.intersect(region) is not None]
+        return read_region(storage, key, dtype, found, region, verify=False)
 
     return StoredTensor(*named, dtype, shape, read)
 
 
-def _located(storage: Storage, key: str, box: Box, info: StorageInfo) -> Chunk:
+def _located(storage: Storage, key: str, region: Region, info: StorageInfo) -> Chunk:
     """Where the elements of a chunk are."""
     path = f"{storage.path}/{info.relative_path}"
     try:
@@ -201,12 +201,12 @@ def _located(storage: Storage, key: str, box: Box, info: StorageInfo) -> Chunk:
         raise ReadError(storage.scrub(f"cannot read {path} (for {key!r}): {error}")) from error
     finally:
         reader.close()
-    if not isinstance(value, torch.Tensor) or tuple(value.shape) != box.size:
-        raise ReadError(f"{path} does not hold {key!r} of shape {box.size} at byte {info.offset:,}")
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != region.size:
+        raise ReadError(f"{path} does not hold {key!r} of shape {region.size} at byte {info.offset:,}")
     stored = locate(storage, (key,), value, (info.relative_path, info.offset))
     if not stored.chunks:
         raise ConversionError(f"{key!r} in {path} is conjugated or negated, which cannot be converted")
-    return Chunk(box, stored.chunks[0].item, stored.chunks[0].strides)
+    return Chunk(region, stored.chunks[0].item, stored.chunks[0].strides)
 
 
 def _read_bytes(storage: Storage, info: StorageInfo, key: str) -> bytes:

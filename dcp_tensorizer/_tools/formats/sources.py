@@ -15,7 +15,7 @@ from ..._storage.open import open_storage
 from ..._storage.redact import redact
 from ...errors import ConversionError, DecryptionError, NotCommitted, ReadError
 from ..atomic_output import beside
-from ..checkpoint_view import Contents, StoredTensor, contents_of, read_parts, unlock_parts
+from ..checkpoint_view import CheckpointView, StoredTensor, read_parts, unlock_parts, view_checkpoint
 from . import safetensors as safetensors_module
 from . import tensorizer_index
 from .dcp import read_checkpoint
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
     from ..._format.encryption import DecryptionParams
 
-__all__ = ["FORMATS", "open_contents", "open_two"]
+__all__ = ["FORMATS", "open_checkpoint", "open_two"]
 
 FORMATS = ("dcp_tensorizer", "tensorizer", "safetensors", "torch", "dcp")
 _MAGIC = {b"|TZR|": "tensorizer", b"PK\x03\x04": "torch"}
 
 
-def open_contents(
+def open_checkpoint(
     path: str | os.PathLike[str],
     options: Mapping[str, Any],
     form: str | None = None,
     encryption: DecryptionParams | None = None,
-) -> Contents:
+) -> CheckpointView:
     """What a checkpoint of some format holds.
 
     Args:
@@ -57,8 +57,8 @@ def open_contents(
 
 def open_two(
     paths: tuple[str, str], options: Mapping[str, Any], encryption: DecryptionParams | None = None
-) -> tuple[Contents, Contents]:
-    """What two checkpoints hold, of which only one may be encrypted; see `open_contents`."""
+) -> tuple[CheckpointView, CheckpointView]:
+    """What two checkpoints hold, of which only one may be encrypted; see `open_checkpoint`."""
     a, b = (_locate(path, options) for path in paths)
     if encryption is not None and not (a.is_encrypted or b.is_encrypted):
         raise DecryptionError(f"neither {a.path} nor {b.path} is encrypted, and a key was given")
@@ -92,10 +92,10 @@ def _locate(path: str | os.PathLike[str], options: Mapping[str, Any], form: str 
     return _Located(redact(text), found, storage, name, read_parts(storage) if found == "dcp_tensorizer" else {})
 
 
-def _open(found: _Located, encryption: DecryptionParams | None) -> Contents:
+def _open(found: _Located, encryption: DecryptionParams | None) -> CheckpointView:
     storage = found.storage
     if found.format == "dcp_tensorizer":
-        return contents_of(storage, found.parts, unlock_parts(storage, found.parts, encryption))
+        return view_checkpoint(storage, found.parts, unlock_parts(storage, found.parts, encryption))
     if encryption is not None:
         raise DecryptionError(
             f"{found.path} is of the format {found.format}, which is not decrypted here: read it without a key"
@@ -110,18 +110,18 @@ def _directory_format(storage: Storage) -> str | None:
     metadata = storage.read(metadata_file_name())
     if metadata is not None:
         return "dcp_tensorizer" if is_ours(metadata) else "dcp"
-    if storage.size(metadata_file_name(0)) is not None:
+    if storage.head(metadata_file_name(0)) is not None:
         return "dcp_tensorizer"
     return "safetensors" if _is_directory(storage) else None
 
 
 def _is_directory(storage: Storage) -> bool:
-    return any(storage.size(name) is not None for name in (safetensors_module.INDEX, safetensors_module.SINGLE))
+    return any(storage.head(name) is not None for name in (safetensors_module.INDEX, safetensors_module.SINGLE))
 
 
 def _file_format(storage: Storage, name: str) -> str:
     path = f"{storage.path}/{name}"
-    nbytes = storage.size(name)
+    nbytes = storage.head(name)
     if nbytes is None:
         raise NotCommitted(f"{path} does not exist, or holds no checkpoint")
     try:
@@ -139,28 +139,28 @@ def _file_format(storage: Storage, name: str) -> str:
     raise ConversionError(f"{path} is of none of the formats {', '.join(FORMATS)}")
 
 
-def _read_tensorizer(storage: Storage, name: str) -> Contents:
+def _read_tensorizer(storage: Storage, name: str) -> CheckpointView:
     path = f"{storage.path}/{name}"
     with _opened(storage, name) as (_, read), _translated(path):
         found = tensorizer_index.read_file(storage, name, read)
-    return Contents(path, "tensorizer", _by_key(found))
+    return CheckpointView(path, "tensorizer", _by_key(found))
 
 
-def _read_safetensors(storage: Storage, name: str) -> Contents:
+def _read_safetensors(storage: Storage, name: str) -> CheckpointView:
     path = f"{storage.path}/{name}"
     with _opened(storage, name) as (_, read), _translated(path):
-        return Contents(path, "safetensors", _by_key(safetensors_module.read_file(storage, name, read)))
+        return CheckpointView(path, "safetensors", _by_key(safetensors_module.read_file(storage, name, read)))
 
 
-def _read_torch(storage: Storage, name: str) -> Contents:
+def _read_torch(storage: Storage, name: str) -> CheckpointView:
     with _opened(storage, name) as (reader, _):
-        return read_state_dict(storage, name, reader, storage.size(name) or 0)
+        return read_state_dict(storage, name, reader, storage.head(name) or 0)
 
 
 _READERS = {"tensorizer": _read_tensorizer, "safetensors": _read_safetensors, "torch": _read_torch}
 
 
-def _read_shards(storage: Storage) -> Contents:
+def _read_shards(storage: Storage) -> CheckpointView:
     """The tensors of a directory as Hugging Face lays it out."""
     names = [safetensors_module.SINGLE]
     if (index := storage.read(safetensors_module.INDEX)) is not None:
@@ -169,7 +169,7 @@ def _read_shards(storage: Storage) -> Contents:
     tensors: dict[str, StoredTensor] = {}
     for name in names:
         tensors.update(_read_safetensors(storage, name).tensors)
-    return Contents(storage.path, "safetensors", tensors)
+    return CheckpointView(storage.path, "safetensors", tensors)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ..._format.chunks import Box
+from ..._format.chunks import Region
 from ..._format.encoder import encode
 from ..._format.layout import INDEX_CAPACITY, StoredItem, index_entry_size
 from ..._format.tensorizer_file import lay_out
@@ -35,7 +35,7 @@ from ..._writer_process.messages import TensorSource
 from ..._writer_process.write_job import FileJob
 from ...errors import ConversionError, WriteError
 from ..atomic_output import new_directory, new_file, shown_path, write_stream
-from ..checkpoint_view import Contents, OtherKey, Path, StoredTensor, blocks_of
+from ..checkpoint_view import CheckpointView, NonStringKey, Path, StoredTensor, blocks_of
 from ..chunk_reader import whole
 from . import safetensors as safetensors_module
 from .dcp import write_checkpoint
@@ -82,14 +82,14 @@ class Target:
         write: Writes them to a path, with options for its filesystem.
     """
 
-    check: Callable[[Contents, Options], None]
-    write: Callable[[Contents, str, Mapping[str, Any], Options], None]
+    check: Callable[[CheckpointView, Options], None]
+    write: Callable[[CheckpointView, str, Mapping[str, Any], Options], None]
 
 
 # --- tensorizer ----------------------------------------------------------------------------------------------------
 
 
-def _check_tensorizer(contents: Contents, options: Options) -> None:
+def _check_tensorizer(contents: CheckpointView, options: Options) -> None:
     _check_no_objects(contents, "a tensorizer file")
     for tensor in contents.tensors.values():
         if not tensor.nbytes and _numpy_lacks(tensor.dtype):
@@ -120,7 +120,9 @@ def _dim_of(key: str, options: Options) -> int | None:
     return next((dim for pattern, dim in options.split.items() if fnmatch.fnmatchcase(key, pattern)), None)
 
 
-def _write_tensorizer(contents: Contents, path: str, storage_options: Mapping[str, Any], options: Options) -> None:
+def _write_tensorizer(
+    contents: CheckpointView, path: str, storage_options: Mapping[str, Any], options: Options
+) -> None:
     tensors = list(contents.tensors.values())
     if options.tensor_parallel == 1:
         with new_file(path, storage_options) as (storage, name):
@@ -152,9 +154,9 @@ def _part(tensor: StoredTensor, rank: int, options: Options) -> StoredTensor:
     dim %= len(tensor.shape)
     extent = tensor.shape[dim] // options.tensor_parallel
 
-    def read(box: Box) -> torch.Tensor:
-        start = tuple(n + rank * extent * (d == dim) for d, n in enumerate(box.start))
-        return tensor.read(Box(start, box.size))
+    def read(region: Region) -> torch.Tensor:
+        start = tuple(n + rank * extent * (d == dim) for d, n in enumerate(region.start))
+        return tensor.read(Region(start, region.size))
 
     return replace(tensor, shape=(*tensor.shape[:dim], extent, *tensor.shape[dim + 1 :]), read=read, chunks=())
 
@@ -176,7 +178,7 @@ def _numpy_lacks(dtype: torch.dtype) -> bool:
 # --- safetensors ---------------------------------------------------------------------------------------------------
 
 
-def _check_safetensors(contents: Contents, options: Options) -> None:
+def _check_safetensors(contents: CheckpointView, options: Options) -> None:
     _check_no_objects(contents, "safetensors")
     for tensor in contents.tensors.values():
         if safetensors_module.dtype_name(tensor.dtype) is None:
@@ -187,7 +189,9 @@ def _check_safetensors(contents: Contents, options: Options) -> None:
             raise ConversionError("'__metadata__' cannot be a key in safetensors: leave it out")
 
 
-def _write_safetensors(contents: Contents, path: str, storage_options: Mapping[str, Any], options: Options) -> None:
+def _write_safetensors(
+    contents: CheckpointView, path: str, storage_options: Mapping[str, Any], options: Options
+) -> None:
     tensors = list(contents.tensors.values())
     if path.endswith(".safetensors"):
         (shard,) = safetensors_module.shards(tensors, sum(tensor.nbytes for tensor in tensors))
@@ -201,30 +205,32 @@ def _write_safetensors(contents: Contents, path: str, storage_options: Mapping[s
             _write_safetensors_file(storage, name, shard)
         if len(shards) > 1:
             index = safetensors_module.index(list(zip(names, shards, strict=True)))
-            storage.publish(safetensors_module.INDEX, index, sync=True)
+            storage.put(safetensors_module.INDEX, index, sync=True)
 
 
 def _write_safetensors_file(storage: Storage, name: str, tensors: Sequence[StoredTensor]) -> None:
     head = safetensors_module.header(tensors)
     nbytes = len(head) + sum(tensor.nbytes for tensor in tensors)
-    pieces = (host_bytes(tensor.read(box)) for tensor in tensors for box in blocks_of(tensor))
+    pieces = (host_bytes(tensor.read(region)) for tensor in tensors for region in blocks_of(tensor))
     write_stream(storage, name, nbytes, (piece for part in ([memoryview(head)], pieces) for piece in part))
 
 
 # --- torch.save, torch's DCP format, and dcp_tensorizer's -----------------------------------------------------------
 
 
-def _write_torch(contents: Contents, path: str, storage_options: Mapping[str, Any], options: Options) -> None:
+def _write_torch(contents: CheckpointView, path: str, storage_options: Mapping[str, Any], options: Options) -> None:
     with new_file(path, storage_options) as (storage, name):
         write_stream(storage, name, *skeleton(contents))
 
 
-def _write_dcp(contents: Contents, path: str, storage_options: Mapping[str, Any], options: Options) -> None:
+def _write_dcp(contents: CheckpointView, path: str, storage_options: Mapping[str, Any], options: Options) -> None:
     with new_directory(path, storage_options, "__*.distcp") as storage:
         write_checkpoint(contents, storage.location, storage_options, shown_path(path))
 
 
-def _write_dcp_tensorizer(contents: Contents, path: str, storage_options: Mapping[str, Any], options: Options) -> None:
+def _write_dcp_tensorizer(
+    contents: CheckpointView, path: str, storage_options: Mapping[str, Any], options: Options
+) -> None:
     save_id = uuid.uuid4().hex
     tensors, objects = contents.tensors, contents.objects
     names = dict(zip([*tensors, *objects], stored_names([*tensors, *objects]), strict=True))
@@ -236,8 +242,8 @@ def _write_dcp_tensorizer(contents: Contents, path: str, storage_options: Mappin
         key = keys[source.name]
         return memoryview(objects[key].read()) if key in objects else _bytes_of(tensors[key])
 
-    with new_directory(path, storage_options, f"__*_{save_id}.tensors") as storage, _claimed(storage):
-        files = plan_files(sources, 0, save_id, storage.file_bytes)
+    with new_directory(path, storage_options, f"__*_{save_id}.tensors") as storage, _locked(storage):
+        files = plan_files(sources, 0, save_id, storage.max_file_bytes)
         threads = _threads(list(tensors.values()))
         done = FileJob(storage, files, bytes_of, sync=True, threads=threads).run()
         places = {
@@ -266,17 +272,17 @@ def _write_dcp_tensorizer(contents: Contents, path: str, storage_options: Mappin
 
 
 @contextmanager
-def _claimed(storage: Storage) -> Iterator[None]:
+def _locked(storage: Storage) -> Iterator[None]:
     """Keeps who collects leftovers away, as a save does."""
-    claim = storage.claim()
+    lock = storage.lock_directory()
     try:
-        claim.share(TIMEOUT)
+        lock.share(TIMEOUT)
         yield
     finally:
-        claim.release()
+        lock.release()
 
 
-def _described(contents: Contents) -> dict[str, TensorStorageMetadata | BytesStorageMetadata]:
+def _described(contents: CheckpointView) -> dict[str, TensorStorageMetadata | BytesStorageMetadata]:
     """DCP's words for what is there: each tensor one chunk."""
     found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for key, tensor in contents.tensors.items():
@@ -289,7 +295,7 @@ def _described(contents: Contents) -> dict[str, TensorStorageMetadata | BytesSto
 # --- what several need ---------------------------------------------------------------------------------------------
 
 
-def _check_no_objects(contents: Contents, what: str) -> None:
+def _check_no_objects(contents: CheckpointView, what: str) -> None:
     if contents.objects:
         key = next(iter(contents.objects))
         others = f" (and {len(contents.objects) - 1:,} more)" if len(contents.objects) > 1 else ""
@@ -298,22 +304,22 @@ def _check_no_objects(contents: Contents, what: str) -> None:
         )
 
 
-def _check_dcp_tensorizer(contents: Contents, options: Options) -> None:
+def _check_dcp_tensorizer(contents: CheckpointView, options: Options) -> None:
     _check_paths(contents)
     _check_names(contents)
 
 
-def _check_torch(contents: Contents, options: Options) -> None:
+def _check_torch(contents: CheckpointView, options: Options) -> None:
     _check_paths(contents)
     _check_lists(contents)
 
 
-def _check_dcp(contents: Contents, options: Options) -> None:
+def _check_dcp(contents: CheckpointView, options: Options) -> None:
     _check_dcp_tensorizer(contents, options)
     _check_lists(contents)
 
 
-def _check_paths(contents: Contents) -> None:
+def _check_paths(contents: CheckpointView) -> None:
     """All keys must be one state dict: none below a value, and each container either a dict or a list."""
     is_list: dict[Path, bool] = {(): False}
     for key, path in contents.paths.items():
@@ -325,18 +331,18 @@ def _check_paths(contents: Contents) -> None:
             raise ConversionError(f"{key!r} cannot be a value, and hold the values of other keys, too: leave it out")
 
 
-def _check_names(contents: Contents) -> None:
+def _check_names(contents: CheckpointView) -> None:
     """DCP has only names for the keys of dicts."""
     for key, path in contents.paths.items():
         for part in path:
-            if isinstance(part, OtherKey):
+            if isinstance(part, NonStringKey):
                 raise ConversionError(
                     f"{key!r} is below {part.value!r} in a dict, a key of type {type(part.value).__name__} that would "
                     f"become a string: leave it out, or convert to torch"
                 )
 
 
-def _check_lists(contents: Contents) -> None:
+def _check_lists(contents: CheckpointView) -> None:
     """Lists must be whole, or taking the nested state dict apart gives other keys."""
     values = dict.fromkeys(contents.objects) | {key: torch.empty(0, device="meta") for key in contents.tensors}
     found, _ = flatten_state_dict(nested(values, contents.paths))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from isal.isal_zlib import crc32
 
-from ..._format.chunks import Box
+from ..._format.chunks import Region
 from ..._format.tensorizer_file import CRC32, ENCRYPTED, ENCRYPTED_FLAG, HEAD, LONG, MAGIC, START, VERSIONED_INDEX
 from ..._memory.tensor_bytes import host_bytes
 from ..._storage.base import Storage
@@ -117,7 +117,7 @@ def read_file(storage: Storage, name: str, read: Callable[[int, int], bytes]) ->
         ValueError: it is of another kind, encrypted, or damaged.
     """
     found = []
-    for entry in read_index(read, storage.size(name) or 0):
+    for entry in read_index(read, storage.head(name) or 0):
         tensor = plain_tensor(storage, (entry.name,), entry.dtype, entry.shape, (name, entry.offset))
         found.append(replace(tensor, read=_Checked(storage, name, entry, tensor).read) if entry.length else tensor)
     return found
@@ -137,14 +137,14 @@ class _Checked:
         self._position = -1  # in elements; before the header is read
         self._is_right = False
 
-    def read(self, box: Box) -> torch.Tensor:
+    def read(self, region: Region) -> torch.Tensor:
         """As `StoredTensor.read`; raises `ChecksumMismatch`, by the last element."""
-        value = self._tensor.read(box)
+        value = self._tensor.read(region)
         with self._lock:
             if not self._is_right and self._position < 0:
                 self._begin()
             if not self._is_right:
-                if _first_of_run(box, self._tensor.shape) == self._position:
+                if _first_of_run(region, self._tensor.shape) == self._position:
                     self._add(value)
                 else:
                     self._begin()
@@ -199,10 +199,10 @@ def _take_crc32(header: bytearray, position: int) -> int | None:
     return found
 
 
-def _first_of_run(box: Box, shape: Sequence[int]) -> int | None:
-    """The number of a box's first element, if the box is one run of elements in C order."""
+def _first_of_run(region: Region, shape: Sequence[int]) -> int | None:
+    """The number of a region's first element, if the region is one run of elements in C order."""
     first = last = 0
-    for start, size, extent in zip(box.start, box.size, shape, strict=True):
+    for start, size, extent in zip(region.start, region.size, shape, strict=True):
         first = first * extent + start
         last = last * extent + start + size - 1
-    return first if last - first + 1 == math.prod(box.size) else None
+    return first if last - first + 1 == math.prod(region.size) else None

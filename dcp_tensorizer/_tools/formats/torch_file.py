@@ -22,7 +22,7 @@ from ..._memory.tensor_bytes import host_bytes
 from ..._storage.base import RangeReader, Storage
 from ..._torch_compat import FakeTensor, FakeTensorMode, checkpoint_offset, flatten_state_dict
 from ...errors import ConversionError, UntrustedObject
-from ..checkpoint_view import Contents, OtherKey, Path, StoredObject, StoredTensor, blocks_of, plain_tensor
+from ..checkpoint_view import CheckpointView, NonStringKey, Path, StoredObject, StoredTensor, blocks_of, plain_tensor
 
 __all__ = ["FileView", "load_fake", "locate", "nested", "read_state_dict", "skeleton"]
 
@@ -135,7 +135,7 @@ def locate(storage: Storage, path: Path, tensor: torch.Tensor, place: tuple[str,
     return _resolved(found, conj=tensor.is_conj(), neg=tensor.is_neg())
 
 
-def read_state_dict(storage: Storage, name: str, reader: RangeReader, nbytes: int) -> Contents:
+def read_state_dict(storage: Storage, name: str, reader: RangeReader, nbytes: int) -> CheckpointView:
     """The contents of a file with a state dict.
 
     Raises:
@@ -162,7 +162,7 @@ def read_state_dict(storage: Storage, name: str, reader: RangeReader, nbytes: in
             torch.save(item, content)
             data = content.getvalue()
             objects[key] = StoredObject(key, tuple(paths[key]), len(data), lambda data=data: data)  # type: ignore[misc]
-    return Contents(path, "torch", tensors, objects)
+    return CheckpointView(path, "torch", tensors, objects)
 
 
 def _exact(value: Mapping[Any, Any], paths: Mapping[str, Path]) -> dict[str, Path]:
@@ -178,7 +178,7 @@ def _exact(value: Mapping[Any, Any], paths: Mapping[str, Path]) -> dict[str, Pat
                 if id(node) not in keys_of:
                     keys_of[id(node)] = {str(key): key for key in node}
                 key = keys_of[id(node)][str(part)]
-                part = key if isinstance(key, str) else OtherKey(key)
+                part = key if isinstance(key, str) else NonStringKey(key)
             exact.append(part)
             node = node[key]
         found[name] = tuple(exact)
@@ -199,12 +199,12 @@ def nested(values: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, An
                     node[int(part)] = child
                 node = node[int(part)]
             else:
-                key = part.value if isinstance(part, OtherKey) else part
+                key = part.value if isinstance(part, NonStringKey) else part
                 node = node.setdefault(key, child)
     return root
 
 
-def skeleton(contents: Contents) -> tuple[int, Iterator[memoryview]]:
+def skeleton(contents: CheckpointView) -> tuple[int, Iterator[memoryview]]:
     """The bytes of a file with everything in it, as a nested state dict.
 
     Returns:
@@ -260,7 +260,7 @@ def _holds_tensors(value: Any) -> bool:
     return finder.found
 
 
-def _filled(room: Any, contents: Contents) -> Iterator[memoryview]:
+def _filled(room: Any, contents: CheckpointView) -> Iterator[memoryview]:
     with room:
         room.seek(0)
         with FakeTensorMode():
@@ -275,8 +275,8 @@ def _filled(room: Any, contents: Contents) -> Iterator[memoryview]:
             yield from _copied(room, position, offset)
             tensor = contents.tensors[key]
             check = 0
-            for box in blocks_of(tensor):
-                piece = host_bytes(tensor.read(box))
+            for region in blocks_of(tensor):
+                piece = host_bytes(tensor.read(region))
                 check = crc32(piece, check)
                 yield piece
             position = offset + tensor.nbytes
@@ -316,8 +316,8 @@ def _resolved(tensor: StoredTensor, *, conj: bool, neg: bool) -> StoredTensor:
     if not conj and not neg:
         return tensor
 
-    def read(box: Any) -> torch.Tensor:
-        value = tensor.read(box)
+    def read(region: Any) -> torch.Tensor:
+        value = tensor.read(region)
         value = value.conj().resolve_conj() if conj else value
         return value.neg() if neg else value
 
