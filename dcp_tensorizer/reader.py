@@ -31,6 +31,7 @@ from ._loading.executor import ReadTarget, can_read_in_place, fetch
 from ._loading.metadata_reader import read_metadata
 from ._loading.read_planner import ReadRequest
 from ._memory.garbage import garbage_stays
+from ._memory.tensor_bytes import named_dtype
 from ._storage.base import TIMEOUT, Storage
 from ._storage.open import open_storage
 from ._storage.redact import redact
@@ -300,7 +301,7 @@ class TensorizerStorageReader(StorageReader):
     def _wanted(self, read_item: ReadItem, stored: StoredItem, target: torch.Tensor) -> ReadTarget | None:
         """What to fetch for a tensor; None where there is nothing to."""
         key = read_item.dest_index.fqn
-        dtype = getattr(torch, stored.dtype)
+        dtype = named_dtype(stored.dtype)
         region = Region(tuple(read_item.storage_offsets), tuple(read_item.lengths))
         if target.shape != region.size:
             raise ReadError(f"{key!r}: stored {region.size} do not fit a target of {tuple(target.shape)}")

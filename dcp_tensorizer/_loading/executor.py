@@ -20,7 +20,7 @@ from .._format.chunks import Region, regions_of_range
 from .._format.encryption import Cipher
 from .._memory.device import CUDA
 from .._memory.shared_buffer import aligned
-from .._memory.tensor_bytes import host_bytes
+from .._memory.tensor_bytes import host_bytes, named_dtype
 from .._storage.base import RangeReader, Storage
 from ..errors import CheckpointError, ChecksumMismatch, ReadError
 from .batches import batches, with_gaps
@@ -307,7 +307,7 @@ class _Job:
         """Copies to the targets whatever they want of a segment."""
         for number in segment.requests:
             request, target = self._wanted[number].request, self._wanted[number].target
-            dtype = getattr(torch, request.item.dtype)
+            dtype = named_dtype(request.item.dtype)
             elements = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
             first = segment.start // request.itemsize
             strides = _strides(request.shape)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ..errors import StagingError
@@ -65,3 +67,21 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     plain = plain.contiguous()
     # A dimension of one element may have any stride, with which it is contiguous, but is not viewed as bytes.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype's name without ``torch.``: ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def named_dtype(name: str) -> torch.dtype:
+    """The dtype of a name that `dtype_name` gives.
+
+    Raises:
+        TypeError: torch has no such dtype.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name!r} is no dtype of torch")
+    return dtype

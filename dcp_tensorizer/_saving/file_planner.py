@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from .._format.layout import INDEX_CAPACITY, data_file_name, index_entry_size
+from .._storage.base import UNLIMITED
 from .._writer_process.messages import FileRequest, TensorSource
 
 __all__ = ["plan_files", "stored_names"]
@@ -27,7 +28,7 @@ def stored_names(keys: Sequence[str]) -> list[str]:
 
 
 def plan_files(
-    sources: Iterable[TensorSource], rank: int, save_id: str, max_file_bytes: int = 1 << 62
+    sources: Iterable[TensorSource], rank: int, save_id: str, max_file_bytes: int = UNLIMITED
 ) -> tuple[FileRequest, ...]:
     """Distributes tensors over files.
 

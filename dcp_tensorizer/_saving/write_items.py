@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import logging
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from .._format.layout import StoredItem
 from .._format.objects import unsafe_globals
 from .._memory.garbage import garbage_stays
-from .._memory.tensor_bytes import check_supported, host_bytes, is_wrapper
+from .._memory.tensor_bytes import check_supported, dtype_name, host_bytes, is_wrapper
 from .._writer_process.messages import FileRequest, TensorSource, WriteDone
 from ..errors import CheckpointError, WriteError
 from .file_planner import stored_names
@@ -49,7 +48,7 @@ class Item:
 
     @property
     def dtype(self) -> str:
-        return _dtype_name(self.tensor.dtype)
+        return dtype_name(self.tensor.dtype)
 
 
 @garbage_stays()
@@ -135,11 +134,6 @@ def _resolve(item: WriteItem, planner: SavePlanner) -> tuple[str, torch.Tensor]:
         raise
     except Exception as error:
         raise WriteError(f"{key!r} cannot be saved: {type(error).__name__}: {error}") from error
-
-
-@functools.cache
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _blob(data: object) -> torch.Tensor:

@@ -7,6 +7,7 @@ list a directory; that is for those who look for checkpoints.
 from __future__ import annotations
 
 import abc
+import sys
 import traceback
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,7 @@ from .redact import redact
 __all__ = [
     "TAKEN",
     "TIMEOUT",
+    "UNLIMITED",
     "DirectoryLock",
     "FileInfo",
     "RangeReader",
@@ -27,6 +29,9 @@ __all__ = [
     "Storage",
     "rest_of",
 ]
+
+UNLIMITED = sys.maxsize
+"""No bound, where a number of bytes or threads is asked for."""
 
 TIMEOUT = 600.0
 """Seconds after which a wait for the storage is given up, unless the user says otherwise."""
@@ -129,11 +134,11 @@ class Storage(abc.ABC):
     location: str
     in_process = False
     max_threads = 16
-    min_threads = 1 << 62
-    slice_bytes = 1 << 62
+    min_threads = UNLIMITED
+    slice_bytes = UNLIMITED
     max_coalesced_bytes: int | None = None
     max_gap_bytes = 64 << 10
-    max_file_bytes = 1 << 62
+    max_file_bytes = UNLIMITED
     locks_are_visible = False
     connection: object = None
 

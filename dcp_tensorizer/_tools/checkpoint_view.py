@@ -19,7 +19,7 @@ from .._format.encryption import Cipher, unlock
 from .._format.layout import StoredItem, data_file_rank, is_data_file_name, is_metadata_file_name, metadata_file_name
 from .._format.metadata import item_key
 from .._loading.metadata_reader import read_metadata
-from .._memory.tensor_bytes import host_bytes
+from .._memory.tensor_bytes import dtype_name, host_bytes, named_dtype
 from .._storage.base import Storage
 from ..errors import MetadataError, NotCommitted
 from .chunk_reader import Chunk, read_region, whole
@@ -218,7 +218,7 @@ def view_checkpoint(
             )
         if value.is_tensor:
             dtypes = [chunk.item.dtype for chunk in chunks if chunk.item.length]
-            dtype = getattr(torch, dtypes[0]) if dtypes else value.entry.properties.dtype
+            dtype = named_dtype(dtypes[0]) if dtypes else value.entry.properties.dtype
             tensors[key] = _tensor(storage, key, value.path, dtype, (tuple(value.entry.size), chunks))
         else:
             nbytes = sum(chunk.item.length for chunk in chunks)
@@ -269,9 +269,7 @@ def plain_tensor(
     count = math.prod(shape)
     if strides is not None and count:
         count = strides[1] + 1 + sum((n - 1) * step for n, step in zip(shape, strides[0], strict=True))
-    item = StoredItem(
-        *place[:1], key, place[1], count * dtype.itemsize, str(dtype).removeprefix("torch."), "tensor", b""
-    )
+    item = StoredItem(*place[:1], key, place[1], count * dtype.itemsize, dtype_name(dtype), "tensor", b"")
     chunk = Chunk(whole(shape), item, strides)
 
     def read(region: Region) -> torch.Tensor:
@@ -305,7 +303,7 @@ def _chunks(
             raise MetadataError(f"{storage.path} has no data for {key!r} at offset {offset}")
         item = StoredItem(*place)
         region = Region(tuple(offset or ()), size)
-        if item.kind == "tensor" and math.prod(region.size) * getattr(torch, item.dtype).itemsize != item.length:
+        if item.kind == "tensor" and math.prod(region.size) * named_dtype(item.dtype).itemsize != item.length:
             raise MetadataError(f"{storage.path}: {key!r} of shape {region.size} has {item.length:,} bytes stored")
         found[offset] = Chunk(region, item, cipher=cipher)
     return found

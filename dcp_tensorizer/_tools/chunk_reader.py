@@ -16,6 +16,7 @@ from .._format.encryption import Cipher
 from .._format.layout import StoredItem
 from .._loading.executor import ReadTarget, can_read_in_place, copy_elements, fetch, part_of
 from .._loading.read_planner import ReadRequest
+from .._memory.tensor_bytes import named_dtype
 from .._storage.base import Storage
 from ..errors import DecryptionError
 
@@ -65,7 +66,7 @@ def read_region(
         if chunk.strides is not None:
             copy_elements(part, part_of(_last_strided.read(storage, key, chunk, common), common, chunk.region))
             continue
-        stored = getattr(torch, chunk.item.dtype)
+        stored = named_dtype(chunk.item.dtype)
         inner = Region(tuple(a - b for a, b in zip(common.start, chunk.region.start, strict=True)), common.size)
         request = ReadRequest(chunk.item, chunk.region.size, stored.itemsize, inner, can_read_in_place(part, stored))
         if chunk.item.nonce_and_macs and chunk.cipher is None:
@@ -88,7 +89,7 @@ def _read_strided(storage: Storage, key: str, chunk: Chunk) -> torch.Tensor:
     """All of a chunk whose elements do not lie in C order."""
     assert chunk.strides is not None
     strides, first = chunk.strides
-    dtype = getattr(torch, chunk.item.dtype)
+    dtype = named_dtype(chunk.item.dtype)
     count = chunk.item.length // dtype.itemsize
     line = Chunk(Region((0,), (count,)), chunk.item)
     elements = read_region(storage, key, dtype, [line], line.region, verify=False)

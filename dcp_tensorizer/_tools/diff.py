@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .._format.chunks import Region
-from .._memory.tensor_bytes import host_bytes
+from .._memory.tensor_bytes import dtype_name, host_bytes
 from .checkpoint_view import CheckpointView, StoredObject, StoredTensor, blocks_of
 from .chunk_reader import Chunk
 from .inspect import shown_value
@@ -122,7 +122,7 @@ def _described_change(a: StoredTensor, b: StoredTensor) -> Change | None:
     if a.shape != b.shape:
         return Change(a.key, "shape", _shape(a), _shape(b))
     if a.dtype != b.dtype:
-        return Change(a.key, "dtype", str(a.dtype).removeprefix("torch."), str(b.dtype).removeprefix("torch."))
+        return Change(a.key, "dtype", dtype_name(a.dtype), dtype_name(b.dtype))
     return None
 
 

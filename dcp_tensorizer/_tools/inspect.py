@@ -13,6 +13,7 @@ import torch
 
 from .._format.layout import StoredItem, data_file_rank
 from .._format.objects import unsafe_globals
+from .._memory.tensor_bytes import dtype_name
 from ..errors import DecryptionError
 from .checkpoint_view import CheckpointView, Path, StoredObject, StoredTensor
 
@@ -41,7 +42,7 @@ def inspect_checkpoint(contents: CheckpointView, files: Mapping[str, int], patte
         "files": [{"file": name, "rank": data_file_rank(name), "bytes": size} for name, size in sorted(files.items())],
         "tensors": [_tensor(tensor) for tensor in tensors],
         "objects": described,
-        "by_dtype": _totals((str(t.dtype).removeprefix("torch."), t) for t in tensors),
+        "by_dtype": _totals((dtype_name(t.dtype), t) for t in tensors),
         "by_key": _totals(zip(_groups([t.path for t in tensors]), tensors, strict=True)),
     }
 
@@ -60,7 +61,7 @@ def _tensor(tensor: StoredTensor) -> dict[str, Any]:
     return {
         "key": tensor.key,
         "shape": list(tensor.shape),
-        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "dtype": dtype_name(tensor.dtype),
         "bytes": tensor.nbytes,
         "chunks": [
             {"offset": list(chunk.region.start), "shape": list(chunk.region.size), "bytes": chunk.item.length}

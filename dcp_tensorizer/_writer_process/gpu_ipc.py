@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from .._memory.device import CUDA, Device, SideStream, SideStreams
+from .._memory.tensor_bytes import dtype_name, named_dtype
 from .._staging.tensor_copy import Copies, Pair
 from .._torch_compat import negated_view, release_ipc_counter
 from ..errors import StagingError, WriteError
@@ -62,7 +63,7 @@ def export(
         tensors.append(
             DeviceTensor(
                 storage=numbers[storage.data_ptr()],
-                dtype=str(source.dtype).removeprefix("torch."),
+                dtype=dtype_name(source.dtype),
                 shape=tuple(source.shape),
                 stride=tuple(source.stride()),
                 storage_offset=int(source.storage_offset()),
@@ -126,7 +127,7 @@ def _export_storage(storage: torch.UntypedStorage, stream: SideStream) -> tuple[
 
 
 def _open(tensor: DeviceTensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    opened = torch.empty(0, dtype=getattr(torch, tensor.dtype), device=storage.device)
+    opened = torch.empty(0, dtype=named_dtype(tensor.dtype), device=storage.device)
     opened.set_(storage, tensor.storage_offset, tensor.shape, tensor.stride)
     if tensor.is_conj:
         opened = opened.conj()
@@ -134,6 +135,6 @@ def _open(tensor: DeviceTensor, storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _twin(tensor: DeviceTensor, memory: mmap.mmap) -> torch.Tensor:
-    dtype = getattr(torch, tensor.dtype)
+    dtype = named_dtype(tensor.dtype)
     count = torch.Size(tensor.shape).numel()
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=tensor.offset).view(tensor.shape)

@@ -14,7 +14,7 @@ from dcp_tensorizer._staging import tensor_copy
 from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer._staging.tensor_copy import GATHER_BYTES
 
-from ..unit.support import ALL_DTYPES, dtype_name, filled, raw, run_python, same
+from ..support import ALL_DTYPES, dtype_name, filled, raw, run_python, same
 from .support import GPU, delay, random_state
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from .support import PACKAGE, run_python
+from ..support import PACKAGE, run_python
 
 
 def test_who_does_not_encrypt_does_not_pay_for_it() -> None:

@@ -25,7 +25,7 @@ from ..._format.chunks import Region
 from ..._format.encoder import encode
 from ..._format.layout import INDEX_CAPACITY, StoredItem, index_entry_size
 from ..._format.tensorizer_file import lay_out
-from ..._memory.tensor_bytes import host_bytes
+from ..._memory.tensor_bytes import dtype_name, host_bytes
 from ..._saving.commit import commit
 from ..._saving.file_planner import plan_files, stored_names
 from ..._storage.base import TIMEOUT, Storage
@@ -254,7 +254,7 @@ def _write_dcp_tensorizer(
         written = []
         for key, entry in _described(contents).items():
             offset = torch.Size([0] * len(entry.size)) if isinstance(entry, TensorStorageMetadata) else None
-            stored = StoredItem("", "", 0, 0, _dtype_name(tensors[key].dtype) if key in tensors else "", "tensor", b"")
+            stored = StoredItem("", "", 0, 0, dtype_name(tensors[key].dtype) if key in tensors else "", "tensor", b"")
             nbytes = 0
             if key in places:
                 file, source, tensor = places[key]
@@ -351,11 +351,7 @@ def _check_lists(contents: CheckpointView) -> None:
 
 
 def _source(name: str, tensor: StoredTensor) -> TensorSource:
-    return TensorSource(name, _dtype_name(tensor.dtype), tensor.shape, 0, 0, tensor.nbytes)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return TensorSource(name, dtype_name(tensor.dtype), tensor.shape, 0, 0, tensor.nbytes)
 
 
 def _bytes_of(tensor: StoredTensor) -> memoryview:

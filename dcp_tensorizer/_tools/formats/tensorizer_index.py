@@ -15,7 +15,7 @@ from isal.isal_zlib import crc32
 
 from ..._format.chunks import Region
 from ..._format.tensorizer_file import CRC32, ENCRYPTED, ENCRYPTED_FLAG, HEAD, LONG, MAGIC, START, VERSIONED_INDEX
-from ..._memory.tensor_bytes import host_bytes
+from ..._memory.tensor_bytes import host_bytes, named_dtype
 from ..._storage.base import Storage
 from ...errors import ChecksumMismatch, ReadError
 from ..checkpoint_view import StoredTensor, blocks_of, plain_tensor
@@ -100,10 +100,7 @@ def _dtype(name: str) -> torch.dtype:
     _, opaque, torch_name = name.partition("\0")
     if not opaque:
         return torch.from_numpy(np.empty(0, np.dtype(name))).dtype
-    dtype = getattr(torch, torch_name.removeprefix("torch."))
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{torch_name!r} is no dtype")
-    return dtype
+    return named_dtype(torch_name.removeprefix("torch."))
 
 
 def read_file(storage: Storage, name: str, read: Callable[[int, int], bytes]) -> list[StoredTensor]:

@@ -1,0 +1,362 @@
+"""The command line: what it prints, for people and for scripts, and its exit codes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from tensorizer import EncryptionParams
+from typer.testing import CliRunner
+
+from dcp_tensorizer._cli.app import app
+from dcp_tensorizer._format import encryption
+from dcp_tensorizer._format.encryption import encryption_cipher
+from dcp_tensorizer._tools import retention
+from dcp_tensorizer._tools.retention import Removal
+
+from ...checkpoints import ODD, make_checkpoint
+from ...support import filled, raw
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    tensors = {
+        "model.half": filled(torch.bfloat16, (5, 4)),
+        "model.columns": filled(torch.float32, (5, 4), 1),
+        "optim.step": torch.tensor(3.0),
+    }
+    chunks = {f"model.{key}": regions for key, regions in ODD.items()}
+    return make_checkpoint(tmp_path / "run" / "step-7", tensors, {"optim.lr": 0.5, "note": "a\x1b[31mb"}, chunks)
+
+
+def run(*arguments: str | Path) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.stdout, done.stderr
+
+
+def told(*arguments: str | Path, code: int = 0) -> object:
+    """What a command says to a script."""
+    exit_code, out, _ = run(*arguments, "--json")
+    assert exit_code == code
+    return json.loads(out)
+
+
+def test_ls(checkpoint: Path) -> None:
+    """Name, state and numbers, in a line for each."""
+    code, out, _ = run("ls", checkpoint.parent)
+    assert code == 0
+    assert out.splitlines()[1].split()[:2] == ["step-7", "committed"]
+    assert out.splitlines()[1].split()[-2:] == ["2", "3"]
+    (found,) = told("ls", checkpoint.parent)  # type: ignore[misc]
+    assert (found["step"], found["state"], found["objects"]) == (7, "committed", 2)
+
+
+def test_inspect(checkpoint: Path) -> None:
+    """Every tensor with what is known of it, never cut in a pipe; a checkpoint gives no orders to a terminal."""
+    code, out, _ = run("inspect", checkpoint)
+    assert code == 0
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line}
+    assert rows["model.half"] == ["5", "x", "4", "bfloat16", "40", "B", "2", "0-1"]
+    assert rows["optim.step"][:2] == ["scalar", "float32"]
+    assert rows["optim.lr"][:2] == ["float", "0.5"]
+    assert "\x1b" not in out and "x1b[31mb" in out
+    assert rows["model"][:2] == ["2", "40"]
+    found = told("inspect", checkpoint, "model.*")
+    assert [tensor["key"] for tensor in found["tensors"]] == ["model.half", "model.columns"]  # type: ignore[index]
+    assert [chunk["offset"] for chunk in found["tensors"][1]["chunks"]] == [[0, 0], [0, 1]]  # type: ignore[index]
+    code, out, _ = run("inspect", checkpoint, "model.half", "--chunks")
+    assert out.count(".tensors") == 4
+
+
+def test_verify(checkpoint: Path) -> None:
+    """0 and ok, or 1 and what is damaged."""
+    code, out, _ = run("verify", checkpoint, "--full")
+    assert (code, out.startswith("ok: 2 files, 7 items")) == (0, True)
+    path = sorted(checkpoint.glob("*.tensors"))[0]
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size - 2000)
+    code, out, _ = run("verify", checkpoint)
+    assert (code, "DAMAGED" in out, path.name in out, "optim.lr" in out) == (1, True, True, True)
+    found = told("verify", checkpoint, code=1)
+    assert found["damages"][0]["file"] == path.name  # type: ignore[index]
+
+
+def test_diff(checkpoint: Path, tmp_path: Path) -> None:
+    """0 if they are the same however they are sharded, 1 if not."""
+    same = {"model.half": filled(torch.bfloat16, (5, 4)), "model.columns": filled(torch.float32, (5, 4), 1)}
+    make_checkpoint(tmp_path / "b", same | {"optim.step": torch.tensor(3.0)}, {"optim.lr": 0.5, "note": "a\x1b[31mb"})
+    assert told("diff", checkpoint, tmp_path / "b")["same"] == 5  # type: ignore[call-overload, index]
+    make_checkpoint(tmp_path / "c", same | {"optim.step": torch.tensor(4.0)}, {"optim.lr": 0.25})
+    code, out, _ = run("diff", checkpoint, tmp_path / "c")
+    assert code == 1
+    assert "0.5 -> 0.25" in out
+    assert "different: 2 keys the same, 2 changed, 1 only in A, 0 only in B" in out
+
+
+def test_convert_and_back(checkpoint: Path, tmp_path: Path) -> None:
+    """Options reach the conversion, and what comes out is as it should be."""
+    model = ["--select", "model.*", "--strip-prefix", "model."]
+    code, out, _ = run("convert", checkpoint, tmp_path / "m.safetensors", "--to", "safetensors", *model)
+    assert (code, "2 tensors" in out) == (0, True)
+    assert told("convert", tmp_path / "m.safetensors", tmp_path / "back", "--to", "dcp_tensorizer")["tensors"] == 2  # type: ignore[call-overload, index]
+    code, out, _ = run("diff", tmp_path / "back", tmp_path / "m.safetensors")
+    assert code == 0
+    code, _, err = run("convert", checkpoint, tmp_path / "m.safetensors", "--to", "safetensors", *model)
+    assert (code, "exists" in err) == (2, True)
+
+
+def test_gc(checkpoint: Path) -> None:
+    """A dry run removes nothing and says how much would go."""
+    make_checkpoint(checkpoint.parent / "step-8", {"x": torch.ones(3)})
+    found = told("gc", checkpoint.parent, "--keep", "1", "--dry-run")
+    expected = sum(path.stat().st_size for path in checkpoint.iterdir())
+    assert found["bytes"] == expected  # type: ignore[call-overload, index]
+    assert checkpoint.exists()
+    code, out, _ = run("gc", checkpoint.parent, "--keep", "1")
+    assert (code, "1 checkpoint and" in out, checkpoint.exists()) == (0, True, False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["verify", "nowhere"], "no committed checkpoint"),
+        (["ls", "nowhere"], "no directory"),
+        (["ls", "nonsense://x"], "nonsense"),
+        (["convert", "nowhere", "x", "--to", "torch"], "does not exist"),
+        (["convert", "{checkpoint}", "x", "--to", "zip"], "none of the formats"),
+        (["convert", "{checkpoint}", "x", "--to", "safetensors"], "'optim.lr'"),
+        (["convert", "{checkpoint}", "x", "--to", "torch", "--from", "dcp"], "is of the format dcp_tensorizer"),
+        (["convert", "{checkpoint}", "x", "--to", "torch", "--select", "modle.*"], "modle.*"),
+        (["convert", "{checkpoint}", "x", "--to", "torch", "--dtype", "int8"], "int8"),
+        (["convert", "{checkpoint}", "x", "--to", "torch", "--shard-size", "many"], "many"),
+        (["convert", "{checkpoint}", "x", "--to", "tensorizer", "--split", "nowhere.json"], "--tensor-parallel N"),
+        (
+            ["convert", "{checkpoint}", "x", "--to", "tensorizer", "--split", "nowhere.json", "--tensor-parallel", "2"],
+            "nowhere.json",
+        ),
+        (["convert", "{checkpoint}", "memory://x", "--to", "torch"], "names no file in a directory"),
+        (["convert", "{checkpoint}", "s3://bucket", "--to", "torch"], "names no file in a directory"),
+        (["convert", "{checkpoint}", "memory://x/", "--to", "torch"], "names no file in a directory"),
+        (["gc", "{checkpoint}", "--older-than", "long"], "long"),
+        (["gc", "{checkpoint}", "--keep", "0"], "--keep"),
+        (["ls", "memory://x", "--storage-option", "novalue"], "KEY=VALUE"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_told_in_a_line(
+    checkpoint: Path, arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 2, what is wrong, and no traceback; nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(*(argument.format(checkpoint=checkpoint) for argument in arguments))
+    assert (code, words in err, "Traceback" in err, out) == (2, True, False, "")
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_damage_met_by_a_command_is_1(checkpoint: Path, tmp_path: Path) -> None:
+    """A script can tell damage from a mistake of its own."""
+    path = max(checkpoint.glob("*.tensors"), key=lambda path: path.stat().st_size)
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size - 2000)
+    code, _, err = run("convert", checkpoint, tmp_path / "x", "--to", "torch")
+    assert (code, path.name in err, (tmp_path / "x").exists()) == (1, True, False)
+
+
+def test_secrets_of_storage_options_are_not_told() -> None:
+    """An error of a file system may quote its options; these do not come through."""
+    code, _, err = run("ls", "memory://nowhere", "--storage-option", "password=hunter22-hunter22")
+    assert (code, "hunter22" in err) == (2, False)
+
+
+def test_as_a_module_and_without_its_libraries(tmp_path: Path) -> None:
+    """``python -m dcp_tensorizer`` runs it; where typer is missing, a line says what to install."""
+    done = subprocess.run(
+        [sys.executable, "-m", "dcp_tensorizer", "--help"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "convert" in done.stdout
+    (tmp_path / "typer.py").write_text("raise ImportError('no typer', name='typer')")
+    done = subprocess.run(
+        [sys.executable, "-m", "dcp_tensorizer", "ls", "."],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (2, "dcp-tensorizer needs typer: pip install 'dcp_tensorizer[cli]'\n")
+
+
+KEY = bytes(range(32))
+
+
+@pytest.fixture
+def encrypted(tmp_path: Path) -> Path:
+    made = EncryptionParams.from_string("open sesame", opslimit=1, memlimit=8192, salt=b"sixteen of salt.")
+    (tmp_path / "key").write_bytes(made.key)
+    (tmp_path / "wrong").write_bytes(KEY)
+    (tmp_path / "passphrase").write_text("open sesame\n")
+    tensors = {"w": filled(torch.float32, (5, 4))}
+    return make_checkpoint(tmp_path / "run" / "secret-1", tensors, {"lr": 0.5}, None, encryption_cipher(made))
+
+
+def test_encrypted_checkpoints_without_their_key(encrypted: Path) -> None:
+    """Names and places are shown, files verified and collected; values are not to be had."""
+    (listed,) = told("ls", encrypted.parent)  # type: ignore[misc]
+    assert (listed["state"], listed["tensors"]) == ("committed", 1)
+    found = told("inspect", encrypted)
+    assert [tensor["key"] for tensor in found["tensors"]] == ["w"]  # type: ignore[index]
+    assert [(o["key"], o["value"]) for o in found["objects"]] == [("lr", "encrypted")]  # type: ignore[index]
+    assert run("verify", "--full", encrypted)[0] == 0
+    for command in (["diff", encrypted, encrypted], ["convert", encrypted, encrypted.parent / "x", "--to", "torch"]):
+        code, _, error = run(*command)
+        assert code == 2
+        assert "is encrypted: give its key" in " ".join(error.split())
+
+
+@pytest.mark.parametrize("option", ["key", "passphrase"])
+def test_encrypted_checkpoints_with_their_key(encrypted: Path, tmp_path: Path, option: str) -> None:
+    """From a file: a key, or the passphrase that it was made of."""
+    key = (f"--{option}-file", tmp_path / option)
+    found = told("inspect", encrypted, *key)
+    assert [(o["key"], o["value"]) for o in found["objects"]] == [("lr", "0.5")]  # type: ignore[index]
+    assert run("convert", encrypted, tmp_path / "plain.pt", "--to", "torch", *key)[0] == 0
+    assert torch.equal(torch.load(tmp_path / "plain.pt")["w"], filled(torch.float32, (5, 4)))
+    assert told("diff", encrypted, encrypted, *key)["changed"] == []  # type: ignore[index]
+
+
+def test_keys_that_do_not_fit(encrypted: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """A wrong one, one too many, one that is none: each error says which."""
+    (tmp_path / "short").write_bytes(b"short")
+    for path, key, words in (
+        (encrypted, "wrong", "another key"),
+        (checkpoint, "key", "is not encrypted"),
+        (encrypted, "short", "cannot read a key from"),
+        (encrypted, "missing", "cannot read a key from"),
+    ):
+        code, _, error = run("convert", path, tmp_path / "out", "--to", "torch", "--key-file", tmp_path / key)
+        assert code == 2
+        assert words in " ".join(error.split())
+        assert not (tmp_path / "out").exists()
+
+
+def test_passwords_in_urls_are_not_told(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither on the screen nor in what is written."""
+    monkeypatch.chdir(tmp_path)
+    memory = fsspec.filesystem("memory")
+    url = "memory://user:hunter22@host"
+    (tmp_path / "key").write_bytes(KEY)
+    try:
+        memory.pipe_file("/user:hunter22@host/empty/notes", b"x")
+        for code, command in (
+            (0, ["ls", f"{url}/empty"]),
+            (0, ["convert", checkpoint, f"{url}/a.pt", "--to", "torch"]),
+            (0, ["convert", checkpoint, f"{url}/dcp", "--to", "dcp"]),
+            (0, ["convert", checkpoint, f"{url}/ours", "--to", "dcp_tensorizer"]),
+            (2, ["convert", f"{url}/a.pt", "b", "--to", "torch", "--from", "dcp"]),
+            (2, ["convert", f"{url}/a.pt", "b", "--to", "torch", "--key-file", "key"]),
+        ):
+            found, out, err = run(*command)
+            assert (found, "hunter22" in out + err, "memory://host" in out + err) == (code, False, True)
+        for name in ("dcp", "ours"):
+            metadata = memory.cat(f"/user:hunter22@host/{name}/.metadata")
+            assert b"hunter22" not in metadata
+            assert f"memory://host/{name}".encode() in metadata
+        for to in ("dcp", "dcp_tensorizer"):
+            assert run("convert", checkpoint, tmp_path / to, "--to", to)[0] == 0
+            metadata = (tmp_path / to / ".metadata").read_bytes()
+            assert (os.fsencode(tmp_path / to) in metadata, b".tmp" in metadata) == (True, False)
+    finally:
+        memory.rm("/user:hunter22@host", recursive=True)
+
+
+def test_without_libsodium_a_key_is_an_error(encrypted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That says what to install."""
+
+    def missing() -> None:
+        raise OSError("no libsodium")
+
+    monkeypatch.setattr(encryption, "_secretbox", missing)
+    for option in ("key", "passphrase"):
+        code, _, err = run("inspect", encrypted, f"--{option}-file", tmp_path / option)
+        assert (code, "needs libsodium" in err) == (2, True)
+
+
+def test_names_that_are_no_text(checkpoint: Path) -> None:
+    """A directory whose name is not UTF-8, for people and for scripts, on any terminal."""
+    os.rename(checkpoint, os.fsencode(checkpoint.parent) + b"/step-\xff1")
+    arguments = [sys.executable, "-m", "dcp_tensorizer", "ls", str(checkpoint.parent)]
+    done = subprocess.run([*arguments, "--json"], capture_output=True, timeout=60, check=True)
+    (found,) = json.loads(done.stdout)
+    assert os.fsencode(found["path"]).endswith(b"step-\xff1")
+    assert rb"step-\udcff1" in subprocess.run(arguments, capture_output=True, timeout=60, check=True).stdout
+
+
+def test_diff_of_an_encrypted_checkpoint_with_a_plain_one(encrypted: Path, tmp_path: Path) -> None:
+    """The key is for the one that has one; for none of the two it is one too many."""
+    make_checkpoint(tmp_path / "plain", {"w": filled(torch.float32, (5, 4))}, {"lr": 0.5})
+    key = ("--key-file", tmp_path / "key")
+    for pair in ((encrypted, tmp_path / "plain"), (tmp_path / "plain", encrypted)):
+        assert told("diff", *pair, *key)["same"] == 2  # type: ignore[index]
+    code, _, err = run("diff", tmp_path / "plain", tmp_path / "plain", *key)
+    assert (code, "neither" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("damage", "commands"),
+    [
+        ("data", {"convert": 1, "diff": 2, "verify": 1}),
+        ("short", {"convert": 1, "diff": 2, "verify": 1}),
+        ("missing", {"convert": 1, "diff": 2, "verify": 1}),
+        ("metadata", {"convert": 1, "diff": 2, "verify": 1, "inspect": 1}),
+        ("untrusted", {"convert": 2}),
+        ("unreadable", {"convert": 2, "diff": 2, "inspect": 2}),
+    ],
+)
+def test_exit_codes(checkpoint: Path, tmp_path: Path, damage: str, commands: dict[str, int]) -> None:
+    """1 is damage, but for diff, whose 1 is a difference; what cannot be read, or is not allowed, is 2."""
+    make_checkpoint(tmp_path / "other", {"model.half": torch.ones(5, 4).bfloat16()})
+    path = max(checkpoint.glob("__0*.tensors"), key=lambda path: path.stat().st_size)
+    if damage == "data":
+        content = path.read_bytes()
+        start = content.index(raw(filled(torch.bfloat16, (5, 4))[:3]))
+        path.write_bytes(content[:start] + b"xx" + content[start + 2 :])
+    elif damage == "short":
+        os.truncate(path, 1000)
+    elif damage == "missing":
+        path.unlink()
+    elif damage == "metadata":
+        os.truncate(checkpoint / ".metadata", 100)
+    elif damage == "untrusted":
+        make_checkpoint(checkpoint, {}, {"o": Path})
+    else:
+        (checkpoint / ".metadata").unlink()
+        (checkpoint / ".metadata").mkdir()
+    arguments = {"convert": [tmp_path / "out", "--to", "torch"], "diff": [tmp_path / "other"]}
+    assert {name: run(name, checkpoint, *arguments.get(name, []))[0] for name in commands} == commands
+
+
+def test_gc_that_cannot_remove_something(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 2, after all that could be done has been, and shown."""
+    for step in (8, 9):
+        make_checkpoint(checkpoint.parent / f"step-{step}", {"x": torch.ones(3)})
+    collect = retention.collect
+
+    def fail(removal: Removal) -> Removal:
+        if removal.listed.step == 7:
+            return dataclasses.replace(removal, files=(), kept="cannot remove: not yours", failed=True)
+        return collect(removal)
+
+    monkeypatch.setattr(retention, "collect", fail)
+    code, out, _ = run("gc", checkpoint.parent, "--keep", "1", "--dry-run")
+    assert (code, out.count("checkpoint ")) == (0, 2)
+    code, out, _ = run("gc", checkpoint.parent, "--keep", "1")
+    assert (code, "kept: cannot remove: not yours" in out, "1 checkpoint and" in out) == (2, True, True)
+    assert {path.name for path in checkpoint.parent.iterdir()} == {"step-7", "step-9"}

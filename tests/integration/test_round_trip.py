@@ -1,0 +1,165 @@
+"""State dicts of every kind survive a save and a load bit for bit, or fail with an error that names the key."""
+
+import io
+from collections import OrderedDict, namedtuple
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
+
+from ..support import ALL_DTYPES, dtype_name, filled, same
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+Pair = namedtuple("Pair", "first second")
+
+
+def numbers(*shape, dtype=torch.float32, seed=1):
+    return filled(dtype, shape, seed)
+
+
+def complexes():
+    return torch.randn(4, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+
+
+def tied():
+    weight = numbers(3, 2)
+    return {"one": weight, "other": weight, "part": weight[1:]}
+
+
+ZOO = {
+    **{dtype_name(dtype): lambda dtype=dtype: numbers(3, 5, dtype=dtype) for dtype in ALL_DTYPES},
+    **{f"{dtype_name(dtype)}, no elements": lambda dtype=dtype: torch.empty(0, 3, dtype=dtype) for dtype in ALL_DTYPES},
+    **{f"{dtype_name(dtype)}, 0-dim": lambda dtype=dtype: numbers(1, dtype=dtype)[0] for dtype in ALL_DTYPES},
+    "conj": lambda: complexes().conj(),
+    "imaginary part of a conj": lambda: complexes().conj().imag,
+    "transposed": lambda: numbers(4, 6).t(),
+    "expanded": lambda: numbers(1, 3).expand(5, 3),
+    "channels last": lambda: numbers(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "a view of a huge storage": lambda: numbers(1 << 20)[7:9],
+    "packed int4": lambda: numbers(8, 4, dtype=torch.int32),
+    "tied": tied,
+    "requires grad": lambda: torch.nn.Parameter(numbers(3, 3)),
+    "in shared memory": lambda: numbers(5).share_memory_(),
+    "tuple of tensors": lambda: (numbers(2), numbers(3, seed=2)),
+    "namedtuple of tensors": lambda: Pair(numbers(2), numbers(3, seed=2)),
+    "list in a tuple": lambda: ([numbers(2), 5], "x"),
+    "BytesIO": lambda: io.BytesIO(b"bytes"),
+    "plain values": lambda: {"none": None, "int": 3, "float": 0.1, "str": "é", "bool": True, "bytes": b"\0"},
+    "ordered": lambda: OrderedDict(b=numbers(2), a=numbers(3)),
+    "empty name": lambda: {"": numbers(2), "x": numbers(3)},
+    "NUL in a name": lambda: {"a\0b": numbers(2)},
+    "slashes": lambda: {"a/b": numbers(2), "/": numbers(3), "../c": numbers(4)},
+    "emoji": lambda: {"\N{GRINNING FACE}": numbers(2)},
+    "70,000 characters": lambda: {"n" * 70_000: numbers(2), "n" * 70_001: numbers(3)},
+    "a surrogate": lambda: {"\ud800": numbers(2)},
+    "names that differ in their form": lambda: {"\xe9": numbers(2), "e\u0301": numbers(3)},
+}
+
+
+@pytest.fixture(scope="module")
+def writer():
+    with TensorizerStorageWriter(max_consecutive_failures=None) as writer:
+        yield writer
+
+
+def round_trip(state, writer, folder):
+    """Saves a state, loads it into a blank one, and returns that."""
+    dcp.async_save(state, checkpoint_id=folder, storage_writer=writer).result()
+    loaded = blank(state)
+    dcp.load(loaded, storage_reader=TensorizerStorageReader(folder, allow_pickle=True))
+    return loaded
+
+
+def blank(value):
+    """The same structure, with zeros for elements."""
+    if isinstance(value, torch.Tensor):
+        return filled(value.dtype, tuple(value.shape), seed=1000)
+    if isinstance(value, dict):
+        return type(value)((name, blank(item)) for name, item in value.items())
+    if isinstance(value, list | tuple):
+        members = [blank(item) for item in value]
+        return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
+    return None if value is None else type(value)()
+
+
+def assert_same(actual, expected, key="state"):
+    """Equal in structure, dtype, shape and every bit."""
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys(), key
+        for name, item in expected.items():
+            assert_same(actual[name], item, f"{key}.{name}")
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected), key
+        for number, item in enumerate(expected):
+            assert_same(actual[number], item, f"{key}.{number}")
+    elif isinstance(expected, torch.Tensor):
+        assert same(actual, expected), key
+    elif isinstance(expected, io.BytesIO):
+        assert actual.getvalue() == expected.getvalue(), key
+    else:
+        assert actual == expected, key
+
+
+@pytest.mark.parametrize("kind", ZOO)
+def test_everything_survives(writer, tmp_path, kind):
+    """Bit for bit, under its own name, beside another tensor."""
+    state = {"odd": ZOO[kind](), "plain": numbers(7)}
+    assert_same(round_trip(state, writer, tmp_path), state)
+
+
+def test_names_that_dcp_makes_one_of(writer, tmp_path):
+    """`"a.b"` beside `{"a": {"b"}}` have one name in DCP: an error that gives it, and no checkpoint."""
+    with pytest.raises(CheckpointException, match=r"a\.b"):
+        round_trip({"a.b": numbers(2), "a": {"b": numbers(3)}}, writer, tmp_path)
+    assert not (tmp_path / ".metadata").exists()
+
+
+def test_what_dcp_loses(writer, tmp_path):
+    """As the README says: empty containers vanish, and scalars under integer keys come back under strings."""
+    state = {"empty": {}, "nothing": [], "numbered": {1: 5, 2: numbers(2)}, "w": numbers(3)}
+    dcp.async_save(state, checkpoint_id=tmp_path, storage_writer=writer).result()
+    loaded = {"numbered": {1: 0, 2: torch.zeros(2)}, "w": torch.zeros(3)}
+    dcp.load(loaded, storage_reader=TensorizerStorageReader(tmp_path))
+    assert_same(loaded["w"], state["w"])
+    assert_same(loaded["numbered"][2], state["numbered"][2])
+    assert {loaded["numbered"].get(1), loaded["numbered"].get("1")} >= {5}
+
+
+# --- generated states ------------------------------------------------------------------------------------------------
+
+names = st.text(st.characters(codec="utf-8", exclude_characters="."), min_size=1, max_size=8)
+shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
+
+
+@st.composite
+def tensors(draw):
+    """A tensor of any dtype and shape, as it is or as a view of another."""
+    tensor = filled(draw(st.sampled_from(ALL_DTYPES)), draw(shapes), draw(st.integers(0, 99)))
+    view = draw(st.sampled_from(["whole", "transposed", "stepped", "expanded"]))
+    if tensor.ndim and view == "transposed":
+        tensor = tensor.transpose(0, -1)
+    elif tensor.ndim and tensor.shape[0] and view == "stepped":
+        tensor = tensor[::2]
+    elif view == "expanded":
+        tensor = tensor.expand(2, *tensor.shape)
+    return tensor
+
+
+leaves = tensors() | st.none() | st.integers() | st.text(max_size=5) | st.booleans() | st.floats(allow_nan=False)
+states = st.recursive(
+    leaves,
+    lambda inner: st.dictionaries(names, inner, min_size=1, max_size=4) | st.lists(inner, min_size=1, max_size=3),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=60)
+@given(state=st.dictionaries(names, states, min_size=1, max_size=4))
+def test_generated_states_survive(writer, tmp_path_factory, state):
+    """Any nesting, dtypes, shapes and strides, one after the other through one writer and its buffer."""
+    assert_same(round_trip(state, writer, tmp_path_factory.mktemp("generated")), state)

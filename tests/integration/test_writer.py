@@ -1,0 +1,290 @@
+"""Saving in one process: paths, lifetime, order, failures."""
+
+import functools
+import gc
+import os
+import pickle
+import signal
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from dcp_tensorizer import StagingError, TensorizerStorageReader, TensorizerStorageWriter, WriteError
+from dcp_tensorizer._saving import writer_client
+from dcp_tensorizer._writer_process import process as process_module
+
+from ..support import memory_files
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def state_of(value):
+    return {"w": torch.full((1000,), float(value)), "step": value}
+
+
+def loaded(path):
+    state = {"w": torch.zeros(1000), "step": None}
+    dcp.load(state, storage_reader=TensorizerStorageReader(path))
+    assert len(set(state["w"].tolist())) == 1
+    return state["w"][0].item(), state["step"]
+
+
+def cause(caught):
+    return caught.value.failures[0][0]
+
+
+def test_checkpoint_id_holds_for_its_save_only(tmp_path):
+    """A save's checkpoint_id overrides the writer's path for that save; the next one goes to the path again."""
+    with TensorizerStorageWriter(tmp_path / "path") as writer:
+        dcp.async_save(state_of(1), storage_writer=writer).result()
+        dcp.async_save(state_of(2), storage_writer=writer, checkpoint_id=tmp_path / "other").result()
+        assert loaded(tmp_path / "path") == (1.0, 1)
+        dcp.async_save(state_of(3), storage_writer=writer).result()
+    assert loaded(tmp_path / "path") == (3.0, 3)
+    assert loaded(tmp_path / "other") == (2.0, 2)
+
+
+def test_overlapping_saves_keep_their_own_values(tmp_path):
+    """Saves whose futures are dropped, of one state that changes in place, each hold their own step."""
+    state = state_of(0)
+    with TensorizerStorageWriter() as writer:
+        for step in range(8):
+            state["w"].fill_(step)
+            state["step"] = step
+            dcp.async_save(state, storage_writer=writer, checkpoint_id=tmp_path / str(step))
+    assert [loaded(tmp_path / str(step)) for step in range(8)] == [(float(s), s) for s in range(8)]
+
+
+def test_an_overwrite_removes_what_it_replaced(tmp_path):
+    """After three saves to one path, one data file and its metadata are there."""
+    with TensorizerStorageWriter(tmp_path) as writer:
+        for step in range(3):
+            dcp.async_save(state_of(step), storage_writer=writer).result()
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == ["", ".tensors"]
+    assert loaded(tmp_path) == (2.0, 2)
+
+
+def test_overwrite_can_be_forbidden(tmp_path):
+    """overwrite=False refuses a path that holds a checkpoint, and leaves it alone."""
+    with TensorizerStorageWriter(tmp_path, overwrite=False) as writer:
+        dcp.save(state_of(1), storage_writer=writer)
+        with pytest.raises(CheckpointException) as caught:
+            dcp.save(state_of(2), storage_writer=writer)
+    assert isinstance(cause(caught), WriteError)
+    assert str(tmp_path) in str(cause(caught))
+    assert loaded(tmp_path) == (1.0, 1)
+
+
+class Halving(DefaultSavePlanner):
+    """Makes other tensors of some of those that it is given, as a planner may."""
+
+    def transform_object(self, write_item, value):
+        key = write_item.index.fqn
+        if key == "w":
+            return (value / 2).to(torch.float16)
+        return value.conj() if key == "z" else super().transform_object(write_item, value)
+
+
+def test_what_the_planner_makes_is_saved(tmp_path):
+    """Tensors that are not in the staging buffer, or are lazy views of it, are saved with the values they show."""
+    with TensorizerStorageWriter(tmp_path) as writer:
+        for value in (8.0, 6.0):  # the second save uses the memory of the first
+            state = {"w": torch.full((1000,), value), "z": torch.full((5,), 1 + 2j), "plain": torch.ones(3)}
+            dcp.async_save(state, storage_writer=writer, planner=Halving()).result()
+            found = {"w": torch.zeros(1000, dtype=torch.float16), "z": torch.zeros(5, dtype=torch.complex64)}
+            found["plain"] = torch.zeros(3)
+            dcp.load(found, storage_reader=TensorizerStorageReader(tmp_path))
+            assert found["w"].tolist() == [value / 2] * 1000
+            assert found["z"].tolist() == [1 - 2j] * 5
+            assert found["plain"].tolist() == [1.0] * 3
+
+
+def test_use_after_close(tmp_path):
+    """A closed writer refuses asynchronous and synchronous saves with an error that says so; closing twice is fine."""
+    writer = TensorizerStorageWriter(tmp_path)
+    writer.close()
+    writer.close()
+    with pytest.raises(CheckpointException) as caught:
+        dcp.async_save(state_of(1), storage_writer=writer).result()
+    assert isinstance(cause(caught), StagingError)
+    assert "closed" in str(cause(caught))
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(state_of(1), storage_writer=writer)
+    assert "closed" in str(cause(caught))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_closing_gives_up_a_save_that_hangs(tmp_path, monkeypatch):
+    """After its timeout `close` ends everything: the save fails with what happened, and no process is started anew."""
+    others = set(psutil.Process().children())  # what multiprocessing keeps for the tests before this one
+    writer = TensorizerStorageWriter(tmp_path)
+    dcp.async_save(state_of(1), storage_writer=writer).result()
+    monkeypatch.setattr(writer._process, "close", functools.partial(writer._process.close, 0.5))
+    os.kill(writer._process.pid, signal.SIGSTOP)
+    future = dcp.async_save(state_of(2), storage_writer=writer)
+    writer.close(timeout=0.2)
+    with pytest.raises(CheckpointException) as caught:
+        future.result(30)
+    assert isinstance(cause(caught), WriteError)
+    assert str(tmp_path) in str(cause(caught))
+    assert set(psutil.Process().children()) == others
+    assert loaded(tmp_path) == (1.0, 1)
+
+
+def test_nowhere_to_save():
+    """Without a path and a checkpoint_id the error says what to give."""
+    with TensorizerStorageWriter() as writer, pytest.raises(CheckpointException) as caught:
+        dcp.async_save(state_of(1), storage_writer=writer).result()
+    assert isinstance(cause(caught), WriteError)
+    assert "checkpoint_id" in str(cause(caught))
+
+
+def test_an_error_in_staging_names_the_key(tmp_path):
+    """What cannot be staged fails the save, not `async_save`, and the next save works."""
+    with TensorizerStorageWriter(tmp_path) as writer:
+        future = dcp.async_save({"bad": {"lock": threading.Lock()}}, storage_writer=writer)
+        with pytest.raises(CheckpointException) as caught:
+            future.result()
+        assert isinstance(cause(caught), StagingError)
+        assert "'bad.lock'" in str(cause(caught))
+        dcp.async_save(state_of(2), storage_writer=writer).result()
+    assert loaded(tmp_path) == (2.0, 2)
+
+
+@pytest.mark.parametrize("limit", [3, None])
+def test_failures_in_a_row_end_a_job_that_drops_its_futures(tmp_path, limit):
+    """The save after three failed ones raises from `async_save` itself; with no limit it never does."""
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    with TensorizerStorageWriter(blocked / "checkpoint", max_consecutive_failures=limit) as writer:
+        for _ in range(3):
+            future = dcp.async_save(state_of(1), storage_writer=writer)
+            with pytest.raises(CheckpointException):
+                future.result()
+        if limit is None:
+            with pytest.raises(CheckpointException):
+                dcp.async_save(state_of(1), storage_writer=writer).result()
+        else:
+            with pytest.raises(WriteError, match="3 saves in a row"):
+                dcp.async_save(state_of(1), storage_writer=writer)
+    gc.collect()
+
+
+def test_a_copy_is_a_writer_of_its_own(tmp_path):
+    """A pickled writer, as `mp.spawn` sends one to each rank, saves like the one it was made from."""
+    with TensorizerStorageWriter(tmp_path) as writer:
+        copied = pickle.loads(pickle.dumps(writer))
+    with copied:
+        dcp.async_save(state_of(4), storage_writer=copied).result()
+    assert loaded(tmp_path) == (4.0, 4)
+
+
+def test_prewarm_makes_the_buffer_that_the_first_save_uses(tmp_path):
+    """The first save after `prewarm` allocates nothing."""
+    with TensorizerStorageWriter(tmp_path) as writer:
+        writer.prewarm(state_of(1))
+        writer._stager._settle_warming()
+        buffer = writer._stager._idle
+        dcp.async_save(state_of(1), storage_writer=writer).result()
+        writer._stager.wait_turn()
+        writer.prewarm(state_of(1))  # takes back the buffer of the save, which is over
+        assert writer._stager._idle is buffer
+
+
+def test_prewarm_asks_stateful_values(tmp_path):
+    """`prewarm` takes what `async_save` takes: an object with a `state_dict` counts with its state."""
+
+    class App:
+        def state_dict(self):
+            return {"w": torch.ones(1_000_000)}
+
+        def load_state_dict(self, state_dict):
+            raise AssertionError("nothing is loaded")
+
+    with TensorizerStorageWriter(tmp_path) as writer:
+        writer.prewarm({"app": App()})
+        writer._stager._settle_warming()
+        assert writer._stager._idle.nbytes >= 4_000_000
+
+
+def test_memory_urls_are_written_in_this_process():
+    """A checkpoint in `memory://` is loaded again by the process that saved it."""
+    with TensorizerStorageWriter("memory://unit/checkpoint") as writer:
+        dcp.async_save(state_of(6), storage_writer=writer).result()
+    assert loaded("memory://unit/checkpoint") == (6.0, 6)
+
+
+def test_without_a_cache_a_save_keeps_no_memory(tmp_path):
+    """The buffer goes with the save, not with the next one; in the writer process too."""
+    before = memory_files()
+    with TensorizerStorageWriter(tmp_path, cache_staged_state_dict=False) as writer:
+        for value in (1, 2):
+            future = dcp.async_save(state_of(value), storage_writer=writer)
+            future.result()
+            writer._stager.wait_turn()
+            assert memory_files() == before
+            maps = Path(f"/proc/{writer._process.pid}/maps").read_text()
+            assert "memfd:dcp_tensorizer" not in maps
+            assert loaded(tmp_path) == (float(value), value)
+
+
+def test_saves_that_nobody_staged_do_not_clean_up_after_each_other(tmp_path, monkeypatch):
+    """A synchronous save on another thread, to the same path, while one writes: what that wrote is not left over."""
+    writing, go_on = threading.Event(), threading.Event()
+    write = writer_client.WriterClient.write
+
+    def wait(*args):
+        written = write(*args)
+        if threading.current_thread().name == "first":
+            writing.set()
+            assert go_on.wait(30)
+        return written
+
+    monkeypatch.setattr(writer_client.WriterClient, "write", wait)
+    with TensorizerStorageWriter(tmp_path) as writer:
+        first = threading.Thread(target=dcp.save, args=(state_of(1),), kwargs={"storage_writer": writer}, name="first")
+        first.start()
+        assert writing.wait(30)
+        dcp.save(state_of(2), storage_writer=writer)
+        assert loaded(tmp_path) == (2.0, 2)
+        go_on.set()
+        first.join()
+        assert loaded(tmp_path) == (1.0, 1)
+        dcp.save(state_of(3), storage_writer=writer)
+    assert loaded(tmp_path) == (3.0, 3)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_without_collectives_not_over_a_checkpoint_of_all_ranks(tmp_path):
+    """Every load would find that one, and not what was saved: the error says so, and it stays."""
+    with TensorizerStorageWriter(tmp_path) as writer:
+        dcp.save(state_of(1), storage_writer=writer)
+        with pytest.raises(WriteError, match=r"holds a checkpoint of all ranks.*save to another path"):
+            dcp.save(state_of(2), storage_writer=writer, use_collectives=False)
+    assert loaded(tmp_path) == (1.0, 1)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_writer_process_that_cannot_be_started_again(tmp_path, monkeypatch):
+    """Staging does not fail for it, which would leave the other ranks waiting: the save does, and names the path."""
+    with TensorizerStorageWriter(tmp_path) as writer:
+        dcp.async_save(state_of(1), storage_writer=writer).result()
+        writer._process._popen.kill()
+        writer._process._popen.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(process_module, "_start", refuse_to_start)
+            with pytest.raises(CheckpointException) as caught:
+                dcp.async_save(state_of(2), storage_writer=writer).result()
+        assert f"the save to {tmp_path} failed twice: the writer process cannot be started" in str(cause(caught))
+        dcp.async_save(state_of(3), storage_writer=writer).result()
+    assert loaded(tmp_path) == (3.0, 3)
+
+
+def refuse_to_start(*args):
+    raise OSError(11, "Resource temporarily unavailable")

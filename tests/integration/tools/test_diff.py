@@ -1,0 +1,154 @@
+"""Differences are found by value, in any chunks, and measured right at the edges of each dtype."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from dcp_tensorizer._format.layout import StoredItem
+from dcp_tensorizer._saving.commit import commit
+from dcp_tensorizer._saving.file_planner import plan_files
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._tools import diff as diff_module
+from dcp_tensorizer._tools.diff import Change, Difference, diff
+from dcp_tensorizer._tools.formats.sources import open_checkpoint
+from dcp_tensorizer._writer_process.messages import TensorSource
+from dcp_tensorizer._writer_process.write_job import FileJob
+
+from ...checkpoints import ODD, make_checkpoint
+from ...support import ALL_DTYPES, filled
+
+
+def compare(tmp_path: Path, before: dict[str, Any], after: dict[str, Any], chunks: Any = None) -> Difference:
+    for name, state in (("a", before), ("b", after)):
+        tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+        objects = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
+        make_checkpoint(tmp_path / name, tensors, objects, chunks if name == "a" else None)
+    return diff(open_checkpoint(tmp_path / "a", {}), open_checkpoint(tmp_path / "b", {}))
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
+def test_the_same_values_in_other_chunks(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Every dtype; NaNs are equal to themselves."""
+    state = {"half": filled(dtype, (5, 4)), "columns": filled(dtype, (5, 4), 1), "none": torch.empty(0, dtype=dtype)}
+    found = compare(tmp_path, state, state, ODD)
+    assert (bool(found), found.same) == (False, 3)
+    assert found.nbytes == 2 * 2 * 20 * dtype.itemsize
+
+
+def test_the_same_digests_need_no_reading(tmp_path: Path) -> None:
+    """Tensors in the same chunks are not read to find them the same."""
+    found = compare(tmp_path, {"x": filled(torch.float32, (5, 4))}, {"x": filled(torch.float32, (5, 4))})
+    assert (bool(found), found.same, found.nbytes) == (False, 1, 0)
+
+
+def test_keys_shapes_dtypes_and_kinds(tmp_path: Path) -> None:
+    """Each difference under its name."""
+    found = compare(
+        tmp_path,
+        {"gone": torch.ones(1), "shape": torch.ones(2, 3), "dtype": torch.ones(2), "kind": torch.ones(1), "o": [1]},
+        {"new": 5, "shape": torch.ones(3, 2), "dtype": torch.ones(2).half(), "kind": 3, "o": [2]},
+    )
+    assert (found.added, found.removed, found.same) == (("new",), ("gone",), 0)
+    assert set(found.changed) == {
+        Change("shape", "shape", "2 x 3", "3 x 2"),
+        Change("dtype", "dtype", "float32", "float16"),
+        Change("kind", "kind", "tensor", "object"),
+        Change("o", "value", "[1]", "[2]"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "differing", "largest", "relative"),
+    [
+        (torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 3.0, 8.0]), 2, 4.0, 0.5),
+        (torch.tensor([0.0]), torch.tensor([-0.0]), 1, 0.0, 0.0),
+        (torch.tensor([math.inf]), torch.tensor([1.0]), 1, math.inf, math.inf),
+        (torch.tensor([math.nan, 1.0]), torch.tensor([1.0, 1.0]), 1, math.nan, math.nan),
+        (torch.tensor([2**63 - 1]), torch.tensor([-(2**63)]), 1, 2.0**64 - 1, 2.0),
+        (torch.tensor([2**60]), torch.tensor([2**60 + 1]), 1, 1.0, 2.0**-60),
+        (torch.tensor([True, False]), torch.tensor([False, False]), 1, 1.0, 1.0),
+        (torch.tensor([255], dtype=torch.uint8), torch.tensor([0], dtype=torch.uint8), 1, 255.0, 1.0),
+        (torch.tensor([1.0]).bfloat16(), torch.tensor([1.5]).bfloat16(), 1, 0.5, 1 / 3),
+        (torch.tensor([3 + 4j]), torch.tensor([0j]), 1, 5.0, 1.0),
+        (torch.tensor(1.0).to(torch.float8_e4m3fn), torch.tensor(2.0).to(torch.float8_e4m3fn), 1, 1.0, 0.5),
+    ],
+)
+def test_how_far_values_lie_apart(
+    tmp_path: Path, a: torch.Tensor, b: torch.Tensor, differing: int, largest: float, relative: float
+) -> None:
+    """Absolutely, and in relation to the larger."""
+    (change,) = compare(tmp_path, {"x": a}, {"x": b}).changed
+    assert (change.elements, change.differing) == (a.numel(), differing)
+    assert change.largest == pytest.approx(largest, nan_ok=True)
+    assert change.relative == pytest.approx(relative, nan_ok=True)
+
+
+def test_dtypes_without_arithmetic_are_counted(tmp_path: Path) -> None:
+    """They differ, and nobody can say by how much."""
+    a = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    b = torch.tensor([0, 1, 0, 2], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    (change,) = compare(tmp_path, {"x": a}, {"x": b}).changed
+    assert (change.differing, change.largest, change.relative) == (2, None, None)
+
+
+def test_blocks_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small the pieces are in which tensors are compared."""
+    monkeypatch.setattr(diff_module, "_BLOCK", 24)
+    monkeypatch.setattr(diff_module, "_ELEMENTS", 3)
+    a = torch.arange(60.0).reshape(3, 4, 5)
+    b = a.clone()
+    b[2, 3, 4] += 7
+    b[0, 1, 2] -= 1
+    (change,) = compare(tmp_path, {"x": a}, {"x": b}).changed
+    assert (change.elements, change.differing, change.largest) == (60, 2, 7.0)
+
+
+def save_wrapper(path: Path, chunks: list[bytes]) -> None:
+    """A tensor of a subclass, with two elements in each chunk."""
+    storage = open_storage(path)
+    storage.make_directory()
+    written = []
+    for rank, content in enumerate(chunks):
+        source = TensorSource("w", "uint8", (len(content),), 0, 0, len(content), "wrapper")
+        files = plan_files([source], rank, "a" * 32)
+        job = FileJob(storage, files, lambda _, content=content: memoryview(content), sync=False, threads=1)  # type: ignore[misc]
+        (file,) = job.run().files
+        (found,) = file.tensors
+        item = StoredItem(file.name, "w", found.offset, found.length, "uint8", "wrapper", found.digests)
+        written.append((MetadataIndex("w", torch.Size([2 * rank])), item, file.nbytes))
+    regions = [ChunkStorageMetadata(torch.Size([2 * rank]), torch.Size([2])) for rank in range(len(chunks))]
+    described = {"w": TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([2 * len(chunks)]), regions)}
+    metadata = Metadata(described, {"w": ("w",)}, storage_meta=StorageMeta(str(path), "a" * 32))
+    commit(storage, metadata, written, rank=None, sync=False)
+
+
+def test_tensors_of_subclasses_differ_in_any_chunk(tmp_path: Path) -> None:
+    """All of one is compared, and not what the first rank saved."""
+    save_wrapper(tmp_path / "a", [b"one", b"two"])
+    save_wrapper(tmp_path / "b", [b"one", b"THREE"])
+    a, b = (open_checkpoint(tmp_path / name, {}) for name in "ab")
+    assert (b.objects["w"].read(), b.objects["w"].nbytes) == (b"oneTHREE", 8)
+    assert [change.key for change in diff(a, b).changed] == ["w"]
+    assert not diff(a, open_checkpoint(tmp_path / "a", {}))
+
+
+def test_objects_are_compared_by_value(tmp_path: Path) -> None:
+    """Pickles of equal values differ where one has a string twice and the other two equal ones; types count."""
+    one, two = "".join(["ab"] * 10), "".join(["ab"] * 10)
+    same: dict[str, Any] = {"o": {"a": one, "b": one}, "n": 1, "nan": math.nan, "l": [torch.ones(2)]}
+    other: dict[str, Any] = {"o": {"a": one, "b": two}, "n": 1.0, "nan": math.inf, "l": [torch.zeros(2)]}
+    found = compare(tmp_path, same, other)
+    assert {change.key for change in found.changed} == {"n", "nan", "l"}

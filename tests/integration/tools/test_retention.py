@@ -1,0 +1,288 @@
+"""What lies below a path, and that collecting never takes what somebody needs."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+
+from dcp_tensorizer._format.layout import data_file_name
+from dcp_tensorizer._saving.commit import begin
+from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._tools.retention import Removal, collect, find, plan_collection
+from dcp_tensorizer.errors import NotCommitted
+
+from ...checkpoints import make_checkpoint
+from ...servers import S3Server
+from ...support import on_a_page
+
+LEFTOVER = data_file_name(0, 0, "f" * 32)
+NOW = 0.0
+
+
+@pytest.fixture(autouse=True)
+def _now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for all that a test makes, and of when it runs, not of when it was collected."""
+    monkeypatch.setitem(globals(), "NOW", time.time())
+
+
+def make(path: Path, age: float) -> Path:
+    """A checkpoint that was committed ``age`` seconds ago."""
+    make_checkpoint(path, {"x": torch.ones(3)}, {"step": 1})
+    for file in path.iterdir():
+        os.utime(file, (NOW - age, NOW - age))
+    return path
+
+
+def leave(folder: Path, age: float = 0) -> Path:
+    """What a save that died has left."""
+    folder.mkdir(exist_ok=True)
+    (folder / LEFTOVER).write_bytes(b"x" * 100)
+    os.utime(folder / LEFTOVER, (NOW - age, NOW - age))
+    return folder / LEFTOVER
+
+
+def run(path: Path | str, keep: int | None = None, older_than: float | None = None) -> list[Removal]:
+    return [collect(removal) for removal in plan_collection(find(open_storage(path)), keep, older_than)]
+
+
+def names(path: Path) -> set[str]:
+    return {entry.name for entry in path.iterdir()}
+
+
+def test_what_is_found(tmp_path: Path) -> None:
+    """Newest first, by when they were committed; those that are not, and damaged ones, as such."""
+    make(tmp_path / "run" / "step-20", 10)
+    make(tmp_path / "run" / "step-10", 20)
+    leave(tmp_path / "run" / "step-30", 5)
+    (make(tmp_path / "run" / "step-5", 30) / ".metadata").write_bytes(b"damaged")
+    os.utime(tmp_path / "run" / "step-5" / ".metadata", (NOW - 30, NOW - 30))
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "file").touch()
+    found = find(open_storage(tmp_path))
+    assert [(listed.step, listed.state) for listed in found] == [
+        (30, "unfinished"),
+        (20, "committed"),
+        (10, "committed"),
+        (5, "unreadable"),
+    ]
+    assert (found[1].ranks, found[1].tensors, found[1].objects) == (1, 1, 1)
+    assert found[1].nbytes == sum(path.stat().st_size for path in (tmp_path / "run" / "step-20").iterdir())
+    with pytest.raises(NotCommitted, match="nowhere"):
+        find(open_storage(tmp_path / "nowhere"))
+
+
+def test_each_rank_by_itself_is_committed(tmp_path: Path) -> None:
+    """Saved without collectives, a checkpoint has a metadata file for each rank."""
+    make_checkpoint(tmp_path / "a", {"x": torch.ones(3)}, rank=0)
+    make_checkpoint(tmp_path / "a", {"y": torch.ones(3)}, rank=1)
+    (found,) = find(open_storage(tmp_path))
+    assert (found.state, found.tensors) == ("committed", 2)
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    """As many as asked, in each directory; what is not committed does not count."""
+    for run_name in ("one", "two"):
+        for step in range(1, 5):
+            make(tmp_path / run_name / f"step-{step}", 100 - step)
+    leave(tmp_path / "one" / "step-9")
+    removals = run(tmp_path, keep=2)
+    assert names(tmp_path / "one") == names(tmp_path / "two") == {"step-3", "step-4"}
+    assert sum(removal.whole for removal in removals) == 4
+
+
+def test_the_newest_one_always_stays(tmp_path: Path) -> None:
+    """However old it is; and so does the one with the highest step, from which a job would resume."""
+    make(tmp_path / "step-100", 2000)
+    make(tmp_path / "step-50", 1000)
+    make(tmp_path / "step-10", 3000)
+    run(tmp_path, older_than=0)
+    assert names(tmp_path) == {"step-100", "step-50"}
+
+
+def test_both_conditions_must_hold(tmp_path: Path) -> None:
+    """Beyond the number and beyond the age."""
+    for step, age in ((1, 400), (2, 300), (3, 200), (4, 100)):
+        make(tmp_path / f"step-{step}", age)
+    run(tmp_path, keep=1, older_than=250)
+    assert names(tmp_path) == {"step-3", "step-4"}
+
+
+def test_without_conditions_only_leftovers_go(tmp_path: Path) -> None:
+    """Of saves that never committed, also beside a checkpoint; what is not ours stays, and so does its directory."""
+    make(tmp_path / "step-1", 10)
+    leave(tmp_path / "step-1")
+    leave(tmp_path / "step-2")
+    leave(tmp_path / "step-3")
+    (tmp_path / "step-3" / "mine.txt").touch()
+    removals = run(tmp_path)
+    assert sum(removal.nbytes for removal in removals) == 300
+    assert names(tmp_path) == {"step-1", "step-3"}
+    assert names(tmp_path / "step-3") == {"mine.txt"}
+    assert LEFTOVER not in names(tmp_path / "step-1")
+    assert find(open_storage(tmp_path))[0].state == "committed"
+
+
+def test_a_save_under_way_is_left_alone(tmp_path: Path) -> None:
+    """Whoever has claimed a directory keeps what is in it: a first save, and one that overwrites."""
+    old, new = make(tmp_path / "step-1", 100), make(tmp_path / "step-2", 50)
+    fresh = tmp_path / "step-3"
+    fresh.mkdir()
+    locks = [begin(open_storage(path), 1.0) for path in (old, fresh)]
+    leave(fresh)
+    leave(old)
+    removals = run(tmp_path, keep=1, older_than=0)
+    assert {removal.kept for removal in removals} == {"a save is under way there"}
+    assert names(tmp_path) == {"step-1", "step-2", "step-3"}
+    assert LEFTOVER in names(old) & names(fresh)
+    for lock in locks:
+        lock.release()
+    run(tmp_path, keep=1)
+    assert names(tmp_path) == {new.name}
+
+
+def test_a_save_that_came_in_between_is_left_alone(tmp_path: Path) -> None:
+    """Between looking and removing, a job has saved there."""
+    make(tmp_path / "step-1", 100)
+    make(tmp_path / "step-2", 50)
+    plan = plan_collection(find(open_storage(tmp_path)), 1, None)
+    make(tmp_path / "step-1", 0)
+    assert [collect(removal).kept for removal in plan] == ["a save has been there in the meantime"]
+    assert find(open_storage(tmp_path / "step-1"))[0].state == "committed"
+
+
+def test_unreadable_checkpoints_are_nobodys_leftovers(tmp_path: Path) -> None:
+    """Nothing of them is removed: they may be of a newer release."""
+    (make(tmp_path / "step-1", 100) / ".metadata").write_bytes(b"of a later version")
+    leave(tmp_path / "step-1")
+    make(tmp_path / "step-2", 50)
+    assert run(tmp_path, keep=1, older_than=0) == []
+
+
+def test_an_interrupted_removal_leaves_no_half_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The metadata goes first; the rest is what the next collection removes."""
+    make(tmp_path / "step-1", 100)
+    make(tmp_path / "step-2", 50)
+    storage_type = type(open_storage(tmp_path))
+    remove = storage_type.remove
+
+    def fail(storage: object, name: str) -> None:
+        if name.endswith(".tensors"):
+            raise PermissionError(name)
+        remove(storage, name)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage_type, "remove", fail)
+        (removal,) = run(tmp_path, keep=1)
+    assert (removal.failed, removal.files, "PermissionError" in removal.kept) == (True, (), True)
+    assert find(open_storage(tmp_path / "step-1"))[0].state == "unfinished"
+    run(tmp_path)
+    assert names(tmp_path) == {"step-2"}
+
+
+def test_off_local_disks_leftovers_go_only_by_age() -> None:
+    """Nobody can see there whether a save is under way."""
+    memory = fsspec.filesystem("memory")
+    url = "memory://collected"
+    make_checkpoint(f"{url}/step-1", {"x": torch.ones(3)})
+    memory.pipe_file(f"/collected/step-1/{LEFTOVER}", b"x" * 100)
+    memory.pipe_file(f"/collected/step-2/{LEFTOVER}", b"x" * 100)
+    try:
+        for older_than in (None, 3600.0):
+            assert all("--older-than" in removal.kept for removal in run(url, older_than=older_than))
+        assert memory.exists(f"/collected/step-2/{LEFTOVER}")
+        assert [removal.kept for removal in run(url, older_than=0)] == ["", ""]
+        assert [listed.state for listed in find(open_storage(url))] == ["committed"]
+        assert not memory.exists(f"/collected/step-1/{LEFTOVER}")
+    finally:
+        memory.rm("/collected", recursive=True)
+
+
+def test_copied_checkpoints_are_kept_by_their_steps(tmp_path: Path) -> None:
+    """A copy has the time at which it was made; a job that went back has newer checkpoints of lower steps."""
+    for step, age in ((10, 1), (20, 3), (30, 2), (40, 4), (5, 9)):
+        make(tmp_path / f"step-{step}", age)
+    run(tmp_path, keep=2)
+    assert names(tmp_path) == {"step-10", "step-30", "step-40"}
+
+
+def test_links_to_checkpoints_are_not_counted(tmp_path: Path) -> None:
+    """The newest one stays, whatever points to it."""
+    for step in (1, 2, 3):
+        make(tmp_path / f"step-{step}", 100 - step)
+    (tmp_path / "latest").symlink_to("step-3")
+    run(tmp_path, keep=1)
+    assert names(tmp_path) == {"step-3", "latest"}
+    assert find(open_storage(tmp_path / "step-3"))[0].state == "committed"
+
+
+@pytest.mark.parametrize("damage", ["missing", "short"])
+def test_what_is_being_copied_neither_counts_nor_goes(tmp_path: Path, damage: str) -> None:
+    """Its metadata came first, and its data has not arrived."""
+    make(tmp_path / "step-1", 100)
+    (data,) = make(tmp_path / "step-2", 50).glob("*.tensors")
+    if damage == "missing":
+        data.unlink()
+    else:
+        os.truncate(data, 100)
+    leave(tmp_path / "step-2", 50)
+    assert {listed.step: listed.state for listed in find(open_storage(tmp_path))} == {1: "committed", 2: "incomplete"}
+    assert run(tmp_path, keep=1, older_than=0) == []
+    assert names(tmp_path) == {"step-1", "step-2"}
+    assert LEFTOVER in names(tmp_path / "step-2")
+
+
+def test_ranks_that_have_not_all_committed(tmp_path: Path) -> None:
+    """Where each saves for itself, a checkpoint with fewer ranks than others does not make these old."""
+    for step, ranks in ((1, 2), (2, 2), (3, 1)):
+        for rank in range(ranks):
+            make_checkpoint(tmp_path / f"step-{step}", {f"x{rank}": torch.ones(3)}, rank=rank)
+    assert {listed.step: listed.parts for listed in find(open_storage(tmp_path))} == {1: 2, 2: 2, 3: 1}
+    run(tmp_path, keep=1)
+    assert names(tmp_path) == {"step-2", "step-3"}
+
+
+def test_one_that_cannot_be_removed_does_not_keep_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is shown with the reason, and what was removed as well."""
+    for step in (1, 2, 3, 4):
+        make(tmp_path / f"step-{step}", 100 - step)
+    storage_type = type(open_storage(tmp_path))
+    remove = storage_type.remove
+
+    def fail(storage: LocalStorage, *names: str) -> None:
+        if storage.path.endswith("step-2"):
+            raise PermissionError("not yours")
+        remove(storage, *names)
+
+    monkeypatch.setattr(storage_type, "remove", fail)
+    removals = {removal.listed.step: removal for removal in run(tmp_path, keep=1)}
+    assert {step: (removal.failed, removal.nbytes > 0) for step, removal in removals.items()} == {
+        1: (False, True),
+        2: (True, False),
+        3: (False, True),
+    }
+    assert "not yours" in removals[2].kept
+    assert names(tmp_path) == {"step-2", "step-4"}
+
+
+def test_uploads_of_dead_saves_are_aborted(s3: S3Server) -> None:
+    """They are in no listing, and are paid for; those that may be of a save under way stay."""
+    url = f"s3://{s3.bucket}/{uuid.uuid4().hex}"
+    make_checkpoint(f"{url}/step-1", {"w": torch.ones(3)}, options=s3.options())
+    storage = open_storage(f"{url}/step-1", s3.options())
+    sink = storage.create(data_file_name(3, 0, "a" * 32), 100 << 20, sync=True)
+    sink.put_part(0, on_a_page(bytes(sink.part_bytes)))  # which waits until the upload is under way
+    (listed,) = find(open_storage(url, s3.options()))
+    assert [file.name for file in listed.leftovers] == [data_file_name(3, 0, "a" * 32)]
+    (removal,) = plan_collection([listed], None, 3600.0)
+    assert "a save may be under way" in collect(removal).kept
+    (removal,) = plan_collection([listed], None, 0.0)
+    assert collect(removal).kept == ""
+    assert storage.uploads() == []
+    assert find(open_storage(url, s3.options()))[0].state == "committed"

@@ -1,0 +1,121 @@
+"""Every damage is found and named, and nothing else is; the rest is checked past it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dcp_tensorizer._format.chunks import Region
+from dcp_tensorizer._format.encryption import Cipher
+from dcp_tensorizer._format.layout import Derivation, data_file_rank
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._tools.checkpoint_view import read_parts
+from dcp_tensorizer._tools.verify import Verified, verify
+from dcp_tensorizer.errors import MetadataError
+
+from ...checkpoints import make_checkpoint
+from ...support import filled
+
+
+@pytest.fixture(params=[None, Cipher(bytes(range(32)), Derivation(1, 8192, 2, bytes(16)))], ids=["plain", "encrypted"])
+def checkpoint(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """Of an encrypted one nobody has the key here."""
+    tensors = {"a": filled(torch.float32, (5, 4)), "b": filled(torch.bfloat16, (300, 1000), 1), "e": torch.empty(0, 2)}
+    chunks = {"b": [Region((0, 0), (200, 1000)), Region((200, 0), (100, 1000))]}
+    return make_checkpoint(tmp_path / "checkpoint", tensors, {"step": 7}, chunks, request.param)
+
+
+def look(checkpoint: Path, full: bool = False) -> Verified:
+    storage = open_storage(checkpoint)
+    return verify(storage, read_parts(storage), full=full)
+
+
+def data_file(checkpoint: Path, rank: int) -> Path:
+    return next(path for path in checkpoint.glob("*.tensors") if data_file_rank(path.name) == rank)
+
+
+def flip(path: Path, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x40]))
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_what_is_whole_is_found_whole(checkpoint: Path, full: bool) -> None:
+    """And all of it has been read: the data, or every byte of the files."""
+    found = look(checkpoint, full)
+    sizes = sum(path.stat().st_size for path in checkpoint.glob("*.tensors"))
+    assert (found.files, found.items, found.damages) == (2, 4, ())
+    assert found.nbytes == sizes if full else 600_000 < found.nbytes < sizes
+
+
+def test_any_flipped_byte_is_found_in_full(checkpoint: Path) -> None:
+    """In the head, the index, a header, the data and the end of a file."""
+    path = data_file(checkpoint, 0)
+    pieces = read_parts(open_storage(checkpoint))[None].storage_data["items"]
+    offset = pieces["a", (0, 0)][2]
+    size = path.stat().st_size
+    for place in (0, 9, 100, 262_100, offset - 1, offset - 40, offset, offset + 79, size - 1):
+        flip(path, place)
+        found = look(checkpoint, full=True)
+        assert len(found.damages) == 1, place
+        assert found.damages[0].file == path.name
+        assert found.damages[0].key == ("a" if offset - 60 < place < size - 8 else None), place
+        flip(path, place)
+    assert look(checkpoint, full=True).damages == ()
+
+
+def test_damage_is_named_by_key_file_and_block(checkpoint: Path) -> None:
+    """Each damaged block by itself, of every tensor."""
+    stored = read_parts(open_storage(checkpoint))[None].storage_data["items"]["b", (0, 0)]
+    path = checkpoint / stored[0]
+    flip(path, stored[2] + 5)
+    flip(path, stored[2] + 3 * 65536 + 1)
+    flip(checkpoint / stored[0], read_parts(open_storage(checkpoint))[None].storage_data["items"]["step", None][2])
+    found = look(checkpoint)
+    places = {(d.key, d.offset) for d in found.damages}
+    assert {("b", stored[2]), ("b", stored[2] + 3 * 65536)} < places
+    assert {d.key for d in found.damages} == {"b", "step"}
+    assert f"bytes {stored[2]:,} to {stored[2] + 65536:,} are not" in next(
+        d.what for d in found.damages if d.key == "b"
+    )
+
+
+def test_a_missing_file(checkpoint: Path) -> None:
+    """It is named, with every tensor that was in it; the other file is checked."""
+    path = data_file(checkpoint, 1)
+    path.unlink()
+    found = look(checkpoint)
+    assert [(d.file, d.key) for d in found.damages] == [(path.name, None), (path.name, "b")]
+    assert found.damages[0].what == "is missing"
+    assert found.nbytes > 0
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_short_file(checkpoint: Path, full: bool) -> None:
+    """Its size is told, and what was lost with its end; what is before that is not damaged."""
+    path = data_file(checkpoint, 0)
+    size = path.stat().st_size
+    with open(path, "r+b") as file:
+        file.truncate(size - 1000)
+    found = look(checkpoint, full)
+    assert found.damages[0].what == f"has {size - 1000:,} bytes instead of {size:,}"
+    assert [d.key for d in found.damages if d.key] == ["step"]
+
+
+def test_a_file_that_grew(checkpoint: Path) -> None:
+    """Its data is as it was, and its size is not."""
+    with open(data_file(checkpoint, 0), "ab") as file:
+        file.write(b"more")
+    assert [(d.key, "instead of" in d.what) for d in look(checkpoint).damages] == [(None, True)]
+
+
+def test_damaged_metadata_is_an_error(checkpoint: Path) -> None:
+    """Without it there is nothing to compare with."""
+    flip(checkpoint / ".metadata", 100)
+    with pytest.raises(MetadataError, match="checksum"):
+        look(checkpoint)

@@ -1,0 +1,204 @@
+"""Values and small helpers that several unit tests need."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import resource
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import xxhash
+
+from dcp_tensorizer._format.chunks import Region
+from dcp_tensorizer._format.layout import StoredItem, block_size
+from dcp_tensorizer._loading.read_planner import ReadRequest
+from dcp_tensorizer._storage.base import Storage
+from dcp_tensorizer._storage.page_cache import Residency
+from dcp_tensorizer._writer_process.messages import TensorSource
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "dcp_tensorizer"
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch.empty(0, dtype=torch.complex32)  # torch warns, once a process, that complex32 is experimental
+
+
+def _plain_dtypes() -> list[torch.dtype]:
+    """Every dtype that can be saved: all but torch's own quantised ones, opaque bits, and integers below a byte."""
+    found = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    plain = {dtype for dtype in found if not re.match(r"torch\.(q|bits|u?int[1-7]$)", str(dtype))}
+    return sorted(plain, key=str)
+
+
+ALL_DTYPES = _plain_dtypes()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def filled(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """A tensor of arbitrary but repeatable bytes; NaNs and infinities occur."""
+    count = 1
+    for extent in shape:
+        count *= extent
+    generator = torch.Generator().manual_seed(seed)
+    high = 2 if dtype is torch.bool else 256
+    raw = torch.randint(0, high, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    return raw.view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """The elements of a tensor in C order, conjugation and negation carried out."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu()
+    if not plain.numel():
+        return b""
+    if plain.numel() == 1:  # contiguous whatever its strides are
+        plain = plain.as_strided((1,), (1,))
+    if not plain.is_contiguous():
+        plain = plain.view(torch.uint8).contiguous() if plain.itemsize == 1 else plain.contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same dtype, shape and bits (NaNs are equal to themselves)."""
+    return a.dtype == b.dtype and a.shape == b.shape and raw(a) == raw(b)
+
+
+def stored_item(length: int, *, offset: int = 0, dtype: str = "uint8", digests: bytes = b"") -> StoredItem:
+    return StoredItem(f"__0_0_{'a' * 32}.tensors", "t", offset, length, dtype, "tensor", digests)
+
+
+def read_request(item: StoredItem, shape: tuple[int, ...], region: Region, *, in_place: bool = False) -> ReadRequest:
+    return ReadRequest(item, shape, getattr(torch, item.dtype).itemsize, region, in_place)
+
+
+class BufferSink:
+    """A sink that keeps its contents, in parts of a few bytes if a test wants many."""
+
+    concurrency = 2
+
+    def __init__(self, part_bytes: int = 4 << 20, *, in_order: bool = False) -> None:
+        self.part_bytes = part_bytes
+        self.in_order = in_order
+        if in_order:
+            self.concurrency = 1
+        self.bytes_written = 0
+        self.write_seconds = self.complete_seconds = 0.0
+        self.parts: dict[int, bytes] = {}
+        self.closed = self.aborted = False
+
+    def put_part(self, number: int, data: memoryview) -> None:
+        assert number not in self.parts
+        assert not self.in_order or number == len(self.parts)
+        self.parts[number] = bytes(data)
+        self.bytes_written += data.nbytes
+
+    def complete(self) -> None:
+        self.closed = True
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    @property
+    def content(self) -> bytes:
+        """The file; every part but the last has the same size."""
+        assert sorted(self.parts) == list(range(len(self.parts)))
+        assert all(len(self.parts[number]) == self.part_bytes for number in range(len(self.parts) - 1))
+        return b"".join(self.parts[number] for number in sorted(self.parts))
+
+
+def put_file(storage: Storage, name: str, content: bytes, *, sync: bool = True) -> None:
+    """Writes a whole file through a sink."""
+    sink = storage.create(name, len(content), sync=sync)
+    for number, start in enumerate(range(0, len(content), sink.part_bytes)):
+        sink.put_part(number, on_a_page(content[start : start + sink.part_bytes]))
+    sink.complete()
+
+
+def on_a_page(content: bytes) -> memoryview:
+    """A copy that begins on a page, as a sink wants it."""
+    memory = mmap.mmap(-1, max(1, len(content)))
+    memory[: len(content)] = content
+    return memoryview(memory)[: len(content)]
+
+
+def sources(tensors: Iterable[tuple[str, torch.Tensor]], kind: str = "tensor") -> tuple[TensorSource, ...]:
+    """What a request says of tensors."""
+    return tuple(TensorSource(n, dtype_name(t.dtype), tuple(t.shape), 0, 0, t.nbytes, kind) for n, t in tensors)
+
+
+def block_digests(tensor: torch.Tensor) -> bytes:
+    """XXH3-64 of each block of a tensor's bytes, and of more than one, then of all."""
+    data = raw(tensor)
+    step = block_size(len(data))
+    blocks = [xxhash.xxh3_64_digest(data[start : start + step]) for start in range(0, len(data), step)]
+    return b"".join(blocks + ([xxhash.xxh3_64_digest(data)] if len(blocks) > 1 else []))
+
+
+@contextmanager
+def file_size_limit(nbytes: int) -> Iterator[None]:
+    """The operating system refuses files larger than this, as a full disk would."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def run_python(script: str, *arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """Runs a script in an interpreter of its own, and fails with its stderr if it fails."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def open_descriptors() -> dict[int, str]:
+    """The descriptors of this process and what they refer to."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue  # the one that listed them
+    return found
+
+
+def forget(path: Path) -> None:
+    """Drops a file's pages from the page cache."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def cached(path: Path, offset: int) -> bool:
+    """Whether the page cache holds this very byte of a file; asked anew each time."""
+    with open(path, "rb") as file:
+        residency = Residency(file.fileno())
+        found = residency._ask(offset)
+        residency.close()
+    return found
+
+
+def memory_files() -> set[int]:
+    """The inodes of the buffers' memory files that this process has open or mapped."""
+    mark = "memfd:dcp_tensorizer"
+    found = {os.stat(f"/proc/self/fd/{fd}").st_ino for fd, target in open_descriptors().items() if mark in target}
+    return found | {int(line.split()[4]) for line in Path("/proc/self/maps").read_text().splitlines() if mark in line}

@@ -1,0 +1,272 @@
+"""Every file is the one that stock tensorizer would have written, and its digests are right."""
+
+from __future__ import annotations
+
+import functools
+import io
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensorizer import TensorDeserializer, TensorSerializer
+
+from dcp_tensorizer._format import encoder, part_buffer
+from dcp_tensorizer._format.encoder import encode
+from dcp_tensorizer._format.tensorizer_file import ALIGNMENT, lay_out
+from dcp_tensorizer._memory.tensor_bytes import host_bytes
+
+from ...support import ALL_DTYPES, BufferSink, block_digests, dtype_name, filled, raw, same, sources
+
+Tensors = list[tuple[str, torch.Tensor]]
+
+
+def encoded(
+    tensors: Tensors, threads: int = 1, part_bytes: int = 1 << 20, *, in_order: bool = False, alignment: int = 1
+) -> bytes:
+    """A whole file, with its digests checked; not aligned, because stock tensorizer's are not."""
+    sink = BufferSink(part_bytes, in_order=in_order)
+    layout = lay_out(sources(tensors), alignment=alignment)
+    found = encode(layout, [lambda t=tensor: host_bytes(t) for _, tensor in tensors], sink, threads)  # type: ignore[misc]
+    assert (sink.closed, sink.aborted) == (True, False)
+    assert found == [(block_digests(tensor), b"") for _, tensor in tensors]
+    content = sink.content
+    assert sink.bytes_written == len(content) == layout.nbytes
+    for (_, tensor), entry in zip(tensors, layout.entries, strict=True):
+        assert content[entry.offset : entry.offset + entry.length] == raw(tensor)
+        assert entry.offset % alignment == 0
+    return content
+
+
+class Kept(io.BytesIO):
+    """Gives its contents when it is closed, as tensorizer closes it."""
+
+    content = b""
+
+    def close(self) -> None:
+        if not self.closed:
+            self.content = self.getvalue()
+        super().close()
+
+
+def stock(tensors: Tensors) -> bytes:
+    """What tensorizer itself makes of tensors."""
+    file = Kept()
+    serializer = TensorSerializer(file)
+    for name, tensor in tensors:  # one at a time, so that names that it would nest stay as they are
+        plain = torch.frombuffer(bytearray(raw(tensor)), dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+        serializer.write_state_dict({name: plain})
+    serializer.close()
+    return file.content
+
+
+def check_file(tensors: Tensors, folder: Path, threads: int = 1) -> None:
+    """Compares a file with stock tensorizer's, and has stock tensorizer verify and read the one with aligned data."""
+    assert encoded(tensors, threads) == stock(tensors)
+    path = folder / "file.tensors"
+    path.write_bytes(encoded(tensors, threads, alignment=ALIGNMENT))
+    with TensorDeserializer(path, device="cpu", verify_hash=True) as loaded:
+        assert list(loaded.keys()) == [name for name, _ in tensors]
+        assert [name for name, tensor in tensors if not same(loaded[name], tensor)] == []
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
+def test_stock_tensorizer_reads_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Bit-exact, with tensorizer's own hashes verified: 0-dim, one element, several dimensions."""
+    check_file(
+        [("scalar", filled(dtype, ())), ("one", filled(dtype, (1,))), ("many", filled(dtype, (3, 4, 5)))], tmp_path
+    )
+
+
+NAMES = [
+    "model.layers.0.self_attn.q_proj.weight",
+    "nul\0inside",
+    "a/b",
+    "/absolute",
+    "../up",
+    "emoji \N{GRINNING FACE}",
+    "n" * 1000,
+    " ",
+    "\n",
+    ".",
+    "0",
+    "a\x1eb",
+    "\x1f",
+    "e\u0301",
+    "\xe9",
+    "__metadata__",
+]
+
+
+def test_stock_tensorizer_reads_odd_names(tmp_path: Path) -> None:
+    """Whatever is stored under its own name comes back under it."""
+    check_file([(name, torch.tensor([number])) for number, name in enumerate(NAMES)], tmp_path, threads=2)
+
+
+def test_tied_and_overlapping_tensors_are_stored_each(tmp_path: Path) -> None:
+    """Two names for one memory are two entries with the same bytes."""
+    base = torch.arange(100.0)
+    check_file([("a", base), ("b", base), ("tail", base[50:])], tmp_path)
+
+
+def test_tensors_that_are_not_contiguous_are_stored_in_c_order(tmp_path: Path) -> None:
+    """Strides, conjugation and negation are carried out; the tensors themselves are not changed."""
+    base = torch.randn(6, 8, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    before = base.clone()
+    tensors = [("t", base.t()), ("conj", base.conj()), ("imag", base.conj().imag), ("step", base[::2, 1::3])]
+    check_file(tensors, tmp_path)
+    assert same(base, before)
+
+
+def test_single_elements_of_larger_tensors_are_stored(tmp_path: Path) -> None:
+    """One element is contiguous whatever its strides are; its bytes are found all the same."""
+    base = torch.arange(15.0).view(5, 3)
+    check_file([("one", base[1:2, 1]), ("two", base[1:2, 1:2].t()), ("bf16", base.bfloat16()[3:4, 2])], tmp_path)
+
+
+def test_a_file_without_tensors_is_a_file() -> None:
+    """Nothing to write makes an empty index."""
+    assert encoded([]) == stock([])
+
+
+shapes = st.lists(st.integers(1, 40), max_size=3).map(tuple)
+
+
+@settings(max_examples=60)
+@given(
+    tensors=st.lists(st.tuples(st.sampled_from(ALL_DTYPES), shapes), max_size=12),
+    threads=st.integers(1, 5),
+    part_bytes=st.sampled_from([4096, 8192, 1 << 16, 1 << 20]),
+    piece=st.sampled_from([1, 7, 64, 4096, 1 << 19]),
+    in_order=st.booleans(),
+)
+def test_threads_parts_and_pieces_change_nothing(
+    tensors: list[tuple[torch.dtype, tuple[int, ...]]], threads: int, part_bytes: int, piece: int, in_order: bool
+) -> None:
+    """Whatever the number of threads, the sizes of parts and pieces and the order of parts, the file is the same."""
+    named = [(f"t{n}", filled(dtype, shape, seed=n)) for n, (dtype, shape) in enumerate(tensors)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoder, "_PIECE", max(piece, 64))
+        assert encoded(named, threads, part_bytes, in_order=in_order) == stock(named)
+
+
+def test_a_large_tensor_is_hashed_by_two_threads() -> None:
+    """With fewer tensors than threads, and with more."""
+    large = [("large", filled(torch.float32, (1 << 20,)))]
+    assert encoded(large, 1) == encoded(large, 2) == encoded(large, 4) == stock(large)
+    assert encoded(large, 2, in_order=True) == stock(large)
+
+
+class FailingSink(BufferSink):
+    """Takes a number of bytes, then fails."""
+
+    def __init__(self, limit: int, *, in_order: bool) -> None:
+        super().__init__(1 << 16, in_order=in_order)
+        self.limit = limit
+
+    def put_part(self, number: int, data: memoryview) -> None:
+        if self.bytes_written >= self.limit:
+            raise OSError(28, "No space left on device")
+        super().put_part(number, data)
+
+
+@pytest.mark.parametrize("limit", [0, 100, 300_000, 2_000_000])
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_failing_sink_fails_the_encoding_and_is_aborted(limit: int, threads: int, in_order: bool) -> None:
+    """The sink's own error comes out, no thread is left, and the file is never completed."""
+    before = set(threading.enumerate())
+    sink = FailingSink(limit, in_order=in_order)
+    tensors = [(f"{n}", torch.zeros(100_000)) for n in range(10)]
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        encode(lay_out(sources(tensors)), [lambda t=tensor: host_bytes(t) for _, tensor in tensors], sink, threads)  # type: ignore[misc]
+    assert caught.value.errno == 28
+    assert (sink.closed, sink.aborted) == (False, True)
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_tensor_that_cannot_be_had_fails_the_encoding(threads: int, in_order: bool) -> None:
+    """Its error comes out, also while other threads wait for memory."""
+    sink = BufferSink(4096, in_order=in_order)
+    tensors = [(f"{n}", torch.zeros(10_000)) for n in range(20)]
+
+    def gone() -> Any:
+        raise KeyError("gone")
+
+    suppliers = [gone if n == 7 else (lambda t=tensor: host_bytes(t)) for n, (_, tensor) in enumerate(tensors)]  # type: ignore[misc]
+    with pytest.raises(KeyError, match="gone"):
+        encode(lay_out(sources(tensors)), suppliers, sink, threads)
+    assert (sink.closed, sink.aborted) == (False, True)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_the_memory_for_parts_is_bounded(monkeypatch: pytest.MonkeyPatch, in_order: bool) -> None:
+    """However slow the sink is, and however many parts a file has."""
+    made = []
+    real = part_buffer._new_buffer
+    monkeypatch.setattr(part_buffer, "_new_buffer", lambda nbytes: made.append(nbytes) or real(nbytes))
+    tensors = [(f"{n}", filled(torch.uint8, (n * 997 % 50_000 + 1,))) for n in range(200)]
+    assert encoded(tensors, threads=3, part_bytes=4096, in_order=in_order) == stock(tensors)
+    assert len(made) <= 3 * 3 + BufferSink.concurrency + 2
+
+
+@pytest.mark.parametrize(("parts", "most"), [(1, 1), (9, 4), (1000, 32)])
+def test_parts_in_flight_are_as_many_as_the_memory_allows(parts: int, most: int) -> None:
+    """With memory for few parts few are written at once, but never none; with much, as many as the sink wants."""
+
+    class Counting(BufferSink):
+        concurrency = 32
+        in_threads = deepest = 0
+
+        def put_part(self, number: int, data: memoryview) -> None:
+            with lock:
+                self.in_threads += 1
+                self.deepest = max(self.deepest, self.in_threads)
+            super().put_part(number, data)
+            with lock:
+                self.in_threads -= 1
+
+    lock = threading.Lock()
+    sink = Counting(4096)
+    tensor = filled(torch.uint8, (1 << 20,))
+    layout = lay_out(sources([("t", tensor)]), alignment=1)
+    encode(layout, [lambda: host_bytes(tensor)], sink, threads=1, buffer_bytes=parts * 4096)
+    assert sink.content == stock([("t", tensor)])
+    assert 1 <= sink.deepest <= most
+
+
+@pytest.mark.parametrize(("threads", "parts"), [(1, 6), (4, 7), (16, 32), (16, 60)])
+def test_no_more_parts_are_made_than_fit(monkeypatch: pytest.MonkeyPatch, threads: int, parts: int) -> None:
+    """With many threads and little memory, fewer hash; six parts are the least."""
+    made = []
+    real = part_buffer._new_buffer
+    monkeypatch.setattr(part_buffer, "_new_buffer", lambda nbytes: made.append(nbytes) or real(nbytes))
+    tensors = [(f"{n}", filled(torch.uint8, (40_000,))) for n in range(100)]
+    sink = BufferSink(4096)
+    contents = [functools.partial(host_bytes, tensor) for _, tensor in tensors]
+    encode(lay_out(sources(tensors), alignment=1), contents, sink, threads, buffer_bytes=parts * 4096)
+    assert sink.content == stock(tensors)
+    assert len(made) <= parts
+
+
+def test_nothing_more_is_sent_when_a_part_has_failed() -> None:
+    """What is queued behind it would take minutes to fail by itself."""
+
+    class Failing(BufferSink):
+        concurrency = 1
+        puts = 0
+
+        def put_part(self, number: int, data: memoryview) -> None:
+            self.puts += 1
+            raise OSError("no")
+
+    sink = Failing(4096)
+    tensor = filled(torch.uint8, (1 << 20,))
+    with pytest.raises(OSError, match="no"):
+        encode(lay_out(sources([("t", tensor)])), [lambda: host_bytes(tensor)], sink, threads=2)
+    assert (sink.puts, sink.aborted) == (1, True)

@@ -1,0 +1,145 @@
+"""Shared memory of any making is found, mapped by others, and told from memory that only looks like it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from dcp_tensorizer import WriteError
+from dcp_tensorizer._memory import shared_mappings
+from dcp_tensorizer._memory.shared_buffer import SharedBuffer
+from dcp_tensorizer._memory.shared_mappings import SharedFile, SharedMappings, map_shared
+
+from ...support import raw, run_python
+
+
+def seen(tensor: torch.Tensor) -> bytes:
+    """The bytes that another mapping of the file shows at the tensor's place."""
+    found = SharedMappings().locate(tensor)
+    assert found is not None
+    file, offset = found
+    mapping = map_shared(file)
+    content = mapping[offset : offset + tensor.nbytes]
+    mapping.close()
+    return content
+
+
+def test_what_torch_shares_is_found() -> None:
+    """At its own address, as it is now and as it changes; the tensor stays where it is."""
+    tensor = torch.arange(10_000).share_memory_()
+    address = tensor.data_ptr()
+    assert seen(tensor) == raw(tensor)
+    tensor.fill_(7)
+    assert seen(tensor) == raw(tensor)
+    assert tensor.data_ptr() == address
+
+
+def test_views_are_found_at_their_offset() -> None:
+    """A part of a larger storage, as flat parameters are."""
+    tensor = torch.arange(10_000).share_memory_()
+    for view in (tensor[3000:3010], tensor.view(100, 100)[7], tensor[9999:]):
+        assert seen(view) == raw(view)
+
+
+def test_other_shared_memory_is_found(tmp_path: Path) -> None:
+    """A mapped file, and a memory file that has no name."""
+    (tmp_path / "weights").write_bytes(bytes(range(200)))
+    assert seen(torch.from_file(str(tmp_path / "weights"), shared=True, size=200, dtype=torch.uint8)) == bytes(
+        range(200)
+    )
+    buffer = SharedBuffer(4096)
+    assert seen(buffer.allocate(torch.uint8, (10,)).fill_(3)) == b"\3" * 10
+    buffer.close()
+
+
+def test_a_file_of_another_name_with_the_same_inode_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory files without a name and /dev/shm number their inodes apart, and the same one may be open here."""
+    buffer = SharedBuffer(4096)
+    tensor = buffer.allocate(torch.uint8, (10,))
+    true = shared_mappings._shared_mappings()
+    monkeypatch.setattr(
+        shared_mappings, "_shared_mappings", lambda: [m._replace(path="/dev/shm/x (deleted)") for m in true]
+    )
+    assert SharedMappings().locate(tensor) is None
+    monkeypatch.setattr(shared_mappings, "_shared_mappings", lambda: true)
+    assert SharedMappings().locate(tensor) is not None
+    del tensor
+    buffer.close()
+
+
+def test_a_mapping_of_a_part_of_a_file_is_found(tmp_path: Path) -> None:
+    """Offsets count from the beginning of the file."""
+    page = mmap.PAGESIZE
+    (tmp_path / "f").write_bytes(b"a" * page + b"b" * page)
+    with (tmp_path / "f").open("r+b") as file:
+        mapping = mmap.mmap(file.fileno(), page, offset=page)
+    tensor = torch.frombuffer(mapping, dtype=torch.uint8)[10:20]
+    found = SharedMappings().locate(tensor)
+    assert found is not None
+    assert (found[0].path, found[1]) == (str(tmp_path / "f"), page + 10)
+    assert seen(tensor) == b"b" * 10
+
+
+def test_private_and_anonymous_memory_is_not() -> None:
+    """Ordinary tensors, a private mapping, and shared memory that no file gives to others."""
+    anonymous = mmap.mmap(-1, 4096)
+    mappings = SharedMappings()
+    assert mappings.locate(torch.arange(3)) is None
+    assert mappings.locate(torch.frombuffer(anonymous, dtype=torch.uint8)) is None
+
+
+def test_what_is_not_its_values_in_order_is_not() -> None:
+    """Transposed, strided, lazily conjugated, empty."""
+    tensor = torch.arange(100.0).view(10, 10).share_memory_()
+    complex_ = torch.zeros(4, dtype=torch.complex64).share_memory_()
+    mappings = SharedMappings()
+    assert mappings.locate(tensor) is not None
+    assert [
+        mappings.locate(t) for t in (tensor.t(), tensor[:, 3], tensor[:0], complex_.conj(), complex_.conj().imag)
+    ] == [None] * 5
+
+
+def test_a_file_that_is_gone_or_another_is_an_error(tmp_path: Path) -> None:
+    """The writer process names the memory and says what to do, and never reads what is there instead."""
+    path = tmp_path / "f"
+    path.write_bytes(b"a" * 100)
+    status = os.stat(path)
+    map_shared(SharedFile(str(path), status.st_dev, status.st_ino)).close()
+    with pytest.raises(WriteError, match=r"given it up.*staging='buffer'"):
+        map_shared(SharedFile(str(path), status.st_dev, status.st_ino + 1))
+    with pytest.raises(WriteError, match="keep the tensors"):
+        map_shared(SharedFile(str(tmp_path / "missing"), status.st_dev, status.st_ino))
+
+
+def test_another_process_sees_it() -> None:
+    """A process of its own maps it by what `locate` says."""
+    tensor = torch.arange(1000, dtype=torch.int32).share_memory_()
+    found = SharedMappings().locate(tensor)
+    assert found is not None
+    (path, device, inode), offset = found
+    script = """
+import sys
+from dcp_tensorizer._memory.shared_mappings import SharedFile, map_shared
+path, device, inode, offset = sys.argv[1:]
+mapping = map_shared(SharedFile(path, int(device), int(inode)))
+print(sum(mapping[int(offset) : int(offset) + 4000]))
+"""
+    done = run_python(script, path, str(device), str(inode), str(offset))
+    assert int(done.stdout) == sum(raw(tensor))
+
+
+def test_memory_that_torch_shares_by_file_names_is_found() -> None:
+    """Torch's other way of sharing, in a process of its own: its manager lives on with whoever used it."""
+    script = """
+import torch
+from dcp_tensorizer._memory.shared_mappings import SharedMappings, map_shared
+torch.multiprocessing.set_sharing_strategy("file_system")
+tensor = torch.arange(1000, dtype=torch.uint8).share_memory_()
+file, offset = SharedMappings().locate(tensor[10:20])
+print(list(map_shared(file)[offset : offset + 10]), file.path.startswith("/dev/shm/torch_"))
+"""
+    assert run_python(script).stdout.strip() == "[10, 11, 12, 13, 14, 15, 16, 17, 18, 19] True"

@@ -1,0 +1,202 @@
+"""`.metadata`: what is written, what is refused, what a commit replaces."""
+
+import dataclasses
+import errno
+import os
+import pickle
+
+import pytest
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+)
+
+from dcp_tensorizer._format.layout import FORMAT, FORMAT_VERSION, data_file_name
+from dcp_tensorizer._format.metadata import item_key
+from dcp_tensorizer._loading.metadata_reader import read_metadata
+from dcp_tensorizer._saving.commit import begin, commit, remove, replaced_files
+from dcp_tensorizer._storage.base import temporary_file_name
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer.errors import WriteError
+
+from ...checkpoints import INDEX, item_in, metadata_of
+from ...support import file_size_limit
+
+
+def commit_file(storage, name, save_id="s", **options):
+    """Commits a checkpoint of one data file, which it makes, and removes what that replaces."""
+    with open(os.path.join(storage.path, name), "wb") as file:
+        file.write(b"data")
+    options = {"rank": None, "sync": True} | options
+    replaced = replaced_files(storage, options["rank"])
+    commit(storage, metadata_of(save_id), [(INDEX, item_in(name), 4)], **options)
+    remove(storage, replaced)
+
+
+@pytest.fixture
+def storage(tmp_path):
+    return open_storage(tmp_path)
+
+
+def test_a_storage_that_fails_to_tell_what_is_replaced_does_not_fail_a_save(storage, monkeypatch):
+    """Whatever it raises: by then the save is committed, and files that stay only cost space."""
+    commit_file(storage, data_file_name(0, 0, "a" * 32))
+    assert replaced_files(storage, None) == {data_file_name(0, 0, "a" * 32)}
+
+    def fail(storage, name):
+        raise RuntimeError("the filesystem of a plugin")
+
+    monkeypatch.setattr(type(storage), "read", fail)
+    assert replaced_files(storage, None) == set()
+
+
+def test_what_is_committed_can_be_read(storage):
+    """Entries, planner data, files and places come back as they were."""
+    name = data_file_name(0, 0, "a" * 32)
+    commit_file(storage, name)
+    found = read_metadata(storage)
+    assert found.state_dict_metadata == metadata_of().state_dict_metadata
+    assert found.planner_data == {"w": ("w",)}
+    assert found.storage_data == {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "save_id": "s",
+        "files": {name: 4},
+        "items": {("w", (0,)): item_in(name).to_tuple()},
+    }
+    assert item_key(MetadataIndex("obj")) == ("obj", None)
+
+
+def test_the_metadata_given_is_not_changed(storage):
+    """With plan caching DCP hands the same object to every save."""
+    given = metadata_of()
+    before = dataclasses.replace(given)
+    commit(storage, given, [], rank=None, sync=False)
+    assert given == before
+
+
+def test_torch_can_read_the_pickle(storage):
+    """The digest is behind the end of the pickle, where `pickle.load` does not look."""
+    commit_file(storage, data_file_name(0, 0, "a" * 32))
+    with open(os.path.join(storage.path, ".metadata"), "rb") as file:
+        assert isinstance(pickle.load(file), Metadata)
+
+
+def test_only_what_is_replaced_is_removed(storage, tmp_path):
+    """The files that the old metadata names go, after the new one is in place; others stay."""
+    first, second = (data_file_name(0, 0, letter * 32) for letter in "ab")
+    foreign = [data_file_name(7, 0, "c" * 32), "notes.txt"]
+    for name in foreign:
+        (tmp_path / name).write_text("keep")
+    commit_file(storage, first)
+    commit_file(storage, second)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([".metadata", second, *foreign])
+
+
+def test_each_rank_commits_its_own_without_collectives(storage, tmp_path):
+    """A rank's own metadata has its own name, and replaces only that rank's."""
+    names = [data_file_name(rank, 0, letter * 32) for rank, letter in ((0, "a"), (1, "b"))]
+    for rank, name in enumerate(names):
+        commit_file(storage, name, rank=rank)
+    assert read_metadata(storage) is None
+    assert list(read_metadata(storage, 1).storage_data["files"]) == [names[1]]
+    assert {path.name for path in tmp_path.iterdir()} == {"__0.metadata", "__1.metadata", *names}
+
+
+def test_planner_data_that_no_reader_would_load(storage, tmp_path):
+    """A foreign class in a planner's data fails the commit by name, and nothing is committed."""
+    with pytest.raises(WriteError, match="MetadataIndex"):
+        commit(storage, metadata_of(extra=INDEX), [], rank=None, sync=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_commit_leaves_the_old_checkpoint(storage, tmp_path):
+    """When `.metadata` cannot be written, the old one is as it was, and nothing is left of the new save."""
+    old, new = data_file_name(0, 0, "a" * 32), data_file_name(0, 0, "b" * 32)
+    commit_file(storage, old, save_id="a" * 32)
+    before = (tmp_path / ".metadata").read_bytes()
+    with file_size_limit(16), pytest.raises(WriteError, match=r"\.metadata.*File too large"):
+        commit_file(storage, new, save_id="b" * 32)
+    assert set(os.listdir(tmp_path)) == {".metadata", old}
+    assert (tmp_path / ".metadata").read_bytes() == before
+
+
+def test_metadata_that_is_not_on_the_disk_is_not_committed(storage, tmp_path, monkeypatch):
+    """A quota that is full when `.metadata` is made durable: the old checkpoint stays, and nothing else."""
+    old, new = data_file_name(0, 0, "a" * 32), data_file_name(0, 0, "b" * 32)
+    commit_file(storage, old, save_id="a" * 32)
+
+    def fail(descriptor):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(WriteError, match=r"\.metadata.*Disk quota exceeded"):
+        commit_file(storage, new, save_id="b" * 32)
+    assert set(os.listdir(tmp_path)) == {".metadata", old}
+    assert read_metadata(storage).storage_data["save_id"] == "a" * 32
+
+
+def test_a_commit_that_fails_when_it_is_in_place_keeps_its_files(storage, tmp_path, monkeypatch):
+    """The rename has happened, making it durable fails: the save is an error, and the checkpoint is whole."""
+    name = data_file_name(0, 0, "a" * 32)
+
+    def fail():
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(storage, "sync_directory", fail)
+    with pytest.raises(WriteError, match=r"\.metadata is in place, but may not stay there.*Input/output"):
+        commit_file(storage, name)
+    assert set(os.listdir(tmp_path)) == {".metadata", name}
+    assert read_metadata(storage).storage_data["files"] == {name: 4}
+
+
+def test_a_commit_whose_answer_was_lost_removes_nothing(storage, tmp_path, monkeypatch):
+    """It may be carried out later, by a server that has all of it: then both checkpoints' files must be there."""
+    old, new = data_file_name(0, 0, "a" * 32), data_file_name(0, 0, "b" * 32)
+    commit_file(storage, old, save_id="a" * 32)
+    late = []
+
+    def lose(name, data, **options):
+        late.append(data)
+        raise WriteError("timed out")
+
+    monkeypatch.setattr(storage, "put", lose)
+    with pytest.raises(WriteError, match="timed out"):
+        commit_file(storage, new, save_id="b" * 32)
+    assert set(os.listdir(tmp_path)) == {".metadata", old, new}
+    (tmp_path / ".metadata").write_bytes(*late)
+    assert read_metadata(storage).storage_data["files"] == {new: 4}
+
+
+@pytest.mark.parametrize("rank", [None, 3])
+def test_what_dead_saves_left_is_removed(storage, tmp_path, rank):
+    """Data files that no metadata names, and metadata that was never put in place; nothing of anybody else's."""
+    kept = data_file_name(0, 0, "a" * 32)
+    commit_file(storage, kept, rank=rank)
+    for name in ("model.tensors", "notes.txt"):
+        (tmp_path / name).touch()
+    before = set(os.listdir(tmp_path))
+    for name in (data_file_name(0, 0, "b" * 32), data_file_name(7, 2, "b" * 32), temporary_file_name(".metadata")):
+        (tmp_path / name).write_bytes(b"left over")
+    begin(storage, 1.0).release()
+    assert set(os.listdir(tmp_path)) == before
+    assert kept in before
+
+
+def test_beside_a_save_under_way_nothing_is_removed(storage, tmp_path):
+    """What looks left over may be that save's; once it is over, it is removed."""
+    other = begin(storage, 1.0)
+    (tmp_path / data_file_name(0, 0, "b" * 32)).touch()
+    begin(storage, 1.0).release()
+    assert len(os.listdir(tmp_path)) == 1
+    other.release()
+    begin(storage, 1.0).release()
+    assert os.listdir(tmp_path) == []
+
+
+def test_beside_metadata_that_cannot_be_read_nothing_is_removed(storage, tmp_path):
+    """Whatever it names might be what looks left over."""
+    (tmp_path / ".metadata").write_bytes(b"damaged")
+    (tmp_path / data_file_name(0, 0, "b" * 32)).touch()
+    begin(storage, 1.0).release()
+    assert len(os.listdir(tmp_path)) == 2

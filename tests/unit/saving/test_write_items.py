@@ -1,0 +1,156 @@
+"""What DCP's plan asks for, resolved to tensors and bytes, and what is reported of each."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.testing._internal.two_tensor import TwoTensor
+
+from dcp_tensorizer import StagingError, WriteError
+from dcp_tensorizer._format.layout import StoredItem
+from dcp_tensorizer._saving.write_items import ObjectCheck, resolve, sources, write_results
+from dcp_tensorizer._writer_process.messages import FileRequest, FileResult, TensorResult, WriteDone
+
+from ...support import same
+
+
+def planned(state: dict[str, Any], **options: Any) -> tuple[SavePlan, DefaultSavePlanner]:
+    """What DCP's own planner makes of a state dict in a single process."""
+    planner = DefaultSavePlanner(**options)
+    planner.set_up_planner(state, is_coordinator=True)
+    plan, _ = planner.create_global_plan([planner.create_local_plan()])
+    return planner.finish_plan(plan[0]), planner
+
+
+def unpacked(tensor: torch.Tensor) -> Any:
+    return torch.load(io.BytesIO(tensor.numpy().tobytes()), weights_only=False)
+
+
+def test_tensors_are_taken_as_they_are_and_objects_as_what_torch_saves() -> None:
+    """Items come in the plan's order, with kind, name, dtype and contents."""
+    parameter = torch.nn.Parameter(torch.arange(6, dtype=torch.bfloat16).view(2, 3))
+    state = {"w": parameter, "step": 7, "nested": {"t": torch.tensor(1.5)}, "text": "x"}
+    plan, planner = planned(state)
+    items = {item.index.fqn: item for item in resolve(plan, planner)}
+    assert {key: (item.kind, item.name, item.dtype) for key, item in items.items()} == {
+        "w": ("tensor", "w", "bfloat16"),
+        "step": ("object", "step", "uint8"),
+        "nested.t": ("tensor", "nested.t", "float32"),
+        "text": ("object", "text", "uint8"),
+    }
+    assert [item.index for item in resolve(plan, planner)] == [item.index for item in plan.items]
+    assert items["w"].tensor.data_ptr() == parameter.data_ptr()
+    assert not items["w"].tensor.requires_grad
+    assert (unpacked(items["step"].tensor), unpacked(items["text"].tensor)) == (7, "x")
+
+
+def test_a_tensor_of_tensors_is_what_torch_saves_of_it() -> None:
+    """It has no bytes of its own; it comes back as itself."""
+    value = TwoTensor(torch.ones(2), torch.zeros(2))
+    plan, planner = planned({"two": value})
+    (item,) = resolve(plan, planner)
+    assert (item.kind, item.dtype) == ("wrapper", "uint8")
+    loaded = unpacked(item.tensor)
+    assert type(loaded) is TwoTensor
+    assert same(loaded.a, value.a)
+    assert same(loaded.b, value.b)
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (lambda: None, WriteError),
+        (threading.Lock(), WriteError),
+        (torch.empty(2, device="meta"), StagingError),
+        (torch.eye(2).to_sparse(), StagingError),
+    ],
+    ids=["lambda", "lock", "meta", "sparse"],
+)
+def test_what_cannot_be_saved_is_an_error_that_names_it(value: Any, error: type[Exception]) -> None:
+    """Also in a synchronous save, which stages nothing."""
+    plan, planner = planned({"model": {"bad": value}, "good": torch.ones(2)})
+    with pytest.raises(error, match=r"'model\.bad'"):
+        resolve(plan, planner)
+
+
+def test_names_that_tensorizer_cannot_hold_are_replaced() -> None:
+    """The item keeps its key; only its name in the file is another."""
+    keys = ["", "k" * 2000, "plain"]
+    plan, planner = planned({key: torch.ones(1) for key in keys}, flatten_state_dict=False)
+    items = resolve(plan, planner)
+    assert {item.index.fqn: item.name for item in items} == {
+        "": f"__item_{[i.index.fqn for i in items].index('')}__",
+        "k" * 2000: f"__item_{[i.index.fqn for i in items].index('k' * 2000)}__",
+        "plain": "plain",
+    }
+
+
+def test_items_without_elements_are_not_written_but_reported() -> None:
+    """tensorizer never sees them, and the metadata knows their dtype."""
+    state = {"empty": torch.empty(0, 3, dtype=torch.float8_e4m3fn), "full": torch.ones(2, 2)}
+    plan, planner = planned(state)
+    items = resolve(plan, planner)
+    listed = sources(items, lambda item: (5, 64))
+    assert [(s.name, s.dtype, s.shape, s.buffer, s.offset, s.nbytes, s.kind) for s in listed] == [
+        ("full", "float32", (2, 2), 5, 64, 16, "tensor")
+    ]
+    request = (FileRequest("file", tuple(listed)),)
+    done = WriteDone((FileResult("file", 300_000, (TensorResult(262_200, 16, b"12345678"),)),), 0.0, 0.0, 0.0)
+    results = {result.index.fqn: result for result in write_results(items, request, done)}
+    assert results["empty"].storage_data == (("", "", 0, 0, "float8_e4m3fn", "tensor", b""), 0, b"")
+    assert results["full"].storage_data == (
+        ("file", "full", 262_200, 16, "float32", "tensor", b"12345678"),
+        300_000,
+        b"",
+    )
+    assert [results[key].size_in_bytes for key in ("empty", "full")] == [0, 16]
+    assert all(type(result.storage_data[0]) is tuple for result in results.values())
+
+
+def test_results_of_several_files_find_their_items() -> None:
+    """Each item gets the place in its own file, whatever the order of files and items."""
+    plan, planner = planned({name: torch.full((3,), number) for number, name in enumerate("abcd")})
+    items = resolve(plan, planner)
+    listed = sources(items, lambda item: (0, 0))
+    request = (FileRequest("f0", tuple(listed[:3])), FileRequest("f1", tuple(listed[3:])))
+    files = (
+        FileResult("f0", 1000, tuple(TensorResult(n, 12, bytes([n] * 8)) for n in range(3))),
+        FileResult("f1", 2000, (TensorResult(9, 12, b"9" * 8),)),
+    )
+    results = write_results(items, request, WriteDone(files, 0.0, 0.0, 0.0))
+    places = [(StoredItem(*r.storage_data[0]).file, StoredItem(*r.storage_data[0]).offset) for r in results]
+    assert places == [("f0", 0), ("f0", 1), ("f0", 2), ("f1", 9)]
+    assert [r.storage_data[1] for r in results] == [1000, 1000, 1000, 2000]
+    assert [r.index for r in results] == [item.index for item in items]
+
+
+def test_an_object_that_would_not_load_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """By key, with what it needs, at its first save alone; tensors and what the weights-only loader takes are not."""
+    check = ObjectCheck()
+    state = {
+        "plain": {"lr": 0.1},
+        "odd": re.compile("x"),
+        "t": torch.ones(2),
+        "w": TwoTensor(torch.ones(1), torch.ones(1)),
+    }
+    with caplog.at_level(logging.WARNING, "dcp_tensorizer"):
+        check.check(resolve(*planned(state)))
+        check.check(resolve(*planned(state)))
+        check.check(resolve(*planned(state | {"new": threading.Event})))
+    assert [record.args for record in caplog.records] == [("odd", "re._compile"), ("new", "threading.Event")]
+    assert "allow_pickle=True" in caplog.records[0].message
+
+
+def test_an_object_whose_types_the_user_allowed_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """torch.serialization.add_safe_globals in the trainer counts."""
+    with torch.serialization.safe_globals([threading.Event]):
+        ObjectCheck().check(resolve(*planned({"event": threading.Event})))
+    assert caplog.records == []

@@ -1,0 +1,73 @@
+"""Handing over to the writer process: what is tried again, and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dcp_tensorizer import WriteError, WriterProcessDied
+from dcp_tensorizer._memory.device import SideStreams
+from dcp_tensorizer._memory.shared_buffer import SharedBuffer
+from dcp_tensorizer._saving import writer_client
+from dcp_tensorizer._saving.writer_client import Options, WriterClient
+from dcp_tensorizer._staging.tensor_copy import Copies
+from dcp_tensorizer._writer_process.messages import SnapshotRequest
+
+from ...simulated import SimulatedDevice
+
+
+class Refusing:
+    """A writer process that answers one snapshot after the other with the errors it is given."""
+
+    alive = True
+
+    def __init__(self, errors: list[WriteError]) -> None:
+        self.errors = errors
+
+    def snapshot(self, *arguments: Any) -> None:
+        raise self.errors.pop(0)
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+@pytest.fixture
+def buffer() -> Iterator[SharedBuffer]:
+    buffer = SharedBuffer(4096)
+    yield buffer
+    buffer.close()
+
+
+def handover(process: Any) -> WriterClient:
+    made = WriterClient(
+        Options({}, sync=True, threads=1, buffer_bytes=1 << 28, timeout=10.0, cipher=None), devices=True
+    )
+    made.process = process
+    return made
+
+
+def test_a_snapshot_that_was_refused_is_not_tried_again(
+    buffer: SharedBuffer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a death it is; each time the handles are given back, and the trainer copies."""
+    withdrawn: list[Any] = []
+    monkeypatch.setattr(writer_client, "export", lambda *arguments: (SnapshotRequest(0, 0, (("a handle",),), ()), []))
+    monkeypatch.setattr(writer_client, "withdraw", withdrawn.extend)
+    process = Refusing([WriterProcessDied("died"), WriteError("no GPU memory"), WriteError("never asked for")])
+    copies = Copies([], SideStreams(SimulatedDevice()), 1)
+    made = handover(process)
+    assert [made.snapshot(buffer, copies) for _ in range(4)] == [False] * 4
+    assert [str(error) for error in process.errors] == ["never asked for"]
+    assert withdrawn == [("a handle",)] * 2
+    assert len(caplog.records) == 2
+
+
+def test_a_closed_one_starts_no_process(buffer: SharedBuffer) -> None:
+    """What still ran when it was closed must not leave a process behind."""
+    made = handover(None)
+    made.close()
+    with pytest.raises(WriterProcessDied, match="closed"):
+        made.living_process()
+    assert made.process is None

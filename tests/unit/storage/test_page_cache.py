@@ -1,0 +1,92 @@
+"""What the page cache holds of a file is known, and asking does not change it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dcp_tensorizer._storage.page_cache import Residency
+
+from ...support import cached, forget
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(3 * MIB + 100))
+    return path
+
+
+@pytest.fixture
+def descriptor(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY)
+    yield descriptor
+    os.close(descriptor)
+
+
+def holds(descriptor: int, offset: int) -> bool:
+    residency = Residency(descriptor)
+    found = residency.holds(offset)
+    residency.close()
+    return found
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4095, 2 * MIB + 5, 3 * MIB + 99])
+def test_what_has_been_read_is_held_and_what_was_dropped_is_not(path: Path, descriptor: int, offset: int) -> None:
+    """At any byte, the first and the last of the file among them; to ask twice gives the same answer."""
+    path.read_bytes()
+    assert [holds(descriptor, offset) for _ in range(2)] == [True, True]
+    assert cached(path, offset)
+    forget(path)
+    assert [holds(descriptor, offset) for _ in range(2)] == [False, False]
+    assert not cached(path, offset)
+
+
+@pytest.mark.parametrize(("nbytes", "held"), [(100, False), (MIB, False), (2 * MIB, True)])
+def test_of_a_part_of_a_file_most_counts(path: Path, descriptor: int, nbytes: int, held: bool) -> None:
+    """Wherever one asks: what is around a byte is what is read with it."""
+    forget(path)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read ahead
+    os.pread(descriptor, nbytes, MIB)
+    assert [holds(descriptor, offset) for offset in (0, MIB, 3 * MIB)] == [held] * 3
+    assert [cached(path, offset) for offset in (0, MIB, 3 * MIB)] == [False, True, False]
+
+
+def test_a_few_pages_that_have_gone_do_not_count(path: Path, descriptor: int) -> None:
+    """They are read through the cache: past it, all that is around them would come from the disk, load after load."""
+    forget(path)
+    path.read_bytes()
+    os.posix_fadvise(descriptor, MIB, MIB, os.POSIX_FADV_DONTNEED)
+    assert holds(descriptor, MIB + MIB // 2)
+    assert not cached(path, MIB + MIB // 2)
+
+
+def test_an_answer_is_kept(path: Path, descriptor: int) -> None:
+    """What is in the cache comes and goes in long runs, so that a run of a file is looked up once."""
+    path.read_bytes()
+    residency = Residency(descriptor)
+    assert residency.holds(0)
+    forget(path)
+    assert residency.holds(MIB)
+    residency.close()
+    assert not holds(descriptor, MIB)
+
+
+def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
+    """There is nothing to ask about."""
+    (tmp_path / "empty").touch()
+    with open(tmp_path / "empty", "rb") as file, pytest.raises(ValueError, match="empty"):
+        Residency(file.fileno())
+
+
+def test_closing_unmaps_the_file(path: Path, descriptor: int) -> None:
+    """Nothing of it stays in the address space."""
+    residency = Residency(descriptor)
+    assert str(path) in Path("/proc/self/maps").read_text()
+    residency.close()
+    assert str(path) not in Path("/proc/self/maps").read_text()

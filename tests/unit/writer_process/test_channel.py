@@ -1,0 +1,166 @@
+"""Messages and descriptors across a socket pair."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dcp_tensorizer._writer_process.channel import Channel
+from dcp_tensorizer._writer_process.messages import (
+    BufferInfo,
+    FileRequest,
+    FileResult,
+    Progress,
+    Ready,
+    TensorResult,
+    TensorSource,
+    WriteDone,
+    WriteFailed,
+    WriteRequest,
+)
+
+from ...support import open_descriptors
+
+SOURCE = TensorSource("layer.0", "bfloat16", (3, 4), 7, 4096, 24)
+REQUEST = WriteRequest(
+    "/checkpoint",
+    {"key": "secret", "nested": {"a": [1]}},
+    (FileRequest("__0_0_x.tensors", (SOURCE,)),),
+    (BufferInfo(7, 8192, attached=False),),
+    sync=True,
+    threads=2,
+    buffer_bytes=64 << 20,
+    timeout=600.0,
+)
+DONE = WriteDone((FileResult("f", 300_000, (TensorResult(262_300, 24, b"8" * 8),)),), 1.5, 1.0, 0.5)
+
+
+@pytest.fixture
+def channels() -> Iterator[tuple[Channel, Channel]]:
+    left, right = (Channel(end) for end in socket.socketpair())
+    yield left, right
+    left.close()
+    right.close()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [REQUEST, DONE, Ready(), Progress(12345678901), WriteFailed("no space", "Traceback ...")],
+    ids=lambda message: type(message).__name__,
+)
+def test_messages_arrive_as_they_were_sent(channels: tuple[Channel, Channel], message: object) -> None:
+    """In both directions, without descriptors."""
+    for sender, receiver in (channels, channels[::-1]):
+        sender.send(message)
+        assert receiver.receive() == (message, [])
+
+
+def test_messages_cannot_be_changed() -> None:
+    """A request that is sent twice, after a crash, is the same request."""
+    with pytest.raises(AttributeError):
+        SOURCE.offset = 0  # type: ignore[misc]
+
+
+def test_messages_keep_their_order(channels: tuple[Channel, Channel]) -> None:
+    """Several at once in the socket are taken apart again."""
+    for number in range(100):
+        channels[0].send(Progress(number))
+    assert [channels[1].receive()[0] for _ in range(100)] == [Progress(number) for number in range(100)]
+
+
+def test_descriptors_travel_with_their_message(channels: tuple[Channel, Channel], tmp_path: Path) -> None:
+    """The receiver gets descriptors of its own for the same files, in order, and with the right message."""
+    paths = [tmp_path / name for name in "abc"]
+    fds = [os.open(path, os.O_RDWR | os.O_CREAT) for path in paths]
+    channels[0].send(Progress(1))
+    channels[0].send(REQUEST, fds[:2])
+    channels[0].send(Progress(2), fds[2:])
+    assert channels[1].receive() == (Progress(1), [])
+    message, two = channels[1].receive()
+    assert message == REQUEST
+    _, one = channels[1].receive()
+    received = two + one
+    assert not set(received) & set(fds)
+    assert [os.fstat(fd).st_ino for fd in received] == [path.stat().st_ino for path in paths]
+    for fd in fds + received:
+        os.close(fd)
+
+
+def test_a_message_larger_than_the_socket_buffer_arrives(channels: tuple[Channel, Channel]) -> None:
+    """20,000 tensors with long names: sent while the other end reads."""
+    sources = tuple(TensorSource(f"{n:0200}", "float32", (n,), 1, 64 * n, 4 * n) for n in range(20_000))
+    request = WriteRequest(
+        "/p", {}, (FileRequest("f", sources),), (), sync=False, threads=1, buffer_bytes=1, timeout=1.0
+    )
+    sending = threading.Thread(target=channels[0].send, args=(request,), daemon=True)
+    sending.start()
+    message, _ = channels[1].receive()
+    sending.join(10)
+    assert message == request
+
+
+def test_a_closed_end_is_an_eof(channels: tuple[Channel, Channel]) -> None:
+    """Receiving from, and sending to, an end that is gone."""
+    channels[0].close()
+    with pytest.raises(EOFError):
+        channels[1].receive()
+    with pytest.raises(EOFError):
+        channels[1].send(REQUEST)
+
+
+def test_an_end_that_closes_in_the_middle_of_a_message_is_an_eof() -> None:
+    """Half a message is none."""
+    ours, theirs = socket.socketpair()
+    channel = Channel(theirs)
+    whole, copy = socket.socketpair()
+    Channel(whole).send(REQUEST)
+    content = copy.recv(1 << 20)
+    for cut in (1, 5, 12, 20, len(content) - 1):
+        ours.sendall(content[:cut])
+        ours.close()
+        with pytest.raises(EOFError):
+            channel.receive()
+        channel.close()
+        ours, theirs = socket.socketpair()
+        channel = Channel(theirs)
+    for end in (ours, theirs, whole, copy):
+        end.close()
+
+
+def test_closing_is_seen_though_another_process_holds_a_copy() -> None:
+    """A forked child that inherited the descriptor does not keep the other end waiting."""
+    ours, theirs = socket.socketpair()
+    copy = ours.dup()
+    left, right = Channel(ours), Channel(theirs)
+    left.close()
+    with pytest.raises(EOFError):
+        right.receive()
+    copy.close()
+    right.close()
+
+
+def test_too_few_descriptors_are_an_error_and_the_next_message_arrives(channels: tuple[Channel, Channel]) -> None:
+    """At the descriptor limit a message fails by itself: nothing leaks, and the channel stays in step."""
+    fds = [os.open("/dev/null", os.O_RDONLY) for _ in range(3)]
+    channels[0].send(REQUEST, fds)
+    channels[0].send(Progress(5))
+    before = open_descriptors()
+    _only, second = [fd for fd in range(max(before) + 3) if fd not in before][:2]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (second, hard))
+    try:
+        with pytest.raises(OSError, match="descriptor limit"):
+            channels[1].receive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert open_descriptors() == before
+    channels[1]._sock.settimeout(5.0)
+    assert channels[1].receive() == (Progress(5), [])
+    for fd in fds:
+        os.close(fd)

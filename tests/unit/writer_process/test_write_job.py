@@ -1,0 +1,147 @@
+"""One request's files: all of them or none, with digests."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorizer import TensorDeserializer
+
+from dcp_tensorizer import WriteError
+from dcp_tensorizer._format.layout import data_file_name
+from dcp_tensorizer._memory.tensor_bytes import host_bytes
+from dcp_tensorizer._storage.base import Storage
+from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._storage.local_write import LocalSink
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._writer_process.messages import FileRequest, TensorSource
+from dcp_tensorizer._writer_process.write_job import FileJob
+
+from ...support import block_digests, file_size_limit, filled, raw, same, sources
+
+NAMES = [data_file_name(0, number, "a" * 32) for number in range(3)]
+
+
+class Foreign:
+    """An object that the weights-only loader refuses."""
+
+
+def saved(value: object) -> torch.Tensor:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
+
+
+def job(
+    storage: Storage, files: dict[str, dict[str, torch.Tensor]], *, kind: str = "tensor", **options: Any
+) -> FileJob:
+    """A job for the given tensors, by file."""
+    tensors = {name: tensor for file in files.values() for name, tensor in file.items()}
+    requests = [FileRequest(file, sources(content.items(), kind)) for file, content in files.items()]
+    return FileJob(
+        storage, requests, lambda source: host_bytes(tensors[source.name]), **({"sync": True, "threads": 2} | options)
+    )
+
+
+@pytest.fixture(params=["local", "memory"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
+    storage = open_storage(tmp_path if request.param == "local" else f"memory://{tmp_path.name}")
+    storage.make_directory()
+    yield storage
+    for name in NAMES:
+        storage.remove(name)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_all_files_are_written_and_described(storage: Storage, tmp_path: Path, sync: bool) -> None:
+    """Sizes, places and digests are those of the files; stock tensorizer opens each."""
+    files = {
+        NAMES[0]: {"a": filled(torch.float32, (300, 7)), "b": filled(torch.bfloat16, (1,))},
+        NAMES[1]: {"c": filled(torch.uint8, (200_000,), seed=1)},
+    }
+    work = job(storage, files, sync=sync)
+    done = work.run()
+    assert [file.name for file in done.files] == NAMES[:2]
+    assert done.seconds >= done.hash_seconds > 0
+    assert done.write_seconds > 0
+    for file, content in zip(done.files, files.values(), strict=True):
+        stored = storage.read(file.name)
+        assert stored is not None
+        assert (len(stored), storage.head(file.name)) == (file.nbytes, file.nbytes)
+        for place, tensor in zip(file.tensors, content.values(), strict=True):
+            assert stored[place.offset : place.offset + place.length] == raw(tensor)
+            assert place.digests == block_digests(tensor)
+        with TensorDeserializer(io.BytesIO(stored), device="cpu", verify_hash=True) as loaded:
+            assert all(same(loaded[name], tensor) for name, tensor in content.items())
+    assert work.bytes_written == sum(file.nbytes for file in done.files)
+
+
+def test_a_failure_in_a_later_file_removes_the_earlier_ones(tmp_path: Path) -> None:
+    """Half a rank is no rank: nothing is left, and the error has file and cause."""
+    files = {NAMES[0]: {"a": torch.zeros(10)}, NAMES[1]: {"b": torch.zeros(1_000_000)}}
+    with file_size_limit(1 << 20), pytest.raises(WriteError, match="File too large") as caught:
+        job(open_storage(tmp_path), files).run()
+    assert f"{tmp_path}/{NAMES[1]}" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("point", ["put_part", "complete", "sync_directory"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT])
+def test_what_a_disk_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, number: int) -> None:
+    """An I/O error or a full quota, whenever it comes, is the error of the file, and nothing is left."""
+
+    def fail(*args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(LocalStorage if point == "sync_directory" else LocalSink, point, fail)
+    with pytest.raises(WriteError, match=re.escape(f"{tmp_path}/{NAMES[0]}: OSError: [Errno {number}]")):
+        job(open_storage(tmp_path), {NAMES[0]: {"a": torch.zeros(3_000_000)}}).run()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_tensor_fails_the_job(tmp_path: Path) -> None:
+    """An error before anything is written is told in the same way."""
+    source = TensorSource("gone", "float32", (1,), 0, 0, 4)
+
+    def gone(source: TensorSource) -> memoryview:
+        raise KeyError(source.name)
+
+    work = FileJob(open_storage(tmp_path), [FileRequest(NAMES[0], (source,))], gone, sync=True, threads=1)
+    with pytest.raises(WriteError, match="KeyError: 'gone'"):
+        work.run()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_directory_is_an_error(tmp_path: Path) -> None:
+    """The directory is made by the trainer; without it the path is named."""
+    with pytest.raises(WriteError, match="nowhere") as caught:
+        job(open_storage(tmp_path / "nowhere"), {NAMES[0]: {"a": torch.zeros(1)}}).run()
+    assert "No such file" in str(caught.value)
+
+
+def test_no_files_is_no_work(storage: Storage) -> None:
+    """A rank whose items are all empty has nothing to write."""
+    done = job(storage, {}).run()
+    assert done.files == ()
+
+
+def test_secrets_do_not_get_into_the_error(tmp_path: Path) -> None:
+    """What a backend says is cleaned of the options it was given."""
+    storage = open_storage(f"memory://{tmp_path.name}", {"key": "correct-horse"})
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("403 for correct-horse at https://user:hunter2@host")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "create", fail)
+        with pytest.raises(WriteError, match="403") as caught:
+            job(storage, {NAMES[0]: {"a": torch.zeros(1)}}).run()
+    assert "correct-horse" not in str(caught.value)
+    assert "hunter2" not in str(caught.value)
