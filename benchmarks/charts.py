@@ -120,7 +120,7 @@ def _draw_panel(axes: Axes, panel: Panel, named: bool) -> None:
 def _draw_band(axes: Axes, form: Callable[[float], str], band: Spread, end: float) -> None:
     """The range of the raw reads; in words where it is beyond the end of the axis."""
     if band["min"] > end:
-        text = f"raw reads: beyond, {form(band['min'])}-{form(band['max'])}"
+        text = f"raw reads: {form(band['min'])}-{form(band['max'])}"
         axes.text(end, 0, text, color=_BAND_TEXT, rotation=270, ha="right", va="top", fontsize=7.5)
         return
     axes.axvspan(band["min"], band["max"], color=_BAND, alpha=0.25, linewidth=0, zorder=0)

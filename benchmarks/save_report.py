@@ -58,7 +58,7 @@ _COLUMNS = {
     "stop, later saves": "how long each later save stops training.",
     "speed to disk, training": "bytes divided by the time until a later save is durable. Training runs meanwhile.",
     "speed to disk, quiet": "the same while training does not run.",
-    "training speed": "speed of training during the save, in percent of its speed before. Above 100% is noise.",
+    "training speed": "speed of training during a save, in percent of its speed before. More than 100% is noise.",
     "longest pause": "longest time between two steps during the save, less the longest one before.",
     "CPU": "CPU seconds for each GB saved, by trainer and child processes of all ranks.",
     "memory": "what the trainer holds after the last save and did not at the start, staged copies included; and the "
@@ -280,9 +280,10 @@ def plot(content: dict[str, Any]) -> None:
     size = TITLES[MAIN].rsplit(", ", 1)
     notes = [
         "Peers are compared with dcp_tensorizer, prewarmed. No peer was prewarmed. Above: 1 rank, shorter is better; a "
-        "triangle marks a bar that goes on. Below: longer is better. Speed to disk counts until a later save is durable. Training is a loop "
-        f"of small matrix products; its speed before the save is 100%. {rounds} rounds, each with {later}. "
-        "These are few values: a gap between two ranges is a strong hint, not a proof. All figures: save.md.",
+        "triangle marks a bar that goes on. Below: longer is better. Speed to disk counts until a later save is durable. "
+        "Training is a loop of small matrix products; its speed before the save is 100%. "
+        f"{rounds} rounds, each with {later}. These are few values: a gap between two ranges is a strong hint, not a "
+        "proof. All figures: save.md.",
         f"Machine: {machine_line(content['machine'])}",
     ]
     draw("save", f"Saving {size[1]} ({size[0]}) to a local disk", notes, panels, columns=2, size=(8, 8.8))
