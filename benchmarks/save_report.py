@@ -280,8 +280,8 @@ def plot(content: dict[str, Any]) -> None:
     size = TITLES[MAIN].rsplit(", ", 1)
     notes = [
         "Peers are compared with dcp_tensorizer, prewarmed. No peer was prewarmed. Above: 1 rank, shorter is better; a "
-        "triangle marks a bar that goes on. Below: longer is better. Speed to disk counts until a later save is durable. "
-        "Training is a loop of small matrix products; its speed before the save is 100%. "
+        "triangle marks a bar that goes on. Below: longer is better. Speed to disk counts until a later save is "
+        "durable. Training is a loop of small matrix products; its speed before the save is 100%. "
         f"{rounds} rounds, each with {later}. These are few values: a gap between two ranges is a strong hint, not a "
         "proof. All figures: save.md.",
         f"Machine: {machine_line(content['machine'])}",
