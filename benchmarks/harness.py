@@ -1,4 +1,4 @@
-"""Runs cases interleaved, each in a process of its own, and puts the results into files: JSON, a table, a plot."""
+"""Runs cases interleaved, each in a process of its own; stores the results as JSON and as a page."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,8 @@ def _run(module: str, case: Case, seconds: float) -> dict[str, Any]:
     return {"ranks": json.loads(done.stdout.strip().splitlines()[-1])}
 
 
-def machine() -> dict[str, Any]:
-    """What the results were measured on, and with."""
+def machine(folder: str | Path | None = None) -> dict[str, Any]:
+    """What the results were measured on, and with: the machine, the file system of ``folder``, the code."""
     versions = {}
     for package in _PACKAGES:
         try:
@@ -78,12 +79,35 @@ def machine() -> dict[str, Any]:
             versions[package] = "not installed"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
+        "date": date.today().isoformat(),
+        "commit": _commit(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory / 2**30, 1),
+        "file_system": _file_system(Path(folder or Path.cwd())),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "packages": versions,
     }
+
+
+def _commit() -> str | None:
+    """The commit that is checked out; None outside of a git repository."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() or None
+
+
+def _file_system(folder: Path) -> str | None:
+    """The type of the file system that holds a folder, as Linux names it."""
+    types = {}
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, point, kind, *_ = line.split()
+        types[Path(point)] = kind  # a later mount hides an earlier one
+    resolved = folder.resolve()
+    return next((types[path] for path in (resolved, *resolved.parents) if path in types), None)
 
 
 def spread(values: Iterable[float]) -> dict[str, float] | None:
@@ -92,8 +116,22 @@ def spread(values: Iterable[float]) -> dict[str, float] | None:
     return {"median": statistics.median(found), "min": found[0], "max": found[-1]} if found else None
 
 
+def rates(seconds: dict[str, float] | None, nbytes: float) -> dict[str, float] | None:
+    """A spread of times as one of speeds, in GB/s."""
+    if seconds is None:
+        return None
+    return {name: nbytes / 1e9 / seconds[of] for name, of in (("median", "median"), ("min", "max"), ("max", "min"))}
+
+
+def compare(ours: dict[str, float], other: dict[str, float], more_is_better: bool) -> str:
+    """Whether the other is "ahead" or "behind". Where the two ranges overlap, they "overlap" and nothing is said."""
+    if ours["min"] <= other["max"] and other["min"] <= ours["max"]:
+        return "overlap"
+    return "ahead" if (other["median"] > ours["median"]) == more_is_better else "behind"
+
+
 def cell(values: dict[str, float] | None, form: Callable[[float], str]) -> str:
-    """``median (least-greatest)``."""
+    """``median (lowest-highest)``."""
     if values is None:
         return "-"
     return f"{form(values['median'])} ({form(values['min'])}-{form(values['max'])})"
@@ -110,3 +148,14 @@ def store(name: str, content: dict[str, Any], text: str) -> None:
     (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
     (RESULTS / f"{name}.md").write_text(text + "\n")
     print(text)
+
+
+def stored(name: str) -> dict[str, Any]:
+    """What ``store`` has put into ``results/{name}.json``."""
+    content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return content
+
+
+def rewrite(name: str, text: str) -> None:
+    """Writes ``results/{name}.md`` again, and leaves the JSON as it is."""
+    (RESULTS / f"{name}.md").write_text(text + "\n")

@@ -1,4 +1,7 @@
-"""The load benchmark: `python -m benchmarks.load` (about 50 minutes; `--quick` for a smaller one, not to be quoted)."""
+"""The load benchmark: `python -m benchmarks.load` (about 50 minutes; `--quick` for a smaller one, not to be quoted).
+
+`--redraw` makes the page and the picture again from the stored results, and measures nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-from .harness import RESULTS, cell, machine, run_cases, spread, store, table
+from .charts import Bar, Panel, draw
+from .harness import cell, machine, rates, rewrite, run_cases, spread, store, stored, table
 from .loaders import FORMATS
-from .workloads import WORKLOADS
+from .pages import Comparison, ahead, glossary, goals, machine_line, opening, round_count
+from .workloads import TITLES, WORKLOADS
 
+Summary = dict[str, dict[str, Any]]
 _LOADERS = [name for _, loaders in FORMATS.values() for name in loaders]
 _MAIN = "300 x 7 MB"
 _ONE = "one 2 GB"
@@ -75,95 +76,229 @@ def _whole(runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def render(summary: dict[str, dict[str, Any]]) -> str:
-    parts = ["# Loading"]
+def render(content: dict[str, Any]) -> str:
+    """The page of results."""
+    summary, rounds = content["summary"], round_count(content["results"])
+    return "\n\n".join(
+        [
+            opening("Loading", content["machine"], _WHAT, _how_often(content["results"]), f"load --rounds {rounds}"),
+            "![Loading](load.png)",
+            ahead(comparisons(summary), _AHEAD_NOTE),
+            glossary("Who was measured", _WHO),
+            glossary("What the columns mean", _COLUMNS),
+            *_whole_cases(summary, _failures(content["results"])),
+            *_resharded_cases(summary),
+            goals(ratios(summary), _GOALS_NOTE),
+        ]
+    )
+
+
+_WHAT = (
+    "loads of a checkpoint from a local disk into tensors that exist already. Warm: the files are in the page cache. "
+    "Cold: they are not, and the disk is read."
+)
+_AHEAD_NOTE = (
+    "`safetensors` and `verify=False` do not check checksums. `dcp_tensorizer` checks all of them. "
+    "Memory is compared for the default only."
+)
+_WHO = {
+    "dcp_tensorizer": "this package, with `dcp.load`. It checks all checksums.",
+    "dcp_tensorizer, verify=False": "the same, without checking.",
+    "dcp_tensorizer, encrypted": "the same, from an encrypted checkpoint.",
+    "torch FileSystemReader": "`dcp.load` with torch's own reader.",
+    "torch_checkpointing": "Meta's package, and a copy into the tensors where it makes new ones.",
+    "TensorDeserializer": "tensorizer's own loader. It makes new tensors.",
+    "TensorDeserializer, verified": "the same. It checks all checksums.",
+    "safetensors load_file": "`load_file` and a copy into the tensors. It maps the file and checks nothing.",
+}
+_COLUMNS = {
+    "warm, cold": "bytes of the tensors divided by the time of the load. More is better.",
+    "peak memory": "the most memory that a load takes, beyond the tensors that it fills.",
+    "raw reads, warm": "`preadv` of this package's files into the same memory, by 4 threads.",
+    "raw reads, cold": "O_DIRECT reads of this package's files, by 4 threads. They are a yardstick and no ceiling: "
+    "their speed varies within the run, and a loader that asks for more at once can be faster. This package does so.",
+    "bytes read": "bytes that all ranks read, divided by the bytes that they need. 1 is the least.",
+}
+
+
+def _how_often(results: list[dict[str, Any]]) -> str:
+    rounds = round_count(results)
+    case = results[0]["case"]
+    return (
+        f"{rounds} round{'s' * (rounds > 1)}. In it each loader has {case['warm']} warm and {case['cold']} cold loads, "
+        "after one that is not measured. The loaders of one format take turns. The formats follow each other. So a "
+        "change in the disk's speed from one format to the next can look like a difference between them."
+    )
+
+
+def _failures(results: list[dict[str, Any]]) -> dict[tuple[str, str], str]:
+    """What a format failed with, by format and workload."""
+    cases = ((result["case"], result["error"]) for result in results if "error" in result)
+    return {(case["format"], case["workload"]): error for case, error in cases if "format" in case}
+
+
+def _whole_cases(summary: Summary, failures: dict[tuple[str, str], str]) -> list[str]:
+    parts = []
     for workload in WORKLOADS:
         limits = summary.get(f"{_OURS} | {workload} | whole")
         if limits is None:
             continue
+        preadv, direct = (cell(rates(limits[kind], limits["bytes"]), _TWO) for kind in ("preadv", "direct"))
+        rows = [("*raw reads*", preadv, direct, "-")]
+        for format_name, (_, loaders) in FORMATS.items():
+            error = failures.get((format_name, workload))
+            rows += [_whole_row(name, summary.get(f"{name} | {workload} | whole"), error) for name in loaders]
+        header = ("loader", "warm (GB/s)", "cold (GB/s)", "peak memory (MB)")
+        parts += [f"## {TITLES[workload]}", table(header, rows)]
+    return parts
 
-        def rate(seconds: float, size: float = limits["bytes"]) -> str:
-            return f"{size / 1e9 / seconds:.2f}"
 
-        rows = [
-            ("*limit: parallel preadv*", cell(limits["preadv"], rate), "-", "-"),
-            ("*limit: parallel O_DIRECT read*", "-", cell(limits["direct"], rate), "-"),
-        ]
-        for loader in _LOADERS:
-            entry = summary.get(f"{loader} | {workload} | whole")
-            if entry is not None:
-                name = loader if entry["intact"] else f"{loader} (WRONG VALUES)"
-                rows.append((name, cell(entry["warm"], rate), cell(entry["cold"], rate), f"{entry['peak'] / 1e6:,.0f}"))
-        parts.append(
-            f"## {workload}\n\n{table(('contender', 'warm GB/s', 'cold GB/s', 'peak MB beyond targets'), rows)}"
-        )
+def _whole_row(name: str, entry: dict[str, Any] | None, error: str | None) -> tuple[str, ...]:
+    if entry is None:
+        return (name, f"failed: {error}" if error else "not measured", "-", "-")
+    shown = name if entry["intact"] else f"{name} (WRONG VALUES)"
+    warm, cold = (cell(rates(entry[kind], entry["bytes"]), _TWO) for kind in ("warm", "cold"))
+    return (shown, warm, cold, f"{entry['peak'] / 1e6:,.0f}")
+
+
+def _resharded_cases(summary: Summary) -> list[str]:
     rows = []
     for name in _RESHARDS:
         for loader in (_OURS, _UNVERIFIED, _TORCH):
             entry = summary.get(f"{loader} | {_MAIN} | {name}")
             if entry is not None:
                 moved = f"{entry['moved / needed']:.3f}" if entry["moved / needed"] else "not counted"
-                speed = cell(entry["warm"], lambda v, size=entry["bytes"]: f"{size / 1e9 / v:.2f}")
-                rows.append((name, loader, speed, moved))
-    header = ("layout", "contender", "warm GB/s, all ranks", "moved / needed")
-    parts.append(f"## Resharded, {_MAIN}\n\n{table(header, rows)}")
-    return "\n\n".join(parts)
+                rows.append((_SPELLED[name], loader, cell(rates(entry["warm"], entry["bytes"]), _TWO), moved))
+    header = ("saved and loaded as", "loader", "warm (GB/s, all ranks)", "bytes read")
+    return [f"## Loaded onto other ranks than saved from: {TITLES[_MAIN]}", table(header, rows)] if rows else []
 
 
-def ratios(summary: dict[str, dict[str, Any]]) -> list[tuple[str, str, str]]:
+_TWO = "{:.2f}".format
+_SPELLED = {
+    "rows, 4 -> 2": "rows on 4 ranks, then rows on 2",
+    "rows, 2 -> 4": "rows on 2 ranks, then rows on 4",
+    "rows -> columns, 2 -> 2": "rows on 2 ranks, then columns on 2",
+}
+
+
+def comparisons(summary: Summary) -> list[Comparison]:
+    """Each figure of each peer beside this package's, verified and not."""
+    peers = [name for name in _LOADERS if not name.startswith(_OURS)]
+    found = []
+    for workload in WORKLOADS:
+        for peer in peers:
+            theirs = summary.get(f"{peer} | {workload} | whole")
+            for name in (_OURS, _UNVERIFIED):
+                ours = summary.get(f"{name} | {workload} | whole")
+                if ours is not None and theirs is not None:
+                    found += _compared(TITLES[workload].rsplit(",", 1)[0], peer, theirs, name, ours)
+    for reshard, spelled in _SPELLED.items():
+        ours, theirs = (summary.get(f"{name} | {_MAIN} | {reshard}") for name in (_OURS, _TORCH))
+        if ours is not None and theirs is not None:
+            values = (rates(entry["warm"], entry["bytes"]) for entry in (theirs, ours))
+            found.append(Comparison(spelled, "warm (GB/s)", _TORCH, next(values), _OURS, next(values), _TWO))
+    return found
+
+
+def _compared(case: str, peer: str, theirs: dict[str, Any], name: str, ours: dict[str, Any]) -> list[Comparison]:
+    def speed(entry: dict[str, Any], kind: str) -> dict[str, float] | None:
+        return rates(entry[kind], entry["bytes"])
+
+    found = [
+        Comparison(case, f"{kind} (GB/s)", peer, speed(theirs, kind), name, speed(ours, kind), _TWO)
+        for kind in ("warm", "cold")
+    ]
+    if name == _OURS:
+        peaks = [spread([entry["peak"]]) for entry in (theirs, ours)]
+        form = lambda nbytes: f"{nbytes / 1e6:,.0f}"  # noqa: E731
+        found.append(Comparison(case, "peak memory (MB)", peer, peaks[0], name, peaks[1], form, more_is_better=False))
+    return found
+
+
+def ratios(summary: Summary) -> list[tuple[str, str, str]]:
+    """The figures that this package promises, from medians of one run."""
+
     def median(loader: str, figure: str, workload: str = _MAIN) -> float:
         entry = summary.get(f"{loader} | {workload} | whole", {}).get(figure)
         return entry["median"] if entry else float("nan")
 
-    ours = median(_OURS, "warm")
+    ours, bare, small = median(_OURS, "warm"), median(_UNVERIFIED, "warm"), "5,000 small"
     rows = [
-        ("warm / torch FileSystemReader", ">= 3, or 80% of preadv", median(_TORCH, "warm") / ours),
-        ("warm / TensorDeserializer", ">= 10, or 80% of preadv", median("TensorDeserializer", "warm") / ours),
-        ("warm, verified / parallel preadv", ">= 0.80", median(_OURS, "preadv") / ours),
-        ("warm, not verified / parallel preadv", "", median(_UNVERIFIED, "preadv") / median(_UNVERIFIED, "warm")),
-        ("one 2 GB: warm, verified / parallel preadv", "", median(_OURS, "preadv", _ONE) / median(_OURS, "warm", _ONE)),
-        ("warm: verified / not verified, seconds", "<= 1.10", ours / median(_UNVERIFIED, "warm")),
+        ("warm speed / torch FileSystemReader's", ">= 3", median(_TORCH, "warm") / ours),
+        ("warm speed / TensorDeserializer's", ">= 10", median("TensorDeserializer", "warm") / ours),
+        ("warm speed / raw reads", ">= 0.80", median(_OURS, "preadv") / ours),
+        ("warm speed, not verified / raw reads", "", median(_UNVERIFIED, "preadv") / bare),
+        ("one 2 GB: warm speed / raw reads", "", median(_OURS, "preadv", _ONE) / median(_OURS, "warm", _ONE)),
+        ("time of a warm load, verified / not verified", "<= 1.10", ours / bare),
         (
-            "one 2 GB, warm: verified / not verified, seconds",
+            "one 2 GB: time of a warm load, verified / not verified",
             "",
             median(_OURS, "warm", _ONE) / median(_UNVERIFIED, "warm", _ONE),
         ),
-        ("cold / raw O_DIRECT reads", ">= 0.90", median(_OURS, "direct") / median(_OURS, "cold")),
-        ("cold, not verified / raw O_DIRECT reads", "", median(_UNVERIFIED, "direct") / median(_UNVERIFIED, "cold")),
+        ("cold speed / raw reads", ">= 0.90", median(_OURS, "direct") / median(_OURS, "cold")),
+        ("cold speed, not verified / raw reads", "", median(_UNVERIFIED, "direct") / median(_UNVERIFIED, "cold")),
         (
-            "5,000 small, warm / torch FileSystemReader",
+            "5,000 small: warm speed / torch FileSystemReader's",
             ">= 3",
-            median(_TORCH, "warm", "5,000 small") / median(_OURS, "warm", "5,000 small"),
+            median(_TORCH, "warm", small) / median(_OURS, "warm", small),
         ),
     ]
     for name in _RESHARDS:
-        columns = "<= 2, the enclosing range" if "columns" in name else None
+        columns = "<= 2" if "columns" in name else None
         for loader, wanted in ((_OURS, columns or "<= 1.1"), (_UNVERIFIED, columns or "<= 1.02")):
             entry = summary.get(f"{loader} | {_MAIN} | {name}")
             if entry:
-                rows.append((f"{name}, {loader}: moved / needed", wanted, entry["moved / needed"]))
+                rows.append((f"{_SPELLED[name]}; {loader}: bytes read / needed", wanted, entry["moved / needed"]))
     peak = max((s["peak"] for n, s in summary.items() if n.startswith(_OURS) and "peak" in s), default=float("nan"))
-    rows.append(("peak memory beyond the targets, MiB", "<= 300", peak / 2**20))
+    rows.append(("peak memory beyond the tensors, MiB", "<= 300", peak / 2**20))
     return [(name, wanted, f"{value:.3f}") for name, wanted, value in rows]
 
 
-def plot(summary: dict[str, dict[str, Any]]) -> None:
-    names = [n for n in _LOADERS if f"{n} | {_MAIN} | whole" in summary]
-    size = summary[f"{_OURS} | {_MAIN} | whole"]["bytes"]
-    limits = {"warm": "preadv", "cold": "direct"}
-    figure, axes = plt.subplots(1, 2, figsize=(11, 0.45 * len(names) + 1.4), sharey=True)
-    for axis, kind in zip(axes, ("warm", "cold"), strict=True):
-        values = [size / 1e9 / summary[f"{n} | {_MAIN} | whole"][kind]["median"] for n in names]
-        limit = size / 1e9 / summary[f"{_OURS} | {_MAIN} | whole"][limits[kind]]["median"]
-        colors = ["#c2410c" if n.startswith(_OURS) else "#94a3b8" for n in names]
-        axis.bar_label(axis.barh(names, values, color=colors), fmt="%.2f", padding=3)
-        axis.axvline(limit, color="#0f172a", linestyle=":", linewidth=1)
-        axis.set_title(f"{kind} load (GB/s); dotted: raw reads", fontsize=10)
-        axis.margins(x=0.15)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].invert_yaxis()
-    figure.tight_layout()
-    figure.savefig(RESULTS / "load.png", dpi=110)
+_GOALS_NOTE = (
+    "The first two goals do not apply where a warm load has 80% of the speed of raw reads. Columns of a tensor that is "
+    "stored in rows are read together with what lies between them. So half the columns cost twice their bytes."
+)
+_DRAWN = {"dcp_tensorizer, verify=False": "dcp_tensorizer, not verified", "safetensors load_file": "safetensors"}
+
+
+def plot(content: dict[str, Any]) -> None:
+    """Warm and cold loads of the three workloads, with the raw reads of the same run as a band."""
+    summary = content["summary"]
+    failures = _failures(content["results"])
+    titles = {w: TITLES[w].rsplit(",", 1)[0] for w in WORKLOADS if f"{_OURS} | {w} | whole" in summary}
+
+    def panel(title: str, kind: str, limit: str, workload: str) -> Panel:
+        entries = {n: summary.get(f"{n} | {workload} | whole") for n in _LOADERS}
+        bars = []
+        for n, entry in entries.items():
+            error = next((failures.get((f, workload)) for f, (_, loaders) in FORMATS.items() if n in loaders), None)
+            missing = f" failed: {error.rpartition(': ')[2]}" if error else " not measured"
+            values = entry and rates(entry[kind], entry["bytes"])
+            bars.append(Bar(_DRAWN.get(n, n), values, "ours" if n.startswith(_OURS) else "peer", missing))
+        ours = entries[_OURS]
+        assert ours is not None
+        return Panel(title, {"": bars}, _OURS, _TWO, band=rates(ours[limit], ours["bytes"]))
+
+    panels = [
+        panel(f"{name.capitalize()}: {title}", name, limit, workload)
+        for name, limit in (("warm", "preadv"), ("cold", "direct"))
+        for workload, title in titles.items()
+    ]
+    cold = [panel.band for panel in panels[len(titles) :] if panel.band is not None]
+    rounds, case = round_count(content["results"]), content["results"][0]["case"]
+    low, high = min(band["min"] for band in cold), max(band["max"] for band in cold)
+    notes = [
+        "Longer is better. Warm: the files are in the page cache. Cold: the disk is read. Peers are compared with "
+        "dcp_tensorizer, which checks all checksums; safetensors checks none.",
+        f"The raw reads are no ceiling. Their speed varies within the run: cold, it was {low:.2f} to {high:.2f} GB/s "
+        "over the three workloads. They also ask the disk for 4 blocks at once, and dcp_tensorizer asks for more. So a "
+        "load can be faster than they are.",
+        f"Rounds: {rounds}, of {case['warm']} warm and {case['cold']} cold loads, one format after the other. These "
+        "are few values: a gap between two ranges is a strong hint, not a proof. All figures, and loads onto other "
+        "ranks: load.md.",
+        f"Machine: {machine_line(content['machine'])}",
+    ]
+    draw("load", "Loading from a local disk, by one process (GB/s)", notes, panels, columns=len(titles), size=(11, 6.6))
 
 
 def main() -> None:
@@ -172,7 +307,20 @@ def main() -> None:
     parser.add_argument("--main", action="store_true", help="only the main workload, on one rank")
     parser.add_argument("--rounds", type=int, help="instead of each group's own number")
     parser.add_argument("--folder", help="where to put checkpoints: on the file system to be measured", default=None)
+    parser.add_argument("--redraw", action="store_true", help="from the stored results, without measuring")
     options = parser.parse_args()
+    name = "load-quick" if options.quick else "load"
+    if options.redraw:
+        content = stored(name)
+        rewrite(name, render(content))
+    else:
+        content = measure(options)
+        store(name, content, render(content))
+    if not options.quick:
+        plot(content)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=options.folder or Path.cwd()) as folder:
         groups = plan(folder, options.quick)
         if options.main:
@@ -183,11 +331,7 @@ def main() -> None:
             for result in run_cases("benchmarks.load_case", cases, options.rounds or rounds)
         ]
     summary = summarise(results)
-    text = f"{render(summary)}\n\n## Ratios of medians\n\n{table(('figure', 'wanted', 'measured'), ratios(summary))}"
-    name = "load-quick" if options.quick else "load"
-    store(name, {"machine": machine(), "ratios": ratios(summary), "summary": summary, "results": results}, text)
-    if not options.quick:
-        plot(summary)
+    return {"machine": machine(options.folder), "ratios": ratios(summary), "summary": summary, "results": results}
 
 
 if __name__ == "__main__":

@@ -37,15 +37,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 
-from .harness import machine, store, table
+from .harness import machine, rewrite, store, stored
+from .soak_report import FAILED, FATAL, HANG, SURVIVED, WORLD, render
 
-WORLD = 4
-SURVIVED = ("none", "writer killed once")
-FAILED = ("writer killed again and again", "data refused", ".metadata refused")
-FATAL = ("one rank killed", "all ranks killed", "all ranks and writers killed")
 _WEIGHTS = (6, 4, 2, 2, 2, 1, 1, 1)
 _LONGEST_DELAY = 0.3  # seconds from the save's beginning to the fault: about as long as a save takes
-_HANG = 30.0
 _MARK = "DCP_TENSORIZER_SOAK"
 _ROWS, _COLUMNS = 1 << 16, 64
 
@@ -134,7 +130,7 @@ def _account(
             tally.saves[entry["fault"]] += 1
             tally.committed[entry["fault"]] += entry["committed"]
             tally.longest = max(tally.longest, entry["seconds"])
-            tally.hangs += entry["seconds"] > _HANG
+            tally.hangs += entry["seconds"] > HANG
             holds = {entry["step"]} if entry["committed"] else holds
     rest = plan[done:]
     if rest and rest[0].fault in FATAL:
@@ -160,7 +156,7 @@ def _is_ours(process: psutil.Process) -> bool:
 def _rank(index: int, plan: list[Save], folder: Path, store_file: Path, journal: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", f"file://{store_file}", rank=index, world_size=WORLD, timeout=timedelta(seconds=_HANG)
+        "gloo", f"file://{store_file}", rank=index, world_size=WORLD, timeout=timedelta(seconds=HANG)
     )
     group = dist.new_group(backend="gloo")
     mesh = init_device_mesh("cpu", (WORLD,))
@@ -295,47 +291,24 @@ def _sizes(writer: TensorizerStorageWriter) -> dict[str, int]:
     return sizes | {"trainer, threads": trainer.num_threads()}
 
 
-def render(tally: Tally, seconds: float) -> str:
-    rows = [
-        (fault, str(tally.saves[fault]), str(tally.committed[fault]), expected)
-        for faults, expected in (
-            (SURVIVED, "committed"),
-            (FAILED, "fails on every rank, the checkpoint before it loads"),
-            (FATAL, "the checkpoint before it or the new one loads, in a new job"),
-        )
-        for fault in faults
-    ]
-    counts = [
-        ("loads", tally.loads),
-        ("of them wrong", tally.wrong),
-        ("committed checkpoints lost", tally.lost),
-        (f"hangs over {_HANG:g} s", tally.hangs),
-        ("processes or files left over", tally.leaks),
-    ]
-    growth = ", ".join(f"{name} {value:+d}" for name, value in sorted(tally.growth.items()))
-    return "\n\n".join(
-        (
-            f"# {sum(tally.saves.values())} saves on {WORLD} ranks over one path, {seconds:.0f} s",
-            table(("fault", "saves", "committed", "expected"), rows),
-            table(("count", ""), [(name, str(value)) for name, value in counts]),
-            f"Longest save: {tally.longest:.1f} s. Growth within a job, from its 5th save on: {growth or '-'}.",
-        )
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--saves", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", help="where to save; the temporary directory otherwise")
+    parser.add_argument("--redraw", action="store_true", help="the page from the stored results, without a run")
     options = parser.parse_args()
+    if options.redraw:
+        rewrite("soak", render(stored("soak")))
+        return
     started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         tally = soak(options.saves, options.seed, Path(folder))
-    seconds = time.monotonic() - started
-    text = render(tally, seconds)
     counted = {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(tally).items()}
-    store("soak", {"machine": machine(), "saves": options.saves, "seed": options.seed, "tally": counted}, text)
+    where = options.folder or tempfile.gettempdir()
+    content = {"machine": machine(where), "saves": options.saves, "seed": options.seed, "tally": counted}
+    content["seconds"] = time.monotonic() - started
+    store("soak", content, render(content))
     if tally.wrong or tally.lost or tally.hangs or tally.leaks:
         raise SystemExit("something was lost, wrong or left over")
 

@@ -29,6 +29,12 @@ WORKLOADS: dict[str, Callable[[float], dict[str, torch.Tensor]]] = {
     "5,000 small": many_small,
     "one 2 GB": one_large,
 }
+TITLES = {
+    "300 x 7 MB": "300 tensors of 7 MB each, 2.2 GB",
+    "5,000 small": "5,000 small tensors, 1.1 GB",
+    "one 2 GB": "one tensor of 2.1 GB",
+}
+"""What pages and pictures call them."""
 
 
 def nbytes(state: dict[str, torch.Tensor]) -> int:

@@ -1,4 +1,4 @@
-"""The picture of the demo: what happened when, the losses, and how far they are from the undisturbed ones."""
+"""The picture of the demo: what happened and when, the losses, and how much they differ between runs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _draw_lanes(axes: Axes, killed: Run, resumed: Run) -> None:
     for run, lane, color in ((killed, 1, _BLUE), (resumed, 0, _ORANGE)):
         axes.plot(list(run.saved), [lane] * len(run.saved), **_circle(color), linestyle="none")
     axes.plot([end], [1], "X", color=_RED, markersize=12, markeredgecolor="white", zorder=5)
-    what = f"SIGKILL to every rank, in the middle\nof the save of step {killed.killed_in_save}"
+    what = f"SIGKILL to every rank\nduring the save of step {killed.killed_in_save}"
     axes.text(end + 0.6, 1, what, color=_RED, va="center")
     arrow = {"arrowstyle": "-|>", "color": _ORANGE, "linewidth": 2, "shrinkA": 7, "shrinkB": 0, "mutation_scale": 14}
     axes.annotate("", (start, -0.04), (start, 1), arrowprops=arrow)
@@ -75,7 +75,7 @@ def _draw_lanes(axes: Axes, killed: Run, resumed: Run) -> None:
     axes.set_ylim(-0.4, 1.6)
     axes.tick_params(length=0, labelbottom=False)
     axes.spines[["left", "bottom"]].set_visible(False)
-    axes.set_title("Killed in the middle of a save, and resumed from the newest whole checkpoint")
+    axes.set_title("Killed during a save, then resumed from the newest complete checkpoint")
 
 
 def _draw_losses(axes: Axes, runs: Runs) -> None:
@@ -85,8 +85,8 @@ def _draw_losses(axes: Axes, runs: Runs) -> None:
     _curve(axes, resumed.losses, _ORANGE, _THIN, f"resumed, {resumed.ranks} ranks")
     for run, color in ((killed, _BLUE), (resumed, _ORANGE)):
         axes.plot(list(run.saved), [run.losses[step] for step in run.saved], **_circle(color), linestyle="none")
-    axes.plot([], [], **_circle("black"), linestyle="none", label="a checkpoint, whole and durable")
-    axes.set_title("The losses are those of the job that nothing happened to")
+    axes.plot([], [], **_circle("black"), linestyle="none", label="a complete, durable checkpoint")
+    axes.set_title("Training loss: killed and resumed, beside a run that was not disturbed")
     axes.set_ylabel("loss (nats per byte)")
     axes.legend(loc="upper right", bbox_to_anchor=(1, 0.98))
 
@@ -101,8 +101,8 @@ def _draw_differences(axes: Axes, runs: Runs) -> None:
         reference = runs.undisturbed.losses
         _curve(axes, {step: abs(loss - reference[step]) for step, loss in run.losses.items()}, color, width, label)
     ranks = runs.undisturbed.ranks
-    axes.set_title(f"Identical on {ranks} ranks; on {fewer.ranks}, what adding up in another order makes by itself")
-    axes.set_ylabel(f"difference to undisturbed,\n{ranks} ranks")
+    axes.set_title(f"Difference in loss: on {fewer.ranks} ranks, sums are taken in another order than on {ranks}")
+    axes.set_ylabel(f"difference from the\nundisturbed {ranks} ranks")
     axes.set_xlabel("step")
     axes.set_xlim(0, max(fewer.losses) + 0.5)
     axes.set_ylim(top=axes.get_ylim()[1] * 1.35)

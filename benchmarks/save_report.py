@@ -1,0 +1,289 @@
+"""The page and the picture of the save benchmark."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .charts import Bar, Panel, draw
+from .harness import cell, rates, table
+from .pages import Comparison, ahead, glossary, goals, machine_line, opening, round_count
+from .save_case import BESIDE
+from .savers import SAVERS
+from .workloads import TITLES, WORKLOADS
+
+OURS = "dcp_tensorizer, prewarmed"
+MAIN = "300 x 7 MB"
+_PACKAGE = "dcp_tensorizer"
+_RANKS = (1, 2, 4)
+Summary = dict[str, dict[str, Any]]
+
+
+def render(content: dict[str, Any]) -> str:
+    """The page of results."""
+    summary, rounds = content["summary"], round_count(content["results"])
+    return "\n\n".join(
+        [
+            opening("Saving", content["machine"], _WHAT, _how_often(content["results"]), f"save --rounds {rounds}"),
+            "![Saving](save.png)",
+            ahead(comparisons(summary), _AHEAD_NOTE),
+            glossary("Who was measured", _WHO),
+            glossary("What the columns mean", _COLUMNS),
+            *_cases(summary),
+            goals(ratios(summary), _GOALS_NOTE),
+        ]
+    )
+
+
+_WHAT = (
+    "asynchronous saves of a model's tensors to a local disk. A stand-in for training runs meanwhile: a loop of small "
+    "matrix products. All ranks share the cores of one machine. Two peers save synchronously, for comparison."
+)
+_AHEAD_NOTE = (
+    "Peers were not prewarmed. So their first save is also compared with this package's without `prewarm()`. "
+    "The memory of child processes is in the tables below. Peers without a child process need none."
+)
+_WHO = {
+    "dcp_tensorizer": "this package, with `dcp.async_save`. Nothing is prepared before the first save.",
+    OURS: "the same. `prewarm()` has made the staging buffer ready before the first save.",
+    "dcp_tensorizer, encrypted": "the same, prewarmed and with a key.",
+    "torch FileSystemWriter, THREAD": "`dcp.async_save` with torch's own writer, in a thread.",
+    "torch FileSystemWriter, PROCESS": "the same in a process, with torch's stager in shared memory.",
+    "torch_checkpointing": "Meta's package. Training waits while it copies the tensors.",
+    "torch_checkpointing, background": "the same. It copies the tensors in the background, too.",
+    "torch FileSystemWriter, dcp.save": "`dcp.save` with torch's own writer. Training waits for all of it.",
+    "tensorizer alone": "tensorizer's own serializer with an fsync. Training waits for all of it.",
+}
+_COLUMNS = {
+    "stop, first save": "how long the first save stops training. Peers make their buffers and processes in it.",
+    "stop, later saves": "how long each later save stops training.",
+    "speed to disk, training": "bytes divided by the time until a later save is durable. Training runs meanwhile.",
+    "speed to disk, quiet": "the same while training does not run.",
+    "training speed": "speed of training during a save, in percent of its speed before. More than 100% is noise.",
+    "longest pause": "longest time between two steps during the save, less the longest one before.",
+    "CPU": "CPU seconds for each GB saved, by trainer and child processes of all ranks.",
+    "memory": "what the trainer holds after the last save and did not at the start, staged copies included; and the "
+    "most that a child process held after a save.",
+}
+_HEADER = (
+    "saver",
+    "stop, first save (s)",
+    "stop, later saves (s)",
+    "speed to disk, training (GB/s)",
+    "speed to disk, quiet (GB/s)",
+    "training speed",
+    "longest pause (ms)",
+    "CPU (s/GB)",
+    "memory: trainer, child (MB)",
+)
+_LIMITS = {
+    "copy": "copy in memory (GB/s)",
+    "hashes, 1 core": "tensorizer's checksums, one core (GB/s)",
+    "hashes, 2 cores": "tensorizer's checksums, two cores (GB/s)",
+    "O_DIRECT write": "writing to the disk with O_DIRECT (GB/s)",
+}
+_GOALS_NOTE = (
+    "Checksums alone: tensorizer's hashing of the same tensors, and nothing else. Its speed varies within a run, so "
+    "figures above 1 are possible."
+)
+
+
+def _later_saves(results: list[dict[str, Any]]) -> str:
+    """How many saves of the main workload follow the first one in a round, by the number of ranks."""
+    cases = [result["case"] for result in results]
+    ours = [case for case in cases if (case["saver"], case["workload"]) == (OURS, MAIN) and not case.get("memory")]
+    counts = {case["ranks"]: case["saves"] - 1 for case in ours}
+    return "later saves: " + ", ".join(f"{n} on {ranks} rank{'s' * (ranks > 1)}" for ranks, n in sorted(counts.items()))
+
+
+def _how_often(results: list[dict[str, Any]]) -> str:
+    rounds = round_count(results)
+    quiet = results[0]["case"]["quiet"]
+    return (
+        f"{rounds} rounds, the contenders in turns. In a round each has a first save, later saves while training runs, "
+        f"and {quiet} saves without training ({_later_saves(results)}). Each rank gives a value of its own."
+    )
+
+
+def _cases(summary: Summary) -> list[str]:
+    parts = []
+    for workload in WORKLOADS:
+        for ranks in _RANKS:
+            rows = [_row(n, s) for n, s in summary.items() if n.endswith(f"| {workload} | {ranks}") and "loop" in s]
+            if rows:
+                parts += [f"## {TITLES[workload]}; {ranks} rank{'s' * (ranks > 1)}", table(_HEADER, rows)]
+                limits = summary.get(f"limits | {workload} | {ranks}")
+                if limits is not None:
+                    parts.append(_limits(limits))
+    return parts
+
+
+def _row(name: str, s: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        name.split(" | ")[0],
+        cell(s["first stall"], "{:.2f}".format),
+        cell(s["steady stall"], "{:.3f}".format),
+        cell(rates(s["durable"], s["bytes"]), "{:.2f}".format),
+        cell(rates(s["durable, quiet"], s["bytes"]), "{:.2f}".format),
+        cell(s["loop"], "{:.0%}".format),
+        cell(s["gap"], _milliseconds),
+        cell(s["cpu per GB"], "{:.2f}".format),
+        f"{_megabytes(s['trainer bytes']['max'])}, {_megabytes(s['child bytes']['max'])}",
+    )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f}"
+
+
+def _megabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e6:,.0f}"
+
+
+def _limits(limits: dict[str, Any]) -> str:
+    rows = [(title, cell(rates(limits[key], limits["bytes"]), "{:.2f}".format)) for key, title in _LIMITS.items()]
+    beside = ("training speed beside a process that keeps one core busy", cell(limits[BESIDE], "{:.0%}".format))
+    return table(("what the machine itself did in the same run", ""), [*rows, beside])
+
+
+def comparisons(summary: Summary) -> list[Comparison]:
+    """Each figure of each peer beside this package's: prewarmed, and not prewarmed where that makes a difference."""
+    found = []
+    for workload in WORKLOADS:
+        for ranks in _RANKS:
+            entries = {n: summary.get(f"{n} | {workload} | {ranks}") for n in SAVERS}
+            case = f"{TITLES[workload].rsplit(',', 1)[0]}; {ranks} rank{'s' * (ranks > 1)}"
+            for peer, theirs in entries.items():
+                if theirs is not None and not peer.startswith(_PACKAGE):
+                    found += _compared(case, peer, theirs, OURS, entries[OURS], _FIGURES)
+                    found += _compared(case, peer, theirs, _PACKAGE, entries[_PACKAGE], _FIGURES[:1])
+    return found
+
+
+_FIGURES: tuple[tuple[str, str, Any, bool], ...] = (
+    ("stop, first save (s)", "first stall", "{:.2f}".format, False),
+    ("stop, later saves (s)", "steady stall", "{:.3f}".format, False),
+    ("speed to disk, training (GB/s)", "durable", "{:.2f}".format, True),
+    ("speed to disk, quiet (GB/s)", "durable, quiet", "{:.2f}".format, True),
+    ("training speed", "loop", "{:.0%}".format, True),
+    ("longest pause (ms)", "gap", _milliseconds, False),
+    ("CPU (s/GB)", "cpu per GB", "{:.2f}".format, False),
+    ("memory: trainer (MB)", "trainer bytes", _megabytes, False),
+)
+
+
+def _compared(
+    case: str, peer: str, theirs: dict[str, Any], name: str, ours: dict[str, Any] | None, figures: Any
+) -> list[Comparison]:
+    if ours is None:
+        return []
+    return [
+        Comparison(case, title, peer, _shown(theirs, key), name, _shown(ours, key), form, more)
+        for title, key, form, more in figures
+    ]
+
+
+def _shown(entry: dict[str, Any], key: str) -> dict[str, float] | None:
+    """A figure as pages and pictures show it: speeds for times until durable."""
+    values: dict[str, float] | None = entry[key]
+    return rates(values, entry["bytes"]) if key.startswith("durable") else values
+
+
+def ratios(summary: Summary) -> list[tuple[str, str, str]]:
+    """The figures that this package promises, from medians of one run."""
+
+    def median(name: str, figure: str, workload: str = MAIN) -> float:
+        entry = summary.get(f"{name} | {workload} | 1", {}).get(figure)
+        return entry["median"] if entry else float("nan")
+
+    ours, quiet = median(OURS, "durable"), median(OURS, "durable, quiet")
+    hashes, write = median("limits", "hashes, 2 cores"), median("limits", "O_DIRECT write")
+    thread = "torch FileSystemWriter, THREAD"
+    small = "5,000 small"
+    rows = [
+        ("speed to disk in training / checksums alone, one core", ">= 0.80", median("limits", "hashes, 1 core") / ours),
+        ("speed to disk in training / torch's, THREAD", ">= 3", median(thread, "durable") / ours),
+        (
+            "speed to disk in training / torch's, PROCESS",
+            ">= 3",
+            median("torch FileSystemWriter, PROCESS", "durable") / ours,
+        ),
+        ("speed to disk in training / torch_checkpointing's", ">= 2", median("torch_checkpointing", "durable") / ours),
+        ("speed to disk, quiet / checksums alone, two cores", ">= 0.85", hashes / quiet),
+        ("speed to disk, quiet / the slower of checksums and O_DIRECT writes", "", max(hashes, write) / quiet),
+        ("stop, later saves / a copy in memory", "<= 1.15", median(OURS, "steady stall") / median("limits", "copy")),
+        ("stop, first save / a copy in memory", "<= 1.5", median(OURS, "first stall") / median("limits", "copy")),
+        ("training speed in a save / before it", ">= 0.97", median(OURS, "loop")),
+        ("training speed in a save / beside any busy core", "", median(OURS, "loop") / median("limits", BESIDE)),
+        ("longest pause in a save beyond the one before it, ms", "<= 10", median(OURS, "gap") * 1e3),
+        (
+            "5,000 small: stop, later saves / a copy in memory",
+            "<= 2",
+            median(OURS, "steady stall", small) / median("limits", "copy", small),
+        ),
+        (
+            "5,000 small: speed to disk in training / torch's, THREAD",
+            ">= 3",
+            median(thread, "durable", small) / median(OURS, "durable", small),
+        ),
+    ]
+    memory = summary.get(f"memory | {MAIN} | 1", {})
+    for name, limit in (("trainer", 64), ("child", 128)):
+        entry = memory.get(name, {"peak": float("nan"), "growth": float("nan")})
+        title = f"{name}: peak memory beyond the start and the staging buffer, MB"
+        rows.append((title, f"<= {limit}", entry["peak"] / 1e6))
+        rows.append((f"{name}: growth from the 5th to the 20th save, MB", "none", entry["growth"] / 1e6))
+    return [(name, target, f"{value:.2f}") for name, target, value in rows]
+
+
+_DRAWN = {
+    "dcp_tensorizer": "dcp_tensorizer",
+    OURS: "dcp_tensorizer, prewarmed",
+    "dcp_tensorizer, encrypted": "dcp_tensorizer, encrypted",
+    "torch FileSystemWriter, THREAD": "torch, THREAD",
+    "torch FileSystemWriter, PROCESS": "torch, PROCESS",
+    "torch_checkpointing": "torch_checkpointing",
+    "torch_checkpointing, background": "torch_checkpointing, backgr.",
+    "torch FileSystemWriter, dcp.save": "torch, dcp.save (waits)",
+    "tensorizer alone": "tensorizer (waits)",
+}
+_ASYNCHRONOUS = (OURS, *(name for name in SAVERS if name.startswith("torch") and "dcp.save" not in name))
+
+
+def plot(content: dict[str, Any]) -> None:
+    """How long training stops, how fast the data is durable, and how training fares meanwhile, on 1, 2 and 4 ranks."""
+    summary, cores = content["summary"], content["machine"]["cores"]
+    rounds = round_count(content["results"])
+    later = _later_saves(content["results"])
+
+    def bars(key: str, ranks: int, names: Any) -> list[Bar]:
+        entries = ((n, summary.get(f"{n} | {MAIN} | {ranks}")) for n in names)
+        kinds = {True: "ours", False: "peer"}
+        return [Bar(_DRAWN[n], _shown(e, key), kinds[n.startswith(_PACKAGE)]) for n, e in entries if e is not None]
+
+    def grouped(key: str) -> dict[str, list[Bar]]:
+        groups = {f"{n} rank{'s' * (n > 1)} on {cores} cores": bars(key, n, _ASYNCHRONOUS) for n in _RANKS}
+        return {title: found for title, found in groups.items() if found}
+
+    panels = [
+        Panel("First save: training stops (s)", {"": bars("first stall", 1, SAVERS)}, OURS, "{:.2f}".format, False),
+        Panel(
+            "Later saves: training stops (s)",
+            {"": bars("steady stall", 1, SAVERS)},
+            OURS,
+            "{:.3f}".format,
+            more_is_better=False,
+            cut=1.2,
+        ),
+        Panel("Speed to disk while training (GB/s)", grouped("durable"), OURS, "{:.2f}".format),
+        Panel("Training speed during the save", grouped("loop"), OURS, "{:.0%}".format),
+    ]
+    size = TITLES[MAIN].rsplit(", ", 1)
+    notes = [
+        "Peers are compared with dcp_tensorizer, prewarmed. No peer was prewarmed. Above: 1 rank, shorter is better; a "
+        "triangle marks a bar that goes on. Below: longer is better. Speed to disk counts until a later save is "
+        "durable. Training is a loop of small matrix products; its speed before the save is 100%. "
+        f"{rounds} rounds, each with {later}. These are few values: a gap between two ranges is a strong hint, not a "
+        "proof. All figures: save.md.",
+        f"Machine: {machine_line(content['machine'])}",
+    ]
+    draw("save", f"Saving {size[1]} ({size[0]}) to a local disk", notes, panels, columns=2, size=(8, 8.8))
