@@ -1,4 +1,4 @@
-"""Threads for single pieces of work, and how many cores there are for them."""
+"""Short-lived threads: for requests that wait for a server at the same time, and for work beside other work."""
 
 from __future__ import annotations
 
@@ -7,38 +7,45 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-__all__ = ["in_threads", "cores", "in_background"]
+__all__ = ["cores", "in_background", "in_threads"]
 
 _T = TypeVar("_T")
 
-
-_AT_ONCE = 16
+_REQUESTS_AT_ONCE = 16
 
 
 def in_threads(operation: Callable[[str], _T], names: Sequence[str]) -> list[_T]:
-    """Does the same to several files, each of which takes a request: its results; raises what it raises."""
+    """Calls ``operation`` for several files at once, because each call waits for a server.
+
+    Returns the results in the order of ``names``. Raises what a call raises.
+    """
     if len(names) < 2:
         return [operation(name) for name in names]
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="requests") as pool:
+    with ThreadPoolExecutor(_REQUESTS_AT_ONCE, thread_name_prefix="requests") as pool:
         return list(pool.map(operation, names))
 
 
 def in_background(operation: Callable[[], _T]) -> Future[_T]:
-    """Begins a request whose answer is wanted later."""
+    """Starts ``operation`` in a thread of its own, for a result that is needed later."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="request")
     try:
         return pool.submit(operation)
     except RuntimeError:  # the interpreter is ending, and starts no more threads
-        future: Future[_T] = Future()
-        try:
-            future.set_result(operation())
-        except Exception as error:
-            future.set_exception(error)
-        return future
+        return _done(operation)
     finally:
         pool.shutdown(wait=False)
 
 
 def cores() -> int:
-    """The cores that this process may use."""
+    """How many cores this process may use: a bound for threads that compute."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _done(operation: Callable[[], _T]) -> Future[_T]:
+    """The outcome of ``operation``, which runs in this thread."""
+    future: Future[_T] = Future()
+    try:
+        future.set_result(operation())
+    except Exception as error:
+        future.set_exception(error)
+    return future

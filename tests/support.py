@@ -192,7 +192,7 @@ def cached(path: Path, offset: int) -> bool:
     """Whether the page cache holds this very byte of a file; asked anew each time."""
     with open(path, "rb") as file:
         residency = Residency(file.fileno())
-        found = residency._ask(offset)
+        found = residency.holds_page(offset)
         residency.close()
     return found
 

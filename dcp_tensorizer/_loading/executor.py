@@ -90,11 +90,14 @@ def fetch(
         return 0
     wanted = _apart(wanted)
     operations = plan_reads(
-        [w.request for w in wanted], verify=verify, gap=storage.max_gap_bytes, most=storage.max_coalesced_bytes
+        [w.request for w in wanted],
+        verify=verify,
+        gap=storage.reads.max_gap_bytes,
+        most=storage.reads.max_coalesced_bytes,
     )
     total = sum(operation.nbytes for operation in operations)
     uses = Counter(operation.file for operation in operations)
-    job = _Job(storage, wanted, verify, uses, cipher, _ring(wanted, operations, threads or storage.max_threads))
+    job = _Job(storage, wanted, verify, uses, cipher, _ring(wanted, operations, threads or storage.reads.max_threads))
     counting = threading.Lock()
     done = 0
 
@@ -108,7 +111,7 @@ def fetch(
         return nbytes
 
     try:
-        first, most = threads or storage.min_threads, threads or storage.max_threads
+        first, most = threads or storage.reads.min_threads, threads or storage.reads.max_threads
         work_through(operations, run, first=first, most=most)
     finally:
         job.close()
@@ -221,7 +224,7 @@ class _Job:
             file = self._open(operation.file)
             if not self._shared or self._shared.isdisjoint(n for s in operation.segments for n in s.requests):
                 file = file.once(operation.offset, operation.nbytes)
-            for batch in batches(operation, self._storage.slice_bytes):
+            for batch in batches(operation, self._storage.reads.slice_bytes):
                 self._read(file, operation.segments[batch], places[batch])
             self._used(operation.file)
         except CheckpointError:
@@ -247,7 +250,7 @@ class _Job:
 
     def _read_slices(self, file: RangeReader, segment: Segment, place: memoryview) -> None:
         check = DigestCheck(segment.item, segment.start, place.nbytes) if self._verify else None
-        offset, step = segment.offset, self._storage.slice_bytes
+        offset, step = segment.offset, self._storage.reads.slice_bytes
         for start in range(0, place.nbytes, step):
             data = place[start : start + step]
             file.read_into([data], offset + start)

@@ -1,17 +1,21 @@
-"""What the package asks of a checkpoint's directory: sinks, range reads, small files put in place as a whole.
+"""What the package asks of a checkpoint's directory: sinks, range reads, and small files that appear whole.
 
-Names are literal: no globbing, and off local disks no rename (fsspec's copies, and globs). Saving and loading never
-list a directory; that is for those who look for checkpoints.
+File names are taken literally, without globbing. Only local disks and SFTP rename files: fsspec's rename copies, and
+globs. Saving and loading never list a directory; only tools that look for checkpoints do.
 """
 
 from __future__ import annotations
 
 import abc
 import sys
+import threading
+import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import WriteError
 from .redact import redact
@@ -23,70 +27,103 @@ __all__ = [
     "DirectoryLock",
     "FileInfo",
     "RangeReader",
-    "Ranges",
+    "ReadTuning",
     "Refused",
     "Sink",
     "Storage",
     "rest_of",
+    "temporary_file_name",
 ]
 
 UNLIMITED = sys.maxsize
 """No bound, where a number of bytes or threads is asked for."""
 
 TIMEOUT = 600.0
-"""Seconds after which a wait for the storage is given up, unless the user says otherwise."""
-
-_T = TypeVar("_T")
+"""Seconds after which the package stops waiting for the storage, unless the user says otherwise."""
 
 TAKEN = "there is one already, and it must not be replaced"
 
 
 class Refused(WriteError):
-    """The storage said no: nothing of what was to be written is there, or will be later."""
+    """The storage refused a write: the file is not there, and will not appear later."""
 
 
-class Sink(Protocol):
-    """A file that is written in parts of equal size, in any order and by several threads unless it says otherwise."""
+class Sink(abc.ABC):
+    """A new file, written in parts of equal size: in any order and by several threads, unless `in_order` is set.
+
+    A storage's sink defines `_put_part`, `_complete` and `_abort`.
+    """
 
     part_bytes: int
     """Size of every part but the last."""
-    concurrency: int
-    """Parts that are worth writing at once."""
-    in_order: bool
-    """It takes the parts in their order only, one at a time."""
-    bytes_written: int
-    """Bytes taken so far: it grows as long as the write makes progress."""
-    write_seconds: float
-    """Time spent in `put_part`, added up over threads."""
-    complete_seconds: float
-    """Time spent in `complete`, when everything else is done."""
+    concurrency = 1
+    """How many parts to write at once."""
+    in_order = False
+    """Takes one part at a time, in order."""
+
+    def __init__(self) -> None:
+        self.bytes_written = 0
+        """Bytes taken so far. It grows as long as the write makes progress."""
+        self.write_seconds = 0.0
+        """Time spent in `put_part`, added up over threads."""
+        self.complete_seconds = 0.0
+        """Time spent in `complete`."""
+        self._lock = threading.Lock()
+        self._is_open = True
 
     def put_part(self, number: int, data: memoryview) -> None:
-        """Takes a part; ``data`` begins on a page, and is the caller's again afterwards. Raises `OSError`."""
+        """Writes a part; raises `OSError`. ``data`` begins on a page, and belongs to the caller again afterwards."""
+        started = time.perf_counter()
+        self._put_part(number, data)
+        with self._lock:
+            self.bytes_written += data.nbytes
+            self.write_seconds += time.perf_counter() - started
 
     def complete(self) -> None:
-        """Completes the file, and makes it durable; raises `OSError`, and then there is no file."""
+        """Completes the file and makes it durable. Idempotent; raises `OSError`, and then the caller calls `abort`."""
+        if not self._is_open:
+            return
+        started = time.perf_counter()
+        self._complete()
+        self._is_open = False
+        self.complete_seconds += time.perf_counter() - started
 
     def abort(self) -> None:
-        """Drops the file."""
+        """Drops the file, when no thread writes to it any more. Idempotent; does nothing after `complete`."""
+        if self._is_open:
+            self._is_open = False
+            with suppress(Exception):  # the caller reports what made it give up
+                self._abort()
+
+    @abc.abstractmethod
+    def _put_part(self, number: int, data: memoryview) -> None:
+        """Writes a part."""
+
+    @abc.abstractmethod
+    def _complete(self) -> None:
+        """Completes the file."""
+
+    @abc.abstractmethod
+    def _abort(self) -> None:
+        """Removes whatever is there of the file."""
 
 
 class RangeReader(abc.ABC):
-    """An open file to read ranges of, from several threads."""
+    """An open file whose ranges several threads read."""
 
     @abc.abstractmethod
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """Fills ``buffers`` from ``offset`` on; raises `EOFError` or `OSError`."""
+        """Fills ``buffers``, one after the other, from ``offset`` on; raises `EOFError` or `OSError`."""
 
     def once(self, offset: int, nbytes: int) -> RangeReader:
-        """What this thread can best read a range from, in parts, if no other process reads it too.
+        """The fastest reader of a range that this thread reads in parts and that no other process reads.
 
-        It is good until this thread's next call. Raises `OSError`.
+        It is valid until this thread's next call. Raises `OSError`.
         """
         return self
 
     def close(self) -> None:  # noqa: B027
-        """Nothing is open between requests, unless a storage says otherwise."""
+        """Closes the file. Remote files have nothing open between requests."""
 
 
 class FileInfo(NamedTuple):
@@ -99,45 +136,53 @@ class FileInfo(NamedTuple):
 
 
 class DirectoryLock:
-    """A save under way in a directory, as far as other jobs can see it. This one is of storage where they cannot."""
+    """Tells other jobs that a save is under way in a directory. This base class is for storage without locks."""
 
     def leftovers(self) -> list[str] | None:
-        """The files in the directory, if no other save is under way there, until `share`; None if that is unknown."""
+        """The files in the directory if no other save is under way there; None if one may be, and after `share`."""
         return None
 
     def share(self, timeout: float) -> None:
-        """Lets others save there too, after ``timeout`` seconds at most; raises `WriteError`."""
+        """Lets other saves use the directory; raises `WriteError` if that is not possible in ``timeout`` seconds."""
 
     def release(self) -> None:
-        """The save is over. Idempotent."""
+        """Ends the lock when the save is over. Idempotent."""
+
+
+@dataclass(frozen=True)
+class ReadTuning:
+    """How a storage is read at its full speed."""
+
+    max_threads: int = 16
+    """How many reads at once reach the full speed."""
+    min_threads: int = UNLIMITED
+    """How many threads start a load. Others join while these wait for the storage."""
+    slice_bytes: int = UNLIMITED
+    """The most to read before hashing it, so that it is still in the processor's cache."""
+    max_coalesced_bytes: int | None = None
+    """The most to read at once straight into targets. None: the size of the scratch memory."""
+    max_gap_bytes: int = 64 << 10
+    """To read this many unneeded bytes costs less than another request."""
 
 
 class Storage(abc.ABC):
     """A checkpoint's directory.
 
     Attributes:
-        path: For messages and metadata: without credentials.
+        path: For messages and metadata, without credentials.
         location: What `open_storage` takes to open the same directory in another process.
-        in_process: The data lives in this process's memory, so another process cannot write it.
-        max_threads: How many reads at once reach its full speed.
-        min_threads: With how many of them a load begins; others join while those wait for the storage.
-        slice_bytes: A load reads no more at once, so that what it hashes then is still in the processor's cache.
-        max_coalesced_bytes: The most that a load reads at once into its targets; None: the size of its scratch memory.
-        max_gap_bytes: Reading so much for nothing costs less than another request.
-        max_file_bytes: A file should not be larger, unless a single tensor is.
-        locks_are_visible: A lock is seen by everybody who could save here.
-        connection: Kept from one save to the next, it spares the second one making it: who opens a storage with the
-            same options shares it.
+        in_process: The data lives in this process's memory, so that no other process can write it.
+        reads: How to read at full speed.
+        max_file_bytes: The size that a file should not exceed, unless a single tensor does.
+        locks_are_visible: Everybody who could save here sees a lock.
+        connection: Storages opened with the same options share it as long as somebody keeps a reference. To keep it
+            from one save to the next saves making a new one.
     """
 
     path: str
     location: str
     in_process = False
-    max_threads = 16
-    min_threads = UNLIMITED
-    slice_bytes = UNLIMITED
-    max_coalesced_bytes: int | None = None
-    max_gap_bytes = 64 << 10
+    reads = ReadTuning()
     max_file_bytes = UNLIMITED
     locks_are_visible = False
     connection: object = None
@@ -148,17 +193,19 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def listing(self) -> tuple[list[FileInfo], list[str]]:
-        """The files in the directory, and the names of its subdirectories; raises `ReadError`.
+        """The files in the directory and the names of its subdirectories.
 
-        Links to files are files, and links to directories are left out.
+        Links to files count as files. Links to directories are left out.
 
-        Raises `NotCommitted` if there is no such directory.
+        Raises:
+            NotCommitted: there is no such directory.
+            ReadError: it cannot be listed.
         """
 
     def uploads(self) -> list[FileInfo]:
-        """Files in the directory that somebody has begun to write and that no listing shows; raises `ReadError`.
+        """Files that somebody has begun to write here and that no listing shows; raises `ReadError`.
 
-        `discard` removes them. Their sizes are unknown, and given as 0; ``modified`` is when they were begun.
+        `discard` removes them. Their size is given as 0, and ``modified`` says when they were begun.
         """
         return []
 
@@ -168,7 +215,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def create(self, name: str, nbytes: int, *, sync: bool) -> Sink:
-        """Creates a new file of ``nbytes`` bytes."""
+        """Creates a new file of ``nbytes`` bytes; raises `OSError`."""
 
     @abc.abstractmethod
     def sync_directory(self) -> None:
@@ -176,14 +223,18 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True) -> None:
-        """Puts a small file in place as a whole; raises `WriteError`.
+        """Writes a small file that appears as a whole.
 
         Args:
             name: Of the file.
             data: Its contents.
-            sync: Make them durable.
-            replace: Replace an old file. Otherwise that is an error, also where another job has just put it there, as
-                far as the storage can tell.
+            sync: Make the contents durable.
+            replace: Replace an old file. Otherwise an old file is an error, also if another job has just put it there,
+                as far as the storage can tell.
+
+        Raises:
+            Refused: the file is not there, and will not appear later.
+            WriteError: nobody knows whether the file is there or will appear.
         """
 
     @abc.abstractmethod
@@ -192,10 +243,10 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def head(self, name: str) -> int | None:
-        """Bytes in a file, None if it does not exist; raises `ReadError`."""
+        """A file's size, None if it does not exist; raises `ReadError`."""
 
     def lock_directory(self) -> DirectoryLock:
-        """Says that a save is under way here, until the lock is released; raises `WriteError`."""
+        """Tells other jobs that a save is under way here, until the lock is released; raises `WriteError`."""
         return DirectoryLock()
 
     @abc.abstractmethod
@@ -203,19 +254,19 @@ class Storage(abc.ABC):
         """Opens a file for range reads; raises `OSError`."""
 
     def open_uncached(self, name: str) -> RangeReader:
-        """Opens a file for reads of what the medium holds, and not what a cache does; raises `OSError`."""
+        """Opens a file to read what the medium holds, not what a cache does; raises `OSError`."""
         return self.open(name)
 
     @abc.abstractmethod
     def remove(self, *names: str) -> None:
-        """Removes files; one that is not there is no error."""
+        """Removes files; raises `OSError`. A file that does not exist is no error."""
 
     def discard(self, *names: str) -> None:
-        """Removes files and whatever a writer that died left of them."""
+        """Removes files, and what a writer that died left of them."""
         self.remove(*names)
 
     def remove_directory(self) -> bool:
-        """Removes the directory if it is empty; whether it is gone."""
+        """Removes the directory if it is empty; returns whether it is gone."""
         return True
 
     def scrub(self, text: str) -> str:
@@ -223,25 +274,9 @@ class Storage(abc.ABC):
         return redact(text)
 
     def cause(self, error: BaseException) -> BaseException | None:
-        """An error as the cause of another, unless its traceback would show credentials."""
+        """``error``, to be raised from; None if its traceback would show credentials."""
         shown = "".join(traceback.format_exception(error))
         return error if self.scrub(shown) == shown else None
-
-
-class Ranges(RangeReader):
-    """Range reads by a function that gives the bytes from a first one to before a last one."""
-
-    def __init__(self, get: Callable[[int, int], bytes]) -> None:
-        self._get = get
-
-    def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
-        wanted = sum(buffer.nbytes for buffer in buffers)
-        data = memoryview(self._get(offset, offset + wanted))
-        if data.nbytes != wanted:
-            raise EOFError(f"the file ends {wanted - data.nbytes:,} bytes too early")
-        for buffer in buffers:
-            buffer[:] = data[: buffer.nbytes]
-            data = data[buffer.nbytes :]
 
 
 def rest_of(buffers: Iterable[memoryview], count: int) -> list[memoryview]:
@@ -255,5 +290,5 @@ def rest_of(buffers: Iterable[memoryview], count: int) -> list[memoryview]:
 
 
 def temporary_file_name(name: str) -> str:
-    """Where a metadata file is written before it is put in place; no two are the same."""
+    """A new name under which a metadata file is written before it gets its own."""
     return f"{name}.{uuid.uuid4().hex}.tmp"

@@ -1,4 +1,4 @@
-"""Which storage a URL names; the only module that imports fsspec."""
+"""Opens the storage that a URL names. Only this module imports fsspec."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from .stream import StreamStorage
 __all__ = ["open_url"]
 
 _AZURE = ("az", "abfs", "abfss")
-_SHARED: dict[str, Any] = {}
-_SHARING = threading.Lock()
+_shared_filesystems: dict[str, Any] = {}
+_sharing = threading.Lock()
 
 
 def open_url(url: str, options: Mapping[str, Any], timeout: float) -> Storage | Path:
     """The storage that a URL names, or the local path.
 
-    Filesystems are made afresh, not taken from fsspec's cache: with credentials as they are now, without listings. But
-    for Azure's: adlfs never frees one, and each has connections of its own.
+    Filesystems are new ones, not from fsspec's cache: they use the credentials of now, and remember no listings.
+    Azure's are the exception: adlfs never frees one, and each has connections of its own.
 
     Args:
         url: Of the directory.
         options: For the filesystem.
-        timeout: Seconds after which a wait for it is given up; connections that are silent for a tenth of that are
-            renewed, where the filesystem leaves that to us.
+        timeout: Seconds after which a request is given up. A connection that is silent for a tenth of that is
+            replaced, where the filesystem leaves that to us.
 
     Raises:
         WriteError: its protocol is unknown, its library is missing, or its server cannot be reached.
@@ -42,24 +42,7 @@ def open_url(url: str, options: Mapping[str, Any], timeout: float) -> Storage | 
     scrub = Scrubber(options)
     url = re.sub(r"(?<=[^:/])/+$", "", url)
     try:
-        import fsspec.core
-        from fsspec.implementations.local import LocalFileSystem
-
-        protocol = fsspec.utils.get_protocol(url)
-        if protocol in ("sftp", "ssh"):
-            from .sftp import SftpStorage
-
-            return SftpStorage(url, options, scrub, timeout)
-        options = {"skip_instance_cache": True} | _timeouts(protocol, timeout) | dict(options)
-        if protocol in _AZURE:
-            filesystem, root = _shared(protocol, url, options)
-        else:
-            filesystem, root = fsspec.core.url_to_fs(url, **options)
-        if type(filesystem) is LocalFileSystem:
-            return Path(root)
-        if protocol in ("s3", "s3a") and "session" not in options:  # a session is aiobotocore's, and s3fs's to use
-            return S3Storage(filesystem, root, url, scrub, timeout)
-        return StreamStorage(filesystem, root, url, scrub, timeout)
+        return _open(url, options, scrub, timeout)
     except Exception as error:
         if re.match("sftp://|ssh://", url):  # a password that is not percent-encoded may have slashes
             url = re.sub("://.*@", "://", url)
@@ -69,25 +52,46 @@ def open_url(url: str, options: Mapping[str, Any], timeout: float) -> Storage | 
         ) from None
 
 
-def _shared(protocol: str, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """A filesystem that whoever gives the same options in this process shares, and the path in it."""
+def _open(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: float) -> Storage | Path:
+    import fsspec.core
+    from fsspec.implementations.local import LocalFileSystem
+
+    protocol = fsspec.utils.get_protocol(url)
+    if protocol in ("sftp", "ssh"):
+        from .sftp import SftpStorage
+
+        return SftpStorage(url, options, scrub, timeout)
+    options = {"skip_instance_cache": True} | _timeout_options(protocol, timeout) | dict(options)
+    if protocol in _AZURE:
+        filesystem, root = _shared_filesystem(protocol, url, options)
+    else:
+        filesystem, root = fsspec.core.url_to_fs(url, **options)
+    if type(filesystem) is LocalFileSystem:
+        return Path(root)
+    if protocol in ("s3", "s3a") and "session" not in options:  # a session is aiobotocore's, which only s3fs can use
+        return S3Storage(filesystem, root, url, scrub, timeout)
+    return StreamStorage(filesystem, root, url, scrub, timeout)
+
+
+def _shared_filesystem(protocol: str, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """A filesystem that this process makes once for the same options, and the path in it."""
     import fsspec
 
     kind = fsspec.get_filesystem_class(protocol)
-    given = kind._get_kwargs_from_urls(url) | dict(options)
-    key = fsspec.utils.tokenize(kind, os.getpid(), given)  # its event loop is not there in a forked child
-    with _SHARING:
-        if key not in _SHARED:
-            _SHARED[key] = kind(**given)
-        filesystem = _SHARED[key]
+    arguments = kind._get_kwargs_from_urls(url) | dict(options)
+    key = fsspec.utils.tokenize(kind, os.getpid(), arguments)  # a forked child has no thread for its event loop
+    with _sharing:
+        if key not in _shared_filesystems:
+            _shared_filesystems[key] = kind(**arguments)
+        filesystem = _shared_filesystems[key]
     filesystem.invalidate_cache()
     return filesystem, kind._strip_protocol(url)
 
 
-def _timeouts(protocol: str, timeout: float) -> dict[str, float]:
-    """Those options by which filesystems that connect by themselves end their waits."""
+def _timeout_options(protocol: str, timeout: float) -> dict[str, float]:
+    """Options that end the waits of filesystems with connections of their own."""
     if protocol in ("gs", "gcs"):
-        return {"requests_timeout": timeout / 2}  # of a whole request, and not of silence
+        return {"requests_timeout": timeout / 2}  # of a whole request, not of silence
     if protocol in _AZURE:
         return dict.fromkeys(("connection_timeout", "read_timeout"), math.ceil(patience_of(timeout)))
     return {}

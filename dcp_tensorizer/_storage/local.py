@@ -8,49 +8,72 @@ import os
 import stat
 import time
 import weakref
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from .._threads import cores
 from ..errors import NotCommitted, ReadError, WriteError
-from .base import TAKEN, DirectoryLock, FileInfo, RangeReader, Refused, Sink, Storage, temporary_file_name
+from .base import (
+    TAKEN,
+    DirectoryLock,
+    FileInfo,
+    RangeReader,
+    ReadTuning,
+    Refused,
+    Sink,
+    Storage,
+    temporary_file_name,
+)
 from .local_read import LocalFile, UncachedFile
 from .local_write import LocalSink
 
 __all__ = ["LocalStorage"]
 
-# Where a lock that one process holds is seen by every other that can reach the directory. On network file systems it
-# may be this machine's alone.
-_LOCAL_TYPES = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}
-# Errors of a mount whose server has not said what has become of a request.
+_T = TypeVar("_T")
+
+# Every process that can reach a directory on one of these sees a lock on it. On network file systems a lock may be
+# visible to one machine only.
+_LOCAL_TYPES = frozenset({"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
+# Errors of a mount whose server has not said what became of a request.
 _UNANSWERED = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ENOTCONN, errno.EHOSTUNREACH}
 
 
 class LocalStorage(Storage):
-    slice_bytes = 1 << 20  # a second-level cache
+    """A directory on a file system.
 
-    def __init__(self, root: Path) -> None:
+    Args:
+        root: The directory.
+        local_types: File systems that only this machine uses.
+    """
+
+    def __init__(self, root: Path, *, local_types: Collection[str] = _LOCAL_TYPES) -> None:
         self._root = root
+        self._local_types = local_types
         self.path = self.location = str(root)
-        self.max_threads = min(8, 4 * cores())
-        self.min_threads = min(8, cores())  # what is in the page cache needs no more, and more share fewer caches
+        self.reads = ReadTuning(
+            max_threads=min(8, 4 * cores()),
+            min_threads=min(8, cores()),  # enough for what is in the page cache, and more would share fewer caches
+            slice_bytes=1 << 20,  # a second-level cache
+        )
 
     @property
     def locks_are_visible(self) -> bool:  # type: ignore[override]
-        return _is_local(self._root)
+        return self._is_local()
 
     def child(self, name: str) -> Storage:
-        return LocalStorage(self._root / name)
+        return LocalStorage(self._root / name, local_types=self._local_types)
 
     def listing(self) -> tuple[list[FileInfo], list[str]]:
         files, folders = [], []
         try:
             with os.scandir(self._root) as entries:
                 for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):  # a link would show what it leads to twice
+                    if entry.is_dir(follow_symlinks=False):  # a link would show its directory twice
                         folders.append(entry.name)
                         continue
-                    with suppress(OSError):  # removed since, or a link to nowhere, or in a circle
+                    with suppress(OSError):  # removed since then, or a link to nowhere or in a circle
                         state = entry.stat()
                         if stat.S_ISREG(state.st_mode):
                             files.append(FileInfo(entry.name, state.st_size, state.st_mtime))
@@ -70,7 +93,7 @@ class LocalStorage(Storage):
             raise WriteError(f"cannot create the checkpoint directory {self.path}: {error}") from error
 
     def create(self, name: str, nbytes: int, *, sync: bool) -> Sink:
-        return LocalSink(self._root / name, nbytes, sync=sync, preallocate=_is_local(self._root))
+        return LocalSink(self._root / name, nbytes, sync=sync, preallocate=self._is_local())
 
     def sync_directory(self) -> None:
         _sync_directory(self._root)
@@ -98,7 +121,8 @@ class LocalStorage(Storage):
     def _rename(self, temporary: Path, name: str, data: bytes, replace: bool) -> None:
         """Gives a file its name.
 
-        A network mount may say that it could not when it has: if an answer was lost, and a retry met its own file.
+        A network mount may report a failure after it has renamed the file: an answer was lost, and its own retry
+        found the new name taken or the old one gone.
         """
         try:
             if not replace:
@@ -108,25 +132,24 @@ class LocalStorage(Storage):
             with suppress(ReadError):
                 if self.read(name) == data:
                     return
-            if error.errno in _UNANSWERED and not _is_local(self._root):
+            if error.errno in _UNANSWERED and not self._is_local():
                 raise WriteError(f"{self._root / name} may be in place, now or later: {error}") from error
             raise
 
     def read(self, name: str) -> bytes | None:
-        try:
-            return (self._root / name).read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise ReadError(f"cannot read {self._root / name}: {error}") from error
+        return self._ask(name, Path.read_bytes)
 
     def head(self, name: str) -> int | None:
+        return self._ask(name, lambda path: path.stat().st_size)
+
+    def _ask(self, name: str, ask: Callable[[Path], _T]) -> _T | None:
+        path = self._root / name
         try:
-            return (self._root / name).stat().st_size
+            return ask(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            raise ReadError(f"cannot read {self._root / name}: {error}") from error
+            raise ReadError(f"cannot read {path}: {error}") from error
 
     def open(self, name: str) -> RangeReader:
         return LocalFile(self._root / name)
@@ -135,7 +158,7 @@ class LocalStorage(Storage):
         return UncachedFile(self._root / name)
 
     def lock_directory(self) -> DirectoryLock:
-        return _FileLock(self._root)
+        return _FileLock(self._root, is_visible=self.locks_are_visible)
 
     def remove(self, *names: str) -> None:
         for name in names:
@@ -146,26 +169,29 @@ class LocalStorage(Storage):
             self._root.rmdir()
         return not self._root.exists()
 
+    def _is_local(self) -> bool:
+        return _file_system(self._root) in self._local_types
+
 
 class _FileLock(DirectoryLock):
-    """A lock on the directory: exclusive for whoever finds nobody else there, then shared while the save lasts.
+    """A lock on the directory: exclusive if no other save is there, and shared while the save lasts.
 
-    The kernel drops it when the process ends, however it ends; it ends with this object, too.
+    The kernel drops it when the process ends, however it ends. It also ends with this object.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, is_visible: bool) -> None:
         self._root = root
         self._open()
-        self._alone = _is_local(root) and self._lock(fcntl.LOCK_EX)
+        self._is_exclusive = is_visible and self._lock(fcntl.LOCK_EX)
 
     def leftovers(self) -> list[str] | None:
-        return os.listdir(self._fd) if self._alone else None
+        return os.listdir(self._fd) if self._is_exclusive else None
 
     def share(self, timeout: float) -> None:
-        self._alone = False
+        self._is_exclusive = False
         deadline = time.monotonic() + timeout
         self._wait(deadline, timeout)
-        while not self._is_current():  # whoever cleaned up removed the directory as well
+        while not self._is_current():  # another save cleaned up, and removed the directory as well
             self.release()
             self._open()
             self._wait(deadline, timeout)
@@ -174,7 +200,7 @@ class _FileLock(DirectoryLock):
         self._release()
 
     def _open(self) -> None:
-        """Opens the directory, made again if somebody has removed it since the save made it."""
+        """Opens the directory, and makes it again if somebody has removed it."""
         try:
             with suppress(FileExistsError):
                 self._root.mkdir()
@@ -184,12 +210,13 @@ class _FileLock(DirectoryLock):
         self._release = weakref.finalize(self, _unlock, self._fd, os.getpid())
 
     def _is_current(self) -> bool:
+        """Whether the directory at the path is still the one that is locked."""
         with suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(self._fd), os.stat(self._root))
         return False
 
     def _wait(self, deadline: float, timeout: float) -> None:
-        while not self._lock(fcntl.LOCK_SH):  # another save is cleaning up: milliseconds, unless it was stopped there
+        while not self._lock(fcntl.LOCK_SH):  # another save cleans up, which takes milliseconds unless it was stopped
             if time.monotonic() > deadline:
                 self.release()
                 raise WriteError(
@@ -198,7 +225,7 @@ class _FileLock(DirectoryLock):
             time.sleep(0.01)
 
     def _lock(self, operation: int) -> bool:
-        """Whether the lock was got, or is none on this file system (and then shared ones are as good)."""
+        """Whether this process has the lock now. Where a file system has no locks, it has only shared ones."""
         try:
             fcntl.flock(self._fd, operation | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -209,28 +236,28 @@ class _FileLock(DirectoryLock):
 
 
 def _unlock(fd: int, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child must not end what its parent holds
+    if os.getpid() == pid:  # a forked child must not end its parent's lock
         with suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_UN)  # or else the lock lasts as long as such a child has its descriptor
+            fcntl.flock(fd, fcntl.LOCK_UN)  # the lock would last as long as a forked child's copy of the descriptor
         os.close(fd)
 
 
-def _is_local(path: Path) -> bool:
-    """Whether a path is on a file system of this machine's own."""
+def _file_system(path: Path) -> str:
+    """The type of the file system that a path is on; empty if that is unknown."""
     real = os.path.realpath(path)
-    found = ("", "")
+    nearest, kind = "", ""
     with suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8") as mounts:
         for line in mounts:
             fields, _, rest = line.partition(" - ")
             mount = fields.split()[4].encode().decode("unicode_escape")
-            inside = real == mount or real.startswith(mount.rstrip("/") + "/")
-            if inside and len(mount) >= len(found[0]):
-                found = mount, rest.split()[0]
-    return found[1] in _LOCAL_TYPES
+            is_inside = real == mount or real.startswith(mount.rstrip("/") + "/")
+            if is_inside and len(mount) >= len(nearest):
+                nearest, kind = mount, rest.split()[0]
+    return kind
 
 
 def _link(source: Path, target: Path) -> None:
-    """Gives a file a second name, which must not be taken; on mounts without links only checks that it is not."""
+    """Gives a file a second name, which must be free. On mounts without links it only checks that the name is free."""
     try:
         os.link(source, target)
     except FileExistsError:

@@ -1,4 +1,4 @@
-"""Local files are read by ranges, through the page cache or past it."""
+"""Ranges of local files are read through the page cache or past it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .page_cache import Residency
 __all__ = ["LocalFile", "UncachedFile", "read_into"]
 
 _IOV_MAX = 1024  # Linux's limit on the buffers of one preadv
-_LEAST_UNCACHED = 1 << 20
+_LEAST_UNCACHED = 1 << 20  # smaller reads are not worth a look at the cache
 
 
 class LocalFile(RangeReader):
-    """A local file that is read by ranges, from any number of threads: through the page cache, unless by `once`.
+    """A local file whose ranges any number of threads read: through the page cache, or past it with `once`.
 
     Raises:
         OSError: it cannot be opened.
@@ -37,14 +37,10 @@ class LocalFile(RangeReader):
         self._uncached: _Uncached | None = None
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """Fills ``buffers``, one after the other, from ``offset`` on; raises `EOFError` or `OSError`."""
         read_into(self._descriptor(), buffers, offset)
 
     def once(self, offset: int, nbytes: int) -> RangeReader:
-        """Of a range that the page cache does not hold, what has been read past it into this thread's bounce buffer.
-
-        That is good until this thread's next call.
-        """
+        """A range that the page cache does not hold is read past it, into this thread's bounce buffer."""
         if nbytes < _LEAST_UNCACHED:
             return self
         return (self._uncached or self._look()).read(offset, nbytes) or self
@@ -61,36 +57,38 @@ class LocalFile(RangeReader):
             return self._uncached
 
     def _descriptor(self) -> int:
-        """This thread's own: reads of threads that share one look random to the kernel, which then reads less ahead.
+        """This thread's own descriptor of the same file, whatever has become of the file's name.
 
-        That makes 1.4 of 0.85 GB/s, cold. It is the same file, even if its name has been given to another, or to none.
+        If threads share one, their reads look random to the kernel, and it reads less ahead: 0.85 instead of 1.4 GB/s
+        from a cold disk.
         """
         try:
             return self._own.fd  # type: ignore[no-any-return]
         except AttributeError:
             self._own.fd = self._fds[0]
-            with suppress(OSError):  # without /proc they do share one
+            with suppress(OSError):  # without /proc, threads share one
                 self._own.fd = os.open(f"/proc/self/fd/{self._fds[0]}", os.O_RDONLY | os.O_CLOEXEC)
                 self._fds.append(self._own.fd)
             return self._own.fd  # type: ignore[no-any-return]
 
 
 class _Uncached:
-    """Reads past the page cache what it does not hold.
+    """Reads past the page cache what the cache does not hold.
 
-    To bring 2.1 GB there takes the kernel 0.8 s of CPU time, and 3.3 s where a hypervisor gives it the pages only then.
-    Past it it takes 0.2 s, and the copy from the bounce buffer 0.3 s. But then it is not there for who reads it next.
+    The kernel takes 0.8 s of CPU time to bring 2.1 GB into the cache, and 3.3 s if a hypervisor must provide the pages
+    first. A read past the cache takes 0.2 s, and the copy from the bounce buffer 0.3 s. But the next reader of the
+    file does not find it in the cache.
     """
 
     def __init__(self, fd: int) -> None:
         self._residency: Residency | None = None
-        self._fd = open_direct(Path(f"/proc/self/fd/{fd}"), os.O_RDONLY)  # its name may be another file's by now
+        self._fd = open_direct(Path(f"/proc/self/fd/{fd}"), os.O_RDONLY)  # its name may belong to another file by now
         if self._fd is not None:
             with suppress(OSError, ValueError):
                 self._residency = Residency(fd)
 
     def read(self, offset: int, nbytes: int) -> RangeReader | None:
-        """A range, None if it is in the page cache, or cannot be read past it; raises `OSError`."""
+        """A range; None if the page cache holds it or it cannot be read past the cache. Raises `OSError`."""
         if self._fd is None or self._residency is None or self._residency.holds(offset + nbytes // 2):
             return None
         start = offset // BLOCK * BLOCK
@@ -100,7 +98,7 @@ class _Uncached:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            return None  # the file system opens it that way, and does not read it
+            return None  # the file system opens files for O_DIRECT, but does not read them
         return _Bounced(buffer[:count], start) if start + count >= offset + nbytes else None
 
     def close(self) -> None:
@@ -111,16 +109,16 @@ class _Uncached:
 
 
 class _Bounced(RangeReader):
-    """A range of a file that has been read."""
+    """A range of a file, in memory."""
 
     def __init__(self, data: memoryview, offset: int) -> None:
         self._data = np.frombuffer(data, dtype=np.uint8)
         self._offset = offset
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """Fills ``buffers``, without the interpreter lock."""
         position = offset - self._offset
         for buffer in buffers:
+            # NumPy copies without the interpreter lock.
             np.frombuffer(buffer, dtype=np.uint8)[:] = self._data[position : position + buffer.nbytes]
             position += buffer.nbytes
 
@@ -129,17 +127,17 @@ _bounce = threading.local()
 
 
 def _bounce_buffer(nbytes: int) -> memoryview:
-    """This thread's, made anew when it is too small; it begins on a page."""
+    """This thread's buffer, which begins on a page. It is replaced when it is too small."""
     if len(getattr(_bounce, "buffer", b"")) < nbytes:
         _bounce.buffer = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return memoryview(_bounce.buffer)[:nbytes]
 
 
 class UncachedFile(LocalFile):
-    """A local file that is read past the page cache, so that what comes back is what the disk holds.
+    """A local file that is read past the page cache, to see what the disk holds.
 
-    Only where offset and memory lie on blocks; the rest of a read goes through the cache. So does all of it where
-    O_DIRECT is refused.
+    That works where offset and memory lie on blocks. The rest of a read goes through the cache, and so does all of it
+    where O_DIRECT is refused.
 
     Raises:
         OSError: it cannot be opened.
@@ -150,7 +148,6 @@ class UncachedFile(LocalFile):
         self._direct_fd = open_direct(path, os.O_RDONLY)
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """Fills ``buffers``; raises `EOFError` or `OSError`."""
         first, *others = buffers
         whole = 0 if self._direct_fd is None or offset % BLOCK else first.nbytes // BLOCK * BLOCK
         if whole:
@@ -158,7 +155,9 @@ class UncachedFile(LocalFile):
             try:
                 read_into(self._direct_fd, [first[:whole]], offset)
             except OSError as error:
-                if error.errno != errno.EINVAL:  # memory that does not begin on a block, or a file system's whim
+                if (
+                    error.errno != errno.EINVAL
+                ):  # memory that does not begin on a block, or a file system with rules of its own
                     raise
                 whole = 0
         super().read_into([first[whole:], *others], offset + whole)

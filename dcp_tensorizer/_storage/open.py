@@ -1,4 +1,4 @@
-"""Which storage a path names."""
+"""Opens the storage that a path or a URL names."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def open_storage(
     Args:
         path: Local path (``str`` or path-like, taken literally) or URL.
         options: Passed to the fsspec filesystem; ignored for local paths.
-        timeout: Seconds after which a wait for the storage is given up.
+        timeout: Seconds after which a request to the storage is given up.
 
     Raises:
-        WriteError: the URL's protocol is unknown, or its library is missing.
+        WriteError: the URL's protocol is unknown, its library is missing, or its server cannot be reached.
     """
     text = os.fspath(path)
     if isinstance(path, os.PathLike) or ("://" not in text and "::" not in text):

@@ -9,9 +9,12 @@ from urllib.parse import unquote
 
 __all__ = ["Scrubber", "redact"]
 
+_SHORTEST_SECRET = 6  # shorter options occur in messages by chance
+_PUBLIC_OPTIONS = re.compile("endpoint|region")  # addresses of servers, which help the reader of a message
+
 
 def redact(text: str) -> str:
-    """``text`` with the ``user:password@`` of every URL in it removed, spaces and all."""
+    """``text`` without the ``user:password@`` of URLs, also if there are spaces in it."""
     return re.sub(r"([A-Za-z][A-Za-z0-9+.-]*://)[^/\n]*@", r"\1", text)
 
 
@@ -19,7 +22,7 @@ class Scrubber:
     """Removes credentials from a text: those in URLs, and every longer string or number among the storage options."""
 
     def __init__(self, options: Mapping[str, Any] | None) -> None:
-        self._secrets = sorted(_strings(options or {}), key=len, reverse=True)
+        self._secrets = sorted(_possible_secrets(options or {}), key=len, reverse=True)
 
     def __call__(self, text: str) -> str:
         text = redact(text)
@@ -28,22 +31,17 @@ class Scrubber:
         return text
 
 
-_SHORTEST = 6  # of what is taken for a secret: anything shorter occurs in messages by chance
-
-
-_OPEN_KEY = re.compile("endpoint|region")
-
-
-def _strings(value: Any) -> list[str]:
-    """What may be secret: by their names, addresses of servers are not."""
+def _possible_secrets(value: Any) -> list[str]:
+    """The strings in options, but for addresses of servers, which are known by the option's name."""
     if isinstance(value, Mapping):
-        return [text for key, item in value.items() if not _OPEN_KEY.search(str(key)) for text in _strings(item)]
+        secret = (item for name, item in value.items() if not _PUBLIC_OPTIONS.search(str(name)))
+        return [text for item in secret for text in _possible_secrets(item)]
     if isinstance(value, list | tuple):
-        return [text for item in value for text in _strings(item)]
+        return [text for item in value for text in _possible_secrets(item)]
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)  # a password of digits
     if not isinstance(value, str):
         return []
-    # Of connection strings ("AccountKey=...;...") and signed URLs ("?sv=...&sig=...") errors may quote a part.
+    # Errors may quote a part of a connection string ("AccountKey=...;...") or of a signed URL ("?sv=...&sig=...").
     parts = re.findall(r"=([^;&]+)", value)
-    return [text for text in (value, *parts, *map(unquote, parts)) if len(text) >= _SHORTEST]
+    return [text for text in (value, *parts, *map(unquote, parts)) if len(text) >= _SHORTEST_SECRET]

@@ -1,4 +1,4 @@
-"""Retries: of what may go better the next time, with growing waits, and a bounded number of them and of seconds."""
+"""Tries failed requests again: only those that may succeed later, a few times, and with growing waits."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import errno
 import random
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
-__all__ = ["is_transient", "patience_of", "retry", "waits"]
+__all__ = ["Retries", "is_transient", "patience_of"]
 
 _T = TypeVar("_T")
 
 _ATTEMPTS = 6
-_FIRST_WAIT = 0.2
 _LONGEST_WAIT = 10.0
-_TRIES = 10  # so that requests can be tried again, with waits between, before time is up
+_SILENCES = 10  # a timeout's worth: enough for several attempts at a silent server, with waits between them
 
 _STATUS = {401, 408, 425, 429, 500, 502, 503, 504}  # 401: a token has expired, and a fresh filesystem gets a fresh one
 _ERRNO = {
@@ -29,62 +29,20 @@ _ERRNO = {
     errno.ENETUNREACH,
     errno.ENOTCONN,
 }
-# Of libraries that this package does not import, by the names of their classes.
+# Class names of libraries that this package does not import.
 _NAMES = {"ClientConnectionError", "ClientPayloadError", "ServiceRequestError", "ServiceResponseError", "SSHException"}
 
 
 def patience_of(timeout: float) -> float:
-    """Seconds of silence after which a request is given up, of an operation that may take ``timeout`` in all."""
-    return timeout / _TRIES
-
-
-def waits(timeout: float) -> Iterator[float]:
-    """Seconds to wait before each retry, drawn so that many ranks do not come back at once.
-
-    They end when another attempt, at a server that stays silent, would not be over ``timeout`` seconds from now.
-    """
-    end = time.monotonic() + timeout - patience_of(timeout)
-    for number in range(_ATTEMPTS - 1):
-        wait = min(_LONGEST_WAIT, _FIRST_WAIT * 2**number) * random.uniform(0.5, 1.0)
-        if time.monotonic() + wait > end:
-            return
-        yield wait
-
-
-def retry(
-    operation: Callable[[], _T],
-    transient: Callable[[Exception], bool],
-    timeout: float,
-    recover: Callable[[], object] = lambda: None,
-) -> _T:
-    """The result of an operation, tried again, after ``recover``, as long as it fails in a way that may pass.
-
-    Args:
-        operation: What to do.
-        transient: Whether a failure may pass.
-        timeout: Seconds after which it is not tried again.
-        recover: What to do before another attempt.
-
-    Raises:
-        Exception: what the operation raised last.
-    """
-    left = waits(timeout)
-    while True:
-        try:
-            return operation()
-        except Exception as error:
-            wait = next(left, None) if transient(error) else None
-            if wait is None:
-                raise
-        time.sleep(wait)
-        recover()
+    """Seconds of silence after which one attempt ends, if the whole operation may take ``timeout`` seconds."""
+    return timeout / _SILENCES
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether a failed request is worth another try: connections, timeouts and overload, not what was asked for.
+    """Whether a failed request may succeed later: connections, timeouts and overload, not wrong requests.
 
-    fsspec's backends raise errors of their own libraries. What those have in common is a status, an ``errno``, or
-    descent from one of Python's own errors.
+    fsspec's backends raise the errors of their own libraries. What these have in common is a status, an ``errno``, or
+    one of Python's own errors as a base class.
     """
     for name in ("status", "status_code", "code"):
         status = getattr(error, name, None)
@@ -97,3 +55,58 @@ def is_transient(error: Exception) -> bool:
         or (isinstance(error, OSError) and error.errno in _ERRNO)
         or any(base.__name__ in _NAMES for base in type(error).__mro__)
     )
+
+
+@dataclass(frozen=True)
+class Retries:
+    """When failed attempts are repeated.
+
+    Attributes:
+        timeout: Seconds after which there are no more attempts.
+        first_wait: Seconds before the second attempt, at most. Each further wait is twice as long.
+        clock, sleep: Of the `time` module, or a test's.
+    """
+
+    timeout: float
+    first_wait: float = 0.2
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+    def call(
+        self,
+        operation: Callable[[], _T],
+        transient: Callable[[Exception], bool] = is_transient,
+        recover: Callable[[], object] = lambda: None,
+    ) -> _T:
+        """The result of an operation, which is repeated while it fails and may succeed later.
+
+        Args:
+            operation: What to do.
+            transient: Whether the operation may succeed after this failure.
+            recover: What to do before another attempt.
+
+        Raises:
+            Exception: what the last attempt raised.
+        """
+        waits = self.waits()
+        while True:
+            try:
+                return operation()
+            except Exception as error:
+                wait = next(waits, None) if transient(error) else None
+                if wait is None:
+                    raise
+            self.sleep(wait)
+            recover()
+
+    def waits(self) -> Iterator[float]:
+        """Seconds to wait before each further attempt, drawn at random so that many ranks do not come back at once.
+
+        They end when another attempt at a silent server could last beyond the timeout.
+        """
+        end = self.clock() + self.timeout - patience_of(self.timeout)
+        for number in range(_ATTEMPTS - 1):
+            wait = min(_LONGEST_WAIT, self.first_wait * 2**number) * random.uniform(0.5, 1.0)
+            if self.clock() + wait > end:
+                return
+            yield wait

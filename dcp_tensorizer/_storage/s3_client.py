@@ -1,4 +1,4 @@
-"""Requests to S3: botocore's client, its retries and its errors; the only module that imports it."""
+"""Requests to S3 with botocore's client, its retries, and its errors as Python's. Only this module imports botocore."""
 
 from __future__ import annotations
 
@@ -18,43 +18,39 @@ from .retry import patience_of
 
 __all__ = ["NoSuchObject", "S3Client", "receive", "shared_client"]
 
-# For whatever the user's own config_kwargs leave open.
+# Defaults for the user's config_kwargs.
 _CONFIG: dict[str, Any] = {
     "max_pool_connections": 300,
-    # Over https it is off by default. Over http nothing that is read back is signed either, and hashing each part once
-    # more would cost as much as the save's own hashes. Parts have a CRC-32 in any case.
+    # Off by default over https. Over http, to hash each part once more would cost as much as the save's own hashes,
+    # and nothing that is read back is signed either. Parts have a CRC-32 in any case.
     "s3": {"payload_signing_enabled": False},
 }
-_PIECE = 1 << 20  # what is lost when a body breaks off
-_ASYNC_CONFIG = {"connector_args", "http_session_cls"}  # of aiobotocore's, which botocore's does not know
-_EXPIRED = {
-    "ExpiredToken",
-    "ExpiredTokenException",
-    "TokenRefreshRequired",
-    "InvalidToken",
-    "400",
-}  # a HEAD has no words
+_PIECE = 1 << 20  # at most this much is lost when a body breaks off
+_ASYNC_CONFIG = {"connector_args", "http_session_cls"}  # only aiobotocore knows these
+# An answer to HEAD has no code but its status: 400.
+_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "400"}
 _MISSING = {"404", "NoSuchKey", "NotFound"}
 _DENIED = {"401", "403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"} | _EXPIRED
 
-_SHARED: weakref.WeakValueDictionary[str, S3Client] = weakref.WeakValueDictionary()
-_SHARING = threading.Lock()
+_shared_clients: weakref.WeakValueDictionary[str, S3Client] = weakref.WeakValueDictionary()
+_sharing = threading.Lock()
 
 
 def shared_client(filesystem: Any, timeout: float) -> S3Client:
-    """The client that is in use for what a filesystem was given; a new one takes 20 ms, and connections of its own."""
+    """The client in use for a filesystem's options, or a new one, which takes 20 ms and has connections of its own."""
     environment = sorted((name, value) for name, value in os.environ.items() if name.startswith("AWS_"))
-    process = os.getpid()  # a child that was forked must not use its parent's connections
-    given = repr((filesystem.storage_args, filesystem.storage_options, timeout, environment, process))
-    with _SHARING:
-        return _SHARED.setdefault(given, S3Client(filesystem, timeout))
+    process = os.getpid()  # a forked child must not use its parent's connections
+    key = repr((filesystem.storage_args, filesystem.storage_options, timeout, environment, process))
+    with _sharing:
+        return _shared_clients.setdefault(key, S3Client(filesystem, timeout))
 
 
 class S3Client:
-    """botocore's client, made of what an s3fs filesystem was given.
+    """botocore's client, made from the options of an s3fs filesystem.
 
-    botocore retries what is worth it (5xx, slow-down, resets, timeouts), with backoff, and refreshes credentials that
-    it can refresh. When a token has expired all the same, a fresh client looks for credentials anew, once a request.
+    botocore repeats requests that may succeed later (5xx, slow-down, resets, timeouts), with growing waits, and
+    refreshes credentials that it can refresh. If a token has expired all the same, each request looks for credentials
+    once more, with a new client.
 
     Args:
         filesystem: s3fs's, which is not connected.
@@ -65,7 +61,7 @@ class S3Client:
         self._filesystem = filesystem
         patience = patience_of(timeout)
         self._waiting = {
-            "connect_timeout": patience,  # botocore takes it also for sending a piece of a body
+            "connect_timeout": patience,  # botocore also applies it to sending a piece of a body
             "read_timeout": patience,
             "retries": {"mode": "standard", "total_max_attempts": _attempts(timeout)},
         }
@@ -93,9 +89,9 @@ class S3Client:
             raise _translated(error, arguments) from None
 
     def checksum(self, data: memoryview) -> dict[str, str]:
-        """The CRC-32 of a body, which botocore takes ten times as long to find; nothing if the user wants it otherwise.
+        """The CRC-32 of a body, as arguments of a request; empty if the user chose otherwise.
 
-        Over http botocore would go through the body before it is sent, and over https it would copy it.
+        botocore takes ten times as long to compute it, and copies the body over https.
         """
         is_wanted = getattr(self._connected(None).meta.config, "request_checksum_calculation", "") == "when_supported"
         if not is_wanted or any(name.startswith("Checksum") for name in self._filesystem.s3_additional_kwargs):
@@ -103,19 +99,19 @@ class S3Client:
         return {"ChecksumCRC32": base64.b64encode(crc32(data).to_bytes(4, "big")).decode()}
 
     def names_of_part(self) -> list[str]:
-        """Tag, and the checksum if the user has chosen an algorithm: AWS wants it said twice then."""
+        """What to say of a part when its upload is completed: its tag, and a checksum of the user's own algorithm."""
         chosen = self._filesystem.s3_additional_kwargs.get("ChecksumAlgorithm")
         return ["ETag"] if chosen is None else ["ETag", f"Checksum{chosen}"]
 
     def _retire(self) -> None:
-        """Whoever comes next looks for credentials anew: the user may have mended them."""
-        with _SHARING:
-            for given, client in list(_SHARED.items()):
+        """Makes the next storage look for credentials again, because the user may have corrected them."""
+        with _sharing:
+            for key, client in list(_shared_clients.items()):
                 if client is self:
-                    del _SHARED[given]
+                    del _shared_clients[key]
 
     def _connected(self, expired: Any) -> Any:
-        """The client: the first one if there is none, and a fresh one if it is the one that has expired."""
+        """The client. Makes one if there is none yet, or if the one there is has expired."""
         with self._lock:
             if self._botocore is expired:
                 self._botocore = self._connect()
@@ -148,7 +144,7 @@ class S3Client:
         return client
 
     def _extra(self, client: Any, operation: str) -> dict[str, Any]:
-        """What the user wants every request to say (server-side encryption, requester pays), where it can be said."""
+        """The user's arguments for every request (encryption, requester pays), as far as this operation takes them."""
         given = dict(self._filesystem.s3_additional_kwargs) | dict(self._filesystem.req_kw)
         if not given:
             return {}
@@ -157,14 +153,14 @@ class S3Client:
 
 
 def _attempts(timeout: float) -> int:
-    """Up to six, and so few that they end in time: botocore waits up to 1, 2, 4, ... seconds between them."""
+    """As many attempts as end in time, up to six: botocore waits up to 1, 2, 4, ... seconds between them."""
     return max([1] + [n for n in range(2, 7) if n * patience_of(timeout) + 2 ** (n - 1) - 1 <= timeout])
 
 
 def receive(answer: Any, buffers: Iterable[memoryview]) -> int:
-    """Fills buffers with an answer's body; returns how many bytes there were before it ended or broke off.
+    """Fills buffers with an answer's body; returns how many bytes came before it ended or broke off.
 
-    From the connection itself: by way of botocore and urllib3 each byte is copied three times more.
+    It reads from the connection itself, because botocore and urllib3 would copy each byte three more times.
     """
     response = answer["Body"]._raw_stream
     done = 0
@@ -177,7 +173,7 @@ def receive(answer: Any, buffers: Iterable[memoryview]) -> int:
                 if count < piece.nbytes:
                     return done
         if done == answer.get("ContentLength"):
-            response.release_conn()  # others may use the connection
+            response.release_conn()  # other requests may use the connection
     except (OSError, http.client.HTTPException):
         pass
     finally:
@@ -187,7 +183,7 @@ def receive(answer: Any, buffers: Iterable[memoryview]) -> int:
 
 @functools.cache
 def _models() -> Any:
-    """botocore's descriptions of S3's interface: reading them takes 0.1 s, too much for each save of a trainer."""
+    """botocore's descriptions of S3's interface, read once: that takes 0.1 s."""
     import botocore.session
 
     return botocore.session.Session().get_component("data_loader")
@@ -198,7 +194,7 @@ def _code(error: Any) -> str:
 
 
 def _translated(error: Any, arguments: Mapping[str, Any]) -> OSError:
-    """An error of botocore's as one of Python's, with what the server said."""
+    """An error of botocore's as one of Python's, with the server's message."""
     response = getattr(error, "response", None)
     if response is None:
         return OSError(f"{type(error).__name__}: {error}")
@@ -213,12 +209,12 @@ def _translated(error: Any, arguments: Mapping[str, Any]) -> OSError:
         return _PastEnd("the file ends before that")
     tries = 1 + response.get("ResponseMetadata", {}).get("RetryAttempts", 0)
     said = f"{code}: {response.get('Error', {}).get('Message', '')} ({error.operation_name}, tried {tries} times)"
-    # A denial after a request without an answer does not say what has become of that one.
+    # If a first request had no answer, the denial of the second does not tell what became of the first.
     return PermissionError(said) if code in _DENIED and tries == 1 else OSError(said)
 
 
 class NoSuchObject(FileNotFoundError):
-    """Not its bucket."""
+    """The object does not exist, though its bucket may."""
 
 
 class _PastEnd(OSError, EOFError):

@@ -1,4 +1,4 @@
-"""A connection to an SFTP server, made again when it is lost; the only module that imports paramiko."""
+"""A connection to an SFTP server, which is made again when it is lost. Only this module imports paramiko."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from urllib.parse import unquote, urlsplit
 import paramiko
 from paramiko.sftp import CMD_EXTENDED, CMD_VERSION
 
-from .retry import is_transient, patience_of, retry
+from .retry import Retries, is_transient, patience_of
 
 __all__ = ["LOST", "SftpClient", "sync_file", "write_all"]
 
 LOST = (ConnectionError, TimeoutError)
-"""Errors after which nobody knows what has become of a request."""
+"""Errors after which nobody knows what became of a request."""
 
 _T = TypeVar("_T")
 
@@ -29,7 +29,7 @@ _FSYNC = "fsync@openssh.com"
 
 
 class _Channel(paramiko.SFTPClient):  # type: ignore[misc]
-    """Knows what its server offers beyond the protocol, which paramiko passes over."""
+    """Remembers the extensions that its server offers, which paramiko does not."""
 
     extensions: frozenset[str] = frozenset()
 
@@ -41,10 +41,10 @@ class _Channel(paramiko.SFTPClient):  # type: ignore[misc]
 
 
 class SftpClient:
-    """One SSH connection, with a channel for each thread at work: paramiko's are for one thread at a time.
+    """One SSH connection, with a channel for each thread at work: a channel of paramiko's serves one thread at a time.
 
-    All waits end: a connection that is silent for a tenth of ``timeout`` is closed, and whoever waits for it tries
-    again over the next one, until ``timeout`` is over. It ends with this object.
+    All waits end. A connection that is silent for a tenth of ``timeout`` is closed, and the threads that use it try
+    again over the next one, until ``timeout`` is over. The connection ends with this object.
 
     Args:
         address: Of the server, as in a URL: ``user:password@host:port``, of which only the host must be there.
@@ -57,7 +57,7 @@ class SftpClient:
 
     def __init__(self, address: str, options: Mapping[str, Any], timeout: float) -> None:
         self._patience = patience_of(timeout)
-        self._timeout = timeout
+        self.retries = Retries(timeout)
         waits = dict.fromkeys(("timeout", "banner_timeout", "auth_timeout"), self._patience)
         self._options = waits | _of_address(address) | {k: v for k, v in options.items() if k not in _FOR_FSSPEC}
         self._policy = self._options.pop("host_key_policy", "auto_add")
@@ -69,24 +69,25 @@ class SftpClient:
         self.call(lambda channel: None)
 
     def call(self, use: Callable[[Any], _T]) -> _T:
-        """What a function makes of a channel (paramiko's ``SFTPClient``); it is called again if the connection is lost.
+        """The result of a function of a channel (paramiko's ``SFTPClient``); repeated if the connection is lost.
 
         Raises:
             EOFError: a file ends.
-            OSError: anything else that the server says, or that happens on the way to it.
+            OSError: anything else that the server answers, or that happens on the way to it.
         """
-        return retry(lambda: self.attempt(use), _is_transient, self._timeout)
+        return self.retries.call(lambda: self.attempt(use), _is_transient)
 
     def attempt(self, use: Callable[[Any], _T]) -> _T:
-        """The same, once."""
+        """`call`, without a retry."""
         known = self._failure
         with self._free, self._channel(known) as channel:
             return use(channel)
 
     def _connected(self, known: OSError | None) -> Any:
-        """The connection; made again if it is lost, but not after another thread's failure that we did not know of.
+        """The connection, made again if it is lost.
 
-        Threads that each waited for one more attempt at a server that hangs would wait for long.
+        A thread whose attempt began before another thread failed to connect gets that failure. If each thread connected
+        for itself, threads would wait long for one another at a server that hangs.
         """
         if not _is_active(self._connection):
             if self._failure is not None and self._failure is not known:
@@ -101,7 +102,7 @@ class SftpClient:
 
     @contextmanager
     def _channel(self, known: OSError | None) -> Iterator[Any]:
-        """A channel that nobody else uses; one that has failed is not used again."""
+        """A channel that nobody else uses. After a failure it is not used again."""
         with self._lock:
             connection = self._connected(known)
             channel = self._idle.pop() if self._idle else None
@@ -136,7 +137,7 @@ class SftpClient:
             connection.connect(**self._options)
             transport = connection.get_transport()
             transport.set_keepalive(_KEEPALIVE)
-            # What is sent and not taken is waited for without a timeout; where it can be told so, the system has one.
+            # paramiko waits without a timeout until the server takes what is sent. Some systems can set one.
             if isinstance(transport.sock, socket.socket) and hasattr(socket, "TCP_USER_TIMEOUT"):
                 milliseconds = max(1, int(1000 * self._patience))
                 transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
@@ -156,12 +157,12 @@ class SftpClient:
         return connection
 
     def _open(self, connection: Any) -> Any:
-        """A fresh channel."""
+        """A new channel."""
         silent = threading.Event()
 
         def give_up() -> None:
             silent.set()
-            connection.close()  # nothing else ends the wait for a subsystem
+            connection.close()  # nothing else ends a wait for the subsystem
 
         timer = threading.Timer(self._patience, give_up)
         timer.daemon = True
@@ -180,10 +181,10 @@ class SftpClient:
 
 
 def write_all(file: Any, data: memoryview) -> None:
-    """Writes at a file's position without waiting for each answer, then waits for all of them; raises `OSError`."""
+    """Writes at a file's position and waits for the server's answers only at the end; raises `OSError`."""
     file.set_pipelined(True)
     file.write(data[:-1])
-    file.set_pipelined(False)  # the answer to this write is awaited, and with it those to all before
+    file.set_pipelined(False)  # this write waits for its answer, and for those to all before it
     file.write(data[-1:])
 
 
@@ -201,19 +202,19 @@ def _extensions(message: paramiko.Message) -> Iterator[str]:
 
 
 def _of_address(address: str) -> dict[str, Any]:
-    """Raises `ValueError`, without the address: what is wrong with it may be its password."""
+    """Options for connecting. Raises `ValueError` without the address, because it may show the password."""
     parts = urlsplit(f"//{address}")
     try:
         port = parts.port
     except ValueError:
-        raise ValueError("the port is no number: in a URL, user and password are percent-encoded") from None
-    found = {
+        raise ValueError("the port is not a number: user and password must be percent-encoded in a URL") from None
+    options = {
         "hostname": parts.hostname,
         "port": port,
         "username": parts.username and unquote(parts.username),
         "password": parts.password and unquote(parts.password),
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in options.items() if value is not None}
 
 
 def _policy(wanted: Any) -> Any:
@@ -232,13 +233,13 @@ def _is_active(connection: Any) -> bool:
 
 
 def _is_transient(error: Exception) -> bool:
-    return is_transient(error) and not isinstance(error, EOFError)  # which is a file's
+    return is_transient(error) and not isinstance(error, EOFError)  # a file's end
 
 
 def _translated(error: Exception, connection: Any) -> Exception:
-    """What went wrong on a channel, as one of Python's errors."""
+    """An error on a channel, as one of Python's."""
     said = (
-        (isinstance(error, EOFError) and error.args)  # without a text it is the connection's end, not a file's
+        (isinstance(error, EOFError) and error.args)  # without a text, the connection ended and not a file
         or isinstance(error, TimeoutError | ConnectionError)
         or (isinstance(error, OSError) and (error.errno is not None or _is_active(connection)))
     )

@@ -114,7 +114,7 @@ def _size(storage: Storage, name: str) -> int | str:
 
 def _threads(storage: Storage, full: bool) -> int:
     """Twice as many as read at full speed, for each hashes what it has read; in full, that keeps more of them busy."""
-    threads = min(_MOST_READERS, 2 * storage.max_threads)
+    threads = min(_MOST_READERS, 2 * storage.reads.max_threads)
     return threads + cores() if full else threads
 
 

@@ -26,7 +26,7 @@ from dcp_tensorizer._loading import executor, read_planner
 from dcp_tensorizer._loading.executor import ReadTarget, can_read_in_place, fetch
 from dcp_tensorizer._loading.read_planner import ReadRequest
 from dcp_tensorizer._memory.tensor_bytes import host_bytes
-from dcp_tensorizer._storage.base import RangeReader, Storage
+from dcp_tensorizer._storage.base import RangeReader, ReadTuning, Storage
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.local_read import LocalFile
 from dcp_tensorizer._storage.open import open_storage
@@ -322,7 +322,7 @@ def test_a_load_begins_with_as_many_threads_as_suit_the_storage(
     """Others join if those wait; the user's number is for both."""
     found = []
     monkeypatch.setattr(executor, "work_through", lambda operations, run, **threads: found.append(threads))
-    storage.min_threads, storage.max_threads = 2, 6
+    storage.reads = ReadTuning(min_threads=2, max_threads=6)
     stored = filled(torch.uint8, (10_000,))
     (item,) = write_file(storage, "f", {"t": stored}).values()
     for threads in (None, 3):

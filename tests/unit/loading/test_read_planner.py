@@ -28,7 +28,7 @@ from dcp_tensorizer._loading.read_planner import ReadOperation, ReadRequest, pla
 from dcp_tensorizer._memory.tensor_bytes import host_bytes
 from dcp_tensorizer._saving import file_planner
 from dcp_tensorizer._saving.file_planner import plan_files, stored_names
-from dcp_tensorizer._storage.base import Storage
+from dcp_tensorizer._storage.base import ReadTuning
 from dcp_tensorizer._writer_process.messages import TensorSource
 
 from ...support import BufferSink, filled, same
@@ -46,7 +46,9 @@ class Limits:
     times: int = 1  # as much may be read at once where it is read into its target
 
 
-REAL = Limits(read_planner._MAX_OPERATION, Storage.max_gap_bytes, read_planner._MAX_SEGMENTS, layout_module._MIN_BLOCK)
+REAL = Limits(
+    read_planner._MAX_OPERATION, ReadTuning.max_gap_bytes, read_planner._MAX_SEGMENTS, layout_module._MIN_BLOCK
+)
 
 
 @contextmanager
