@@ -1,7 +1,7 @@
-"""Gives a virtual environment a libsodium where the system has none (``python -m tests.libsodium``).
+"""Gives a virtual environment a libsodium if the system has none (``python -m tests.libsodium``).
 
-libnacl, through which tensorizer finds it, looks for the system's first and beside itself last; and pyzmq's wheels for
-Linux bring the library as it is. So a link from the one place to the other is all that a fresh machine needs.
+tensorizer needs the library through libnacl, which looks for the system's first and in its own folder last. pyzmq's
+wheels for Linux contain the library. So a fresh machine only needs a link from one folder to the other.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Links the library if libnacl finds none; fails if that does not help."""
-    if _found():
+    """Links the library if libnacl finds none. Fails if that does not help."""
+    if _is_there():
         return
     spec = importlib.util.find_spec("libnacl")
     assert spec is not None
@@ -25,11 +25,11 @@ def main() -> None:
     (library,) = (Path(str(file.locate())) for file in files if file.name.startswith("libsodium"))
     link.unlink(missing_ok=True)
     link.symlink_to(library)
-    if not _found():
+    if not _is_there():
         raise SystemExit("there is no libsodium: install it with the system's packages")
 
 
-def _found() -> bool:
+def _is_there() -> bool:
     code = "from tensorizer import EncryptionParams; EncryptionParams.random()"
     return not subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode
 

@@ -1,7 +1,8 @@
-"""Proxies on loopback that count requests and inject faults: one that understands HTTP, one for any connection."""
+"""A proxy on loopback in front of an S3 server: it counts requests and injects faults."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import socket
@@ -30,7 +31,7 @@ class Request:
 
     @property
     def operation(self) -> str:
-        """As S3 calls it."""
+        """S3's name for it."""
         if "partNumber" in self.query:
             return "UploadPart"
         if "uploads" in self.query:
@@ -45,12 +46,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a request instead of, or besides, being forwarded.
+    """What the proxy does to a request.
 
     Attributes:
-        status, code: Answered by the proxy, with this status and S3 error code.
-        cut: The connection is reset after so many bytes of the request's or the answer's body.
-        stall: Nothing more happens on this connection until the proxy ends, after so many bytes of the answer's body.
+        status, code: The proxy answers, with this status and S3 error code.
+        cut: The connection is reset after this many bytes of the request's or the answer's body.
+        stall: After this many bytes of the answer's body, nothing more happens on this connection.
         delay: Seconds before the request is forwarded.
         rate: Bytes a second, at most.
         lose_answer: The server carries the request out, and then the connection is reset.
@@ -71,7 +72,7 @@ Rule = Callable[[Request], "Fault | None"]
 
 
 class S3Proxy:
-    """Forwards to an S3 server; ``rule`` says what goes wrong, and may be changed at any time."""
+    """Forwards to an S3 server. ``rule`` says what goes wrong, and may be replaced at any time."""
 
     def __init__(self, endpoint: str) -> None:
         self._upstream = _address(endpoint)
@@ -83,10 +84,10 @@ class S3Proxy:
         self.endpoint = f"http://127.0.0.1:{self._server.getsockname()[1]}"
         self.rule: Rule = lambda request: None
         self.requests: list[Request] = []
-        self.connections = 0  # that there have been
+        self.connections = 0  # so far
         self.most_at_once = 0
         self._at_once = 0
-        _start(self._accept, self._threads)
+        start_thread(self._accept, self._threads)
 
     def counts(self) -> dict[str, int]:
         """How many requests of each operation there were."""
@@ -94,7 +95,7 @@ class S3Proxy:
             return dict(Counter(request.operation for request in self.requests))
 
     def forget(self) -> None:
-        """Counts from here on."""
+        """Forgets the requests so far."""
         with self._lock:
             self.requests.clear()
             self.most_at_once = 0
@@ -118,7 +119,7 @@ class S3Proxy:
             except OSError:
                 return
             self.connections += 1
-            _start(lambda client=client: self._serve(client), self._threads)  # type: ignore[misc]
+            start_thread(lambda client=client: self._serve(client), self._threads)  # type: ignore[misc]
 
     def _serve(self, client: socket.socket) -> None:
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -135,7 +136,7 @@ class S3Proxy:
                     self._sockets -= {client, server}
 
     def _exchange(self, client: socket.socket, server: socket.socket, head: bytes) -> bool:
-        """One request and its answer; whether the connection goes on."""
+        """Handles one request and its answer; returns whether the connection goes on."""
         request, headers = _parse(head)
         with self._lock:
             self.requests.append(request)
@@ -184,74 +185,15 @@ class S3Proxy:
         return False
 
 
-class TcpProxy:
-    """Forwards connections as they are."""
+def once(operation: str, fault: Fault, times: int = 1) -> Rule:
+    """A rule for the first requests of an operation."""
+    left = itertools.count(times, -1)
+    return lambda request: fault if request.operation == operation and next(left) > 0 else None
 
-    def __init__(self, port: int) -> None:
-        self._upstream = port
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self._lock = threading.Lock()
-        self._threads: list[threading.Thread] = []
-        self._pairs: list[tuple[socket.socket, socket.socket]] = []
-        self.port = self._server.getsockname()[1]
-        self.connections = 0
-        self.forwarded = 0
-        self.cut_after: int | None = None
-        """Bytes, in both directions, after which every connection there is ends, once."""
-        self.silent_until: float = 0
-        """The number of the last connection, counted from 1, on which nothing is forwarded any more."""
-        self._ended = threading.Event()
-        _start(self._accept, self._threads)
 
-    def cut(self) -> None:
-        """Ends every connection there is, whatever is on its way."""
-        with self._lock:
-            pairs, self._pairs = self._pairs, []
-        for end in (end for pair in pairs for end in pair):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)  # which wakes the thread that reads from it, and that closes it
-
-    def close(self) -> None:
-        self._ended.set()
-        with suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
-        self.cut()
-        for thread in self._threads:
-            thread.join(10)
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._server.accept()
-                server = socket.create_connection(("127.0.0.1", self._upstream))
-            except OSError:
-                return
-            with self._lock:
-                self.connections += 1
-                self._pairs.append((client, server))
-                number = self.connections
-            _start(lambda a=client, b=server, n=number: self._pump(a, b, n), self._threads)  # type: ignore[misc]
-            _start(lambda a=server, b=client, n=number: self._pump(a, b, n), self._threads)  # type: ignore[misc]
-
-    def _pump(self, source: socket.socket, target: socket.socket, number: int) -> None:
-        with suppress(OSError):
-            while data := source.recv(1 << 16):
-                if number <= self.silent_until:
-                    self._ended.wait()
-                    break
-                target.sendall(data)
-                with self._lock:
-                    self.forwarded += len(data)
-                    overdue = self.cut_after is not None and self.forwarded > self.cut_after
-                    if overdue:
-                        self.cut_after = None
-                if overdue:
-                    self.cut()
-        for end in (source, target):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-        source.close()
+def always(operation: str, fault: Fault) -> Rule:
+    """A rule for every request of an operation."""
+    return lambda request: fault if request.operation == operation else None
 
 
 @contextmanager
@@ -263,16 +205,8 @@ def s3_proxy(endpoint: str) -> Iterator[S3Proxy]:
         proxy.close()
 
 
-@contextmanager
-def tcp_proxy(port: int) -> Iterator[TcpProxy]:
-    proxy = TcpProxy(port)
-    try:
-        yield proxy
-    finally:
-        proxy.close()
-
-
-def _start(target: Callable[[], object], threads: list[threading.Thread]) -> None:
+def start_thread(target: Callable[[], object], threads: list[threading.Thread]) -> None:
+    """Starts a proxy's thread, and adds it to those that the proxy waits for."""
     thread = threading.Thread(target=target, name="proxy", daemon=True)
     threads.append(thread)
     thread.start()
@@ -285,7 +219,7 @@ def _address(endpoint: str) -> tuple[str, int]:
 
 
 def _head(source: socket.socket) -> bytes:
-    """The next message's head, and not a byte of what follows it; empty at the end of the connection."""
+    """The next message's head and nothing of its body; empty at the end of the connection."""
     seen = 0
     while True:
         peeked = source.recv(1 << 16, socket.MSG_PEEK)
@@ -313,7 +247,7 @@ def _parse(head: bytes) -> tuple[Request, dict[str, str]]:
 
 
 def _body_length(request: Request, answer: bytes) -> int:
-    """Bytes of an answer's body. SeaweedFS gives the length of all that the tests ask for."""
+    """The size of an answer's body. SeaweedFS gives a length for everything that the tests request."""
     status = int(answer.split(b" ", 2)[1])
     headers = answer.decode("latin-1").lower()
     if request.method == "HEAD" or status in (204, 304):
@@ -326,7 +260,7 @@ def _body_length(request: Request, answer: bytes) -> int:
 
 
 def _answer(client: socket.socket, request: Request, fault: Fault, headers: dict[str, str]) -> bool:
-    """An error in S3's words, after which the connection ends."""
+    """Answers with an S3 error, and ends the connection."""
     if "100-continue" not in headers.get("expect", ""):
         left = request.nbytes
         while left and (data := client.recv(min(left, 1 << 16))):
@@ -340,7 +274,7 @@ def _answer(client: socket.socket, request: Request, fault: Fault, headers: dict
 
 
 def _reset(client: socket.socket) -> bool:
-    """Closes a connection as a crash would: the other end sees a reset."""
+    """Closes a connection like a crash: the other end sees a reset."""
     with suppress(OSError):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         client.close()
@@ -348,7 +282,7 @@ def _reset(client: socket.socket) -> bool:
 
 
 def _relay(source: socket.socket, target: socket.socket, count: int, rate: float) -> None:
-    """Moves bytes inside the kernel, so that a proxy costs the machine little."""
+    """Moves bytes inside the kernel, so that a proxy takes little CPU time."""
     read, write = os.pipe()
     started, moved = time.monotonic(), 0
     step = _PIPE if not rate else max(1024, int(rate / 20))

@@ -29,7 +29,7 @@ _running: set[int] = set()
 
 
 def pids() -> set[int]:
-    """The servers that run now: they outlive the tests that use them."""
+    """The servers that run now. They outlive the tests that use them."""
     return set(_running)
 
 
@@ -45,7 +45,7 @@ class S3Server:
         return {"key": KEY, "secret": SECRET, "client_kwargs": {"endpoint_url": endpoint or self.endpoint}, **others}
 
     def client(self) -> Any:
-        """A client of botocore's own, to see what is there behind the package's back."""
+        """A client of botocore's own, to see what the server has without the package."""
         session = botocore.session.Session()
         session.register_component("data_loader", _models())
         return session.create_client(
@@ -59,13 +59,13 @@ class S3Server:
 
     def objects(self, prefix: str) -> list[str]:
         """The keys below a prefix, without it."""
-        found = self.client().list_objects_v2(Bucket=self.bucket, Prefix=prefix).get("Contents", [])
-        return sorted(entry["Key"].removeprefix(prefix).lstrip("/") for entry in found)
+        page = self.client().list_objects_v2(Bucket=self.bucket, Prefix=prefix)
+        return sorted(entry["Key"].removeprefix(prefix).lstrip("/") for entry in page.get("Contents", []))
 
     def uploads(self, prefix: str = "") -> list[str]:
         """The keys of multipart uploads that are neither complete nor aborted."""
-        found = self.client().list_multipart_uploads(Bucket=self.bucket).get("Uploads", [])
-        return [entry["Key"] for entry in found if entry["Key"].startswith(prefix)]
+        page = self.client().list_multipart_uploads(Bucket=self.bucket)
+        return [entry["Key"] for entry in page.get("Uploads", []) if entry["Key"].startswith(prefix)]
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,13 @@ class SftpServer:
         return {"username": USER, "password": PASSWORD, "port": port or self.port, "look_for_keys": False}
 
     def synced(self) -> list[str]:
-        """The names of the files that it has made durable, in that order."""
+        """The names of the files that it has made durable, in order."""
         return (self.folder.parent / "synced").read_text().splitlines()
 
 
 @functools.cache
 def _models() -> Any:
-    """botocore's descriptions of S3's interface, which take long to read."""
+    """botocore's descriptions of S3's interface, read once because that takes long."""
     return botocore.session.Session().get_component("data_loader")
 
 
@@ -143,14 +143,14 @@ def s3_server(folder: Path) -> Iterator[S3Server]:
     try:
         with _process(command, folder, ready):
             yield server
-    finally:  # it puts these where it likes, and killed, leaves them
+    finally:  # it makes these in a place of its own, and leaves them when it is killed
         for kind, port in (("master", master_grpc), ("volume", volume_grpc), ("filer", filer_grpc), ("s3", s3_grpc)):
             Path(f"/tmp/seaweedfs-{kind}-grpc-{port}.sock").unlink(missing_ok=True)
 
 
 @contextmanager
 def sftp_server(folder: Path) -> Iterator[SftpServer]:
-    """asyncssh's server; what clients see as ``/`` is ``folder / "root"``."""
+    """asyncssh's server. Its clients see ``folder / "root"`` as ``/``."""
     with _free_ports(1) as (port,):
         root, synced = folder / "root", folder / "synced"
         root.mkdir()
@@ -170,7 +170,7 @@ def sftp_server(folder: Path) -> Iterator[SftpServer]:
 
 @contextmanager
 def _process(command: list[str], folder: Path, ready: Any, environment: dict[str, str] | None = None) -> Iterator[None]:
-    """Runs a server from its readiness to the end of the block, and ends it whatever happens."""
+    """Runs a server, waits until it is ready, and ends it after the block."""
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(
             command,
@@ -190,14 +190,14 @@ def _process(command: list[str], folder: Path, ready: Any, environment: dict[str
             time.sleep(0.05)
         yield
     finally:
-        process.kill()  # what they hold is thrown away
+        process.kill()  # nobody needs its data any more
         process.wait()
         _running.discard(process.pid)
 
 
 @contextmanager
 def _free_ports(count: int) -> Iterator[list[int]]:
-    """Ports that nobody listens on; they are held until the end of the block, so that they differ."""
+    """Ports that nobody listens on. They are held until the end of the block, so that they differ."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for held in sockets:

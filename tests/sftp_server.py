@@ -22,7 +22,7 @@ class _Server(asyncssh.SSHServer):
 
 
 class _Files(asyncssh.SFTPServer):
-    """Writes down which files it was asked to make durable, beside its folder."""
+    """Logs which files it was asked to make durable."""
 
     def fsync(self, file_obj: Any) -> None:
         super().fsync(file_obj)

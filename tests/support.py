@@ -32,9 +32,9 @@ with warnings.catch_warnings():
 
 
 def _plain_dtypes() -> list[torch.dtype]:
-    """Every dtype that can be saved: all but torch's own quantised ones, opaque bits, and integers below a byte."""
-    found = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-    plain = {dtype for dtype in found if not re.match(r"torch\.(q|bits|u?int[1-7]$)", str(dtype))}
+    """Every dtype that can be saved: not torch's quantised ones, opaque bits, and integers below a byte."""
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    plain = {dtype for dtype in dtypes if not re.match(r"torch\.(q|bits|u?int[1-7]$)", str(dtype))}
     return sorted(plain, key=str)
 
 
@@ -57,7 +57,7 @@ def filled(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.T
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    """The elements of a tensor in C order, conjugation and negation carried out."""
+    """The elements of a tensor in C order, after conjugation and negation."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu()
     if not plain.numel():
         return b""
@@ -110,10 +110,20 @@ class BufferSink:
 
     @property
     def content(self) -> bytes:
-        """The file; every part but the last has the same size."""
+        """The whole file. Every part but the last has the same size."""
         assert sorted(self.parts) == list(range(len(self.parts)))
         assert all(len(self.parts[number]) == self.part_bytes for number in range(len(self.parts) - 1))
         return b"".join(self.parts[number] for number in sorted(self.parts))
+
+
+def read_range(storage: Storage, name: str, nbytes: int, offset: int = 0) -> bytes:
+    """Reads a range of a file into two buffers."""
+    content = bytearray(nbytes)
+    view = memoryview(content)
+    reader = storage.open(name)
+    reader.read_into([view[: nbytes // 3], view[nbytes // 3 :]], offset)
+    reader.close()
+    return bytes(content)
 
 
 def put_file(storage: Storage, name: str, content: bytes, *, sync: bool = True) -> None:
@@ -125,19 +135,19 @@ def put_file(storage: Storage, name: str, content: bytes, *, sync: bool = True) 
 
 
 def on_a_page(content: bytes) -> memoryview:
-    """A copy that begins on a page, as a sink wants it."""
+    """A copy that begins on a page, as a sink needs it."""
     memory = mmap.mmap(-1, max(1, len(content)))
     memory[: len(content)] = content
     return memoryview(memory)[: len(content)]
 
 
 def sources(tensors: Iterable[tuple[str, torch.Tensor]], kind: str = "tensor") -> tuple[TensorSource, ...]:
-    """What a request says of tensors."""
+    """The description of tensors in a write request."""
     return tuple(TensorSource(n, dtype_name(t.dtype), tuple(t.shape), 0, 0, t.nbytes, kind) for n, t in tensors)
 
 
 def block_digests(tensor: torch.Tensor) -> bytes:
-    """XXH3-64 of each block of a tensor's bytes, and of more than one, then of all."""
+    """XXH3-64 of each block of a tensor's bytes. If there are several, that of all bytes follows."""
     data = raw(tensor)
     step = block_size(len(data))
     blocks = [xxhash.xxh3_64_digest(data[start : start + step]) for start in range(0, len(data), step)]
@@ -156,7 +166,7 @@ def file_size_limit(nbytes: int) -> Iterator[None]:
 
 
 def run_python(script: str, *arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """Runs a script in an interpreter of its own, and fails with its stderr if it fails."""
+    """Runs a script in an interpreter of its own. If it fails, this fails with its output."""
     done = subprocess.run(
         [sys.executable, "-c", script, *arguments],
         capture_output=True,
@@ -172,13 +182,13 @@ def run_python(script: str, *arguments: str, timeout: float = 60.0) -> subproces
 
 def open_descriptors() -> dict[int, str]:
     """The descriptors of this process and what they refer to."""
-    found = {}
+    targets = {}
     for name in os.listdir("/proc/self/fd"):
         try:
-            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+            targets[int(name)] = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
             continue  # the one that listed them
-    return found
+    return targets
 
 
 def forget(path: Path) -> None:
@@ -189,16 +199,16 @@ def forget(path: Path) -> None:
 
 
 def cached(path: Path, offset: int) -> bool:
-    """Whether the page cache holds this very byte of a file; asked anew each time."""
+    """Whether the page cache holds a byte of a file now."""
     with open(path, "rb") as file:
         residency = Residency(file.fileno())
-        found = residency.holds_page(offset)
+        is_cached = residency.holds_page(offset)
         residency.close()
-    return found
+    return is_cached
 
 
 def memory_files() -> set[int]:
     """The inodes of the buffers' memory files that this process has open or mapped."""
     mark = "memfd:dcp_tensorizer"
-    found = {os.stat(f"/proc/self/fd/{fd}").st_ino for fd, target in open_descriptors().items() if mark in target}
-    return found | {int(line.split()[4]) for line in Path("/proc/self/maps").read_text().splitlines() if mark in line}
+    opened = {os.stat(f"/proc/self/fd/{fd}").st_ino for fd, target in open_descriptors().items() if mark in target}
+    return opened | {int(line.split()[4]) for line in Path("/proc/self/maps").read_text().splitlines() if mark in line}

@@ -2,8 +2,8 @@
 
 s3fs interprets the user's URL and ``storage_options``. The bytes go through botocore, on which s3fs is built: its
 threads take half of the CPU time of s3fs's event loop (0.6 instead of 1.1 s/GB for reads, 1.1 instead of 2.0 for
-writes). They also send parts from the buffers that hold them, and need no event loop, which
-a fork or the end of the process would break.
+writes). They also send parts from the buffers that hold them, and need no event loop, which a fork or the end of the
+process would break.
 """
 
 from __future__ import annotations

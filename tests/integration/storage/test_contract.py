@@ -1,4 +1,4 @@
-"""What every destination must do, inherited by the tests of each."""
+"""What every storage must do. The tests of each storage inherit it."""
 
 import pickle
 import time
@@ -10,7 +10,6 @@ import pytest
 from dcp_tensorizer._format.layout import data_file_name
 from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer._storage.redact import redact
 from dcp_tensorizer._storage.stream import StreamStorage
 from dcp_tensorizer.errors import NotCommitted, ReadError, WriteError
 
@@ -21,11 +20,11 @@ ODD = ["a*b", "[1]", "with space", "ünïcødé ✓", "q?x", "per%20cent", "semi
 
 
 class Contract:
-    """A backend's tests give `url`: a fresh directory that does not exist yet."""
+    """A subclass gives the fixture `url`: a directory that does not exist yet."""
 
     @pytest.fixture
     def options(self):
-        """``storage_options`` of the backend."""
+        """The backend's ``storage_options``."""
         return {}
 
     @pytest.fixture
@@ -39,7 +38,7 @@ class Contract:
         storage.sync_directory()
 
     def test_write_and_read_ranges(self, storage):
-        """A sink takes its parts in the order it says, and ranges are read into several buffers at once."""
+        """A sink takes its parts in the order that it asks for, and a range is read into several buffers."""
         sink = storage.create(NAME, 100, sync=True)
         size = sink.part_bytes
         content = (bytes(range(251)) * (2 * size // 251 + 2))[: 2 * size + 5]
@@ -66,33 +65,33 @@ class Contract:
         reader.close()
 
     def test_a_failed_write_leaves_nothing(self, storage):
-        """After `abort` there is no file, and closing does nothing."""
+        """After `abort` there is no file, and `complete` does nothing."""
         sink = storage.create(NAME, 100, sync=True)
         sink.put_part(0, on_a_page(b"half"))
         sink.abort()
         sink.complete()
         assert storage.head(NAME) is None
 
-    def test_publish_replaces_as_a_whole(self, storage):
-        """A published file is the new contents and nothing of the old."""
+    def test_put_replaces_a_whole_file(self, storage):
+        """The file has the new contents and nothing of the old."""
         storage.put(".metadata", b"the old and longer one", sync=True)
         storage.put(".metadata", b"new", sync=True)
         assert storage.read(".metadata") == b"new"
 
-    def test_publish_does_not_replace_unless_it_may(self, storage):
-        """With replace=False a file that is there stays as it is, and that is an error; nothing else is left."""
+    def test_put_refuses_to_replace(self, storage):
+        """With replace=False an existing file stays as it is, and that is an error."""
         storage.put(".metadata", b"first", sync=True, replace=False)
         with pytest.raises(Refused, match=r"\.metadata.*must not be replaced"):
             storage.put(".metadata", b"second", sync=True, replace=False)
         assert storage.read(".metadata") == b"first"
 
     def test_an_empty_file(self, storage):
-        """A file of no bytes is there, and has none."""
+        """A file of no bytes exists, and is empty."""
         self.write(storage, NAME, b"")
         assert (storage.head(NAME), storage.read(NAME)) == (0, b"")
 
     def test_many_small_reads_at_once(self, storage):
-        """Ranges are read by more threads than the storage asks for."""
+        """More threads than the storage asks for may read ranges."""
         content = bytes(range(256)) * 64
         self.write(storage, NAME, content)
         reader = storage.open(NAME)
@@ -103,12 +102,12 @@ class Contract:
             return bytes(buffer)
 
         offsets = range(0, len(content) - 10, 97)
-        with ThreadPoolExecutor(2 * storage.max_threads) as pool:
+        with ThreadPoolExecutor(2 * storage.reads.max_threads) as pool:
             assert list(pool.map(read, offsets)) == [content[offset : offset + 10] for offset in offsets]
         reader.close()
 
     def test_opened_in_another_process(self, storage, options):
-        """What one process wrote, another one reads by location and options alone."""
+        """Another process opens the same directory with location and options alone."""
         if storage.in_process:
             return
         storage.put(".metadata", b"theirs", sync=True)
@@ -118,13 +117,13 @@ class Contract:
         assert run_python(script, pickle.dumps((storage.location, options)).hex()).stdout == "theirs\n"
 
     def test_missing(self, storage):
-        """What is not there has no size and no contents, and removing it is no error."""
+        """A missing file has no size and no contents, and its removal is no error."""
         assert storage.head(NAME) is None
         assert storage.read(".metadata") is None
         storage.remove(NAME)
 
     def test_remove(self, storage):
-        """Removed files are gone, their neighbours are not; discarding does the same to files that are whole."""
+        """`remove` and `discard` remove the named files, and leave the others."""
         names = [data_file_name(rank, 0, "a" * 32) for rank in range(5)]
         for name in names:
             self.write(storage, name, b"x")
@@ -134,7 +133,7 @@ class Contract:
         assert [storage.head(name) for name in names] == [None, None, None, None, 1]
 
     def test_listing(self, storage, url, options):
-        """Files with sizes and times, and subdirectories, of this directory alone; where there is none, it is said."""
+        """It has this directory's files, with sizes and times, and subdirectories; a missing directory is an error."""
         started = time.time()
         child = storage.child("below [1]*")
         child.make_directory()
@@ -152,7 +151,7 @@ class Contract:
             storage.child("nowhere").listing()
 
     def test_reading_past_caches(self, storage):
-        """Whatever lies between, the bytes are the same, at any offset and to any end."""
+        """A read past caches gives the same bytes, at any offset and of any size."""
         content = bytes(range(251)) * 100
         self.write(storage, NAME, content)
         reader = storage.open_uncached(NAME)
@@ -164,7 +163,7 @@ class Contract:
 
     @pytest.mark.parametrize("odd", ODD)
     def test_odd_directories_are_literal(self, url, options, odd):
-        """A directory's name is taken as it is, whatever globbing or quoting would make of it."""
+        """Nothing in a directory's name is globbed or unquoted."""
         storage = open_storage(f"{url}/{odd}", options)
         storage.make_directory()
         self.write(storage, NAME, b"x")
@@ -173,7 +172,7 @@ class Contract:
         assert (again.head(NAME), again.read(".metadata")) == (1, b"m")
 
     def test_two_writers_do_not_meet(self, storage, url, options):
-        """Two jobs in one directory write files of their own, and the last metadata is one of theirs, whole."""
+        """Two jobs in one directory write separate files, and the metadata is that of the last, whole."""
         other = open_storage(url, options)
         names = [NAME, data_file_name(0, 0, "b" * 32)]
         for where, name in zip((storage, other), names, strict=True):
@@ -189,20 +188,20 @@ class TestLocal(Contract):
         return str(tmp_path / "new" / "checkpoint")
 
     def test_an_existing_file_is_not_written_over(self, storage):
-        """Names are unique to a save: one that is taken is an error."""
+        """A name that is taken is an error, since names are unique to a save."""
         self.write(storage, NAME, b"first")
         with pytest.raises(FileExistsError):
             storage.create(NAME, 10, sync=True)
         assert storage.read(NAME) == b"first"
 
     def test_no_directory_below_a_file(self, tmp_path):
-        """A path that leads through a file is an error naming it."""
+        """A path through a file is an error that names the path."""
         (tmp_path / "file").write_text("")
         with pytest.raises(WriteError, match="file/checkpoint"):
             open_storage(tmp_path / "file" / "checkpoint").make_directory()
 
-    def test_publish_leaves_no_temporary(self, storage, tmp_path):
-        """A file that cannot be put in place leaves nothing of itself."""
+    def test_put_leaves_no_temporary_file(self, storage, tmp_path):
+        """A failed put leaves nothing behind."""
         (tmp_path / "new" / "checkpoint" / ".metadata").mkdir()
         with pytest.raises(WriteError):
             storage.put(".metadata", b"x", sync=True)
@@ -222,7 +221,7 @@ class TestS3(Contract):
         assert s3.uploads(name) == []
 
     def test_an_abandoned_upload_is_discarded(self, storage, s3, url):
-        """Of a writer that died in the middle of a file, whoever knows its name leaves nothing."""
+        """`discard` removes what a writer that died in the middle of a file left."""
         sink = storage.create(NAME, 20 << 20, sync=True)
         sink.put_part(1, on_a_page(bytes(sink.part_bytes)))
         prefix = url.rpartition("/")[2]
@@ -232,7 +231,7 @@ class TestS3(Contract):
         assert storage.head(NAME) is None
 
     def test_a_missing_bucket(self, s3):
-        """Writing to it and reading from it are errors that name it."""
+        """Writes and reads are errors that name the bucket."""
         storage = open_storage("s3://no-such-bucket/x", s3.options())
         storage.make_directory()
         sink = storage.create(NAME, 20 << 20, sync=True)
@@ -245,7 +244,7 @@ class TestS3(Contract):
             storage.read(".metadata")
 
     def test_a_bucket_by_itself_is_a_directory(self, s3):
-        """Without a prefix the names are the keys."""
+        """Without a prefix, file names are keys."""
         storage = open_storage(f"s3://{s3.bucket}", s3.options())
         name = data_file_name(0, 0, uuid.uuid4().hex)
         self.write(storage, name, b"x")
@@ -254,7 +253,7 @@ class TestS3(Contract):
 
 
 class TestS3Stream(Contract):
-    """s3fs's streams, as they serve for a session of aiobotocore's, and as those of other object stores do."""
+    """s3fs's streams, which serve a session of aiobotocore's, like those of other object stores."""
 
     @pytest.fixture
     def options(self, s3):
@@ -268,7 +267,7 @@ class TestS3Stream(Contract):
         assert s3.uploads(name) == []
 
     def test_an_aborted_stream_leaves_nothing(self, storage, s3, url):
-        """Not even when it has sent parts: no object and no upload."""
+        """Not even after it has sent parts is there an object or an upload."""
         assert type(storage) is StreamStorage
         sink = storage.create(NAME, 60 << 20, sync=True)
         part = on_a_page(bytes(sink.part_bytes))
@@ -289,8 +288,8 @@ class TestSftp(Contract):
     def url(self):
         return f"sftp://127.0.0.1/new/{uuid.uuid4().hex}"
 
-    def test_publish_leaves_no_temporary(self, storage, sftp, url):
-        """What is put in place has been renamed, and what could not be is removed."""
+    def test_put_leaves_no_temporary_file(self, storage, sftp, url):
+        """Its temporary file is renamed, or removed after a failure."""
         storage.put(".metadata", b"x", sync=True)
         with pytest.raises(WriteError):
             storage.put(".metadata", b"y", sync=True, replace=False)
@@ -313,19 +312,5 @@ class TestMemory(Contract):
         fsspec.filesystem("memory").rm(f"/{name}", recursive=True)
 
     def test_only_this_process_sees_it(self, storage):
-        """What lives in this process's memory is not given to the writer process."""
+        """It says that other processes cannot see it."""
         assert storage.in_process
-
-
-def test_credentials_are_removed_from_messages():
-    """User and password of a URL appear in no text; the rest of it does."""
-    assert redact("s3://key:secret@bucket/x and ftp://u:p@h/y") == "s3://bucket/x and ftp://h/y"
-    assert redact("/plain/path@home") == "/plain/path@home"
-
-
-def test_an_unknown_protocol():
-    """A URL that nobody can open is an error that quotes it and hides the secrets among its options."""
-    with pytest.raises(WriteError, match="nonsense") as caught:
-        open_storage("nonsense://u:hunter2@host/x", {"password": "correct-horse"})
-    assert "hunter2" not in str(caught.value)
-    assert "correct-horse" not in str(caught.value)

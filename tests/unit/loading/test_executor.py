@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from dcp_tensorizer._loading.executor import ReadTarget, can_read_in_place, fetc
 from dcp_tensorizer._loading.read_planner import ReadRequest
 from dcp_tensorizer._memory.tensor_bytes import host_bytes
 from dcp_tensorizer._storage.base import RangeReader, ReadTuning, Storage
-from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.local_read import LocalFile
 from dcp_tensorizer._storage.open import open_storage
 
@@ -202,6 +202,7 @@ def target_for(region: Region, dtype: torch.dtype, kind: str) -> torch.Tensor:
 def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[Storage, Tensors, Items]:
     """Two files of tensors whose blocks are of 16 bytes."""
     storage = open_storage(tmp_path_factory.mktemp("several"))
+    storage.reads = replace(storage.reads, max_gap_bytes=8, slice_bytes=24)
     tensors = {str(n): torch.arange(math.prod(shape)).view(shape).to(DTYPES[n]) for n, shape in enumerate(SHAPES)}
     with small_limits():
         items = write_file(storage, "a", {k: t for k, t in tensors.items() if int(k) % 2})
@@ -215,8 +216,6 @@ def small_limits() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout_module, "_MIN_BLOCK", 16)
         patch.setattr(read_planner, "_MAX_OPERATION", 64)
-        patch.setattr(Storage, "max_gap_bytes", 8)
-        patch.setattr(LocalStorage, "slice_bytes", 24)
         yield
 
 

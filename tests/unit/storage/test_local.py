@@ -1,26 +1,31 @@
-"""A directory is claimed by the saves under way in it, and only who is alone there may say what is left over."""
+"""Directories on local file systems: their locks, and small files put in place."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from dcp_tensorizer import WriteError
-from dcp_tensorizer._storage import local
+from dcp_tensorizer import ReadError, WriteError
 from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.local import LocalStorage
 
 from ...support import open_descriptors, put_file
 
+NAME = f"__0_0_{'a' * 32}.tensors"
 
-def test_the_first_claim_sees_what_is_there(tmp_path: Path) -> None:
-    """Until it shares the directory, nobody else can be writing there."""
+
+def network_mount(path: Path) -> LocalStorage:
+    """A directory whose file system is not this machine's alone."""
+    return LocalStorage(path, local_types=())
+
+
+def test_the_first_lock_sees_the_files(tmp_path: Path) -> None:
+    """Nobody else writes in the directory before it is shared."""
     (tmp_path / "file").touch()
     lock = LocalStorage(tmp_path).lock_directory()
     assert lock.leftovers() == ["file"]
@@ -29,8 +34,8 @@ def test_the_first_claim_sees_what_is_there(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_a_second_claim_knows_nothing(tmp_path: Path) -> None:
-    """Where another save is under way, no file can be told to be left over; when it is over, they can."""
+def test_a_second_lock_sees_nothing(tmp_path: Path) -> None:
+    """While another save is under way, nobody knows which files are left over."""
     first = LocalStorage(tmp_path).lock_directory()
     first.share(1.0)
     second = LocalStorage(tmp_path).lock_directory()
@@ -44,33 +49,8 @@ def test_a_second_claim_knows_nothing(tmp_path: Path) -> None:
     third.release()
 
 
-def test_a_claim_ends_with_its_process(tmp_path: Path) -> None:
-    """However it ends: the kernel drops the lock."""
-    script = """
-import sys
-from pathlib import Path
-from dcp_tensorizer._storage.local import LocalStorage
-lock = LocalStorage(Path(sys.argv[1])).lock_directory()
-lock.share(1.0)
-print("claimed", flush=True)
-sys.stdin.read()
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"claimed\n"
-        lock = LocalStorage(tmp_path).lock_directory()
-        assert lock.leftovers() is None
-        lock.release()
-        other.kill()
-    lock = LocalStorage(tmp_path).lock_directory()
-    assert lock.leftovers() == []
-    lock.release()
-
-
-def test_a_save_that_cleans_up_for_ever_is_not_waited_for(tmp_path: Path) -> None:
-    """A stopped process may hold the directory: the error names it, and no descriptor stays open."""
+def test_the_wait_for_a_save_that_cleans_up_is_bounded(tmp_path: Path) -> None:
+    """A stopped process may hold the lock: the error names the directory, and no descriptor stays open."""
     before = open_descriptors()
     holder = LocalStorage(tmp_path).lock_directory()
     other = LocalStorage(tmp_path).lock_directory()
@@ -81,51 +61,32 @@ def test_a_save_that_cleans_up_for_ever_is_not_waited_for(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("case", ["no locks", "a network mount"])
-def test_where_locks_say_nothing_nothing_is_left_over(
+def test_without_locks_that_all_can_see_nothing_is_left_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    """Network file systems refuse locks on directories, or keep them to one machine; a save goes on without."""
+    """Network file systems refuse locks on directories, or show them to one machine; a save goes on without."""
 
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(9, "Bad file descriptor")
 
     if case == "no locks":
         monkeypatch.setattr(fcntl, "flock", refuse)
-    else:
-        monkeypatch.setattr(local, "_LOCAL_TYPES", {"something"})
-    lock = LocalStorage(tmp_path).lock_directory()
+    storage = LocalStorage(tmp_path) if case == "no locks" else network_mount(tmp_path)
+    assert storage.child("x").locks_are_visible == (case == "no locks")
+    lock = storage.lock_directory()
     assert lock.leftovers() is None
     lock.share(1.0)
     lock.release()
 
 
-def test_a_forked_child_does_not_keep_the_claim(tmp_path: Path) -> None:
-    """A data loader that outlives the save holds a copy of the descriptor, and no lock."""
-    lock = LocalStorage(tmp_path).lock_directory()
-    lock.share(1.0)
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(writing)
-        os.read(reading, 1)
-        os._exit(0)
-    lock.release()
-    again = LocalStorage(tmp_path).lock_directory()
-    assert again.leftovers() == []
-    again.release()
-    os.close(writing)
-    os.waitpid(child, 0)
-    os.close(reading)
-
-
-def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
-    """It was made a moment ago, and somebody removed it with all that was around it."""
+def test_a_missing_directory_cannot_be_locked(tmp_path: Path) -> None:
+    """Somebody may remove it, and the directory above it, just after it was made."""
     with pytest.raises(WriteError, match="nowhere"):
         LocalStorage(tmp_path / "nowhere" / "checkpoint").lock_directory()
 
 
-def test_a_directory_that_was_removed_by_who_cleaned_up(tmp_path: Path) -> None:
-    """A save that waited meanwhile makes it again, and claims the new one: nobody can remove that."""
+def test_a_directory_that_another_save_removed(tmp_path: Path) -> None:
+    """A save that waited makes the directory again, and locks the new one."""
     storage = LocalStorage(tmp_path / "checkpoint")
     storage.make_directory()
     cleaner = storage.lock_directory()
@@ -143,8 +104,8 @@ def test_a_directory_that_was_removed_by_who_cleaned_up(tmp_path: Path) -> None:
     late.release()
 
 
-def test_a_directory_that_goes_away_before_it_is_locked(tmp_path: Path) -> None:
-    """Between making it and claiming it, too."""
+def test_locking_makes_a_directory_again(tmp_path: Path) -> None:
+    """It may have been removed since it was made."""
     storage = LocalStorage(tmp_path / "checkpoint")
     lock = storage.lock_directory()
     assert lock.leftovers() == []
@@ -154,7 +115,7 @@ def test_a_directory_that_goes_away_before_it_is_locked(tmp_path: Path) -> None:
 
 
 def test_a_listing_follows_no_links_to_directories(tmp_path: Path) -> None:
-    """What a link leads to is listed where it is; links to nowhere or in circles, and pipes, are nobody's files."""
+    """Links to directories, links to nowhere or in circles, and pipes are not listed."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_bytes(b"12345")
     (tmp_path / "latest").symlink_to("folder")
@@ -168,8 +129,8 @@ def test_a_listing_follows_no_links_to_directories(tmp_path: Path) -> None:
     assert folders == ["folder"]
 
 
-def test_a_claim_ends_with_its_object(tmp_path: Path) -> None:
-    """A save that failed somewhere else, of which nothing is left, keeps nobody from cleaning up."""
+def test_a_lock_ends_with_its_object(tmp_path: Path) -> None:
+    """A save that failed and is forgotten does not keep others from cleaning up."""
     lock = LocalStorage(tmp_path).lock_directory()
     lock.share(1.0)
     del lock
@@ -181,12 +142,67 @@ def test_a_claim_ends_with_its_object(tmp_path: Path) -> None:
 # --- small files put in place ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_the_umask_is_respected(tmp_path: Path, mask: int, mode: int) -> None:
+    """Files and directories have the modes that any program's would have."""
+    before = os.umask(mask)
+    try:
+        storage = LocalStorage(tmp_path / "new" / "checkpoint")
+        storage.make_directory()
+        storage.create(NAME, 0, sync=False).complete()
+        storage.put(".metadata", b"x", sync=False)
+    finally:
+        os.umask(before)
+    folder = tmp_path / "new" / "checkpoint"
+    assert [(folder / name).stat().st_mode & 0o777 for name in (NAME, ".metadata")] == [mode, mode]
+    assert folder.stat().st_mode & 0o777 == 0o777 & ~mask
+
+
+def test_put_replaces_the_file_not_its_contents(tmp_path: Path) -> None:
+    """A reader that has the old file open reads it to its end."""
+    storage = LocalStorage(tmp_path)
+    storage.put("f", b"old" * 1000, sync=True)
+    with open(tmp_path / "f", "rb") as file:
+        assert file.read(3) == b"old"
+        storage.put("f", b"new", sync=True)
+        assert file.read() == (b"old" * 1000)[3:]
+    assert storage.read("f") == b"new"
+    assert os.listdir(tmp_path) == ["f"]
+
+
+def test_a_file_in_the_place_of_a_directory(tmp_path: Path) -> None:
+    """Nothing can be read or written below it."""
+    (tmp_path / "file").write_bytes(b"x")
+    storage = LocalStorage(tmp_path / "file")
+    assert storage.read(".metadata") is None
+    assert storage.head(".metadata") is None
+    with pytest.raises(WriteError, match="file"):
+        storage.make_directory()
+    with pytest.raises(WriteError, match="file"):
+        storage.put(".metadata", b"x", sync=True)
+
+
+def test_a_directory_in_the_place_of_a_file(tmp_path: Path) -> None:
+    """It is an error, not a missing file."""
+    (tmp_path / ".metadata").mkdir()
+    with pytest.raises(ReadError, match="metadata"):
+        LocalStorage(tmp_path).read(".metadata")
+
+
+def test_opening_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    """It leaves no descriptor open."""
+    before = open_descriptors()
+    with pytest.raises(FileNotFoundError):
+        LocalStorage(tmp_path).open(NAME)
+    assert open_descriptors() == before
+
+
 @pytest.mark.parametrize("replace", [True, False])
 @pytest.mark.parametrize("said", [errno.ENOENT, errno.ETIMEDOUT])
 def test_a_rename_whose_answer_was_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: int, replace: bool
 ) -> None:
-    """A network mount says that there is no such file, since a retry met its own: the file is in place."""
+    """The file is in place, though the network mount reports that its retry failed."""
     rename = os.replace
 
     def lose(source: Path, target: Path) -> None:
@@ -199,39 +215,44 @@ def test_a_rename_whose_answer_was_lost(
 
 
 @pytest.mark.parametrize(
-    ("types", "said", "kind"),
+    ("storage_of", "said", "kind"),
     [
-        (local._LOCAL_TYPES, errno.EIO, Refused),
-        ({"something"}, errno.EIO, WriteError),
-        ({"something"}, errno.EDQUOT, Refused),
+        (LocalStorage, errno.EIO, Refused),
+        (network_mount, errno.EIO, WriteError),
+        (network_mount, errno.EDQUOT, Refused),
     ],
     ids=["a disk", "a mount", "a mount that is full"],
 )
-def test_whether_a_file_may_be_in_place_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, types: set[str], said: int, kind: type[WriteError]
+def test_whether_a_file_may_appear_later(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    storage_of: Callable[[Path], LocalStorage],
+    said: int,
+    kind: type[WriteError],
 ) -> None:
-    """On a network mount, where an error says nothing of the server: then what it names must not be removed."""
+    """It may on a network mount, whose errors do not always tell what the server did."""
 
     def fail(source: Path, target: Path) -> None:
         raise OSError(said, os.strerror(said))
 
-    monkeypatch.setattr(local, "_LOCAL_TYPES", types)
     monkeypatch.setattr(os, "replace", fail)
     (tmp_path / "a").write_bytes(b"old")
     with pytest.raises(WriteError, match=os.strerror(said)) as caught:
-        LocalStorage(tmp_path).put("a", b"new", sync=True)
+        storage_of(tmp_path).put("a", b"new", sync=True)
     assert type(caught.value) is kind
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"old"}
 
 
-@pytest.mark.parametrize(("types", "allocated"), [(local._LOCAL_TYPES, [5000]), ({"something"}, [])])
-def test_only_disks_are_asked_for_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, types: set[str], allocated: list[int]
+@pytest.mark.parametrize(("storage_of", "allocated"), [(LocalStorage, [5000]), (network_mount, [])])
+def test_space_is_reserved_on_disks_only(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    storage_of: Callable[[Path], LocalStorage],
+    allocated: list[int],
 ) -> None:
-    """Many network mounts have no fallocate, which glibc imitates by writing zeros, all of them, one page at a time."""
+    """Many network mounts cannot reserve space, and glibc imitates it by writing zeros, one page at a time."""
     asked: list[int] = []
-    monkeypatch.setattr(local, "_LOCAL_TYPES", types)
     monkeypatch.setattr(os, "posix_fallocate", lambda descriptor, offset, nbytes: asked.append(nbytes))
-    put_file(LocalStorage(tmp_path), "a", bytes(5000))
+    put_file(storage_of(tmp_path), "a", bytes(5000))
     assert asked == allocated
     assert (tmp_path / "a").read_bytes() == bytes(5000)

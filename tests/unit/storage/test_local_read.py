@@ -1,4 +1,4 @@
-"""Local files give the bytes they hold, through the page cache and past it."""
+"""Local files are read correctly, through the page cache and past it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cached=st.booleans(),
 )
 def test_any_range_is_read_into_any_buffers(stored: Path, offset: int, sizes: list[int], cached: bool) -> None:
-    """Cold or cached, aligned or not; a range that ends past the file's end is an EOFError, never zeros."""
+    """A range may be cold or cached, aligned or not. Beyond the file's end it is an EOFError, never zeros."""
     content = stored.read_bytes()
     if not cached:
         forget(stored)
@@ -70,41 +70,41 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cuts=st.lists(st.integers(0, 5 * MIB - 77), max_size=5),
 )
 def test_a_cold_range_is_read_past_the_page_cache(large: Path, offset: int, cuts: list[int]) -> None:
-    """From any offset, in parts of any size, to the last byte too; the cache is as empty as before."""
+    """It may begin and end anywhere and be read in parts of any size, and the cache stays empty."""
     forget(large)
     file = LocalFile(large)
     nbytes = 5 * MIB - 77
     source = file.once(offset, nbytes)
     assert source is not file
-    found = bytearray(nbytes)
+    content = bytearray(nbytes)
     edges = [0, *sorted(cuts), nbytes]
     for start, stop in itertools.pairwise(edges):
         middle = (start + stop) // 2
-        source.read_into([memoryview(found)[start:middle], memoryview(found)[middle:stop]], offset + start)
+        source.read_into([memoryview(content)[start:middle], memoryview(content)[middle:stop]], offset + start)
     file.close()
-    assert found == PATTERN[offset : offset + nbytes]
+    assert content == PATTERN[offset : offset + nbytes]
     assert not cached(large, offset + nbytes // 2)
 
 
 def test_the_end_of_a_file_is_read_past_the_page_cache(large: Path) -> None:
-    """Where it does not end on a block, too."""
+    """A file need not end on a block."""
     path = large.with_name("odd")
     path.write_bytes(PATTERN[: 3 * MIB + 1234])
     forget(path)
     file = LocalFile(path)
     source = file.once(MIB, 2 * MIB + 1234)
     assert source is not file
-    found = bytearray(2 * MIB + 1234)
-    source.read_into([memoryview(found)], MIB)
+    content = bytearray(2 * MIB + 1234)
+    source.read_into([memoryview(content)], MIB)
     file.close()
-    assert found == PATTERN[MIB : 3 * MIB + 1234]
+    assert content == PATTERN[MIB : 3 * MIB + 1234]
 
 
 @pytest.mark.parametrize("case", ["cached", "small", "beyond the end", "O_DIRECT is refused", "there is no O_DIRECT"])
 def test_any_other_range_is_read_through_the_page_cache(
     large: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the file itself: what is there already, what is not worth it, and what cannot be read another way."""
+    """Such a range is cached already, too small, or cannot be read in another way."""
     forget(large)
     offset, nbytes = 1000, 1000 if case == "small" else 2 * MIB
     if case == "cached":
@@ -125,19 +125,19 @@ def test_any_other_range_is_read_through_the_page_cache(
     file = LocalFile(large)
     try:
         assert file.once(offset, nbytes) is file
-        found = bytearray(nbytes)
+        content = bytearray(nbytes)
         if case == "beyond the end":
             with pytest.raises(EOFError, match="1,048,576 bytes too early"):
-                file.read_into([memoryview(found)], offset)
+                file.read_into([memoryview(content)], offset)
         else:
-            file.read_into([memoryview(found)], offset)
-            assert found == PATTERN[offset : offset + nbytes]
+            file.read_into([memoryview(content)], offset)
+            assert content == PATTERN[offset : offset + nbytes]
     finally:
         file.close()
 
 
 def test_a_failed_cold_read_is_an_error(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not tried again in another way."""
+    """It is not repeated through the cache."""
     forget(large)
     file = LocalFile(large)
 
@@ -151,7 +151,7 @@ def test_a_failed_cold_read_is_an_error(large: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_each_thread_keeps_what_it_read(large: Path) -> None:
-    """Until its own next call, whatever others read meanwhile; nothing is open or mapped in the end."""
+    """Its range stays until its own next call, whatever other threads read. In the end nothing is open or mapped."""
     forget(large)
     before = open_descriptors()
     file = LocalFile(large)
@@ -161,9 +161,9 @@ def test_each_thread_keeps_what_it_read(large: Path) -> None:
         offset, nbytes = number * MIB + number, 2 * MIB
         source = file.once(offset, nbytes)
         all_there.wait(30)
-        found = bytearray(nbytes)
-        source.read_into([memoryview(found)], offset)
-        return source is not file and found == PATTERN[offset : offset + nbytes]
+        content = bytearray(nbytes)
+        source.read_into([memoryview(content)], offset)
+        return source is not file and content == PATTERN[offset : offset + nbytes]
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(read, range(4))) == [True] * 4
@@ -173,21 +173,21 @@ def test_each_thread_keeps_what_it_read(large: Path) -> None:
 
 
 def test_a_cold_range_is_of_the_file_that_was_opened(tmp_path: Path) -> None:
-    """Also when another file has got its name since."""
+    """It does not matter that another file has its name now."""
     path = tmp_path / "file"
     path.write_bytes(PATTERN)
     forget(path)
     file = LocalFile(path)
     path.unlink()
     path.write_bytes(b"another" * MIB)
-    found = bytearray(2 * MIB)
-    file.once(5, 2 * MIB).read_into([memoryview(found)], 5)
+    content = bytearray(2 * MIB)
+    file.once(5, 2 * MIB).read_into([memoryview(content)], 5)
     file.close()
-    assert found == PATTERN[5 : 5 + 2 * MIB]
+    assert content == PATTERN[5 : 5 + 2 * MIB]
 
 
 def test_all_threads_read_the_file_that_was_opened(tmp_path: Path) -> None:
-    """Each by a descriptor of its own, also when another file has got the name since; all of them are closed."""
+    """Each has its own descriptor of that file, though another file has its name now. All descriptors are closed."""
     path = tmp_path / "file"
     path.write_bytes(PATTERN[:5000])
     before = open_descriptors()
@@ -203,15 +203,15 @@ def test_all_threads_read_the_file_that_was_opened(tmp_path: Path) -> None:
         return bytes(buffer)
 
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(read, range(0, 4000, 1000)))
-    assert b"".join(found) == PATTERN[:4000]
+        contents = list(pool.map(read, range(0, 4000, 1000)))
+    assert b"".join(contents) == PATTERN[:4000]
     assert len(open_descriptors()) - len(before) == 1 + 4
     file.close()
     assert open_descriptors() == before
 
 
 def test_more_buffers_than_one_preadv_takes(stored: Path) -> None:
-    """2,500 buffers of 11 bytes, some of them empty, are filled in order."""
+    """2,500 buffers of 11 bytes or none are filled in order."""
     content = stored.read_bytes()
     buffers = [memoryview(bytearray(11 if number % 7 else 0)) for number in range(2500)]
     wanted = sum(buffer.nbytes for buffer in buffers)
@@ -224,7 +224,7 @@ def test_more_buffers_than_one_preadv_takes(stored: Path) -> None:
 
 
 def test_a_short_file_is_an_error_that_says_by_how_much(tmp_path: Path) -> None:
-    """The message has the end of the file and the bytes that are missing."""
+    """The message has the file's end and the number of missing bytes."""
     (tmp_path / "file").write_bytes(b"x" * 1000)
     file = LocalFile(tmp_path / "file")
     with pytest.raises(EOFError, match=r"ends at byte 1,000, 500 bytes too early"):
@@ -233,7 +233,7 @@ def test_a_short_file_is_an_error_that_says_by_how_much(tmp_path: Path) -> None:
 
 
 def test_several_threads_read_one_file(tmp_path: Path) -> None:
-    """Each thread gets its own range, though they share descriptors."""
+    """Each thread gets its own range."""
     path = tmp_path / "file"
     path.write_bytes(PATTERN)
     forget(path)

@@ -1,12 +1,11 @@
-"""Local files written past the page cache hold what a plain file would."""
+"""Local files that are written past the page cache have the right contents."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
-import shutil
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dcp_tensorizer._storage.local_write import LocalSink
+from dcp_tensorizer._storage.page_cache import Residency
 
 from ...support import file_size_limit, on_a_page, open_descriptors
 
@@ -43,7 +43,7 @@ def put_parts(sink: LocalSink, content: bytes, order: list[int]) -> None:
 def test_parts_make_the_file_they_should(
     tmp_path: Path, parts: int, rest: int, data: st.DataObject, sync: bool
 ) -> None:
-    """Of any size, in any order, synced or not: the file has exactly the bytes of its parts."""
+    """The file has exactly the bytes of its parts, of any size, in any order, synced or not."""
     content = PATTERN[: parts * PART + rest]
     order = data.draw(st.permutations(range(parts + bool(rest))))
     path = tmp_path / "file"
@@ -59,7 +59,7 @@ def test_parts_make_the_file_they_should(
 
 
 def test_several_threads_write_parts(tmp_path: Path) -> None:
-    """Every part lands in its place, and all bytes are counted."""
+    """Every part is in its place, and all bytes are counted."""
     content = PATTERN * 3
     sink = LocalSink(tmp_path / "file", len(content), sync=True)
     with ThreadPoolExecutor(4) as pool:
@@ -73,23 +73,27 @@ def test_several_threads_write_parts(tmp_path: Path) -> None:
 
 def cached_pages(path: Path) -> int:
     """How many of a file's pages are in the page cache."""
-    done = subprocess.run(["fincore", "-nbo", "RES", str(path)], capture_output=True, text=True, check=True)
-    return int(done.stdout) // 4096
+    with open(path, "rb") as file:
+        residency = Residency(file.fileno())
+        count = sum(map(residency.holds_page, range(0, path.stat().st_size, mmap.PAGESIZE)))
+        residency.close()
+    return count
 
 
-@pytest.mark.skipif(shutil.which("fincore") is None, reason="needs util-linux's fincore")
 def test_a_save_leaves_the_page_cache_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither with O_DIRECT nor without it does a written file stay in the cache."""
+    """A written file does not stay in the cache, with O_DIRECT or without it."""
     for name in ("direct", "buffered"):
         sink = LocalSink(tmp_path / name, len(PATTERN), sync=True)
         put_parts(sink, PATTERN, [0, 1, 2])
         sink.complete()
         assert cached_pages(tmp_path / name) == 0
         monkeypatch.delattr(os, "O_DIRECT", raising=False)
+    (tmp_path / "cached").write_bytes(PATTERN)
+    assert cached_pages(tmp_path / "cached") > 0
 
 
-def test_closing_twice_does_nothing(tmp_path: Path) -> None:
-    """Nor does an abort after the close remove a complete file."""
+def test_a_complete_file_stays(tmp_path: Path) -> None:
+    """Another `complete` and a late `abort` do nothing."""
     sink = LocalSink(tmp_path / "file", 3, sync=True)
     sink.put_part(0, on_a_page(b"abc"))
     sink.complete()
@@ -99,7 +103,7 @@ def test_closing_twice_does_nothing(tmp_path: Path) -> None:
 
 
 def test_an_existing_file_is_not_touched(tmp_path: Path) -> None:
-    """Data files have names of their own; meeting one means that something is wrong."""
+    """Names are unique, so an existing file means that something is wrong."""
     path = tmp_path / "file"
     path.write_bytes(b"old")
     with pytest.raises(FileExistsError):
@@ -108,7 +112,7 @@ def test_an_existing_file_is_not_touched(tmp_path: Path) -> None:
 
 
 def test_abort_removes_the_file_and_its_descriptors(tmp_path: Path) -> None:
-    """Nothing is left, and a second abort does nothing."""
+    """Nothing is left, and another `abort` does nothing."""
     before = open_descriptors()
     sink = LocalSink(tmp_path / "file", 4 * MIB, sync=True)
     put_parts(sink, PATTERN[: 4 * MIB], [0])
@@ -120,8 +124,8 @@ def test_abort_removes_the_file_and_its_descriptors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nbytes", [5000, 2 * MIB], ids=["buffered", "direct"])
 def test_a_failed_write_raises(tmp_path: Path, nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operating system's own error comes out, and the file can be given up."""
-    monkeypatch.delattr(os, "posix_fallocate")  # which would have failed before
+    """The operating system's own error comes out, and the file can be aborted."""
+    monkeypatch.delattr(os, "posix_fallocate")  # it would fail before the write
     sink = LocalSink(tmp_path / "file", nbytes, sync=True)
     with file_size_limit(1000), pytest.raises(OSError, match="File too large") as caught:
         put_parts(sink, PATTERN[:nbytes], [0])
@@ -130,8 +134,8 @@ def test_a_failed_write_raises(tmp_path: Path, nbytes: int, monkeypatch: pytest.
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_known_before_the_work_begins(tmp_path: Path) -> None:
-    """Preallocation fails, and nothing is left of the file."""
+def test_a_full_disk_is_an_error_before_the_work_begins(tmp_path: Path) -> None:
+    """The space cannot be reserved, and nothing is left of the file."""
     before = open_descriptors()
     with file_size_limit(MIB), pytest.raises(OSError, match="File too large"):
         LocalSink(tmp_path / "file", 2 * MIB, sync=False)
@@ -140,7 +144,7 @@ def test_a_full_disk_is_known_before_the_work_begins(tmp_path: Path) -> None:
 
 
 def test_without_direct_io_the_file_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where O_DIRECT is not to be had, or is refused by the first write, everything goes through the page cache."""
+    """Without O_DIRECT, or if the first write refuses it, everything goes through the page cache."""
     real = os.pwrite
     direct = set()
 

@@ -1,4 +1,4 @@
-"""What the page cache holds of a file is known, and asking does not change it."""
+"""What the page cache holds of a file is known, and a question does not change it."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def descriptor(path: Path) -> Iterator[int]:
 
 def holds(descriptor: int, offset: int) -> bool:
     residency = Residency(descriptor)
-    found = residency.holds(offset)
+    is_held = residency.holds(offset)
     residency.close()
-    return found
+    return is_held
 
 
 @pytest.mark.parametrize("offset", [0, 1, 4095, 2 * MIB + 5, 3 * MIB + 99])
 def test_what_has_been_read_is_held_and_what_was_dropped_is_not(path: Path, descriptor: int, offset: int) -> None:
-    """At any byte, the first and the last of the file among them; to ask twice gives the same answer."""
+    """This is so at any byte of the file, and a second question gets the same answer."""
     path.read_bytes()
     assert [holds(descriptor, offset) for _ in range(2)] == [True, True]
     assert cached(path, offset)
@@ -48,8 +48,8 @@ def test_what_has_been_read_is_held_and_what_was_dropped_is_not(path: Path, desc
 
 
 @pytest.mark.parametrize(("nbytes", "held"), [(100, False), (MIB, False), (2 * MIB, True)])
-def test_of_a_part_of_a_file_most_counts(path: Path, descriptor: int, nbytes: int, held: bool) -> None:
-    """Wherever one asks: what is around a byte is what is read with it."""
+def test_the_larger_part_counts(path: Path, descriptor: int, nbytes: int, held: bool) -> None:
+    """A byte is read together with those around it, so the answer is the same for all of them."""
     forget(path)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read ahead
     os.pread(descriptor, nbytes, MIB)
@@ -57,8 +57,8 @@ def test_of_a_part_of_a_file_most_counts(path: Path, descriptor: int, nbytes: in
     assert [cached(path, offset) for offset in (0, MIB, 3 * MIB)] == [False, True, False]
 
 
-def test_a_few_pages_that_have_gone_do_not_count(path: Path, descriptor: int) -> None:
-    """They are read through the cache: past it, all that is around them would come from the disk, load after load."""
+def test_a_few_missing_pages_do_not_count(path: Path, descriptor: int) -> None:
+    """They are read through the cache. Past it, every load would read all around them from the disk."""
     forget(path)
     path.read_bytes()
     os.posix_fadvise(descriptor, MIB, MIB, os.POSIX_FADV_DONTNEED)
@@ -67,7 +67,7 @@ def test_a_few_pages_that_have_gone_do_not_count(path: Path, descriptor: int) ->
 
 
 def test_an_answer_is_kept(path: Path, descriptor: int) -> None:
-    """What is in the cache comes and goes in long runs, so that a run of a file is looked up once."""
+    """Pages come and go in long runs, so each run of a file is looked up once."""
     path.read_bytes()
     residency = Residency(descriptor)
     assert residency.holds(0)
@@ -78,14 +78,14 @@ def test_an_answer_is_kept(path: Path, descriptor: int) -> None:
 
 
 def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
-    """There is nothing to ask about."""
+    """There is nothing that the cache could hold."""
     (tmp_path / "empty").touch()
     with open(tmp_path / "empty", "rb") as file, pytest.raises(ValueError, match="empty"):
         Residency(file.fileno())
 
 
 def test_closing_unmaps_the_file(path: Path, descriptor: int) -> None:
-    """Nothing of it stays in the address space."""
+    """Nothing of the file stays in the address space."""
     residency = Residency(descriptor)
     assert str(path) in Path("/proc/self/maps").read_text()
     residency.close()

@@ -1,0 +1,74 @@
+"""fsspec's filesystems are made with the right options, and their errors show no secret."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry
+
+from dcp_tensorizer import WriteError
+from dcp_tensorizer._storage.open import open_storage
+
+
+@pytest.mark.parametrize("url", ["nonsense://u:hunter2@h/x", "simplecache::nonsense://u:hunter2@h/x"])
+def test_an_error_while_opening_shows_no_secret(url: str) -> None:
+    """The error quotes the URL without credentials, and shows no exception behind it."""
+    with pytest.raises(WriteError, match="nonsense") as caught:
+        open_storage(url, {"password": "correct-horse"})
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+    assert "hunter2" not in str(caught.value)
+    assert "correct-horse" not in str(caught.value)
+
+
+def test_a_storage_removes_its_options_from_messages() -> None:
+    """It knows the options that it was opened with."""
+    storage = open_storage("memory://bucket", {"token": "correct-horse", "endpoint_url": "http://minio.local:9000"})
+    assert storage.scrub("correct-horse at http://minio.local:9000") == "*** at http://minio.local:9000"
+
+
+@pytest.mark.parametrize(
+    ("protocol", "defaults"),
+    [("gs", {"requests_timeout": 30.0}), ("abfs", {"connection_timeout": 6, "read_timeout": 6}), ("memory", {})],
+)
+def test_filesystems_that_connect_by_themselves_get_timeouts(
+    monkeypatch: pytest.MonkeyPatch, protocol: str, defaults: dict[str, float]
+) -> None:
+    """They get them as options of their own names, unless the user gives some."""
+    given: list[dict[str, Any]] = []
+
+    class Recording(fsspec.get_filesystem_class("memory")):  # type: ignore[misc]
+        def __init__(self, **options: Any) -> None:
+            given.append({key: options[key] for key in options if key.endswith("timeout")})
+            super().__init__()
+
+    monkeypatch.setitem(_registry, protocol, Recording)
+    open_storage(f"{protocol}://bucket/x", {}, 60.0)
+    open_storage(f"{protocol}://bucket/x", {"read_timeout": 1}, 60.0)
+    assert given == [defaults, defaults | {"read_timeout": 1}]
+
+
+def test_azures_filesystems_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """adlfs never frees a filesystem, so there is one for the same options; its listings are forgotten each time."""
+    made: list[Azure] = []
+
+    class Azure(MemoryFileSystem):
+        protocol = "az"
+
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.forgotten = 0
+            made.append(self)
+
+        def invalidate_cache(self, path: str | None = None) -> None:
+            self.forgotten += 1
+
+    monkeypatch.setitem(_registry, "az", Azure)
+    opened = [open_storage(f"az://container/step{step}", {"account_name": "a"}) for step in range(3)]
+    assert [storage.path for storage in opened] == [f"az://container/step{step}" for step in range(3)]
+    open_storage("az://container/step1", {"account_name": "b"})
+    assert [(azure.storage_options["account_name"], azure.forgotten) for azure in made] == [("a", 3), ("b", 1)]
+    assert opened[0].head("nothing") is None

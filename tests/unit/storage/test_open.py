@@ -1,0 +1,53 @@
+"""Which storage a path or a URL names."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dcp_tensorizer._storage.open import open_storage
+
+
+@pytest.mark.parametrize("path", ["a*b", "[1]", "a b", "\N{SNOWMAN}", "%41", "~", "#x?y", "a:b", "memory:", "-"])
+def test_local_paths_are_literal(tmp_path: Path, path: str) -> None:
+    """A string, a path and a file URL name the same directory, of exactly that name."""
+    for given_path in (f"{tmp_path}/{path}", tmp_path / path, f"file://{tmp_path}/{path}"):
+        storage = open_storage(given_path)
+        assert storage.path == storage.location == f"{tmp_path}/{path}"
+        storage.make_directory()
+        storage.put("f", b"x", sync=False)
+    assert os.listdir(tmp_path) == [path]
+
+
+def test_a_path_like_with_a_colon_pair_is_local(tmp_path: Path) -> None:
+    """A string with ``::`` is a chain of URLs, but a path object never is."""
+    assert open_storage(tmp_path / "a::b").path == f"{tmp_path}/a::b"
+
+
+def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer process sees the same directory, and so does this one after it changes its own."""
+    monkeypatch.chdir(tmp_path)
+    storage = open_storage("checkpoints/last")
+    assert storage.location == f"{tmp_path}/checkpoints/last"
+    assert not storage.in_process
+
+
+def test_a_location_has_the_credentials_that_a_path_leaves_out() -> None:
+    """Another process opens the location, and people see the path."""
+    storage = open_storage("memory://user:hunter2@bucket/checkpoint")
+    assert storage.location == "memory://user:hunter2@bucket/checkpoint"
+    assert storage.path == "memory://bucket/checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [("s3://b/run/", "s3://b/run"), ("s3://b/", "s3://b"), ("memory://", "memory://"), ("memory://x//", "memory://x")],
+)
+def test_trailing_slashes_are_dropped(url: str, path: str) -> None:
+    """A child's name follows one slash, and the root of a filesystem stays as it is."""
+    storage = open_storage(url)
+    assert (storage.path, storage.location) == (path, path)
+    assert open_storage(url).child("step-1").path == f"{path}/step-1"
+    assert open_storage("file:///").path == "/"

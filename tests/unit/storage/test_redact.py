@@ -1,0 +1,85 @@
+"""Messages show no credentials."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_tensorizer._storage.redact import Scrubber, redact
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("s3://key:secret@bucket/a", "s3://bucket/a"),
+        ("ftp://user@host/a", "ftp://host/a"),
+        ("ftp://user:p@ss@host/a", "ftp://host/a"),
+        ("ftp://user:p%40ss@host", "ftp://host"),
+        ("sftp://user:my pass@host/a", "sftp://host/a"),
+        ("simplecache::ftp://u:p@h/a and s3://k:s@b", "simplecache::ftp://h/a and s3://b"),
+        ("s3://key:secret@bucket/x and ftp://u:p@h/y", "s3://bucket/x and ftp://h/y"),
+        ("https://host/a@b", "https://host/a@b"),
+        ("/local/a@b and user@host", "/local/a@b and user@host"),
+        ("(s3+http://u:p@h/x)", "(s3+http://h/x)"),
+        ("", ""),
+    ],
+)
+def test_credentials_in_urls_are_removed(text: str, clean: str) -> None:
+    """User and password are removed, even a password with an ``@``, and nothing else is."""
+    assert redact(text) == clean
+
+
+secret = st.text("abcdefghijklmnopqrstuvwxyz0123456789!@:+=-_.", min_size=1, max_size=20)
+
+
+@given(secret, secret)
+def test_no_password_survives_in_a_url(user: str, password: str) -> None:
+    """Any password is removed from a URL that can be parsed."""
+    assert redact(f"error at ftp://{user}:{password}@host.name/path/x: 403") == "error at ftp://host.name/path/x: 403"
+
+
+OPTIONS = {
+    "key": "AKIA-123456",
+    "client_kwargs": {
+        "endpoint_url": "http://minio.local:9000",
+        "region_name": "eu-central-1",
+        "headers": [{"x": "Bearer t0ken-region"}],
+    },
+    "secret": "sup3r-s3cret",
+    "anon": False,
+    "short": "abc",
+}
+
+
+def test_options_are_removed() -> None:
+    """Every longer string is removed, however deep it is, except endpoints and regions."""
+    text = "key AKIA-123456 at http://minio.local:9000 in eu-central-1: Bearer t0ken-region sup3r-s3cret abc"
+    clean = "key *** at http://minio.local:9000 in eu-central-1: *** *** abc"
+    assert Scrubber(OPTIONS)(text) == clean
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "clean"),
+    [
+        ({"account_url": "https://a.example/c?sv=2022-11-02&sig=s1gn%2Fature"}, "sig s1gn%2Fature", "sig ***"),
+        ({"account_url": "https://a.example/c?sv=2022-11-02&sig=s1gn%2Fature"}, "sig s1gn/ature", "sig ***"),
+        ({"connection_string": "AccountName=x;AccountKey=azure+k3y==;E=y"}, "with azure+k3y==", "with ***"),
+        ({"password": 12345678, "port": 2222, "anon": True}, "12345678 at port 2222: True", "*** at port 2222: True"),
+        ({"nested": {"pin": [987654321]}}, "pin 987654321", "pin ***"),
+        ({"proxies": {"http": "http://user:pr0xy@host"}}, "by http://user:pr0xy@host", "by http://host"),
+    ],
+)
+def test_parts_of_options_are_removed(options: dict[str, Any], text: str, clean: str) -> None:
+    """Signed URLs and connection strings are removed, and so is each part of them; numbers may be passwords."""
+    scrub = Scrubber(options)
+    for secret in options.values():
+        assert not isinstance(secret, str) or scrub(f"at {secret}") == "at ***"
+    assert scrub(text) == clean
+
+
+def test_a_secret_within_another_is_removed_whole() -> None:
+    """The longer one is removed first, so that no rest of it is left."""
+    assert Scrubber({"a": "abcdef", "b": "abcdef-ghijkl"})("abcdef-ghijkl abcdef") == "*** ***"
