@@ -1,8 +1,9 @@
-"""Short-lived threads: for requests that wait for a server at the same time, and for work beside other work."""
+"""Threads for requests that wait for a server at the same time, and for work beside other work."""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -27,13 +28,12 @@ def in_threads(operation: Callable[[str], _T], names: Sequence[str]) -> list[_T]
 
 def in_background(operation: Callable[[], _T]) -> Future[_T]:
     """Starts ``operation`` in a thread of its own, for a result that is needed later."""
-    pool = ThreadPoolExecutor(1, thread_name_prefix="request")
+    future: Future[_T] = Future()
     try:
-        return pool.submit(operation)
+        threading.Thread(target=_run, args=(future, operation), name="request").start()
     except RuntimeError:  # the interpreter is ending, and starts no more threads
-        return _done(operation)
-    finally:
-        pool.shutdown(wait=False)
+        _run(future, operation)
+    return future
 
 
 def cores() -> int:
@@ -41,11 +41,9 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _done(operation: Callable[[], _T]) -> Future[_T]:
-    """The outcome of ``operation``, which runs in this thread."""
-    future: Future[_T] = Future()
+def _run(future: Future[_T], operation: Callable[[], _T]) -> None:
     try:
         future.set_result(operation())
-    except Exception as error:
+    except BaseException as error:
         future.set_exception(error)
-    return future
+        del future  # or else the error's traceback would refer to it, and it to the error

@@ -209,17 +209,15 @@ class Storage(abc.ABC):
         """
         return []
 
-    @abc.abstractmethod
-    def make_directory(self) -> None:
-        """Creates the directory and its parents, durably; raises `WriteError`."""
+    def make_directory(self) -> None:  # noqa: B027
+        """Creates the directory and its parents, durably; raises `WriteError`. Object stores have no directories."""
 
     @abc.abstractmethod
     def create(self, name: str, nbytes: int, *, sync: bool) -> Sink:
         """Creates a new file of ``nbytes`` bytes; raises `OSError`."""
 
-    @abc.abstractmethod
-    def sync_directory(self) -> None:
-        """Makes the names of new files durable."""
+    def sync_directory(self) -> None:  # noqa: B027
+        """Makes the names of new files durable, where they are not durable with the files."""
 
     @abc.abstractmethod
     def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True) -> None:

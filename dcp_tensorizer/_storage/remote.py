@@ -49,9 +49,6 @@ class RemoteStorage(Storage):
         child.path, child.location = f"{self.path}/{name}", f"{self.location}/{name}"
         return child
 
-    def sync_directory(self) -> None:
-        """A remote file is durable with its name, or the protocol has nothing for it."""
-
     def read(self, name: str) -> bytes | None:
         return self._ask(name, self._read)
 
@@ -88,10 +85,15 @@ class RemoteStorage(Storage):
             raise self._error(kind, what, error) from None
 
     @contextmanager
-    def _putting(self, name: str, data: bytes) -> Iterator[Callable[[], None]]:
-        """For `put`: the errors of a block that calls what it is given before each attempt to put a file in place.
+    def _putting(self, name: str, data: bytes, *, is_new: bool = False) -> Iterator[Callable[[], None]]:
+        """Translates the errors of a block that puts a file in place. The block announces each attempt with a call.
 
-        An attempt whose answer was lost may still be carried out, which the failure of another one does not rule out.
+        The server may still carry out an attempt whose answer was lost, whatever happens to the next one.
+
+        Args:
+            name: Of the file.
+            data: Its contents.
+            is_new: Check first that there is no such file, for servers that ignore the condition of a put.
         """
         attempts = 0
 
@@ -101,20 +103,17 @@ class RemoteStorage(Storage):
 
         try:
             try:
+                if is_new and self.head(name) is not None:
+                    raise FileExistsError
                 yield begin
             except FileExistsError:
-                # Another attempt meets the file of the one before it, whose answer was lost.
+                # An attempt may have met the file of the one before it, whose answer was lost.
                 if not attempts or self.read(name) != data:
                     raise FileExistsError(TAKEN) from None
         except Exception as error:
             is_final = isinstance(error, FileExistsError) or (attempts == 1 and self._is_refusal(error))
             kind = Refused if is_final or not attempts else WriteError
             raise self._error(kind, f"cannot write {self.path}/{name}", error) from None
-
-    def _check_is_new(self, name: str) -> None:
-        """Raises `FileExistsError`, also where a server does not know the condition of a conditional put."""
-        if self.head(name) is not None:
-            raise FileExistsError(TAKEN)
 
     def _is_refusal(self, error: Exception) -> bool:
         """Whether the server answered that it does not do what it was asked."""

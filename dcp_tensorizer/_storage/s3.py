@@ -66,17 +66,12 @@ class S3Storage(RemoteStorage):
             raise NotCommitted(f"there is nothing at {self.path}")
         return files, folders
 
-    def make_directory(self) -> None:
-        """S3 has no directories."""
-
     def create(self, name: str, nbytes: int, *, sync: bool) -> Sink:
         return _S3Sink(self, name, nbytes)
 
     def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True) -> None:
         condition = {} if replace else {"IfNoneMatch": "*"}
-        with self._putting(name, data) as begin:
-            if not replace:
-                self._check_is_new(name)
+        with self._putting(name, data, is_new=not replace) as begin:
             begin()
             self.call("put_object", name, Body=data, **condition)
 

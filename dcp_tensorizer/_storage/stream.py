@@ -56,14 +56,12 @@ class StreamStorage(RemoteStorage):
 
     def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True) -> None:
         mode = {} if replace else {"mode": "create"}
-        with self._putting(name, data) as begin:
+        with self._putting(name, data, is_new=not replace) as begin:
 
             def put() -> None:
                 begin()
                 self.filesystem.pipe_file(self._full(name), data, **mode)
 
-            if not replace:
-                self._check_is_new(name)
             self._retried(put)
 
     def open(self, name: str) -> RangeReader:

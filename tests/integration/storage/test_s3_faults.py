@@ -1,0 +1,267 @@
+"""What S3 storage does when requests fail: what it repeats, what it reports, and what it leaves behind.
+
+The server is real. A proxy in front of it makes requests fail.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dcp_tensorizer import ReadError, WriteError
+from dcp_tensorizer._format.layout import data_file_name
+from dcp_tensorizer._storage.base import Refused
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._storage.retry import patience_of
+from dcp_tensorizer._storage.s3 import S3Storage
+
+from ...proxy import Fault, S3Proxy, always, once, s3_proxy
+from ...servers import SECRET, S3Server
+from ...support import on_a_page, put_file, read_range
+
+NAME = data_file_name(0, 0, "a" * 32)
+CONTENT = bytes(range(251)) * (20 * (1 << 20) // 251)  # three parts
+PARTS = 3
+
+Opener = Callable[..., S3Storage]
+FEW = {"retries": {"total_max_attempts": 2}}  # for config_kwargs
+LONG = 120.0
+"""Seconds that no operation takes, also on a busy machine, unless it ignores its timeout."""
+
+
+# --- failures that pass ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operation", ["CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(503, "SlowDown"),
+        Fault(500, "InternalError"),
+        Fault(cut=0),
+        Fault(lose_answer=True),
+    ],
+    ids=["slow down", "internal error", "reset", "lost answer"],
+)
+def test_an_upload_survives(storage: S3Storage, proxy: S3Proxy, operation: str, fault: Fault) -> None:
+    """The file is whole after overload or a lost connection at each step, and no second upload is left open."""
+    proxy.rule = once(operation, fault)
+    put_file(storage, NAME, CONTENT)
+    assert read_range(storage, NAME, len(CONTENT)) == CONTENT
+    assert proxy.counts()[operation] > {"UploadPart": PARTS}.get(operation, 1)
+
+
+def test_an_upload_survives_a_cut_in_the_middle_of_a_part(storage: S3Storage, proxy: S3Proxy) -> None:
+    """The part is sent again from its begin."""
+    proxy.rule = once("UploadPart", Fault(cut=3 << 20))
+    put_file(storage, NAME, CONTENT)
+    assert read_range(storage, NAME, len(CONTENT)) == CONTENT
+    assert proxy.counts()["UploadPart"] == PARTS + 1
+
+
+def test_a_slow_link_is_no_fault(open_s3: Opener, proxy: S3Proxy) -> None:
+    """A part may take longer than a silence may, as long as there is progress.
+
+    The connection is silent while the last megabytes pass the buffers between client and server.
+    """
+    timeout = 24.0
+    storage = open_s3(timeout=timeout, config_kwargs={"retries": {"total_max_attempts": 1}})
+    proxy.rule = always("UploadPart", Fault(rate=3e6))
+    started = time.monotonic()
+    put_file(storage, NAME, CONTENT)
+    # There are two whole parts, one after the other, and a short one.
+    assert time.monotonic() - started > 2 * patience_of(timeout)
+    proxy.rule = always("GetObject", Fault(rate=5e6))
+    started = time.monotonic()
+    assert read_range(storage, NAME, len(CONTENT)) == CONTENT
+    assert time.monotonic() - started > patience_of(timeout)
+    assert (proxy.counts()["UploadPart"], proxy.counts()["GetObject"]) == (PARTS, 1)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [Fault(503, "SlowDown"), Fault(cut=0), Fault(cut=5 << 20), Fault(stall=5 << 20), Fault(stall=0)],
+    ids=["slow down", "reset", "cut", "stall in the body", "stall before it"],
+)
+def test_a_read_survives(open_s3: Opener, proxy: S3Proxy, fault: Fault) -> None:
+    """The rest is requested once, after overload, a reset, or a silence of a tenth of the timeout."""
+    storage = open_s3(timeout=30.0)
+    put_file(storage, NAME, CONTENT)
+    proxy.rule = once("GetObject", fault)
+    proxy.forget()
+    assert read_range(storage, NAME, len(CONTENT)) == CONTENT
+    assert proxy.counts() == {"GetObject": 2}
+
+
+def test_a_read_goes_on_where_it_broke_off(storage: S3Storage, proxy: S3Proxy) -> None:
+    """Connections that break off again and again complete it, and nothing is sent twice."""
+    put_file(storage, NAME, CONTENT)
+    proxy.forget()
+    proxy.rule = once("GetObject", Fault(cut=4 << 20), times=4)
+    assert read_range(storage, NAME, len(CONTENT)) == CONTENT
+    assert proxy.counts() == {"GetObject": 5}
+
+
+def test_an_aborted_upload_whose_first_answer_was_lost(storage: S3Storage, proxy: S3Proxy) -> None:
+    """Neither upload is left open, which the fixture checks."""
+    proxy.rule = once("CreateMultipartUpload", Fault(lose_answer=True))
+    storage.create(NAME, len(CONTENT), sync=True).abort()
+    assert proxy.counts()["CreateMultipartUpload"] == 2
+
+
+def test_an_upload_whose_begin_is_never_answered(open_s3: Opener, proxy: S3Proxy) -> None:
+    """The first part raises the error, and the uploads are aborted, which the fixture checks."""
+    proxy.rule = always("CreateMultipartUpload", Fault(lose_answer=True))
+    sink = open_s3(config_kwargs=FEW).create(NAME, len(CONTENT), sync=True)
+    with pytest.raises(OSError, match="Connection"):
+        sink.put_part(0, on_a_page(CONTENT[: sink.part_bytes]))
+    sink.abort()
+    assert proxy.counts()["CreateMultipartUpload"] == 2
+    assert "UploadPart" not in proxy.counts()
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_metadata_whose_answer_is_lost(storage: S3Storage, proxy: S3Proxy, replace: bool) -> None:
+    """The second request meets the object of the first, and recognises it."""
+    proxy.rule = once("PutObject", Fault(lose_answer=True))
+    storage.put(".metadata", b"whole", sync=True, replace=replace)
+    assert storage.read(".metadata") == b"whole"
+
+
+# --- failures that stay ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "tries", "error", "said"),
+    [
+        (Fault(403, "AccessDenied"), 1, PermissionError, r"AccessDenied: injected \(UploadPart, tried 1 times\)"),
+        (Fault(404, "NoSuchBucket"), 1, FileNotFoundError, "the bucket 'tests-bucket' does not exist"),
+        (Fault(400, "ExpiredToken"), 2, PermissionError, "ExpiredToken"),
+        (Fault(503, "SlowDown"), 2, OSError, r"SlowDown: injected \(UploadPart, tried 2 times\)"),
+        (Fault(cut=1 << 20), 2, OSError, "Connection"),
+    ],
+    ids=["denied", "no bucket", "expired", "slow down", "cut"],
+)
+def test_a_part_that_is_refused(
+    open_s3: Opener, s3: S3Server, prefix: str, proxy: S3Proxy, fault: Fault, tries: int, error: Any, said: str
+) -> None:
+    """Denials are final, faults are repeated; the error says what it was, and no upload is left."""
+    storage = open_s3(config_kwargs=FEW)
+    sink = storage.create(NAME, len(CONTENT), sync=True)
+    proxy.rule = always("UploadPart", fault)
+    with pytest.raises(error, match=said):
+        sink.put_part(0, on_a_page(CONTENT[: sink.part_bytes]))
+    assert proxy.counts()["UploadPart"] == tries
+    sink.abort()
+    assert s3.uploads(prefix) == []
+    assert storage.head(NAME) is None
+
+
+def test_an_upload_that_cannot_be_completed_leaves_nothing(
+    open_s3: Opener, s3: S3Server, prefix: str, proxy: S3Proxy
+) -> None:
+    """`abort` drops the parts."""
+    storage = open_s3(config_kwargs=FEW)
+    proxy.rule = always("CompleteMultipartUpload", Fault(500, "InternalError"))
+    sink = storage.create(NAME, len(CONTENT), sync=True)
+    for number in range(PARTS):
+        sink.put_part(number, on_a_page(CONTENT[number * sink.part_bytes : (number + 1) * sink.part_bytes]))
+    with pytest.raises(OSError, match="InternalError"):
+        sink.complete()
+    sink.abort()
+    assert (s3.uploads(prefix), s3.objects(prefix)) == ([], [])
+
+
+@pytest.mark.parametrize("fault", [Fault(403, "AccessDenied"), Fault(503, "SlowDown")], ids=["denied", "slow down"])
+def test_a_read_that_is_refused(open_s3: Opener, proxy: S3Proxy, fault: Fault) -> None:
+    """The errors name path and cause, and show no secret."""
+    storage = open_s3(config_kwargs=FEW)
+    put_file(storage, NAME, b"x" * 100)
+    proxy.rule = lambda request: fault
+    with pytest.raises(OSError, match=fault.code):
+        read_range(storage, NAME, 10)
+    for call in (lambda: storage.read(".metadata"), lambda: storage.head(NAME)):
+        with pytest.raises(ReadError, match=rf"cannot read {storage.path}/.*({fault.code}|{fault.status})") as caught:
+            call()
+        assert SECRET not in str(caught.value)
+        assert caught.value.__suppress_context__
+    with pytest.raises(WriteError, match=rf"{storage.path}/\.metadata.*{fault.code}"):
+        storage.put(".metadata", b"x", sync=True)
+
+
+@pytest.mark.parametrize(
+    ("faults", "refused"),
+    [
+        ([Fault(403, "AccessDenied")], True),
+        ([Fault(404, "NoSuchBucket")], True),
+        ([Fault(503, "SlowDown"), Fault(503, "SlowDown")], False),
+        ([Fault(cut=0), Fault(403, "AccessDenied")], False),
+    ],
+    ids=["denied", "no bucket", "slow down", "denied after a cut"],
+)
+def test_whether_metadata_may_appear_after_all(
+    open_s3: Opener, proxy: S3Proxy, faults: list[Fault], refused: bool
+) -> None:
+    """They cannot if the first request was denied. An unanswered request may still be carried out."""
+    storage = open_s3(config_kwargs=FEW)
+    left = iter(faults)
+    proxy.rule = lambda request: next(left) if request.operation == "PutObject" else None
+    with pytest.raises(WriteError) as caught:
+        storage.put(".metadata", b"x", sync=True)
+    assert isinstance(caught.value, Refused) == refused
+    assert next(left, None) is None
+
+
+def test_a_connection_that_always_breaks_off_is_an_error(open_s3: Opener, proxy: S3Proxy) -> None:
+    """The sixth body that ends too early is the last."""
+    storage = open_s3()
+    put_file(storage, NAME, CONTENT)
+    proxy.forget()
+    proxy.rule = always("GetObject", Fault(cut=1000))
+    with pytest.raises(OSError, match="the connection broke off again and again"):
+        read_range(storage, NAME, len(CONTENT))
+    assert proxy.counts() == {"GetObject": 6}
+
+
+HANGING = {
+    "write": ("UploadPart", Fault(hang=True)),
+    "metadata": ("PutObject", Fault(hang=True)),
+    "read": ("GetObject", Fault(hang=True)),
+    "read on": ("GetObject", Fault(stall=1000)),
+}
+
+
+@pytest.mark.parametrize("what", HANGING)
+def test_a_server_that_hangs(open_s3: Opener, proxy: S3Proxy, what: str) -> None:
+    """Every operation ends in an error after several attempts, when the timeout is over."""
+    storage = open_s3(timeout=6.0)
+    put_file(storage, NAME, CONTENT[:10_000])
+    sink = storage.create("other", len(CONTENT), sync=True)
+    part = on_a_page(CONTENT[: sink.part_bytes])
+    operation, fault = HANGING[what]
+    calls: dict[str, Callable[[], object]] = {
+        "write": lambda: sink.put_part(0, part),
+        "metadata": lambda: storage.put(".metadata", b"x", sync=True),
+        "read": lambda: read_range(storage, NAME, 10_000),
+        "read on": lambda: read_range(storage, NAME, 10_000),
+    }
+    proxy.forget()
+    proxy.rule = always(operation, fault)
+    started = time.monotonic()
+    with pytest.raises((OSError, WriteError)):
+        calls[what]()
+    assert time.monotonic() - started < LONG
+    assert proxy.counts()[operation] >= 2
+    sink.abort()
+
+
+def test_a_server_that_is_gone(s3: S3Server, prefix: str) -> None:
+    """The error has its address."""
+    with s3_proxy(s3.endpoint) as proxy:
+        endpoint = proxy.endpoint
+    storage = open_storage(f"s3://{s3.bucket}/{prefix}", s3.options(endpoint, config_kwargs=FEW))
+    with pytest.raises(ReadError, match=f"Could not connect to the endpoint URL.*{endpoint}"):
+        storage.read(".metadata")

@@ -1,0 +1,86 @@
+"""SFTP storage when its server, or the connection to it, falls silent."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from dcp_tensorizer import ReadError, WriteError
+from dcp_tensorizer._format.layout import data_file_name
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._storage.sftp import SftpStorage
+
+from ...servers import SftpServer
+from ...support import on_a_page, put_file
+from ...tcp_proxy import TcpProxy
+
+NAME = data_file_name(0, 0, "a" * 32)
+CONTENT = bytes(range(251)) * (20 * (1 << 20) // 251)
+
+Opener = Callable[..., SftpStorage]
+
+LIMIT = 10.0
+"""A timeout whose tenth is enough for a slow machine to connect."""
+LONG = 120.0
+"""Seconds that no operation takes, also on a busy machine, unless it ignores its timeout."""
+
+
+@pytest.mark.parametrize(
+    ("what", "fresh"), [("write", False), ("read", True), ("read", False), ("metadata", False), ("head", True)]
+)
+def test_a_server_that_hangs(open_sftp: Opener, tcp: TcpProxy, what: str, fresh: bool) -> None:
+    """Every operation ends in an error when the timeout is over, also if it must open a channel first."""
+    storage = open_sftp(LIMIT)
+    put_file(storage, NAME, CONTENT[:10_000])
+    sink = storage.create(NAME, len(CONTENT), sync=True)
+    reader = storage.open(NAME)
+    part = on_a_page(CONTENT[: sink.part_bytes])
+    calls: dict[str, Callable[[], object]] = {
+        "write": lambda: sink.put_part(0, part),
+        "read": lambda: reader.read_into([memoryview(bytearray(1000))], 0),
+        "metadata": lambda: storage.put(".metadata", b"x", sync=True),
+        "head": lambda: storage.head(NAME),
+    }
+    if fresh:
+        storage.client._idle.clear()
+    tcp.silent_until = math.inf
+    started = time.monotonic()
+    with pytest.raises((OSError, ReadError, WriteError)) as caught:
+        calls[what]()
+    assert time.monotonic() - started < LONG
+    assert "NoneType" not in str(caught.value)
+
+
+def test_many_threads_at_a_server_that_hangs(open_sftp: Opener, tcp: TcpProxy) -> None:
+    """They share the attempts to connect, and do not each make their own."""
+    storage = open_sftp(LIMIT)
+    tcp.silent_until = math.inf
+    with ThreadPoolExecutor(20) as pool:
+        answers = [pool.submit(storage.head, NAME) for _ in range(20)]
+    assert {type(answer.exception()) for answer in answers} == {ReadError}
+    assert tcp.connections < 20
+
+
+def test_connecting_to_a_server_that_hangs(sftp: SftpServer, tcp: TcpProxy) -> None:
+    """It is an error when the timeout is over."""
+    tcp.silent_until = math.inf
+    started = time.monotonic()
+    with pytest.raises(WriteError, match="cannot open"):
+        open_storage("sftp://127.0.0.1/x", sftp.options(tcp.port), 2.0)
+    assert time.monotonic() - started < LONG
+
+
+@pytest.mark.parametrize("fresh", [False, True], ids=["channel in use", "channel being opened"])
+def test_a_connection_that_falls_silent(open_sftp: Opener, tcp: TcpProxy, fresh: bool) -> None:
+    """After a tenth of the timeout another connection is made."""
+    storage = open_sftp(30.0)
+    put_file(storage, NAME, b"x" * 10)
+    if fresh:
+        storage.client._idle.clear()
+    tcp.silent_until = tcp.connections
+    assert storage.head(NAME) == 10
+    assert tcp.connections == 2
