@@ -15,17 +15,7 @@ from typing import TypeVar
 
 from .._threads import cores
 from ..errors import NotCommitted, ReadError, WriteError
-from .base import (
-    TAKEN,
-    DirectoryLock,
-    FileInfo,
-    RangeReader,
-    ReadTuning,
-    Refused,
-    Sink,
-    Storage,
-    temporary_file_name,
-)
+from .base import TAKEN, DirectoryLock, FileInfo, ReadTuning, Refused, Storage, temporary_file_name
 from .local_read import LocalFile, UncachedFile
 from .local_write import LocalSink
 
@@ -92,7 +82,7 @@ class LocalStorage(Storage):
         except OSError as error:
             raise WriteError(f"cannot create the checkpoint directory {self.path}: {error}") from error
 
-    def create(self, name: str, nbytes: int, *, sync: bool) -> Sink:
+    def create(self, name: str, nbytes: int, *, sync: bool) -> LocalSink:
         return LocalSink(self._root / name, nbytes, sync=sync, preallocate=self._is_local())
 
     def sync_directory(self) -> None:
@@ -121,8 +111,8 @@ class LocalStorage(Storage):
     def _rename(self, temporary: Path, name: str, data: bytes, replace: bool) -> None:
         """Gives a file its name.
 
-        A network mount may report a failure after it has renamed the file: an answer was lost, and its own retry
-        found the new name taken or the old one gone.
+        A network mount may report a failure after it has renamed the file: an answer was lost, and its own retry met
+        the result of its first attempt.
         """
         try:
             if not replace:
@@ -151,10 +141,10 @@ class LocalStorage(Storage):
         except OSError as error:
             raise ReadError(f"cannot read {path}: {error}") from error
 
-    def open(self, name: str) -> RangeReader:
+    def open(self, name: str) -> LocalFile:
         return LocalFile(self._root / name)
 
-    def open_uncached(self, name: str) -> RangeReader:
+    def open_uncached(self, name: str) -> UncachedFile:
         return UncachedFile(self._root / name)
 
     def lock_directory(self) -> DirectoryLock:

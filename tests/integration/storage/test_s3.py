@@ -124,7 +124,7 @@ def checksums(proxy: S3Proxy, operation: str) -> list[str]:
 
 
 def test_parts_carry_their_checksums(storage: S3Storage, proxy: S3Proxy) -> None:
-    """Each has its CRC-32, which the server checks, also that of a file of one part."""
+    """Each has its CRC-32, which the server checks, also in a file of one part."""
     put_file(storage, NAME, CONTENT)
     put_file(storage, "small", b"123456789")
     size = storage.create("other", 0, sync=True).part_bytes
@@ -263,7 +263,7 @@ def test_a_session_of_the_users_goes_through_s3fs(s3: S3Server, prefix: str) -> 
 
 
 def test_uploads_are_listed(storage: S3Storage, s3: S3Server, prefix: str) -> None:
-    """The list has those of this directory with the times of their begin, from several answers."""
+    """The list has those of this directory and when they began, from several answers."""
     storage.uploads_per_page = 1
     names = [data_file_name(rank, 0, "b" * 32) for rank in range(3)]
     child = storage.child("step-1")

@@ -55,7 +55,7 @@ def test_an_upload_survives(storage: S3Storage, proxy: S3Proxy, operation: str, 
 
 
 def test_an_upload_survives_a_cut_in_the_middle_of_a_part(storage: S3Storage, proxy: S3Proxy) -> None:
-    """The part is sent again from its begin."""
+    """The part is sent again from the start."""
     proxy.rule = once("UploadPart", Fault(cut=3 << 20))
     put_file(storage, NAME, CONTENT)
     assert read_range(storage, NAME, len(CONTENT)) == CONTENT
@@ -63,10 +63,8 @@ def test_an_upload_survives_a_cut_in_the_middle_of_a_part(storage: S3Storage, pr
 
 
 def test_a_slow_link_is_no_fault(open_s3: Opener, proxy: S3Proxy) -> None:
-    """A part may take longer than a silence may, as long as there is progress.
-
-    The connection is silent while the last megabytes pass the buffers between client and server.
-    """
+    """A part may take longer than a silence may, as long as there is progress."""
+    # The connection is silent while the last megabytes pass the buffers between client and server.
     timeout = 24.0
     storage = open_s3(timeout=timeout, config_kwargs={"retries": {"total_max_attempts": 1}})
     proxy.rule = always("UploadPart", Fault(rate=3e6))
@@ -112,7 +110,7 @@ def test_an_aborted_upload_whose_first_answer_was_lost(storage: S3Storage, proxy
     assert proxy.counts()["CreateMultipartUpload"] == 2
 
 
-def test_an_upload_whose_begin_is_never_answered(open_s3: Opener, proxy: S3Proxy) -> None:
+def test_an_upload_whose_start_is_never_answered(open_s3: Opener, proxy: S3Proxy) -> None:
     """The first part raises the error, and the uploads are aborted, which the fixture checks."""
     proxy.rule = always("CreateMultipartUpload", Fault(lose_answer=True))
     sink = open_s3(config_kwargs=FEW).create(NAME, len(CONTENT), sync=True)
@@ -205,7 +203,7 @@ def test_a_read_that_is_refused(open_s3: Opener, proxy: S3Proxy, fault: Fault) -
 def test_whether_metadata_may_appear_after_all(
     open_s3: Opener, proxy: S3Proxy, faults: list[Fault], refused: bool
 ) -> None:
-    """They cannot if the first request was denied. An unanswered request may still be carried out."""
+    """They cannot if the first request was denied, but an unanswered request may still be carried out."""
     storage = open_s3(config_kwargs=FEW)
     left = iter(faults)
     proxy.rule = lambda request: next(left) if request.operation == "PutObject" else None

@@ -45,9 +45,10 @@ def test_a_write_survives_a_lost_connection(open_sftp: Opener, tcp: TcpProxy) ->
     assert storage.read(NAME) == CONTENT
 
 
+# The loss is also an error in a thread of paramiko's, which nobody can catch.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_read_survives_a_lost_connection(open_sftp: Opener, tcp: TcpProxy) -> None:
-    """The range is read again. The loss is also an error in a thread of paramiko's, which nobody can catch."""
+    """The range is read again."""
     storage = open_sftp()
     put_file(storage, NAME, CONTENT)
     tcp.cut_after = tcp.forwarded + (1 << 20)
@@ -69,7 +70,7 @@ def test_metadata_survives_a_lost_connection(open_sftp: Opener, tcp: TcpProxy, a
 
 
 def test_whether_metadata_may_appear_after_all(open_sftp: Opener, tcp: TcpProxy) -> None:
-    """They cannot if the server refused the first attempt. If its answer was lost, a later refusal proves nothing."""
+    """They cannot if the server refused the first attempt, but after a lost answer a refusal proves nothing."""
     storage = open_sftp()
     storage.child(".metadata").make_directory()
     with pytest.raises(Refused, match=r"cannot write .*\.metadata"):
@@ -240,7 +241,7 @@ def test_several_ranks_make_one_directory(sftp: SftpServer) -> None:
 
 
 def test_no_directory_below_a_file(open_sftp: Opener) -> None:
-    """That is an error which names the path. A directory is only removed when it is empty."""
+    """That is an error which names the path, and only an empty directory is removed."""
     storage = open_sftp()
     put_file(storage, "file", b"x")
     with pytest.raises(WriteError, match=r"cannot create .*/file/below"):
@@ -252,7 +253,7 @@ def test_no_directory_below_a_file(open_sftp: Opener) -> None:
 
 
 def test_links_in_a_listing(open_sftp: Opener, sftp: SftpServer) -> None:
-    """Links to files count as files of their size. Other links are left out."""
+    """Links to files count as files of their size, and other links are left out."""
     storage = open_sftp()
     folder = sftp.folder / storage.path.rpartition("/")[2]
     storage.child("directory").make_directory()

@@ -40,7 +40,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cached=st.booleans(),
 )
 def test_any_range_is_read_into_any_buffers(stored: Path, offset: int, sizes: list[int], cached: bool) -> None:
-    """A range may be cold or cached, aligned or not. Beyond the file's end it is an EOFError, never zeros."""
+    """A range may be cold or cached, aligned or not, and past the file's end it is an EOFError, never zeros."""
     content = stored.read_bytes()
     if not cached:
         forget(stored)
@@ -151,7 +151,7 @@ def test_a_failed_cold_read_is_an_error(large: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_each_thread_keeps_what_it_read(large: Path) -> None:
-    """Its range stays until its own next call, whatever other threads read. In the end nothing is open or mapped."""
+    """Its range stays until its own next call, and in the end nothing is open or mapped."""
     forget(large)
     before = open_descriptors()
     file = LocalFile(large)
@@ -187,7 +187,7 @@ def test_a_cold_range_is_of_the_file_that_was_opened(tmp_path: Path) -> None:
 
 
 def test_all_threads_read_the_file_that_was_opened(tmp_path: Path) -> None:
-    """Each has its own descriptor of that file, though another file has its name now. All descriptors are closed."""
+    """Each has its own descriptor of that file, though another file has its name now, and all are closed."""
     path = tmp_path / "file"
     path.write_bytes(PATTERN[:5000])
     before = open_descriptors()

@@ -58,7 +58,7 @@ def test_the_larger_part_counts(path: Path, descriptor: int, nbytes: int, held: 
 
 
 def test_a_few_missing_pages_do_not_count(path: Path, descriptor: int) -> None:
-    """They are read through the cache. Past it, every load would read all around them from the disk."""
+    """They are read through the cache, since past it every load would read all around them from the disk."""
     forget(path)
     path.read_bytes()
     os.posix_fadvise(descriptor, MIB, MIB, os.POSIX_FADV_DONTNEED)

@@ -174,7 +174,7 @@ def test_a_file_that_another_job_has_just_written_is_not_replaced(memory: Any, m
     ids=["denied", "unknown", "denied after a reset"],
 )
 def test_whether_a_file_may_appear_after_all(memory: Any, errors: list[Exception], refused: bool) -> None:
-    """It cannot if the first request was denied. After any other error, nobody knows."""
+    """It cannot if the first request was denied, but after any other error nobody knows."""
     filesystems = script(memory, "pipe_file", *errors)
     with pytest.raises(WriteError, match="cannot write memory://streamed/f: ") as caught:
         memory.put("f", b"x", sync=True)
