@@ -22,7 +22,7 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 def _taken() -> dict[str, str]:
     """Where the files that the site takes in have their place in it."""
     results = sorted(path for path in RESULTS.iterdir() if path.suffix in {".md", ".png"})
-    return {"CHANGELOG.md": "changelog.md"} | {f"benchmarks/results/{p.name}": f"results/{p.name}" for p in results}
+    return {"CHANGELOG.md": "changelog.md"} | {f"benchmarks/results/{p.name}": f"figures/{p.name}" for p in results}
 
 
 def on_files(files: Files, config: Any) -> Files:
