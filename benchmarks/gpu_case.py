@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
-from dcp_tensorizer.staging import ArenaStager
+from dcp_tensorizer._staging.stager import Stager
 
 from .limits import direct_read_seconds, evict
 
@@ -45,7 +45,7 @@ def staging(scale: float, name: str, folder: Path) -> Result:
     plain = _host_copies(sum(tensor.nbytes for tensor in large.values()))
     result: Result = {"plain pinned copy": plain}
     for label, state in (("staging, large tensors", large), ("staging, thousands of small ones too", many)):
-        stager = ArenaStager()
+        stager = Stager()
         nbytes = sum(tensor.nbytes for tensor in state.values())
         rates = []
         for _ in range(6):

@@ -149,7 +149,7 @@ def _account(
 def _is_ours(process: psutil.Process) -> bool:
     try:
         command = process.cmdline()
-        return process.environ().get(_MARK) == os.environ[_MARK] and "dcp_tensorizer._worker" in command
+        return process.environ().get(_MARK) == os.environ[_MARK] and "dcp_tensorizer._writer_process.worker" in command
     except psutil.Error:
         return False
 

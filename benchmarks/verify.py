@@ -15,9 +15,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_tensorizer import TensorizerStorageWriter
-from dcp_tensorizer._contents import read_parts
-from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._verify import verify
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._tools.checkpoint_view import read_parts
+from dcp_tensorizer._tools.verify import verify
 
 from .harness import cell, machine, spread, store, table
 from .limits import direct_read_seconds, evict, hash_seconds

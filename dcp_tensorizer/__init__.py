@@ -4,7 +4,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from ._report import SaveReport
+from ._saving.report import SaveReport
 from .errors import (
     CheckpointError,
     ChecksumMismatch,
@@ -44,12 +44,12 @@ __all__ = [
 __version__ = version("dcp_tensorizer")
 
 _ON_USE = {"TensorizerStorageReader": "reader", "TensorizerStorageWriter": "writer"}
-_MODULES = ("reader", "staging", "writer")
+_MODULES = ("convert", "reader", "writer")
 
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Reader and writer are imported when they are asked for: the writer process needs neither, nor torch."""
+        """Imports what needs torch when it is first asked for: the writer process does without it."""
         if name in _MODULES:
             return import_module(f".{name}", __name__)
         if name in _ON_USE:

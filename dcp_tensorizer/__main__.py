@@ -15,7 +15,7 @@ def main() -> None:
     except ImportError as error:
         sys.stderr.write(f"dcp-tensorizer needs {error.name}: pip install 'dcp_tensorizer[cli]'\n")
         sys.exit(2)
-    from .cli import app
+    from ._cli.app import app
 
     app(prog_name="dcp-tensorizer")
 

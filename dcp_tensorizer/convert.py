@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from ._contents import Contents, Path, StoredObject, StoredTensor
-from ._crypt import check_decryption
-from ._plan import Box
-from ._sources import FORMATS, open_contents
-from ._targets import TARGETS, Options
+from ._format.chunks import Region
+from ._format.encryption import check_decryption
+from ._tools.checkpoint_view import CheckpointView, Path, StoredObject, StoredTensor
+from ._tools.formats.sources import FORMATS, open_checkpoint
+from ._tools.formats.targets import TARGETS, Options
 from .errors import ConversionError, ReadError, WriteError
 
 if TYPE_CHECKING:
-    from ._crypt import DecryptionParams
+    from ._format.encryption import DecryptionParams
 
 __all__ = ["FORMATS", "Converted", "Options", "convert"]
 
@@ -84,7 +84,7 @@ def convert(
         raise ConversionError(f"{to!r} is none of the formats {', '.join(FORMATS)}")
     if encryption is not None:
         check_decryption(encryption)
-    contents = open_contents(source, storage_options or {}, how.source_format, encryption)
+    contents = open_checkpoint(source, storage_options or {}, how.source_format, encryption)
     found = contents.format
     contents = _selected(contents, how)
     TARGETS[to].check(contents, how)
@@ -99,7 +99,7 @@ def convert(
     return Converted(found, len(contents.tensors), len(contents.objects), total, time.monotonic() - started)
 
 
-def _selected(contents: Contents, how: Options) -> Contents:
+def _selected(contents: CheckpointView, how: Options) -> CheckpointView:
     """What is to be converted, under its new names and in its new dtypes."""
     tensors = {t.key: t for t in (_renamed(t, how) for t in contents.tensors.values() if _matches(t.key, how))}
     objects = {o.key: o for o in (_renamed(o, how) for o in contents.objects.values() if _matches(o.key, how))}
@@ -147,20 +147,20 @@ def _cast(tensor: StoredTensor, dtype: torch.dtype | None) -> StoredTensor:
     if dtype is None or not tensor.dtype.is_floating_point or tensor.dtype == dtype:
         return tensor
 
-    def read(box: Box) -> torch.Tensor:
-        return tensor.read(box).to(dtype)
+    def read(region: Region) -> torch.Tensor:
+        return tensor.read(region).to(dtype)
 
     return replace(tensor, dtype=dtype, read=read, chunks=())
 
 
-def _counted(contents: Contents, total: int, on_progress: Callable[[int, int], object]) -> Contents:
+def _counted(contents: CheckpointView, total: int, on_progress: Callable[[int, int], object]) -> CheckpointView:
     counting = threading.Lock()
     done = 0
 
     def counted(tensor: StoredTensor) -> StoredTensor:
-        def read(box: Box) -> torch.Tensor:
+        def read(region: Region) -> torch.Tensor:
             nonlocal done
-            value = tensor.read(box)
+            value = tensor.read(region)
             with counting:
                 done += value.nbytes
                 on_progress(min(done, total), total)

@@ -17,26 +17,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor  # FSDP1 still makes them
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from ._crypt import Cipher, check_decryption, unlock
-from ._destination import open_storage
-from ._fetch import Wanted, fetch, is_direct
-from ._garbage import garbage_stays
-from ._layout import StoredItem, metadata_file_name
-from ._metadata import item_key, read_metadata
-from ._plan import Box, ReadRequest, covers
-from ._storage import TIMEOUT, Storage, at_once, redact
-from ._tensors import unsafe_globals
+from ._format.chunks import Region, covers
+from ._format.encryption import Cipher, check_decryption, unlock
+from ._format.layout import StoredItem, metadata_file_name
+from ._format.metadata import item_key
+from ._format.objects import unsafe_globals
+from ._loading.executor import ReadTarget, can_read_in_place, fetch
+from ._loading.metadata_reader import read_metadata
+from ._loading.read_planner import ReadRequest
+from ._memory.garbage import garbage_stays
+from ._storage.base import TIMEOUT, Storage
+from ._storage.open import open_storage
+from ._storage.redact import redact
+from ._threads import in_threads
+from ._torch_compat import local_elements
 from .errors import CheckpointError, MetadataError, NotCommitted, ReadError, UntrustedObject
 
 if TYPE_CHECKING:
-    from ._crypt import DecryptionParams
+    from ._format.encryption import DecryptionParams
 
 __all__ = ["TensorizerStorageReader"]
 
@@ -236,13 +239,13 @@ class TensorizerStorageReader(StorageReader):
     def _check_world(self, metadata: Metadata | None) -> None:
         """Every rank of a checkpoint saved without collectives must be there, seen alike by all ranks."""
         world, storage = _ranks(), self._opened
-        if storage.size(metadata_file_name(0)) is None:
+        if storage.head(metadata_file_name(0)) is None:
             raise NotCommitted(
                 f"{storage.path} holds no committed checkpoint: there is no {metadata_file_name()}. The path is wrong, "
                 f"or the save that wrote there never finished."
             )
-        alike = storage.size(metadata_file_name(world - 1)) is not None
-        if metadata is None or not alike or storage.size(metadata_file_name(world)) is not None:
+        alike = storage.head(metadata_file_name(world - 1)) is not None
+        if metadata is None or not alike or storage.head(metadata_file_name(world)) is not None:
             raise MetadataError(
                 f"{storage.path} was saved with use_collectives=False, each rank for itself, by another number of "
                 f"ranks than the {world} that load it: load it with as many"
@@ -258,7 +261,7 @@ class TensorizerStorageReader(StorageReader):
         assert self._metadata is not None
         entry = self._metadata.state_dict_metadata[key]
         if isinstance(entry, TensorStorageMetadata):
-            chunks = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+            chunks = [Region(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
             if not covers(entry.size, chunks):
                 held = sum(math.prod(chunk.size) for chunk in chunks)
                 raise MetadataError(
@@ -275,7 +278,7 @@ class TensorizerStorageReader(StorageReader):
         for key, target in targets.items():
             if not isinstance(self._metadata.state_dict_metadata.get(key), TensorStorageMetadata):
                 continue
-            wanted = _local_elements(target)
+            wanted = local_elements(target)
             if found[key] != wanted:
                 raise MetadataError(
                     f"{self._opened.path} holds {found[key]:,} of the {wanted:,} elements of {key!r} that this rank "
@@ -285,7 +288,7 @@ class TensorizerStorageReader(StorageReader):
 
     def _check_files(self, names: set[str]) -> None:
         ordered = sorted(names)
-        for name, found in zip(ordered, at_once(self._opened.size, ordered), strict=True):
+        for name, found in zip(ordered, in_threads(self._opened.head, ordered), strict=True):
             expected = self._content["files"][name]
             if found != expected:
                 state = "is missing" if found is None else f"has {found:,} bytes instead of {expected:,}"
@@ -294,13 +297,13 @@ class TensorizerStorageReader(StorageReader):
                     f"load another one."
                 )
 
-    def _wanted(self, read_item: ReadItem, stored: StoredItem, target: torch.Tensor) -> Wanted | None:
+    def _wanted(self, read_item: ReadItem, stored: StoredItem, target: torch.Tensor) -> ReadTarget | None:
         """What to fetch for a tensor; None where there is nothing to."""
         key = read_item.dest_index.fqn
         dtype = getattr(torch, stored.dtype)
-        box = Box(tuple(read_item.storage_offsets), tuple(read_item.lengths))
-        if target.shape != box.size:
-            raise ReadError(f"{key!r}: stored {box.size} do not fit a target of {tuple(target.shape)}")
+        region = Region(tuple(read_item.storage_offsets), tuple(read_item.lengths))
+        if target.shape != region.size:
+            raise ReadError(f"{key!r}: stored {region.size} do not fit a target of {tuple(target.shape)}")
         if _is_expanded(target):
             raise ReadError(
                 f"{key!r}: the elements of its target share memory (it is expanded): load into a clone of it"
@@ -312,17 +315,17 @@ class TensorizerStorageReader(StorageReader):
                     f"load it into a tensor of {dtype}"
                 )
             logger.warning("%r is stored as %s and is converted to the %s of its target", key, dtype, target.dtype)
-        if not math.prod(box.size):
+        if not math.prod(region.size):
             return None
         shape = self._chunk_shape(read_item.storage_index)
         if math.prod(shape) * dtype.itemsize != stored.length:
             raise MetadataError(f"{self._opened.path}: {key!r} of shape {shape} has {stored.length:,} bytes stored")
-        request = ReadRequest(stored, shape, dtype.itemsize, box, is_direct(target, dtype))
-        return Wanted(key, request, target, shared=self._ranks > 1 and self._is_shared(request, read_item))
+        request = ReadRequest(stored, shape, dtype.itemsize, region, can_read_in_place(target, dtype))
+        return ReadTarget(key, request, target, shared=self._ranks > 1 and self._is_shared(request, read_item))
 
     def _is_shared(self, request: ReadRequest, read_item: ReadItem) -> bool:
         """Whether other ranks most likely read the same bytes: of a replicated tensor, or for other columns."""
-        return request.box.size == self._entry(read_item.storage_index).size or request.run is None
+        return request.region.size == self._entry(read_item.storage_index).size or request.run is None
 
     def _entry(self, index: MetadataIndex) -> TensorStorageMetadata:
         assert self._metadata is not None
@@ -338,7 +341,7 @@ class TensorizerStorageReader(StorageReader):
                 return tuple(chunk.sizes)
         raise MetadataError(f"{self._opened.path} has no chunk of {index.fqn!r} at offset {index.offset}")
 
-    def _fetch(self, wanted: list[Wanted], progress: Callable[[int, int], object]) -> int:
+    def _fetch(self, wanted: list[ReadTarget], progress: Callable[[int, int], object]) -> int:
         return fetch(
             self._opened, wanted, threads=self._threads, verify=self._verify, progress=progress, cipher=self._cipher
         )
@@ -363,10 +366,10 @@ class TensorizerStorageReader(StorageReader):
         """The contents of what `torch.save` made, all of them checked before any is unpickled."""
         wanted = []
         for read_item, stored in blobs:
-            box = Box((0,), (stored.length,))
-            request = ReadRequest(stored, (stored.length,), 1, box, direct=True)
+            region = Region((0,), (stored.length,))
+            request = ReadRequest(stored, (stored.length,), 1, region, in_place=True)
             target = torch.empty(stored.length, dtype=torch.uint8)
-            wanted.append(Wanted(read_item.dest_index.fqn, request, target))
+            wanted.append(ReadTarget(read_item.dest_index.fqn, request, target))
         moved = self._fetch([w for w in wanted if w.request.item.length], lambda done, total: None)
         contents = [bytes(w.target.numpy().data) for w in wanted]
         if not self._allow_pickle:
@@ -402,15 +405,6 @@ class TensorizerStorageReader(StorageReader):
 
 def _ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def _local_elements(target: Any) -> int:
-    """How many elements of a tensor this rank has."""
-    if isinstance(target, ShardedTensor):
-        return sum(shard.tensor.numel() for shard in target.local_shards())
-    if isinstance(target, DTensor):
-        return target._local_tensor.numel() if target.device_mesh.get_coordinate() is not None else 0
-    return target.numel() if isinstance(target, torch.Tensor) else 0
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:

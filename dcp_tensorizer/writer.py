@@ -1,6 +1,6 @@
 """Saving: `TensorizerStorageWriter`, the storage writer and stager for ``torch.distributed.checkpoint``.
 
-state dict --stage()--> Arena                              training thread     [all that training waits for]
+state dict --stage()--> SharedBuffer                              training thread     [all that training waits for]
            --DCP planner--> SavePlan --write_data()-->     the save's thread
            WriteRequest (offsets only) --> writer process  hashes and writes
            --WriteResults--> finish() --> .metadata        coordinator         [the commit]
@@ -30,23 +30,25 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ._commit import begin, commit, remove, replaced_files
-from ._crypt import encryption_cipher, find_other_key
-from ._destination import open_storage
-from ._encoder import BUFFER_BYTES
-from ._garbage import count_as_old
-from ._handover import Handover, Options
-from ._items import ObjectCheck, resolve, write_results
-from ._layout import StoredItem, metadata_file_name
-from ._outcomes import Outcomes
-from ._process import WriterProcess
-from ._report import SaveReport
-from ._storage import TIMEOUT, Claim, Storage, meanwhile, redact
+from ._format.encoder import BUFFER_BYTES
+from ._format.encryption import encryption_cipher, find_other_key
+from ._format.layout import StoredItem, metadata_file_name
+from ._memory.garbage import count_as_old
+from ._saving.commit import begin, commit, remove, replaced_files
+from ._saving.failure_counter import FailureCounter
+from ._saving.report import SaveReport
+from ._saving.write_items import ObjectCheck, resolve, write_results
+from ._saving.writer_client import Options, WriterClient
+from ._staging.stager import StagedSave, Stager, StagingFuture
+from ._storage.base import TIMEOUT, DirectoryLock, Storage
+from ._storage.open import open_storage
+from ._storage.redact import redact
+from ._threads import cores, in_background
+from ._writer_process.process import WriterProcess
 from .errors import CheckpointError, StagingError, WriteError, WriterProcessDied
-from .staging import ArenaStager, Lease, Staging
 
 if TYPE_CHECKING:
-    from ._crypt import EncryptionParams
+    from ._format.encryption import EncryptionParams
 
 __all__ = ["TensorizerStorageWriter"]
 
@@ -58,13 +60,13 @@ class _Save:
     """One save, as one rank sees it, from DCP's first hook to its last; all of them run on the save's thread."""
 
     storage: Storage
-    lease: Lease | None
+    staged_save: StagedSave | None
     id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     rank: int = 0
     is_coordinator: bool = True
     use_collectives: bool = True
     began: float = dataclasses.field(default_factory=time.perf_counter)
-    claim: Claim | None = None
+    lock: DirectoryLock | None = None
     report: SaveReport | None = None
     replaced: concurrent.futures.Future[set[str]] | None = None
 
@@ -78,8 +80,8 @@ class _Save:
 
     def end(self) -> None:
         """Lets others clean up where it was saved. Idempotent."""
-        if self.claim is not None:
-            self.claim.release()
+        if self.lock is not None:
+            self.lock.release()
 
 
 class TensorizerStorageWriter(StorageWriter, AsyncStager):
@@ -175,7 +177,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._options = Options(
             storage_options=dict(storage_options or {}),
             sync=sync_files,
-            threads=thread_count or min(4, _cores()),
+            threads=thread_count or min(4, cores()),
             buffer_bytes=buffer_bytes,
             timeout=timeout,
             cipher=None if encryption is None else encryption_cipher(encryption),
@@ -186,15 +188,15 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._handover.living_process()  # its imports overlap with whatever the trainer does next
 
     def _set_up(self) -> None:
-        self._handover = Handover(self._options, devices=self._staging == "device")
-        self._stager = ArenaStager(
+        self._handover = WriterClient(self._options, devices=self._staging == "device")
+        self._stager = Stager(
             cache=self._cache,
             threads=self._options.threads,
             in_place=self._staging == "shared",
             elsewhere=self._handover.snapshot if self._staging == "device" else None,
             overlap=self._overlap,
         )
-        self._outcomes = Outcomes(self._max_failures)
+        self._outcomes = FailureCounter(self._max_failures)
         self._local = threading.local()
         self._last_report: SaveReport | None = None
         self._objects = ObjectCheck()
@@ -256,9 +258,9 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy in another process needs: in PROCESS mode DCP sends one with every save."""
-        lease = self._stager.begin_save()
+        staged_save = self._stager.begin_save()
         state = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
-        return state | {"_error_of_trainer": None if lease is None else lease.error}
+        return state | {"_error_of_trainer": None if staged_save is None else staged_save.error}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy writes in its own process, unless it comes to stage something: then it is a trainer's writer."""
@@ -267,7 +269,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
     # --- AsyncStager: on the training thread --------------------------------------------------------------------
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Staging:
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | StagingFuture:
         """Copies the state dict into the staging buffer, once the saves before are over.
 
         Returns:
@@ -286,10 +288,10 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
                 self._handover.living_process()
             started = time.perf_counter()
             staged = self._stager.stage(state_dict)
-            staged.lease.stage_seconds = time.perf_counter() - started
-            if staged.lease.error is not None:
-                logger.error("staging failed, and so will the save: %s", str(staged.lease.error))
-        return Staging(staged) if self._overlap else staged
+            staged.staged_save.stage_seconds = time.perf_counter() - started
+            if staged.staged_save.error is not None:
+                logger.error("staging failed, and so will the save: %s", str(staged.staged_save.error))
+        return StagingFuture(staged) if self._overlap else staged
 
     def synchronize_staging(self) -> None:
         """Returns when training may change everything that was staged."""
@@ -326,18 +328,18 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             StagingError: this rank could not stage its state dict.
             WriteError: there is no path, or the writer is closed.
         """
-        lease = self._stager.begin_save()
-        if lease is None:
+        staged_save = self._stager.begin_save()
+        if staged_save is None:
             self._stager.wait_turn()  # a synchronous save, or one that was staged by another stager
         self._end_save()
         path, self._local.path = self.checkpoint_id, None
         self._outcomes.begin(redact(str(path)))
         try:
-            if error := self._error_of_trainer or (lease and lease.error):
+            if error := self._error_of_trainer or (staged_save and staged_save.error):
                 raise StagingError(str(error))  # one of its own: a traceback keeps frames alive, and they the tensors
             if self._closed:
                 raise WriteError(_CLOSED)
-            if lease is not None and lease.distributed and not torch.distributed.is_initialized():
+            if staged_save is not None and staged_save.distributed and not torch.distributed.is_initialized():
                 raise WriteError(
                     f"the process group was destroyed before the save to {redact(str(path))} had begun: each rank "
                     f"would save alone, over the others. Close the writer before destroy_process_group()."
@@ -349,7 +351,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             self._outcomes.failed(error)
             raise
         self._connection = storage.connection
-        self._local.save = _Save(storage, lease)
+        self._local.save = _Save(storage, staged_save)
         return StorageMeta(checkpoint_id=storage.path, save_id=self._local.save.id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -372,14 +374,14 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             save.storage.make_directory()
             if save.commits and not self._overwrite:
                 name = metadata_file_name(save.metadata_rank)
-                if save.storage.size(name) is not None:
+                if save.storage.head(name) is not None:
                     raise WriteError(f"{save.storage.path} holds a checkpoint already, and overwrite=False")
             if not save.use_collectives:  # each rank is its own coordinator, and none knows what the others leave
-                save.claim = save.storage.claim()
-                save.claim.share(self._options.timeout)
+                save.lock = save.storage.lock_directory()
+                save.lock.share(self._options.timeout)
             elif save.is_coordinator:
-                save.claim = begin(save.storage, self._options.timeout)
-            if not save.use_collectives and save.storage.size(metadata_file_name()) is not None:
+                save.lock = begin(save.storage, self._options.timeout)
+            if not save.use_collectives and save.storage.head(metadata_file_name()) is not None:
                 raise WriteError(
                     f"{save.storage.path} holds a checkpoint of all ranks, which every load would take for the one "
                     f"that is saved here without collectives: remove that, or save to another path"
@@ -403,19 +405,19 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         save = self._save
         planned = time.perf_counter()
         try:
-            if save.lease is not None:
-                save.lease.wait_copied()
+            if save.staged_save is not None:
+                save.staged_save.wait_copied()
             items = resolve(plan, planner)
             if save.commits:
-                save.replaced = meanwhile(functools.partial(replaced_files, save.storage, save.metadata_rank))
-            written = self._handover.write(save.storage, save.rank, save.id, items, save.lease)
+                save.replaced = in_background(functools.partial(replaced_files, save.storage, save.metadata_rank))
+            written = self._handover.write(save.storage, save.rank, save.id, items, save.staged_save)
         except CheckpointError as error:
             self._fail(save, error)
             raise type(error)(f"rank {save.rank}: {error}") from error
         finally:
-            if save.lease is not None:
-                save.lease.release()
-                self._stager.written(save.lease)
+            if save.staged_save is not None:
+                save.staged_save.release()
+                self._stager.written(save.staged_save)
             if not self._cache:
                 self._handover.free()
         done = written.done
@@ -430,7 +432,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             nbytes=sum(item.tensor.nbytes for item in items),
             files=len(written.files),
             attempts=written.attempts,
-            stage_seconds=save.lease.stage_seconds if save.lease is not None else 0.0,
+            stage_seconds=save.staged_save.stage_seconds if save.staged_save is not None else 0.0,
             plan_seconds=planned - save.began,
             resolve_seconds=max(0.0, time.perf_counter() - planned - done.seconds),
             hash_seconds=done.hash_seconds,
@@ -532,7 +534,3 @@ def _check_trainer_lives(storage: Storage) -> None:
     trainer = multiprocessing.parent_process()
     if trainer is not None and multiprocessing.current_process().daemon and not trainer.is_alive():
         raise WriteError(f"the trainer (pid {trainer.pid}) is gone: its save to {storage.path} is not committed")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -161,7 +161,8 @@ def _kill_in_mid_save(context: ProcessContext, checkpoint: Path) -> str:
 
     That there is a data file means that every rank has staged its state: only then do they agree who writes what.
     """
-    writers = [p for p in psutil.Process().children(recursive=True) if "dcp_tensorizer._worker" in p.cmdline()]
+    children = psutil.Process().children(recursive=True)
+    writers = [child for child in children if "dcp_tensorizer._writer_process.worker" in child.cmdline()]
     _wait_until(lambda: any(checkpoint.glob("*.tensors")), f"nothing is written to {checkpoint}")
     for pid in context.pids():
         os.kill(pid, signal.SIGKILL)

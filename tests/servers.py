@@ -59,7 +59,7 @@ class S3Server:
 
     def objects(self, prefix: str) -> list[str]:
         """The keys below a prefix, without it."""
-        found = self.client().list_objects_v2(Bucket=self.bucket, Prefix=prefix).get("Contents", [])
+        found = self.client().list_objects_v2(Bucket=self.bucket, Prefix=prefix).get("CheckpointView", [])
         return sorted(entry["Key"].removeprefix(prefix).lstrip("/") for entry in found)
 
     def uploads(self, prefix: str = "") -> list[str]:

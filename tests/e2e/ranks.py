@@ -91,7 +91,7 @@ def workers():
     """The writer processes of this trainer that live."""
     children = psutil.Process().children()
     alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in alive if "dcp_tensorizer._worker" in child.cmdline()]
+    return [child for child in alive if "dcp_tensorizer._writer_process.worker" in child.cmdline()]
 
 
 def eventually(condition, timeout=30.0):

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dcp_tensorizer import ConversionError, TensorizerStorageWriter
-from dcp_tensorizer._boxes import whole
-from dcp_tensorizer._sources import open_contents
+from dcp_tensorizer._tools.chunk_reader import whole
+from dcp_tensorizer._tools.formats.sources import open_checkpoint
 from dcp_tensorizer.convert import Options, convert
 
 from .ranks import run_ranks
@@ -74,7 +74,7 @@ def saved(tmp_path_factory):
 
 def tensors_of(path):
     """Everything in a checkpoint of any format."""
-    contents = open_contents(path, {})
+    contents = open_checkpoint(path, {})
     found = {key: tensor.read(whole(tensor.shape)) for key, tensor in contents.tensors.items()}
     return found, {key: stored.read() for key, stored in contents.objects.items()}
 

@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from dcp_tensorizer import DecryptionError, TensorizerStorageReader, TensorizerStorageWriter, WriteError, _crypt
+from dcp_tensorizer import DecryptionError, TensorizerStorageReader, TensorizerStorageWriter, WriteError
+from dcp_tensorizer._format import encryption as encryption_module
 
 from .ranks import attempt, eventually, run_ranks, workers
 from .training import assert_same, full, random_tensor
@@ -264,7 +265,7 @@ def test_the_key_is_nowhere(saved):
     assert sum(SALT in path.read_bytes() for path in files) >= len(ROADS), "what is no secret is found"
     assert [str(path) for path in files if any(form in path.read_bytes() for form in forms)] == []
     for seen, _ in ranks:
-        assert "dcp_tensorizer._worker" in seen
+        assert "dcp_tensorizer._writer_process.worker" in seen
         assert not any(form in seen.encode() for form in forms)
 
 
@@ -337,14 +338,14 @@ def test_live_tensors_are_never_changed(tmp_path, monkeypatch, where):
     live = random_tensor(torch.int32, (500_000,), 1)
     expected = live.clone()
     blocks = []
-    encrypt = _crypt.Cipher.encrypt
+    encrypt = encryption_module.Cipher.encrypt
 
     def watched(self, source, target, nonce, number):
         mac = encrypt(self, source, target, nonce, number)
         blocks.append(torch.equal(live, expected))
         return mac
 
-    monkeypatch.setattr(_crypt.Cipher, "encrypt", watched)
+    monkeypatch.setattr(encryption_module.Cipher, "encrypt", watched)
     path = tmp_path if where == "disk" else f"memory://{tmp_path}"
     params = EncryptionParams.random()
     with TensorizerStorageWriter(path, encryption=params) as writer:

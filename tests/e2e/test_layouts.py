@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter, reader
-from dcp_tensorizer._fetch import fetch
+from dcp_tensorizer._loading.executor import fetch
 
 from .ranks import run_ranks
 from .training import AppState, assert_same, full, random_tensor

@@ -66,7 +66,9 @@ def few_descriptors():
 @pytest.mark.usefixtures("few_descriptors")
 def test_a_checkpoint_of_more_files_than_descriptors_loads(tmp_path, monkeypatch):
     """As a checkpoint of many ranks has: 200 files, loaded by one process that may open 128."""
-    monkeypatch.setattr("dcp_tensorizer._plan.INDEX_CAPACITY", 100)  # of a file's index: room for one tensor
+    monkeypatch.setattr(
+        "dcp_tensorizer._saving.file_planner.INDEX_CAPACITY", 100
+    )  # of a file's index: room for one tensor
     state = {f"layer{number}": torch.full((3,), float(number)) for number in range(200)}
     with TensorizerStorageWriter(tmp_path) as writer:
         dcp.save(state, storage_writer=writer)

@@ -306,6 +306,7 @@ def test_a_job_killed_in_mid_upload(s3, proxy, prefix, tmp_path, monkeypatch, wi
 
 def _is_worker_of(process, mark):
     try:
-        return process.environ().get("UPLOADING") == str(mark) and "dcp_tensorizer._worker" in process.cmdline()
+        is_worker = "dcp_tensorizer._writer_process.worker" in process.cmdline()
+        return is_worker and process.environ().get("UPLOADING") == str(mark)
     except psutil.Error:
         return False

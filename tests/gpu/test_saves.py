@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
-from dcp_tensorizer._process import WriterProcess
+from dcp_tensorizer._writer_process.process import WriterProcess
 
 from .support import GPU, WAIT, delay, gpu_devices_open, load_into, random_state
 
@@ -70,7 +70,7 @@ def test_device_staging_makes_a_context_in_the_writer_process_and_no_copy_here(
     state = random_state(3, 100_000)
     with TensorizerStorageWriter(tmp_path, staging="device") as writer:
         staged = writer.stage(state)
-        staged.lease.wait_copied()
+        staged.staged_save.wait_copied()
         assert torch.equal(dict(staged)["t1"], state["t1"].cpu())
         assert not dict(staged)["t1"].is_pinned()
         assert writer._process is not None

@@ -8,19 +8,19 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from dcp_tensorizer import _copying
-from dcp_tensorizer._arena import Arena
-from dcp_tensorizer._copying import GATHER_BYTES
-from dcp_tensorizer._device import CUDA
-from dcp_tensorizer.staging import ArenaStager
+from dcp_tensorizer._memory.device import CUDA
+from dcp_tensorizer._memory.shared_buffer import SharedBuffer
+from dcp_tensorizer._staging import tensor_copy
+from dcp_tensorizer._staging.stager import Stager
+from dcp_tensorizer._staging.tensor_copy import GATHER_BYTES
 
 from ..unit.support import ALL_DTYPES, dtype_name, filled, raw, run_python, same
 from .support import GPU, delay, random_state
 
 
 @pytest.fixture(params=[False, True], ids=["blocking", "overlapping"])
-def stager(request: pytest.FixtureRequest) -> Iterator[ArenaStager]:
-    stager = ArenaStager(overlap=request.param)
+def stager(request: pytest.FixtureRequest) -> Iterator[Stager]:
+    stager = Stager(overlap=request.param)
     yield stager
     stager.close()
 
@@ -28,11 +28,11 @@ def stager(request: pytest.FixtureRequest) -> Iterator[ArenaStager]:
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("small", [1 << 19, 64], ids=["gathered", "by themselves"])
 def test_every_dtype_and_layout_is_staged_bit_for_bit(
-    stager: ArenaStager, dtype: torch.dtype, small: int, monkeypatch: pytest.MonkeyPatch
+    stager: Stager, dtype: torch.dtype, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Contiguous and not, whole and in parts, in pieces of the gathering buffer."""
-    monkeypatch.setattr(_copying, "_SMALL", small)
-    monkeypatch.setattr(_copying, "GATHER_BYTES", 1 << 20)
+    monkeypatch.setattr(tensor_copy, "_SMALL", small)
+    monkeypatch.setattr(tensor_copy, "GATHER_BYTES", 1 << 20)
     on_host = filled(dtype, (600, 700))  # up to 6.7 MB; its rows and columns are small ones
     base = on_host.view(torch.uint8).to(GPU).view(dtype)
     state, expected = (
@@ -42,24 +42,24 @@ def test_every_dtype_and_layout_is_staged_bit_for_bit(
         state |= {"transposed": base.t(), "strided": base[::2, 1::3], "column": base[:, 5]}
         expected |= {"transposed": on_host.t(), "strided": on_host[::2, 1::3], "column": on_host[:, 5]}
     result = stager.stage(state)
-    result.lease.wait_copied()
+    result.staged_save.wait_copied()
     twin = dict(result)
     assert [key for key in state if not same(twin[key], expected[key])] == []
 
 
-def test_lazy_views_are_carried_out(stager: ArenaStager) -> None:
+def test_lazy_views_are_carried_out(stager: Stager) -> None:
     """Conjugation and negation, small and large."""
     for count in (10, 1_000_000):
         values = torch.randn(count, dtype=torch.complex64, device=GPU)
         result = stager.stage({"conj": values.conj(), "neg": values.conj().imag})
-        result.lease.wait_copied()
+        result.staged_save.wait_copied()
         assert raw(dict(result)["conj"]) == raw(values.conj().resolve_conj().cpu())
         assert raw(dict(result)["neg"]) == raw(values.conj().imag.resolve_neg().cpu())
         del result
 
 
 @pytest.mark.parametrize("own_stream", [False, True], ids=["default stream", "own stream"])
-def test_no_snapshot_is_torn_in_a_hundred(stager: ArenaStager, own_stream: bool) -> None:
+def test_no_snapshot_is_torn_in_a_hundred(stager: Stager, own_stream: bool) -> None:
     """A long kernel changes everything right before and right after; the twin has the values in between."""
     training = torch.cuda.Stream(GPU) if own_stream else torch.cuda.current_stream(GPU)
     state = {f"large{n}": torch.zeros(2_000_000, device=GPU) for n in range(4)}
@@ -76,7 +76,7 @@ def test_no_snapshot_is_torn_in_a_hundred(stager: ArenaStager, own_stream: bool)
             stager.hold_training()
             torch._foreach_zero_(tensors)
             torch._foreach_add_(tensors, 2.0 * number + 1)
-            result.lease.wait_copied()
+            result.staged_save.wait_copied()
             wrong = [key for key, twin in dict(result).items() if not bool((twin == 2.0 * number).all())]
             assert wrong == [], f"run {number}"
             del result
@@ -84,7 +84,7 @@ def test_no_snapshot_is_torn_in_a_hundred(stager: ArenaStager, own_stream: bool)
 
 def test_overlapped_staging_returns_while_the_gpu_is_busy() -> None:
     """Neither `stage` nor holding training waits for what is queued."""
-    stager = ArenaStager(overlap=True)
+    stager = Stager(overlap=True)
     state = random_state(10, 1_000_000)
     stager.prewarm(state)
     stager._settle_warming()
@@ -96,17 +96,17 @@ def test_overlapped_staging_returns_while_the_gpu_is_busy() -> None:
     result = stager.stage(state)
     stager.hold_training()
     assert not queued.query()
-    result.lease.wait_copied()
+    result.staged_save.wait_copied()
     assert queued.query()
     assert all(torch.equal(dict(result)[key], tensor.cpu()) for key, tensor in state.items())
     del result
     stager.close()
 
 
-def test_staged_memory_is_pinned_until_it_is_given_back(stager: ArenaStager) -> None:
+def test_staged_memory_is_pinned_until_it_is_given_back(stager: Stager) -> None:
     """torch sees the twins as pinned, so that copies to and from them are asynchronous."""
     result = stager.stage(random_state(3, 1000))
-    result.lease.wait_copied()
+    result.staged_save.wait_copied()
     twin = dict(result)["t0"]
     assert twin.is_pinned()
     del result
@@ -117,19 +117,19 @@ def test_staged_memory_is_pinned_until_it_is_given_back(stager: ArenaStager) -> 
 def test_memory_that_cannot_be_registered_is_a_warning_and_nothing_else() -> None:
     """It is registered already, which CUDA refuses; the next kernel is not blamed for it."""
     torch.zeros(1, device=GPU)
-    arena = Arena(1 << 20)
-    undo = CUDA.pin(arena.allocate(torch.uint8, (1,)).data_ptr(), 1 << 20, 0)
+    buffer = SharedBuffer(1 << 20)
+    undo = CUDA.pin(buffer.allocate(torch.uint8, (1,)).data_ptr(), 1 << 20, 0)
     with pytest.warns(RuntimeWarning, match="locked memory"):
-        arena.pin(CUDA, 0)
+        buffer.pin(CUDA, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.ones(10, device=GPU).sum().item() == 10
-        arena.pin(CUDA, 0)
+        buffer.pin(CUDA, 0)
     undo()
-    arena.close()
+    buffer.close()
 
 
-def test_device_memory_stays_within_its_bound(stager: ArenaStager) -> None:
+def test_device_memory_stays_within_its_bound(stager: Stager) -> None:
     """One buffer, for thousands of small tensors and for a large one that is not contiguous, and for all saves."""
     state = random_state(3000, 200) | {"bent": torch.rand(8000, 8000, device=GPU).t()}
     torch.cuda.synchronize()
@@ -137,7 +137,7 @@ def test_device_memory_stays_within_its_bound(stager: ArenaStager) -> None:
     before = torch.cuda.memory_reserved()
     for _ in range(40):  # more than torch has streams
         result = stager.stage(state)
-        result.lease.wait_copied()
+        result.staged_save.wait_copied()
         assert torch.cuda.memory_reserved() - before <= GATHER_BYTES + (2 << 20)
         assert torch.equal(dict(result)["bent"], state["bent"].cpu())
         del result
@@ -147,13 +147,13 @@ def test_other_gpus_get_no_context() -> None:
     """A rank on the last GPU makes none on those before it (with one GPU: exactly that one has a context)."""
     script = """
 import torch
-from dcp_tensorizer.staging import ArenaStager
+from dcp_tensorizer._staging.stager import Stager
 count = torch.cuda.device_count()
 torch.cuda.set_device(count - 1)
-stager = ArenaStager(overlap=True)
+stager = Stager(overlap=True)
 state = {"a": torch.rand(1000, 1000, device="cuda"), "small": torch.rand(3, device="cuda")}
 result = stager.stage(state)
-result.lease.wait_copied()
+result.staged_save.wait_copied()
 assert torch.equal(dict(result)["a"], state["a"].cpu())
 del result
 stager.close()

@@ -20,19 +20,23 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_tensorizer._boxes import whole
-from dcp_tensorizer._commit import commit
-from dcp_tensorizer._crypt import Cipher
-from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._job import FileJob
-from dcp_tensorizer._layout import StoredItem
-from dcp_tensorizer._plan import Box, plan_files, stored_names
-from dcp_tensorizer._protocol import TensorSource
-from dcp_tensorizer._tensors import host_bytes
+from dcp_tensorizer._format.chunks import Region
+from dcp_tensorizer._format.encryption import Cipher
+from dcp_tensorizer._format.layout import StoredItem
+from dcp_tensorizer._memory.tensor_bytes import host_bytes
+from dcp_tensorizer._saving.commit import commit
+from dcp_tensorizer._saving.file_planner import plan_files, stored_names
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._tools.chunk_reader import whole
+from dcp_tensorizer._writer_process.messages import TensorSource
+from dcp_tensorizer._writer_process.write_job import FileJob
 
 from .support import dtype_name
 
-ODD = {"half": [Box((0, 0), (3, 4)), Box((3, 0), (2, 4))], "columns": [Box((0, 0), (5, 1)), Box((0, 1), (5, 3))]}
+ODD = {
+    "half": [Region((0, 0), (3, 4)), Region((3, 0), (2, 4))],
+    "columns": [Region((0, 0), (5, 1)), Region((0, 1), (5, 3))],
+}
 INDEX = MetadataIndex("w", torch.Size([0]))
 
 
@@ -54,7 +58,7 @@ def make_checkpoint(
     path: str | Path,
     tensors: Mapping[str, torch.Tensor],
     objects: Mapping[str, Any] | None = None,
-    chunks: Mapping[str, Sequence[Box]] | None = None,
+    chunks: Mapping[str, Sequence[Region]] | None = None,
     cipher: Cipher | None = None,
     options: Mapping[str, Any] | None = None,
     **committing: Any,
@@ -70,14 +74,14 @@ def make_checkpoint(
     items: dict[int, list[tuple[MetadataIndex, torch.Tensor, str]]] = {}
     described: dict[str, Any] = {}
     for key, tensor in tensors.items():
-        boxes = (chunks or {}).get(key, [whole(tensor.shape)])
-        for rank, box in enumerate(boxes, first):
-            part = tensor[tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
-            items.setdefault(rank, []).append((MetadataIndex(key, torch.Size(box.start)), part, "tensor"))
+        regions = (chunks or {}).get(key, [whole(tensor.shape)])
+        for rank, region in enumerate(regions, first):
+            part = tensor[tuple(slice(a, a + n) for a, n in zip(region.start, region.size, strict=True))]
+            items.setdefault(rank, []).append((MetadataIndex(key, torch.Size(region.start)), part, "tensor"))
         described[key] = TensorStorageMetadata(
             TensorProperties(tensor.dtype),
             tensor.shape,
-            [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size)) for box in boxes],
+            [ChunkStorageMetadata(torch.Size(region.start), torch.Size(region.size)) for region in regions],
         )
     for key, value in (objects or {}).items():
         stream = io.BytesIO()
@@ -111,7 +115,7 @@ def make_checkpoint(
                 file, source, result = places[name]
                 nbytes = file.nbytes
                 place = file.name, name, result.offset, result.length, source.dtype, kind
-                stored = StoredItem(*place, result.digests, result.seal)
+                stored = StoredItem(*place, result.digests, result.nonce_and_macs)
             written.append((index, stored, nbytes))
     paths = {key: tuple(key.split(".")) for key in described}
     metadata = Metadata(described, paths, storage_meta=StorageMeta(str(path), save_id))

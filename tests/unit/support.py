@@ -16,11 +16,12 @@ from pathlib import Path
 import torch
 import xxhash
 
-from dcp_tensorizer._layout import StoredItem, block_size
-from dcp_tensorizer._page_cache import Residency
-from dcp_tensorizer._plan import Box, ReadRequest
-from dcp_tensorizer._protocol import TensorSource
-from dcp_tensorizer._storage import Storage
+from dcp_tensorizer._format.chunks import Region
+from dcp_tensorizer._format.layout import StoredItem, block_size
+from dcp_tensorizer._loading.read_planner import ReadRequest
+from dcp_tensorizer._storage.base import Storage
+from dcp_tensorizer._storage.page_cache import Residency
+from dcp_tensorizer._writer_process.messages import TensorSource
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "dcp_tensorizer"
@@ -76,8 +77,8 @@ def stored_item(length: int, *, offset: int = 0, dtype: str = "uint8", digests: 
     return StoredItem(f"__0_0_{'a' * 32}.tensors", "t", offset, length, dtype, "tensor", digests)
 
 
-def read_request(item: StoredItem, shape: tuple[int, ...], box: Box, *, direct: bool = False) -> ReadRequest:
-    return ReadRequest(item, shape, getattr(torch, item.dtype).itemsize, box, direct)
+def read_request(item: StoredItem, shape: tuple[int, ...], region: Region, *, in_place: bool = False) -> ReadRequest:
+    return ReadRequest(item, shape, getattr(torch, item.dtype).itemsize, region, in_place)
 
 
 class BufferSink:
@@ -91,17 +92,17 @@ class BufferSink:
         if in_order:
             self.concurrency = 1
         self.bytes_written = 0
-        self.write_seconds = self.close_seconds = 0.0
+        self.write_seconds = self.complete_seconds = 0.0
         self.parts: dict[int, bytes] = {}
         self.closed = self.aborted = False
 
-    def put(self, number: int, data: memoryview) -> None:
+    def put_part(self, number: int, data: memoryview) -> None:
         assert number not in self.parts
         assert not self.in_order or number == len(self.parts)
         self.parts[number] = bytes(data)
         self.bytes_written += data.nbytes
 
-    def close(self) -> None:
+    def complete(self) -> None:
         self.closed = True
 
     def abort(self) -> None:
@@ -119,8 +120,8 @@ def put_file(storage: Storage, name: str, content: bytes, *, sync: bool = True) 
     """Writes a whole file through a sink."""
     sink = storage.create(name, len(content), sync=sync)
     for number, start in enumerate(range(0, len(content), sink.part_bytes)):
-        sink.put(number, on_a_page(content[start : start + sink.part_bytes]))
-    sink.close()
+        sink.put_part(number, on_a_page(content[start : start + sink.part_bytes]))
+    sink.complete()
 
 
 def on_a_page(content: bytes) -> memoryview:
@@ -197,7 +198,7 @@ def cached(path: Path, offset: int) -> bool:
 
 
 def memory_files() -> set[int]:
-    """The inodes of the arenas' memory files that this process has open or mapped."""
+    """The inodes of the buffers' memory files that this process has open or mapped."""
     mark = "memfd:dcp_tensorizer"
     found = {os.stat(f"/proc/self/fd/{fd}").st_ino for fd, target in open_descriptors().items() if mark in target}
     return found | {int(line.split()[4]) for line in Path("/proc/self/maps").read_text().splitlines() if mark in line}

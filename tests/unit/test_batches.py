@@ -5,9 +5,9 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_tensorizer._batches import batches, with_gaps
-from dcp_tensorizer._layout import StoredItem
-from dcp_tensorizer._plan import ReadOperation, Segment
+from dcp_tensorizer._format.layout import StoredItem
+from dcp_tensorizer._loading.batches import batches, with_gaps
+from dcp_tensorizer._loading.read_planner import ReadOperation, Segment
 
 RUNS = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40)), min_size=1, max_size=8)
 

@@ -11,11 +11,11 @@ import fsspec
 import pytest
 import torch
 
-from dcp_tensorizer._catalogue import Removal, collect, find, plan_collection
-from dcp_tensorizer._commit import begin
-from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._layout import data_file_name
-from dcp_tensorizer._local import LocalStorage
+from dcp_tensorizer._format.layout import data_file_name
+from dcp_tensorizer._saving.commit import begin
+from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._tools.retention import Removal, collect, find, plan_collection
 from dcp_tensorizer.errors import NotCommitted
 
 from ..servers import S3Server
@@ -134,15 +134,15 @@ def test_a_save_under_way_is_left_alone(tmp_path: Path) -> None:
     old, new = make(tmp_path / "step-1", 100), make(tmp_path / "step-2", 50)
     fresh = tmp_path / "step-3"
     fresh.mkdir()
-    claims = [begin(open_storage(path), 1.0) for path in (old, fresh)]
+    locks = [begin(open_storage(path), 1.0) for path in (old, fresh)]
     leave(fresh)
     leave(old)
     removals = run(tmp_path, keep=1, older_than=0)
     assert {removal.kept for removal in removals} == {"a save is under way there"}
     assert names(tmp_path) == {"step-1", "step-2", "step-3"}
     assert LEFTOVER in names(old) & names(fresh)
-    for claim in claims:
-        claim.release()
+    for lock in locks:
+        lock.release()
     run(tmp_path, keep=1)
     assert names(tmp_path) == {new.name}
 
@@ -277,7 +277,7 @@ def test_uploads_of_dead_saves_are_aborted(s3: S3Server) -> None:
     make_checkpoint(f"{url}/step-1", {"w": torch.ones(3)}, options=s3.options())
     storage = open_storage(f"{url}/step-1", s3.options())
     sink = storage.create(data_file_name(3, 0, "a" * 32), 100 << 20, sync=True)
-    sink.put(0, on_a_page(bytes(sink.part_bytes)))  # which waits until the upload is under way
+    sink.put_part(0, on_a_page(bytes(sink.part_bytes)))  # which waits until the upload is under way
     (listed,) = find(open_storage(url, s3.options()))
     assert [file.name for file in listed.leftovers] == [data_file_name(3, 0, "a" * 32)]
     (removal,) = plan_collection([listed], None, 3600.0)

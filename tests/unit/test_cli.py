@@ -15,10 +15,11 @@ import torch
 from tensorizer import EncryptionParams
 from typer.testing import CliRunner
 
-from dcp_tensorizer import _catalogue, _crypt
-from dcp_tensorizer._catalogue import Removal
-from dcp_tensorizer._crypt import encryption_cipher
-from dcp_tensorizer.cli import app
+from dcp_tensorizer._cli.app import app
+from dcp_tensorizer._format import encryption
+from dcp_tensorizer._format.encryption import encryption_cipher
+from dcp_tensorizer._tools import retention
+from dcp_tensorizer._tools.retention import Removal
 
 from .checkpoints import ODD, make_checkpoint
 from .support import filled, raw
@@ -31,7 +32,7 @@ def checkpoint(tmp_path: Path) -> Path:
         "model.columns": filled(torch.float32, (5, 4), 1),
         "optim.step": torch.tensor(3.0),
     }
-    chunks = {f"model.{key}": boxes for key, boxes in ODD.items()}
+    chunks = {f"model.{key}": regions for key, regions in ODD.items()}
     return make_checkpoint(tmp_path / "run" / "step-7", tensors, {"optim.lr": 0.5, "note": "a\x1b[31mb"}, chunks)
 
 
@@ -282,7 +283,7 @@ def test_without_libsodium_a_key_is_an_error(encrypted: Path, tmp_path: Path, mo
     def missing() -> None:
         raise OSError("no libsodium")
 
-    monkeypatch.setattr(_crypt, "_secretbox", missing)
+    monkeypatch.setattr(encryption, "_secretbox", missing)
     for option in ("key", "passphrase"):
         code, _, err = run("inspect", encrypted, f"--{option}-file", tmp_path / option)
         assert (code, "needs libsodium" in err) == (2, True)
@@ -346,14 +347,14 @@ def test_gc_that_cannot_remove_something(checkpoint: Path, monkeypatch: pytest.M
     """Exit code 2, after all that could be done has been, and shown."""
     for step in (8, 9):
         make_checkpoint(checkpoint.parent / f"step-{step}", {"x": torch.ones(3)})
-    collect = _catalogue.collect
+    collect = retention.collect
 
     def fail(removal: Removal) -> Removal:
         if removal.listed.step == 7:
             return dataclasses.replace(removal, files=(), kept="cannot remove: not yours", failed=True)
         return collect(removal)
 
-    monkeypatch.setattr(_catalogue, "collect", fail)
+    monkeypatch.setattr(retention, "collect", fail)
     code, out, _ = run("gc", checkpoint.parent, "--keep", "1", "--dry-run")
     assert (code, out.count("checkpoint ")) == (0, 2)
     code, out, _ = run("gc", checkpoint.parent, "--keep", "1")

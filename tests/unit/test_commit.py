@@ -11,15 +11,12 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
 )
 
-from dcp_tensorizer._commit import begin, commit, remove, replaced_files
-from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._layout import (
-    FORMAT,
-    FORMAT_VERSION,
-    data_file_name,
-    temporary_file_name,
-)
-from dcp_tensorizer._metadata import item_key, read_metadata
+from dcp_tensorizer._format.layout import FORMAT, FORMAT_VERSION, data_file_name
+from dcp_tensorizer._format.metadata import item_key
+from dcp_tensorizer._loading.metadata_reader import read_metadata
+from dcp_tensorizer._saving.commit import begin, commit, remove, replaced_files
+from dcp_tensorizer._storage.base import temporary_file_name
+from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer.errors import WriteError
 
 from .checkpoints import INDEX, item_in, metadata_of
@@ -163,7 +160,7 @@ def test_a_commit_whose_answer_was_lost_removes_nothing(storage, tmp_path, monke
         late.append(data)
         raise WriteError("timed out")
 
-    monkeypatch.setattr(storage, "publish", lose)
+    monkeypatch.setattr(storage, "put", lose)
     with pytest.raises(WriteError, match="timed out"):
         commit_file(storage, new, save_id="b" * 32)
     assert set(os.listdir(tmp_path)) == {".metadata", old, new}

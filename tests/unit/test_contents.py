@@ -8,10 +8,10 @@ import pytest
 import torch
 from tensorizer import DecryptionParams, EncryptionParams
 
-from dcp_tensorizer import _crypt
-from dcp_tensorizer._contents import read_parts, unlock_parts
-from dcp_tensorizer._crypt import encryption_cipher
-from dcp_tensorizer._destination import open_storage
+from dcp_tensorizer._format import encryption
+from dcp_tensorizer._format.encryption import encryption_cipher
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._tools.checkpoint_view import read_parts, unlock_parts
 
 from .checkpoints import make_checkpoint
 
@@ -22,8 +22,8 @@ def test_a_passphrase_makes_one_key_for_all_ranks(tmp_path: Path, monkeypatch: p
     for rank in range(3):
         make_checkpoint(tmp_path, {f"x{rank}": torch.ones(3)}, None, None, encryption_cipher(params), rank=rank)
     made = []
-    derive = _crypt._decryption_cipher
-    monkeypatch.setattr(_crypt, "_decryption_cipher", lambda *given: [made.append(1), derive(*given)][1])
+    derive = encryption._decryption_cipher
+    monkeypatch.setattr(encryption, "_decryption_cipher", lambda *given: [made.append(1), derive(*given)][1])
     storage = open_storage(tmp_path)
     ciphers = unlock_parts(storage, read_parts(storage), DecryptionParams.from_string("walrus"))
     assert (len(made), len(ciphers), len({cipher.key for cipher in ciphers.values() if cipher})) == (1, 3, 1)

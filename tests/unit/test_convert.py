@@ -29,18 +29,17 @@ from dcp_tensorizer import (
     ReadError,
     TensorizerStorageWriter,
     UntrustedObject,
-    _boxes,
-    _targets,
-    _torchfile,
 )
-from dcp_tensorizer._boxes import whole
-from dcp_tensorizer._catalogue import collect, find, plan_collection
-from dcp_tensorizer._commit import commit
-from dcp_tensorizer._contents import blocks_of
-from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._plan import Box
-from dcp_tensorizer._sources import FORMATS, open_contents
-from dcp_tensorizer._stream import StreamStorage
+from dcp_tensorizer._format.chunks import Region
+from dcp_tensorizer._saving.commit import commit
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._storage.stream import StreamStorage
+from dcp_tensorizer._tools import chunk_reader
+from dcp_tensorizer._tools.checkpoint_view import blocks_of
+from dcp_tensorizer._tools.chunk_reader import whole
+from dcp_tensorizer._tools.formats import targets, torch_file
+from dcp_tensorizer._tools.formats.sources import FORMATS, open_checkpoint
+from dcp_tensorizer._tools.retention import collect, find, plan_collection
 from dcp_tensorizer.convert import Options, convert
 
 from .checkpoints import ODD, make_checkpoint
@@ -54,7 +53,7 @@ class Custom:
 
 
 def tensors_of(path: str | Path) -> dict[str, torch.Tensor]:
-    tensors = open_contents(path, {}).tensors
+    tensors = open_checkpoint(path, {}).tensors
     return {key: tensor.read(whole(tensor.shape)) for key, tensor in tensors.items()}
 
 
@@ -213,9 +212,9 @@ def test_blocks_make_up_a_tensor(tmp_path: Path) -> None:
     """However small the blocks are."""
     tensor = filled(torch.int16, (3, 4, 5))
     make_checkpoint(tmp_path / "a", {"x": tensor})
-    stored = open_contents(tmp_path / "a", {}).tensors["x"]
+    stored = open_checkpoint(tmp_path / "a", {}).tensors["x"]
     for nbytes in (1, 14, 20, 40, 64, 1000):
-        blocks = [stored.read(box).reshape(-1) for box in blocks_of(stored, nbytes)]
+        blocks = [stored.read(region).reshape(-1) for region in blocks_of(stored, nbytes)]
         assert max(block.nbytes for block in blocks) <= max(nbytes, 2)
         assert same(torch.cat(blocks).view(3, 4, 5), tensor)
 
@@ -267,7 +266,8 @@ def test_no_code_is_run(tmp_path: Path) -> None:
         convert(tmp_path / "b", tmp_path / "out", "torch")
     convert(tmp_path / "b", tmp_path / "c", "dcp")  # takes the bytes as they are
     assert (
-        open_contents(tmp_path / "c", {}).objects["x"].read() == open_contents(tmp_path / "b", {}).objects["x"].read()
+        open_checkpoint(tmp_path / "c", {}).objects["x"].read()
+        == open_checkpoint(tmp_path / "b", {}).objects["x"].read()
     )
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / ".metadata").write_bytes(pickle.dumps(os.path.join))
@@ -415,7 +415,7 @@ def test_a_conversion_under_way_is_not_collected(tmp_path: Path, monkeypatch: py
         kept.extend(collect(removal).kept for removal in plan_collection(find(open_storage(tmp_path)), None, None))
         return commit(*arguments, **committing)
 
-    monkeypatch.setattr(_targets, "commit", collecting)
+    monkeypatch.setattr(targets, "commit", collecting)
     convert(tmp_path / "a", tmp_path / "b", "dcp_tensorizer")
     assert kept == ["a save is under way there"]
     assert same(tensors_of(tmp_path / "b")["x"], torch.ones(3))
@@ -502,19 +502,19 @@ def test_of_several_ranks_values_of_other_shapes_the_first_is_taken(tmp_path: Pa
 @pytest.mark.parametrize("form", ["dcp", "dcp_tensorizer"])
 def test_chunks_that_overlap_are_no_tensor(tmp_path: Path, form: str) -> None:
     """They have as many elements as it, and leave a gap."""
-    boxes = [Box((0,), (2,)), Box((1,), (2,))]
+    regions = [Region((0,), (2,)), Region((1,), (2,))]
     if form == "dcp_tensorizer":
-        make_checkpoint(tmp_path / "a", {"x": torch.ones(4)}, None, {"x": boxes})
+        make_checkpoint(tmp_path / "a", {"x": torch.ones(4)}, None, {"x": regions})
     else:
         dcp.save({"x": torch.ones(4)}, checkpoint_id=tmp_path / "a", no_dist=True)
         metadata = pickle.loads((tmp_path / "a" / ".metadata").read_bytes())
         (place,) = metadata.storage_data.values()
         entry = metadata.state_dict_metadata["x"]
-        entry.chunks[:] = [ChunkStorageMetadata(torch.Size(b.start), torch.Size(b.size)) for b in boxes]
-        metadata.storage_data = {MetadataIndex("x", torch.Size(box.start)): place for box in boxes}
+        entry.chunks[:] = [ChunkStorageMetadata(torch.Size(b.start), torch.Size(b.size)) for b in regions]
+        metadata.storage_data = {MetadataIndex("x", torch.Size(region.start)): place for region in regions}
         (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(MetadataError, match="'x' do not make up its 4 elements"):
-        open_contents(tmp_path / "a", {})
+        open_checkpoint(tmp_path / "a", {})
 
 
 def test_views_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -522,12 +522,14 @@ def test_views_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     tensor = filled(torch.int32, (100, 100)).t()
     torch.save({"x": tensor, "y": torch.ones(2, 3).t()}, tmp_path / "a.pt")
     reads = []
-    fetch = _boxes.fetch
-    monkeypatch.setattr(_boxes, "fetch", lambda storage, parts, **how: [reads.append(1), fetch(storage, parts, **how)])
-    monkeypatch.setattr(_targets, "blocks_of", lambda stored: blocks_of(stored, 1000))
+    fetch = chunk_reader.fetch
+    monkeypatch.setattr(
+        chunk_reader, "fetch", lambda storage, parts, **how: [reads.append(1), fetch(storage, parts, **how)]
+    )
+    monkeypatch.setattr(targets, "blocks_of", lambda stored: blocks_of(stored, 1000))
     convert(tmp_path / "a.pt", tmp_path / "b.safetensors", "safetensors")
     assert len(reads) == 2
-    assert _boxes._last_strided._elements is None
+    assert chunk_reader._last_strided._elements is None
     assert same(tensors_of(tmp_path / "b.safetensors")["x"], tensor.contiguous())
 
 
@@ -536,8 +538,8 @@ def test_views_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_tensorizer_files_are_verified(tmp_path: Path, to: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the CRC-32 in each tensor's header, however it is read."""
     if by == "a block at a time":
-        monkeypatch.setattr(_targets, "blocks_of", lambda stored: blocks_of(stored, 1000))
-        monkeypatch.setattr(_torchfile, "blocks_of", lambda stored: blocks_of(stored, 1000))
+        monkeypatch.setattr(targets, "blocks_of", lambda stored: blocks_of(stored, 1000))
+        monkeypatch.setattr(torch_file, "blocks_of", lambda stored: blocks_of(stored, 1000))
     state = {"good": filled(torch.bfloat16, (50, 40)), "bad": filled(torch.float32, (50, 40)), "none": torch.ones(0)}
     serializer = TensorSerializer(tmp_path / "a")
     serializer.write_state_dict(state)
@@ -558,16 +560,16 @@ def test_tensorizer_files_are_verified_in_any_order(tmp_path: Path) -> None:
     state = {"x": filled(torch.int32, (50, 40))}
     save_file(state, tmp_path / "a.safetensors")
     convert(tmp_path / "a.safetensors", tmp_path / "b", "tensorizer")
-    stored = open_contents(tmp_path / "b", {}).tensors["x"]
-    for box in (Box((0, 3), (50, 5)), Box((20, 0), (1, 40)), Box((0, 0), (50, 40))):
-        part = tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))
-        assert same(stored.read(box), state["x"][part])
+    stored = open_checkpoint(tmp_path / "b", {}).tensors["x"]
+    for region in (Region((0, 3), (50, 5)), Region((20, 0), (1, 40)), Region((0, 0), (50, 40))):
+        part = tuple(slice(a, a + n) for a, n in zip(region.start, region.size, strict=True))
+        assert same(stored.read(region), state["x"][part])
     content = bytearray((tmp_path / "b").read_bytes())
     content[-20] ^= 1
     (tmp_path / "b").write_bytes(content)
-    for box in (Box((0, 3), (50, 5)), Box((20, 0), (1, 40)), Box((0, 0), (50, 40))):
+    for region in (Region((0, 3), (50, 5)), Region((20, 0), (1, 40)), Region((0, 0), (50, 40))):
         with pytest.raises(ChecksumMismatch, match="'x'"):
-            open_contents(tmp_path / "b", {}).tensors["x"].read(box)
+            open_checkpoint(tmp_path / "b", {}).tensors["x"].read(region)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -634,12 +636,12 @@ def test_a_failure_leaves_what_others_put_there(tmp_path: Path, to: str, monkeyp
     memory = fsspec.filesystem("memory")
     entered = StreamStorage.make_directory
 
-    def meanwhile(storage: StreamStorage) -> None:
+    def in_background(storage: StreamStorage) -> None:
         entered(storage)
         memory.pipe_file("/converted/b/.metadata", b"of another job")
         memory.pipe_file("/converted/b/notes.txt", b"mine")
 
-    monkeypatch.setattr(StreamStorage, "make_directory", meanwhile)
+    monkeypatch.setattr(StreamStorage, "make_directory", in_background)
     try:
         with pytest.raises(ReadError):
             convert(tmp_path / "a", "memory://converted/b", to)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from dcp_tensorizer import _copying
-from dcp_tensorizer._arena import Arena, aligned
-from dcp_tensorizer._copying import GATHER_BYTES, Copies, copy_on_host, order
-from dcp_tensorizer._device import SideStreams
+from dcp_tensorizer._memory.device import SideStreams
+from dcp_tensorizer._memory.shared_buffer import SharedBuffer, aligned
+from dcp_tensorizer._staging import tensor_copy
+from dcp_tensorizer._staging.tensor_copy import GATHER_BYTES, Copies, copy_on_host, order
 
 from .simulated import SimulatedDevice
 from .support import ALL_DTYPES, dtype_name, filled, raw, same
@@ -24,30 +24,30 @@ def following(tensors: Sequence[torch.Tensor], device: SimulatedDevice) -> SideS
     return streams
 
 
-def copied(sources: Sequence[torch.Tensor], device: SimulatedDevice) -> tuple[list[torch.Tensor], Arena]:
-    """Twins in an arena of their own, with everything copied to them."""
-    arena = Arena(sum(aligned(source.nbytes) for source in sources))
-    twins = {n: arena.allocate(sources[n].dtype, sources[n].shape) for n in order(sources, device)}
+def copied(sources: Sequence[torch.Tensor], device: SimulatedDevice) -> tuple[list[torch.Tensor], SharedBuffer]:
+    """Twins in a shared buffer of their own, with everything copied to them."""
+    buffer = SharedBuffer(sum(aligned(source.nbytes) for source in sources))
+    twins = {n: buffer.allocate(sources[n].dtype, sources[n].shape) for n in order(sources, device)}
     copies = Copies([(twins[n], source) for n, source in enumerate(sources)], following(sources, device), 1)
     copies.start()
     copies.wait()
-    return [twins[n] for n in range(len(sources))], arena
+    return [twins[n] for n in range(len(sources))], buffer
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
 def test_every_dtype_and_layout_leaves_the_device_as_it_is(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors and large ones, contiguous and not, gathered and in pieces, bit for bit."""
-    monkeypatch.setattr(_copying, "_SMALL", 200)
-    monkeypatch.setattr(_copying, "GATHER_BYTES", 1024)
+    monkeypatch.setattr(tensor_copy, "_SMALL", 200)
+    monkeypatch.setattr(tensor_copy, "GATHER_BYTES", 1024)
     device = SimulatedDevice()
     base = device.declare(filled(dtype, (40, 24)))
     on_host = filled(dtype, (3, 5), seed=1)
     sources = [base, base.t(), base[::2, 1::3], base[0], base[:, 0], base[3, 4], base[:0], on_host, base[:1, :1]]
     sources += [base[n, :5] for n in range(20)]
-    twins, arena = copied(sources, device)
+    twins, buffer = copied(sources, device)
     assert [n for n, (a, b) in enumerate(zip(twins, sources, strict=True)) if not same(a, b)] == []
     del twins
-    arena.close()
+    buffer.close()
 
 
 def test_conjugate_and_negative_bits_are_carried_out_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,12 +55,12 @@ def test_conjugate_and_negative_bits_are_carried_out_on_the_device(monkeypatch: 
     device = SimulatedDevice()
     values = device.declare(torch.view_as_complex(torch.arange(400.0).view(200, 2)))
     for small in (1 << 20, 8):
-        monkeypatch.setattr(_copying, "_SMALL", small)
-        twins, arena = copied([values.conj(), values.conj().imag], device)
+        monkeypatch.setattr(tensor_copy, "_SMALL", small)
+        twins, buffer = copied([values.conj(), values.conj().imag], device)
         assert raw(twins[0]) == raw(values.conj())
         assert raw(twins[1]) == raw(values.conj().imag)
         del twins
-        arena.close()
+        buffer.close()
 
 
 def test_thousands_of_small_tensors_cross_in_a_few_copies() -> None:
@@ -71,45 +71,45 @@ def test_thousands_of_small_tensors_cross_in_a_few_copies() -> None:
     sources: list[torch.Tensor] = []
     for number in range(2000):
         sources += [pool[number * 100 : number * 100 + 50 + number % 50], steps[number]]
-    twins, arena = copied(sources, device)
+    twins, buffer = copied(sources, device)
     assert all(torch.equal(a, b) for a, b in zip(twins, sources, strict=True))
     assert len(device.crossings) <= 6
     assert device.buffers == [GATHER_BYTES]
     del twins
-    arena.close()
+    buffer.close()
 
 
 def test_memory_on_the_device_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """One buffer, however large what goes through it."""
-    monkeypatch.setattr(_copying, "GATHER_BYTES", 4096)
-    monkeypatch.setattr(_copying, "_SMALL", 512)
+    monkeypatch.setattr(tensor_copy, "GATHER_BYTES", 4096)
+    monkeypatch.setattr(tensor_copy, "_SMALL", 512)
     device = SimulatedDevice()
     base = device.declare(torch.arange(64 * 64 * 16, dtype=torch.int32))
     bent = [base.view(64, 1024).t(), base.view(4, 16, 1024).permute(2, 0, 1), base.view(1, 2, 32768).transpose(1, 2)]
     small = [base[n * 128 : n * 128 + 100] for n in range(100)]
-    twins, arena = copied([*bent, *small], device)
+    twins, buffer = copied([*bent, *small], device)
     assert all(torch.equal(a, b) for a, b in zip(twins, [*bent, *small], strict=True))
     assert device.buffers == [4096]
     del twins
-    arena.close()
+    buffer.close()
 
 
 def test_a_device_that_is_nearly_full_gets_a_smaller_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Down to what the largest small tensor needs; without even that, its own error is raised."""
-    monkeypatch.setattr(_copying, "GATHER_BYTES", 64 << 10)
-    monkeypatch.setattr(_copying, "_SMALL", 1024)
+    monkeypatch.setattr(tensor_copy, "GATHER_BYTES", 64 << 10)
+    monkeypatch.setattr(tensor_copy, "_SMALL", 1024)
     device = SimulatedDevice()
     base = device.declare(torch.arange(100_000, dtype=torch.int32))
     sources = [base.view(500, 200).t(), *(base[n * 300 : n * 300 + 200] for n in range(100))]
     device.memory = 5000
-    twins, arena = copied(sources, device)
+    twins, buffer = copied(sources, device)
     assert all(torch.equal(a, b) for a, b in zip(twins, sources, strict=True))
     assert device.buffers == [4096]
     device.memory = 1000
     with pytest.raises(torch.OutOfMemoryError):
         copied(sources, device)
     del twins
-    arena.close()
+    buffer.close()
 
 
 def test_what_is_gathered_together_is_of_one_device() -> None:
@@ -132,8 +132,8 @@ def test_copies_have_what_was_queued_before_them_and_nothing_after(training_firs
     device = SimulatedDevice(free_running=False)
     weight, small = device.declare(torch.zeros(100_000)), device.declare(torch.zeros(3))
     bent = device.declare(torch.zeros(400, 400)).t()
-    arena = Arena(1 << 21)
-    twins = [arena.allocate(t.dtype, t.shape) for t in (small, weight, bent)]
+    buffer = SharedBuffer(1 << 21)
+    twins = [buffer.allocate(t.dtype, t.shape) for t in (small, weight, bent)]
     device.queue(lambda: [t.fill_(1.0) for t in (weight, small, bent)])  # the step before
     sources = (small, weight, bent)
     copies = Copies(list(zip(twins, sources, strict=True)), following(sources, device), 1)
@@ -146,7 +146,7 @@ def test_copies_have_what_was_queued_before_them_and_nothing_after(training_firs
     assert [set(twin.flatten().tolist()) for twin in twins] == [{1.0}] * 3
     assert [set(t.flatten().tolist()) for t in (weight, small, bent)] == [{2.0}] * 3
     del twins, copies
-    arena.close()
+    buffer.close()
 
 
 def test_what_is_changed_without_holding_is_torn() -> None:

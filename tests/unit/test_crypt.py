@@ -27,19 +27,20 @@ from dcp_tensorizer import (
     DecryptionError,
     TensorizerStorageReader,
     TensorizerStorageWriter,
-    _layout,
-    _plan,
 )
-from dcp_tensorizer._crypt import Cipher, encryption_cipher, find_other_key, random_nonce, unlock
-from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._encoder import encode
-from dcp_tensorizer._fetch import Wanted, fetch, is_direct
-from dcp_tensorizer._layout import Derivation, StoredItem, block_size
-from dcp_tensorizer._metadata import decode
-from dcp_tensorizer._plan import Box, ReadRequest
-from dcp_tensorizer._storage import Storage
-from dcp_tensorizer._tensorfile import lay_out
-from dcp_tensorizer._tensors import host_bytes
+from dcp_tensorizer._format import layout as layout_module
+from dcp_tensorizer._format.chunks import Region
+from dcp_tensorizer._format.encoder import encode
+from dcp_tensorizer._format.encryption import Cipher, encryption_cipher, find_other_key, random_nonce, unlock
+from dcp_tensorizer._format.layout import Derivation, StoredItem, block_size
+from dcp_tensorizer._format.metadata import decode
+from dcp_tensorizer._format.tensorizer_file import lay_out
+from dcp_tensorizer._loading import read_planner
+from dcp_tensorizer._loading.executor import ReadTarget, can_read_in_place, fetch
+from dcp_tensorizer._loading.read_planner import ReadRequest
+from dcp_tensorizer._memory.tensor_bytes import host_bytes
+from dcp_tensorizer._storage.base import Storage
+from dcp_tensorizer._storage.open import open_storage
 
 from ..servers import S3Server, SftpServer
 from .support import ALL_DTYPES, ROOT, BufferSink, dtype_name, filled, put_file, raw, run_python, same, sources
@@ -72,10 +73,10 @@ def encrypted(
 
 
 def read(storage: Storage, item: StoredItem, stored: torch.Tensor, target: torch.Tensor, **options: Any) -> None:
-    """Reads a whole item, or the box that ``options`` names, into a target."""
-    box = options.pop("box", Box((0,) * stored.ndim, tuple(stored.shape)))
-    request = ReadRequest(item, tuple(stored.shape), stored.itemsize, box, is_direct(target, stored.dtype))
-    fetch(storage, [Wanted("t", request, target)], **{"threads": 2, "verify": True, "cipher": CIPHER} | options)
+    """Reads a whole item, or the region that ``options`` names, into a target."""
+    region = options.pop("region", Region((0,) * stored.ndim, tuple(stored.shape)))
+    request = ReadRequest(item, tuple(stored.shape), stored.itemsize, region, can_read_in_place(target, stored.dtype))
+    fetch(storage, [ReadTarget("t", request, target)], **{"threads": 2, "verify": True, "cipher": CIPHER} | options)
 
 
 # --- the cipher ------------------------------------------------------------------------------------------------------
@@ -109,20 +110,20 @@ def test_what_is_not_what_was_encrypted_stays_as_it_is() -> None:
     """A changed bit of data, nonce or MAC, another key, another block's number: nothing is decrypted."""
     block = bytearray(1000)
     nonce = random_nonce()
-    seal = nonce + CIPHER.encrypt(memoryview(bytes(1000)), memoryview(block), nonce, 0)
+    nonce_and_macs = nonce + CIPHER.encrypt(memoryview(bytes(1000)), memoryview(block), nonce, 0)
     before = bytes(block)
-    for position in range(len(seal)):
-        changed = bytearray(seal)
+    for position in range(len(nonce_and_macs)):
+        changed = bytearray(nonce_and_macs)
         changed[position] ^= 1
         assert not CIPHER.decrypt(memoryview(block), bytes(changed), 0)
-    assert not Cipher(bytes(32)).decrypt(memoryview(block), seal, 0)
-    assert not CIPHER.decrypt(memoryview(block), seal, 1)
-    assert not CIPHER.decrypt(memoryview(block), seal[:-1], 0)
+    assert not Cipher(bytes(32)).decrypt(memoryview(block), nonce_and_macs, 0)
+    assert not CIPHER.decrypt(memoryview(block), nonce_and_macs, 1)
+    assert not CIPHER.decrypt(memoryview(block), nonce_and_macs[:-1], 0)
     assert block == before
     block[7] ^= 1
-    assert not CIPHER.decrypt(memoryview(block), seal, 0)
+    assert not CIPHER.decrypt(memoryview(block), nonce_and_macs, 0)
     block[7] ^= 1
-    assert CIPHER.decrypt(memoryview(block), seal, 0)
+    assert CIPHER.decrypt(memoryview(block), nonce_and_macs, 0)
     assert block == bytes(1000)
 
 
@@ -253,7 +254,12 @@ def open_stock(path: Path, decryption: Any = None) -> TensorDeserializer:
 def test_stock_tensorizer_decrypts_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     """Bit-exact: 0-dim, one element, several dimensions, several blocks of which the last is shorter."""
     many = filled(dtype, (200_001,))
-    tensors = {"scalar": filled(dtype, ()), "one": filled(dtype, (1,)), "box": filled(dtype, (3, 4, 5)), "many": many}
+    tensors = {
+        "scalar": filled(dtype, ()),
+        "one": filled(dtype, (1,)),
+        "region": filled(dtype, (3, 4, 5)),
+        "many": many,
+    }
     (tmp_path / "f").write_bytes(encrypted(tensors, CIPHER)[0])
     with open_stock(tmp_path / "f") as loaded:
         assert list(loaded.keys()) == list(tensors)
@@ -276,9 +282,9 @@ def test_headers_say_what_tensorizers_own_say(derivation: Derivation | None, sha
     tensor = filled(torch.float32, shape)
     content, items = encrypted({"t": tensor}, Cipher(KEY, derivation))
     (item,) = items.values()
-    macs = [item.seal[start : start + 16] for start in range(24, len(item.seal), 16)]
+    macs = [item.nonce_and_macs[start : start + 16] for start in range(24, len(item.nonce_and_macs), 16)]
     chunks: list[Any] = [] if derivation is None else [_crypt_info.PWHashKeyDerivationChunk(*derivation)]
-    chunks.append(_crypt_info.XSalsa20ParallelChunk(item.block, item.seal[:24], macs))
+    chunks.append(_crypt_info.XSalsa20ParallelChunk(item.block, item.nonce_and_macs[:24], macs))
     info = _crypt_info.CryptInfo(chunks)
     expected = bytearray(info.sized_size)
     info.sized_pack_into(expected, 0)
@@ -321,9 +327,11 @@ def test_any_number_of_threads_and_parts(lengths: list[int], threads: int, part_
         starts = range(0, item.length, item.block)
         digests = [xxhash.xxh3_64_digest(data[start : start + item.block]) for start in starts]
         assert item.digests == b"".join(digests)
-        assert all(CIPHER.decrypt(memoryview(data)[s : s + item.block], item.seal, n) for n, s in enumerate(starts))
+        assert all(
+            CIPHER.decrypt(memoryview(data)[s : s + item.block], item.nonce_and_macs, n) for n, s in enumerate(starts)
+        )
         assert data == raw(tensor)
-        nonces.add(item.seal[:24])
+        nonces.add(item.nonce_and_macs[:24])
     assert len(nonces) == len(tensors)
 
 
@@ -371,7 +379,7 @@ def test_the_memory_for_copies_is_bounded() -> None:
 
 
 class _Discarding(BufferSink):
-    def put(self, number: int, data: memoryview) -> None:
+    def put_part(self, number: int, data: memoryview) -> None:
         self.bytes_written += data.nbytes
 
 
@@ -408,16 +416,16 @@ def verify(request: pytest.FixtureRequest) -> bool:
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
 def test_every_dtype_is_read_in_whole_and_in_parts(storage: Storage, dtype: torch.dtype, verify: bool) -> None:
-    """Into contiguous memory and as a box of several blocks, with digests and without."""
+    """Into contiguous memory and as a region of several blocks, with digests and without."""
     stored = filled(dtype, (301, 703))
     content, items = encrypted({"t": stored}, CIPHER)
     put_file(storage, "f", content)
     target = filled(dtype, (301, 703), seed=1)
     read(storage, items["t"], stored, target, verify=verify)
     assert same(target, stored)
-    box = Box((100, 50), (150, 500))
-    part = filled(dtype, box.size, seed=1)
-    read(storage, items["t"], stored, part, verify=verify, box=box)
+    region = Region((100, 50), (150, 500))
+    part = filled(dtype, region.size, seed=1)
+    read(storage, items["t"], stored, part, verify=verify, region=region)
     assert same(
         part, stored.view(torch.uint8)[100:250, 50 * dtype.itemsize : 550 * dtype.itemsize].contiguous().view(dtype)
     )
@@ -432,13 +440,13 @@ def test_any_box_is_read(
     stored = filled(torch.float32, (rows, columns))
     first = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
     size = data.draw(st.integers(1, rows - first[0])), data.draw(st.integers(1, columns - first[1]))
-    storage = open_storage(tmp_path_factory.mktemp("box"))
+    storage = open_storage(tmp_path_factory.mktemp("region"))
     content, items = encrypted({"t": stored}, CIPHER)
     put_file(storage, "f", content, sync=False)
     target = torch.zeros(size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_plan, "_MAX_OPERATION", data.draw(st.sampled_from([1 << 16, 8 << 20])))
-        read(storage, items["t"], stored, target, verify=data.draw(st.booleans()), box=Box(first, size))
+        patch.setattr(read_planner, "_MAX_OPERATION", data.draw(st.sampled_from([1 << 16, 8 << 20])))
+        read(storage, items["t"], stored, target, verify=data.draw(st.booleans()), region=Region(first, size))
     assert same(target, stored[first[0] : first[0] + size[0], first[1] : first[1] + size[1]].contiguous())
 
 
@@ -449,8 +457,11 @@ def test_tied_weights(storage: Storage, rows: int, verify: bool) -> None:
     content, items = encrypted({"embedding": stored, "head": stored}, CIPHER)
     put_file(storage, "f", content)
     target = torch.zeros(rows, 1000)
-    request = ReadRequest(items["head"], (rows, 1000), 4, Box((0, 0), (rows, 1000)), direct=True)
-    tied = [Wanted("embedding", request._replace(item=items["embedding"]), target), Wanted("head", request, target)]
+    request = ReadRequest(items["head"], (rows, 1000), 4, Region((0, 0), (rows, 1000)), in_place=True)
+    tied = [
+        ReadTarget("embedding", request._replace(item=items["embedding"]), target),
+        ReadTarget("head", request, target),
+    ]
     fetch(storage, tied, verify=verify, cipher=CIPHER)
     assert same(target, stored)
 
@@ -461,9 +472,9 @@ def test_a_slice_reads_its_blocks_and_no_others(storage: Storage) -> None:
     content, items = encrypted({"t": stored}, CIPHER)
     put_file(storage, "f", content)
     target = torch.zeros(2, 1 << 16, dtype=torch.uint8)
-    box = Box((10, 0), (2, 1 << 16))
-    request = ReadRequest(items["t"], (64, 1 << 16), 1, box, True)
-    assert fetch(storage, [Wanted("t", request, target)], threads=1, verify=False, cipher=CIPHER) == 2 << 16
+    region = Region((10, 0), (2, 1 << 16))
+    request = ReadRequest(items["t"], (64, 1 << 16), 1, region, True)
+    assert fetch(storage, [ReadTarget("t", request, target)], threads=1, verify=False, cipher=CIPHER) == 2 << 16
     assert same(target, stored[10:12])
 
 
@@ -480,7 +491,9 @@ def test_every_damage_is_found(storage: Storage, tmp_path: Path, verify: bool) -
         with pytest.raises(ChecksumMismatch, match=rf"'t' in .*/f: bytes {block:,} to"):
             read(storage, item, stored, torch.zeros_like(stored), verify=verify)
     (tmp_path / "f").write_bytes(content)
-    swapped = item._replace(digests=item.digests[::-1], seal=item.seal[:24] + item.seal[24:][::-1])
+    swapped = item._replace(
+        digests=item.digests[::-1], nonce_and_macs=item.nonce_and_macs[:24] + item.nonce_and_macs[24:][::-1]
+    )
     with pytest.raises(ChecksumMismatch):
         read(storage, swapped, stored, torch.zeros_like(stored), verify=verify)
 
@@ -600,4 +613,4 @@ def test_the_example_in_the_documentation_runs(tmp_path: Path) -> None:
 
 def test_format_versions_are_pinned() -> None:
     """Plain checkpoints keep the version that older releases read; encrypted ones have one that those refuse."""
-    assert (_layout.FORMAT_VERSION, _layout.ENCRYPTED_VERSION) == (1, 2)
+    assert (layout_module.FORMAT_VERSION, layout_module.ENCRYPTED_VERSION) == (1, 2)

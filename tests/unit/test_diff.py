@@ -17,15 +17,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_tensorizer import _diff
-from dcp_tensorizer._commit import commit
-from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._diff import Change, Difference, diff
-from dcp_tensorizer._job import FileJob
-from dcp_tensorizer._layout import StoredItem
-from dcp_tensorizer._plan import plan_files
-from dcp_tensorizer._protocol import TensorSource
-from dcp_tensorizer._sources import open_contents
+from dcp_tensorizer._format.layout import StoredItem
+from dcp_tensorizer._saving.commit import commit
+from dcp_tensorizer._saving.file_planner import plan_files
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._tools import diff as diff_module
+from dcp_tensorizer._tools.diff import Change, Difference, diff
+from dcp_tensorizer._tools.formats.sources import open_checkpoint
+from dcp_tensorizer._writer_process.messages import TensorSource
+from dcp_tensorizer._writer_process.write_job import FileJob
 
 from .checkpoints import ODD, make_checkpoint
 from .support import ALL_DTYPES, filled
@@ -36,7 +36,7 @@ def compare(tmp_path: Path, before: dict[str, Any], after: dict[str, Any], chunk
         tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
         objects = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
         make_checkpoint(tmp_path / name, tensors, objects, chunks if name == "a" else None)
-    return diff(open_contents(tmp_path / "a", {}), open_contents(tmp_path / "b", {}))
+    return diff(open_checkpoint(tmp_path / "a", {}), open_checkpoint(tmp_path / "b", {}))
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
@@ -106,8 +106,8 @@ def test_dtypes_without_arithmetic_are_counted(tmp_path: Path) -> None:
 
 def test_blocks_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However small the pieces are in which tensors are compared."""
-    monkeypatch.setattr(_diff, "_BLOCK", 24)
-    monkeypatch.setattr(_diff, "_ELEMENTS", 3)
+    monkeypatch.setattr(diff_module, "_BLOCK", 24)
+    monkeypatch.setattr(diff_module, "_ELEMENTS", 3)
     a = torch.arange(60.0).reshape(3, 4, 5)
     b = a.clone()
     b[2, 3, 4] += 7
@@ -129,8 +129,8 @@ def save_wrapper(path: Path, chunks: list[bytes]) -> None:
         (found,) = file.tensors
         item = StoredItem(file.name, "w", found.offset, found.length, "uint8", "wrapper", found.digests)
         written.append((MetadataIndex("w", torch.Size([2 * rank])), item, file.nbytes))
-    boxes = [ChunkStorageMetadata(torch.Size([2 * rank]), torch.Size([2])) for rank in range(len(chunks))]
-    described = {"w": TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([2 * len(chunks)]), boxes)}
+    regions = [ChunkStorageMetadata(torch.Size([2 * rank]), torch.Size([2])) for rank in range(len(chunks))]
+    described = {"w": TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([2 * len(chunks)]), regions)}
     metadata = Metadata(described, {"w": ("w",)}, storage_meta=StorageMeta(str(path), "a" * 32))
     commit(storage, metadata, written, rank=None, sync=False)
 
@@ -139,10 +139,10 @@ def test_tensors_of_subclasses_differ_in_any_chunk(tmp_path: Path) -> None:
     """All of one is compared, and not what the first rank saved."""
     save_wrapper(tmp_path / "a", [b"one", b"two"])
     save_wrapper(tmp_path / "b", [b"one", b"THREE"])
-    a, b = (open_contents(tmp_path / name, {}) for name in "ab")
+    a, b = (open_checkpoint(tmp_path / name, {}) for name in "ab")
     assert (b.objects["w"].read(), b.objects["w"].nbytes) == (b"oneTHREE", 8)
     assert [change.key for change in diff(a, b).changed] == ["w"]
-    assert not diff(a, open_contents(tmp_path / "a", {}))
+    assert not diff(a, open_checkpoint(tmp_path / "a", {}))
 
 
 def test_objects_are_compared_by_value(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dcp_tensorizer._direct_io import LocalSink
+from dcp_tensorizer._storage.local_write import LocalSink
 
 from .support import file_size_limit, on_a_page, open_descriptors
 
@@ -30,7 +30,7 @@ PART = LocalSink.part_bytes
 
 def put_parts(sink: LocalSink, content: bytes, order: list[int]) -> None:
     for number in order:
-        sink.put(number, on_a_page(content[number * PART : (number + 1) * PART]))
+        sink.put_part(number, on_a_page(content[number * PART : (number + 1) * PART]))
 
 
 @settings(shared_folder, max_examples=25)
@@ -51,7 +51,7 @@ def test_parts_make_the_file_they_should(
     try:
         put_parts(sink, content, order)
         assert sink.bytes_written == len(content)
-        sink.close()
+        sink.complete()
         assert path.read_bytes() == content
     finally:
         sink.abort()
@@ -64,10 +64,10 @@ def test_several_threads_write_parts(tmp_path: Path) -> None:
     sink = LocalSink(tmp_path / "file", len(content), sync=True)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda number: put_parts(sink, content, [number]), range(-(-len(content) // PART))))
-    sink.close()
+    sink.complete()
     assert sink.bytes_written == len(content)
     assert sink.write_seconds > 0
-    assert sink.close_seconds > 0
+    assert sink.complete_seconds > 0
     assert (tmp_path / "file").read_bytes() == content
 
 
@@ -83,7 +83,7 @@ def test_a_save_leaves_the_page_cache_alone(tmp_path: Path, monkeypatch: pytest.
     for name in ("direct", "buffered"):
         sink = LocalSink(tmp_path / name, len(PATTERN), sync=True)
         put_parts(sink, PATTERN, [0, 1, 2])
-        sink.close()
+        sink.complete()
         assert cached_pages(tmp_path / name) == 0
         monkeypatch.delattr(os, "O_DIRECT", raising=False)
 
@@ -91,9 +91,9 @@ def test_a_save_leaves_the_page_cache_alone(tmp_path: Path, monkeypatch: pytest.
 def test_closing_twice_does_nothing(tmp_path: Path) -> None:
     """Nor does an abort after the close remove a complete file."""
     sink = LocalSink(tmp_path / "file", 3, sync=True)
-    sink.put(0, on_a_page(b"abc"))
-    sink.close()
-    sink.close()
+    sink.put_part(0, on_a_page(b"abc"))
+    sink.complete()
+    sink.complete()
     sink.abort()
     assert (tmp_path / "file").read_bytes() == b"abc"
 
@@ -155,10 +155,10 @@ def test_without_direct_io_the_file_is_the_same(tmp_path: Path, monkeypatch: pyt
         patch.setattr(os, "pwrite", refusing)
         sink = LocalSink(tmp_path / "refused", len(content), sync=True)
         put_parts(sink, content, [1, 0])
-        sink.close()
+        sink.complete()
     assert direct
     monkeypatch.delattr(os, "O_DIRECT")
     sink = LocalSink(tmp_path / "unknown", len(content), sync=True)
     put_parts(sink, content, [1, 0])
-    sink.close()
+    sink.complete()
     assert (tmp_path / "refused").read_bytes() == (tmp_path / "unknown").read_bytes() == content

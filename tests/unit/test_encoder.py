@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorizer import TensorDeserializer, TensorSerializer
 
-from dcp_tensorizer import _encoder, _parts
-from dcp_tensorizer._encoder import encode
-from dcp_tensorizer._tensorfile import ALIGNMENT, lay_out
-from dcp_tensorizer._tensors import host_bytes
+from dcp_tensorizer._format import encoder, part_buffer
+from dcp_tensorizer._format.encoder import encode
+from dcp_tensorizer._format.tensorizer_file import ALIGNMENT, lay_out
+from dcp_tensorizer._memory.tensor_bytes import host_bytes
 
 from .support import ALL_DTYPES, BufferSink, block_digests, dtype_name, filled, raw, same, sources
 
@@ -149,7 +149,7 @@ def test_threads_parts_and_pieces_change_nothing(
     """Whatever the number of threads, the sizes of parts and pieces and the order of parts, the file is the same."""
     named = [(f"t{n}", filled(dtype, shape, seed=n)) for n, (dtype, shape) in enumerate(tensors)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_encoder, "_PIECE", max(piece, 64))
+        patch.setattr(encoder, "_PIECE", max(piece, 64))
         assert encoded(named, threads, part_bytes, in_order=in_order) == stock(named)
 
 
@@ -167,10 +167,10 @@ class FailingSink(BufferSink):
         super().__init__(1 << 16, in_order=in_order)
         self.limit = limit
 
-    def put(self, number: int, data: memoryview) -> None:
+    def put_part(self, number: int, data: memoryview) -> None:
         if self.bytes_written >= self.limit:
             raise OSError(28, "No space left on device")
-        super().put(number, data)
+        super().put_part(number, data)
 
 
 @pytest.mark.parametrize("limit", [0, 100, 300_000, 2_000_000])
@@ -208,8 +208,8 @@ def test_a_tensor_that_cannot_be_had_fails_the_encoding(threads: int, in_order: 
 def test_the_memory_for_parts_is_bounded(monkeypatch: pytest.MonkeyPatch, in_order: bool) -> None:
     """However slow the sink is, and however many parts a file has."""
     made = []
-    real = _parts._new_buffer
-    monkeypatch.setattr(_parts, "_new_buffer", lambda nbytes: made.append(nbytes) or real(nbytes))
+    real = part_buffer._new_buffer
+    monkeypatch.setattr(part_buffer, "_new_buffer", lambda nbytes: made.append(nbytes) or real(nbytes))
     tensors = [(f"{n}", filled(torch.uint8, (n * 997 % 50_000 + 1,))) for n in range(200)]
     assert encoded(tensors, threads=3, part_bytes=4096, in_order=in_order) == stock(tensors)
     assert len(made) <= 3 * 3 + BufferSink.concurrency + 2
@@ -221,15 +221,15 @@ def test_parts_in_flight_are_as_many_as_the_memory_allows(parts: int, most: int)
 
     class Counting(BufferSink):
         concurrency = 32
-        at_once = deepest = 0
+        in_threads = deepest = 0
 
-        def put(self, number: int, data: memoryview) -> None:
+        def put_part(self, number: int, data: memoryview) -> None:
             with lock:
-                self.at_once += 1
-                self.deepest = max(self.deepest, self.at_once)
-            super().put(number, data)
+                self.in_threads += 1
+                self.deepest = max(self.deepest, self.in_threads)
+            super().put_part(number, data)
             with lock:
-                self.at_once -= 1
+                self.in_threads -= 1
 
     lock = threading.Lock()
     sink = Counting(4096)
@@ -244,8 +244,8 @@ def test_parts_in_flight_are_as_many_as_the_memory_allows(parts: int, most: int)
 def test_no_more_parts_are_made_than_fit(monkeypatch: pytest.MonkeyPatch, threads: int, parts: int) -> None:
     """With many threads and little memory, fewer hash; six parts are the least."""
     made = []
-    real = _parts._new_buffer
-    monkeypatch.setattr(_parts, "_new_buffer", lambda nbytes: made.append(nbytes) or real(nbytes))
+    real = part_buffer._new_buffer
+    monkeypatch.setattr(part_buffer, "_new_buffer", lambda nbytes: made.append(nbytes) or real(nbytes))
     tensors = [(f"{n}", filled(torch.uint8, (40_000,))) for n in range(100)]
     sink = BufferSink(4096)
     contents = [functools.partial(host_bytes, tensor) for _, tensor in tensors]
@@ -261,7 +261,7 @@ def test_nothing_more_is_sent_when_a_part_has_failed() -> None:
         concurrency = 1
         puts = 0
 
-        def put(self, number: int, data: memoryview) -> None:
+        def put_part(self, number: int, data: memoryview) -> None:
             self.puts += 1
             raise OSError("no")
 

@@ -16,17 +16,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_tensorizer import ChecksumMismatch, ReadError, _fetch, _layout, _plan
-from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._encoder import encode
-from dcp_tensorizer._fetch import Wanted, fetch, is_direct
-from dcp_tensorizer._layout import StoredItem
-from dcp_tensorizer._local import LocalStorage
-from dcp_tensorizer._local_file import LocalFile
-from dcp_tensorizer._plan import Box, ReadRequest
-from dcp_tensorizer._storage import RangeReader, Storage
-from dcp_tensorizer._tensorfile import lay_out
-from dcp_tensorizer._tensors import host_bytes
+from dcp_tensorizer import ChecksumMismatch, ReadError
+from dcp_tensorizer._format import layout as layout_module
+from dcp_tensorizer._format.chunks import Region
+from dcp_tensorizer._format.encoder import encode
+from dcp_tensorizer._format.layout import StoredItem
+from dcp_tensorizer._format.tensorizer_file import lay_out
+from dcp_tensorizer._loading import executor, read_planner
+from dcp_tensorizer._loading.executor import ReadTarget, can_read_in_place, fetch
+from dcp_tensorizer._loading.read_planner import ReadRequest
+from dcp_tensorizer._memory.tensor_bytes import host_bytes
+from dcp_tensorizer._storage.base import RangeReader, Storage
+from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._storage.local_read import LocalFile
+from dcp_tensorizer._storage.open import open_storage
 
 from .simulated import SimulatedDevice
 from .support import ALL_DTYPES, cached, dtype_name, filled, forget, open_descriptors, same, sources
@@ -47,19 +50,21 @@ def write_file(storage: Storage, name: str, tensors: Tensors) -> Items:
     }
 
 
-def whole(tensor: torch.Tensor) -> Box:
-    return Box((0,) * tensor.ndim, tuple(tensor.shape))
+def whole(tensor: torch.Tensor) -> Region:
+    return Region((0,) * tensor.ndim, tuple(tensor.shape))
 
 
-def wanted(key: str, item: StoredItem, stored: torch.Tensor, target: torch.Tensor, box: Box | None = None) -> Wanted:
+def wanted(
+    key: str, item: StoredItem, stored: torch.Tensor, target: torch.Tensor, region: Region | None = None
+) -> ReadTarget:
     request = ReadRequest(
-        item, tuple(stored.shape), stored.itemsize, box or whole(stored), is_direct(target, stored.dtype)
+        item, tuple(stored.shape), stored.itemsize, region or whole(stored), can_read_in_place(target, stored.dtype)
     )
-    return Wanted(key, request, target)
+    return ReadTarget(key, request, target)
 
 
-def part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    return tensor[tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
+def part(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    return tensor[tuple(slice(a, a + n) for a, n in zip(region.start, region.size, strict=True))]
 
 
 @pytest.fixture
@@ -77,10 +82,10 @@ def verify(request: pytest.FixtureRequest) -> bool:
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
 def test_every_dtype_comes_back_in_whole_and_in_parts(storage: Storage, dtype: torch.dtype, verify: bool) -> None:
-    """Bit-exact into contiguous memory, into strided memory, and as a box of it."""
+    """Bit-exact into contiguous memory, into strided memory, and as a region of it."""
     stored = filled(dtype, (9, 14))
     (item,) = write_file(storage, "f", {"t": stored}).values()
-    box = Box((2, 3), (5, 8))
+    region = Region((2, 3), (5, 8))
     contiguous = filled(dtype, (9, 14), seed=1)
     transposed = filled(dtype, (14, 9), seed=1).t()
     slice_ = filled(dtype, (5, 8), seed=1)
@@ -91,9 +96,9 @@ def test_every_dtype_comes_back_in_whole_and_in_parts(storage: Storage, dtype: t
         [
             wanted("contiguous", item, stored, contiguous),
             wanted("transposed", item, stored, transposed),
-            wanted("slice", item, stored, slice_, box),
-            wanted("columns", item, stored, columns, box),
-            wanted("scalar", item, stored, scalar, Box((8, 13), (1, 1))),
+            wanted("slice", item, stored, slice_, region),
+            wanted("columns", item, stored, columns, region),
+            wanted("scalar", item, stored, scalar, Region((8, 13), (1, 1))),
         ],
         threads=2,
         verify=verify,
@@ -101,8 +106,8 @@ def test_every_dtype_comes_back_in_whole_and_in_parts(storage: Storage, dtype: t
     assert moved == stored.nbytes
     assert same(contiguous, stored)
     assert same(transposed.view(torch.uint8) if dtype.itemsize == 1 else transposed, as_plain(stored))
-    assert same(slice_, part(stored, box))
-    assert same(as_plain(columns), as_plain(part(stored, box)))
+    assert same(slice_, part(stored, region))
+    assert same(as_plain(columns), as_plain(part(stored, region)))
     assert same(scalar, stored[8:, 13:])
 
 
@@ -135,8 +140,8 @@ def test_lazily_conjugated_and_negated_targets(storage: Storage, verify: bool) -
     items = write_file(storage, "f", {"z": stored, "imag": stored.imag.contiguous()})
     base, other = torch.zeros(4, 5, dtype=torch.complex64), torch.zeros(4, 5, dtype=torch.complex64)
     conjugated, negated = base.conj(), other.conj().imag
-    assert not is_direct(conjugated, torch.complex64)
-    assert not is_direct(torch._neg_view(torch.zeros(3)), torch.float32)
+    assert not can_read_in_place(conjugated, torch.complex64)
+    assert not can_read_in_place(torch._neg_view(torch.zeros(3)), torch.float32)
     fetch(
         storage,
         [wanted("z", items["z"], stored, conjugated), wanted("imag", items["imag"], stored.imag, negated)],
@@ -150,12 +155,12 @@ def test_lazily_conjugated_and_negated_targets(storage: Storage, verify: bool) -
 
 def test_only_plain_host_memory_is_read_into_directly() -> None:
     """Same dtype, C order, on the CPU; anything else goes through scratch memory."""
-    assert is_direct(torch.empty(3, 4), torch.float32)
-    assert is_direct(torch.empty(6, 4)[2:], torch.float32)
-    assert not is_direct(torch.empty(3, 4), torch.float64)
-    assert not is_direct(torch.empty(3, 4).t(), torch.float32)
-    assert not is_direct(torch.empty(1, 4).expand(3, 4), torch.float32)
-    assert not is_direct(torch.empty(3, device="meta"), torch.float32)
+    assert can_read_in_place(torch.empty(3, 4), torch.float32)
+    assert can_read_in_place(torch.empty(6, 4)[2:], torch.float32)
+    assert not can_read_in_place(torch.empty(3, 4), torch.float64)
+    assert not can_read_in_place(torch.empty(3, 4).t(), torch.float32)
+    assert not can_read_in_place(torch.empty(1, 4).expand(3, 4), torch.float32)
+    assert not can_read_in_place(torch.empty(3, device="meta"), torch.float32)
 
 
 def test_memory_around_a_target_is_left_alone(storage: Storage, verify: bool) -> None:
@@ -164,20 +169,20 @@ def test_memory_around_a_target_is_left_alone(storage: Storage, verify: bool) ->
     (item,) = write_file(storage, "f", {"t": stored}).values()
     base = torch.full((302, 1000), 7, dtype=torch.uint8)
     target = base[1:101]
-    fetch(storage, [wanted("t", item, stored, target, Box((100, 0), (100, 1000)))], threads=3, verify=verify)
+    fetch(storage, [wanted("t", item, stored, target, Region((100, 0), (100, 1000)))], threads=3, verify=verify)
     assert torch.equal(target, stored[100:200])
     assert int((base[0] != 7).sum()) == int((base[101:] != 7).sum()) == 0
 
 
 @st.composite
-def loads(draw: st.DrawFn) -> list[tuple[int, Box, str]]:
-    """Which boxes of the tensors below to load, and into what."""
+def loads(draw: st.DrawFn) -> list[tuple[int, Region, str]]:
+    """Which regions of the tensors below to load, and into what."""
     chosen = []
     for _ in range(draw(st.integers(1, 5))):
         number = draw(st.integers(0, len(SHAPES) - 1))
         bounds = [sorted(draw(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)))) for n in SHAPES[number]]
-        box = Box(tuple(a for a, _ in bounds), tuple(b - a + 1 for a, b in bounds))
-        chosen.append((number, box, draw(st.sampled_from(["plain", "transposed", "wide", "converted"]))))
+        region = Region(tuple(a for a, _ in bounds), tuple(b - a + 1 for a, b in bounds))
+        chosen.append((number, region, draw(st.sampled_from(["plain", "transposed", "wide", "converted"]))))
     return chosen
 
 
@@ -185,12 +190,12 @@ SHAPES = [(), (50,), (7, 11), (3, 5, 8), (2, 3, 2, 4)]
 DTYPES = [torch.int64, torch.uint8, torch.float32, torch.bfloat16, torch.int16]
 
 
-def target_for(box: Box, dtype: torch.dtype, kind: str) -> torch.Tensor:
+def target_for(region: Region, dtype: torch.dtype, kind: str) -> torch.Tensor:
     if kind == "transposed":
-        return torch.zeros(box.size[::-1], dtype=dtype).permute(tuple(reversed(range(len(box.size)))))
+        return torch.zeros(region.size[::-1], dtype=dtype).permute(tuple(reversed(range(len(region.size)))))
     if kind == "wide":
-        return torch.zeros((*box.size, 3), dtype=dtype)[..., 1]
-    return torch.zeros(box.size, dtype=torch.float64 if kind == "converted" else dtype)
+        return torch.zeros((*region.size, 3), dtype=dtype)[..., 1]
+    return torch.zeros(region.size, dtype=torch.float64 if kind == "converted" else dtype)
 
 
 @pytest.fixture(scope="module")
@@ -208,9 +213,9 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[Storage, Tensors,
 def small_limits() -> Iterator[None]:
     """Blocks and operations of a few bytes, so that small tensors have many."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_layout, "_MIN_BLOCK", 16)
-        patch.setattr(_plan, "_MAX_OPERATION", 64)
-        patch.setattr(Storage, "gap_bytes", 8)
+        patch.setattr(layout_module, "_MIN_BLOCK", 16)
+        patch.setattr(read_planner, "_MAX_OPERATION", 64)
+        patch.setattr(Storage, "max_gap_bytes", 8)
         patch.setattr(LocalStorage, "slice_bytes", 24)
         yield
 
@@ -218,19 +223,19 @@ def small_limits() -> Iterator[None]:
 @settings(max_examples=150)
 @given(chosen=loads(), check=st.booleans())
 def test_any_boxes_into_any_targets(
-    several: tuple[Storage, Tensors, Items], chosen: list[tuple[int, Box, str]], check: bool
+    several: tuple[Storage, Tensors, Items], chosen: list[tuple[int, Region, str]], check: bool
 ) -> None:
-    """Many at once, of two files, overlapping, in operations of a few bytes: each target holds its box."""
+    """Many at once, of two files, overlapping, in operations of a few bytes: each target holds its region."""
     storage, tensors, items = several
     with small_limits():
         wants = []
-        for number, box, kind in chosen:
+        for number, region, kind in chosen:
             stored = tensors[str(number)]
-            target = target_for(box, stored.dtype, kind)
-            wants.append(wanted(str(number), items[str(number)], stored, target, box))
+            target = target_for(region, stored.dtype, kind)
+            wants.append(wanted(str(number), items[str(number)], stored, target, region))
         fetch(storage, wants, threads=2, verify=check)
-    for want, (number, box, _) in zip(wants, chosen, strict=True):
-        assert torch.equal(want.target, part(tensors[str(number)], box).to(want.target.dtype))
+    for want, (number, region, _) in zip(wants, chosen, strict=True):
+        assert torch.equal(want.target, part(tensors[str(number)], region).to(want.target.dtype))
 
 
 # --- progress and limits ---------------------------------------------------------------------------------------------
@@ -254,7 +259,7 @@ def test_progress_counts_up_to_the_total(storage: Storage) -> None:
     assert len(calls) == 3
 
 
-def reads_of(storage: Storage, wants: list[Wanted], **options: Any) -> list[tuple[str, int, list[int]]]:
+def reads_of(storage: Storage, wants: list[ReadTarget], **options: Any) -> list[tuple[str, int, list[int]]]:
     """Fetches, and says of each read which thread made it, from where, and the sizes of its buffers."""
     reads: list[tuple[str, int, list[int]]] = []
     read_into = LocalFile.read_into
@@ -316,8 +321,8 @@ def test_a_load_begins_with_as_many_threads_as_suit_the_storage(
 ) -> None:
     """Others join if those wait; the user's number is for both."""
     found = []
-    monkeypatch.setattr(_fetch, "work_through", lambda operations, run, **threads: found.append(threads))
-    storage.first_threads, storage.read_threads = 2, 6
+    monkeypatch.setattr(executor, "work_through", lambda operations, run, **threads: found.append(threads))
+    storage.min_threads, storage.max_threads = 2, 6
     stored = filled(torch.uint8, (10_000,))
     (item,) = write_file(storage, "f", {"t": stored}).values()
     for threads in (None, 3):
@@ -400,10 +405,10 @@ def test_damage_outside_of_what_is_wanted_does_not_matter(
     storage, stored, item, path = damaged
     flip(path, item.offset + 100_000)
     target = torch.empty(1000, dtype=torch.uint8)
-    fetch(storage, [wanted("t", item, stored, target, Box((10,), (1000,)))], threads=1, verify=True)
+    fetch(storage, [wanted("t", item, stored, target, Region((10,), (1000,)))], threads=1, verify=True)
     assert torch.equal(target, stored[10:1010])
     with pytest.raises(ChecksumMismatch):
-        fetch(storage, [wanted("t", item, stored, target, Box((90_000,), (1000,)))], threads=1, verify=True)
+        fetch(storage, [wanted("t", item, stored, target, Region((90_000,), (1000,)))], threads=1, verify=True)
 
 
 def test_metadata_without_digests_verifies_nothing(damaged: tuple[Storage, torch.Tensor, StoredItem, Path]) -> None:
@@ -423,8 +428,8 @@ def test_a_flip_in_any_slice_is_found(storage: Storage, tmp_path: Path, first_ro
     """Of a tensor that is read and hashed in several; the error names the damaged block and no other."""
     stored = filled(torch.uint8, (100, 35_000))
     (item,) = write_file(storage, "f", {"t": stored}).values()
-    box = Box((first_row, 0), (100 - first_row, 35_000))
-    wants = [wanted("t", item, stored, torch.zeros(box.size, dtype=torch.uint8), box)]
+    region = Region((first_row, 0), (100 - first_row, 35_000))
+    wants = [wanted("t", item, stored, torch.zeros(region.size, dtype=torch.uint8), region)]
     fetch(storage, wants, verify=True)
     assert torch.equal(wants[0].target, stored[first_row:])
     for position in range(first_row * 35_000, item.length, 777_777):
@@ -491,24 +496,26 @@ def test_an_unknown_failure_of_the_storage_is_a_read_error(storage: Storage) -> 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     device = SimulatedDevice()
-    monkeypatch.setattr(_fetch, "CUDA", device)
+    monkeypatch.setattr(executor, "CUDA", device)
     return device
 
 
-def landing(key: str, item: StoredItem, stored: torch.Tensor, target: torch.Tensor, box: Box | None = None) -> Wanted:
+def landing(
+    key: str, item: StoredItem, stored: torch.Tensor, target: torch.Tensor, region: Region | None = None
+) -> ReadTarget:
     """As for a target on a device: never read into directly."""
-    request = ReadRequest(item, tuple(stored.shape), stored.itemsize, box or whole(stored), direct=False)
-    return Wanted(key, request, target)
+    request = ReadRequest(item, tuple(stored.shape), stored.itemsize, region or whole(stored), in_place=False)
+    return ReadTarget(key, request, target)
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
 def test_targets_on_a_device_of_every_dtype_and_layout(
     storage: Storage, device: SimulatedDevice, dtype: torch.dtype
 ) -> None:
-    """Whole tensors and boxes, contiguous and not, beside targets on the host, in one read operation."""
+    """Whole tensors and regions, contiguous and not, beside targets on the host, in one read operation."""
     stored, other = filled(dtype, (9, 14)), filled(dtype, (100,), seed=2)
     items = write_file(storage, "f", {"t": stored, "o": other})
-    box = Box((2, 3), (5, 8))
+    region = Region((2, 3), (5, 8))
     whole_target = device.declare(filled(dtype, (9, 14), seed=1))
     columns = device.declare(filled(dtype, (5, 16), seed=1))[:, 3:11]
     on_host, both = filled(dtype, (100,), seed=1), filled(dtype, (9, 14), seed=1)
@@ -516,7 +523,7 @@ def test_targets_on_a_device_of_every_dtype_and_layout(
         storage,
         [
             landing("whole", items["t"], stored, whole_target),
-            landing("columns", items["t"], stored, columns, box),
+            landing("columns", items["t"], stored, columns, region),
             wanted("on host", items["o"], other, on_host),
             wanted("the same on the host", items["t"], stored, both),
         ],
@@ -524,7 +531,7 @@ def test_targets_on_a_device_of_every_dtype_and_layout(
         verify=True,
     )
     assert same(whole_target, stored)
-    assert same(as_plain(columns), as_plain(part(stored, box)))
+    assert same(as_plain(columns), as_plain(part(stored, region)))
     assert same(on_host, other)
     assert same(both, stored)
     assert device.pinned == []
@@ -543,7 +550,7 @@ def test_memory_for_loads_to_a_device_is_bounded(
     storage: Storage, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots go round: many operations, few slots, none read into before its copies are done."""
-    monkeypatch.setattr(_plan, "_MAX_OPERATION", 1 << 16)
+    monkeypatch.setattr(read_planner, "_MAX_OPERATION", 1 << 16)
     stored = {f"t{n}": filled(torch.int32, (300, 100), seed=n) for n in range(40)}
     items = write_file(storage, "f", stored)
     targets = {key: device.declare(torch.zeros_like(tensor)) for key, tensor in stored.items()}
@@ -593,7 +600,7 @@ def test_a_shortage_of_memory_for_slots_is_a_read_error(
     stored = torch.arange(100_000)
     (item,) = write_file(storage, "f", {"t": stored}).values()
     target = device.declare(torch.zeros(100_000, dtype=torch.int64))
-    monkeypatch.setattr("dcp_tensorizer._arena._available_memory", lambda: 1 << 16)
+    monkeypatch.setattr("dcp_tensorizer._memory.memory_limit._available_memory", lambda: 1 << 16)
     with pytest.raises(ReadError, match=r"on their way to a GPU.*bytes of memory are available"):
         fetch(storage, [landing("t", item, stored, target)], threads=2, verify=True)
 
@@ -628,6 +635,6 @@ def test_which_targets_share_memory(storage: Storage) -> None:
         memory[80:96].view(4, 4),
         torch.zeros(4, 4),
     ]
-    found = _fetch._apart([wanted("t", items["t"], stored, target) for target in targets])
-    assert [w.request.direct for w in found] == [True, False, False, False, False, True]
+    found = executor._apart([wanted("t", items["t"], stored, target) for target in targets])
+    assert [w.request.in_place for w in found] == [True, False, False, False, False, True]
     assert all(w.target is target for w, target in zip(found, targets, strict=True))

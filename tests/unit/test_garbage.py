@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_tensorizer import TensorizerStorageWriter
-from dcp_tensorizer._garbage import count_as_old, garbage_stays
+from dcp_tensorizer._memory.garbage import count_as_old, garbage_stays
 
 
 class _Cycle:

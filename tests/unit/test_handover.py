@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from dcp_tensorizer import WriteError, WriterProcessDied, _handover
-from dcp_tensorizer._arena import Arena
-from dcp_tensorizer._copying import Copies
-from dcp_tensorizer._device import SideStreams
-from dcp_tensorizer._handover import Handover, Options
-from dcp_tensorizer._protocol import SnapshotRequest
+from dcp_tensorizer import WriteError, WriterProcessDied
+from dcp_tensorizer._memory.device import SideStreams
+from dcp_tensorizer._memory.shared_buffer import SharedBuffer
+from dcp_tensorizer._saving import writer_client
+from dcp_tensorizer._saving.writer_client import Options, WriterClient
+from dcp_tensorizer._staging.tensor_copy import Copies
+from dcp_tensorizer._writer_process.messages import SnapshotRequest
 
 from .simulated import SimulatedDevice
 
@@ -33,35 +34,37 @@ class Refusing:
 
 
 @pytest.fixture
-def arena() -> Iterator[Arena]:
-    arena = Arena(4096)
-    yield arena
-    arena.close()
+def buffer() -> Iterator[SharedBuffer]:
+    buffer = SharedBuffer(4096)
+    yield buffer
+    buffer.close()
 
 
-def handover(process: Any) -> Handover:
-    made = Handover(Options({}, sync=True, threads=1, buffer_bytes=1 << 28, timeout=10.0, cipher=None), devices=True)
+def handover(process: Any) -> WriterClient:
+    made = WriterClient(
+        Options({}, sync=True, threads=1, buffer_bytes=1 << 28, timeout=10.0, cipher=None), devices=True
+    )
     made.process = process
     return made
 
 
 def test_a_snapshot_that_was_refused_is_not_tried_again(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    buffer: SharedBuffer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After a death it is; each time the handles are given back, and the trainer copies."""
     withdrawn: list[Any] = []
-    monkeypatch.setattr(_handover, "export", lambda *arguments: (SnapshotRequest(0, 0, (("a handle",),), ()), []))
-    monkeypatch.setattr(_handover, "withdraw", withdrawn.extend)
+    monkeypatch.setattr(writer_client, "export", lambda *arguments: (SnapshotRequest(0, 0, (("a handle",),), ()), []))
+    monkeypatch.setattr(writer_client, "withdraw", withdrawn.extend)
     process = Refusing([WriterProcessDied("died"), WriteError("no GPU memory"), WriteError("never asked for")])
     copies = Copies([], SideStreams(SimulatedDevice()), 1)
     made = handover(process)
-    assert [made.snapshot(arena, copies) for _ in range(4)] == [False] * 4
+    assert [made.snapshot(buffer, copies) for _ in range(4)] == [False] * 4
     assert [str(error) for error in process.errors] == ["never asked for"]
     assert withdrawn == [("a handle",)] * 2
     assert len(caplog.records) == 2
 
 
-def test_a_closed_one_starts_no_process(arena: Arena) -> None:
+def test_a_closed_one_starts_no_process(buffer: SharedBuffer) -> None:
     """What still ran when it was closed must not leave a process behind."""
     made = handover(None)
     made.close()

@@ -1,4 +1,4 @@
-"""Handles to GPU memory, with handles simulated: what crosses, what is kept, and what arrives in the arena.
+"""Handles to GPU memory, with handles simulated: what crosses, what is kept, and what arrives in the buffer.
 
 Torch's own two functions, which need a GPU, are replaced: a handle is the alias itself. tests/gpu has the real ones.
 """
@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_tensorizer import WriteError, _ipc
-from dcp_tensorizer._arena import Arena, aligned
-from dcp_tensorizer._ipc import Snapshots, export
+from dcp_tensorizer import WriteError
+from dcp_tensorizer._memory.shared_buffer import SharedBuffer, aligned
+from dcp_tensorizer._writer_process import gpu_ipc
+from dcp_tensorizer._writer_process.gpu_ipc import Snapshots, export
 
 from .simulated import SimulatedDevice, SimulatedStream
 from .support import ALL_DTYPES, filled, same
@@ -23,8 +24,8 @@ from .support import ALL_DTYPES, filled, same
 
 @pytest.fixture(autouse=True)
 def handles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ipc, "reduce_tensor", lambda alias: (None, (alias, True)))
-    monkeypatch.setattr(_ipc, "rebuild_cuda_tensor", opened)
+    monkeypatch.setattr(gpu_ipc, "reduce_tensor", lambda alias: (None, (alias, True)))
+    monkeypatch.setattr(gpu_ipc, "rebuild_cuda_tensor", opened)
 
 
 def opened(alias: torch.Tensor, has_to_wait: bool) -> torch.Tensor:
@@ -37,30 +38,30 @@ def streams() -> dict[Any, SimulatedStream]:
 
 
 def test_tensors_arrive_as_they_are() -> None:
-    """Every dtype, views of one storage, strides, lazy views: each at its place in an arena that is registered once."""
+    """Every dtype, views of one storage, strides, lazy views: each at its place in a buffer that is registered once."""
     sources = [filled(dtype, (9, 14), seed=n) for n, dtype in enumerate(ALL_DTYPES)]
     base = torch.arange(400.0)
     values = torch.view_as_complex(base.view(200, 2))
     sources += [base[3:50], base.view(20, 20).t(), base[7], values.conj(), values.conj().imag]
-    arena = Arena(sum(aligned(source.nbytes) for source in sources))
-    twins = [arena.allocate(source.dtype, source.shape) for source in sources]
-    offsets = [arena.locate(twin) or 0 for twin in twins]
-    request, kept = export(list(zip(twins, sources, strict=True)), offsets, arena.id, streams())
+    buffer = SharedBuffer(sum(aligned(source.nbytes) for source in sources))
+    twins = [buffer.allocate(source.dtype, source.shape) for source in sources]
+    offsets = [buffer.locate(twin) or 0 for twin in twins]
+    request, kept = export(list(zip(twins, sources, strict=True)), offsets, buffer.id, streams())
     assert len(request.storages) == len(kept) == len(ALL_DTYPES) + 1
-    with mmap.mmap(arena.fd, arena.nbytes) as memory:
+    with mmap.mmap(buffer.fd, buffer.nbytes) as memory:
         device = SimulatedDevice()
         snapshots = Snapshots(device)
         for _ in range(2):
             snapshots.take(dataclasses.replace(request, device=0), memory)
         gc.collect()
-        assert [nbytes for _, nbytes in device.pinned] == [arena.nbytes]
-        snapshots.keep({arena.id})
+        assert [nbytes for _, nbytes in device.pinned] == [buffer.nbytes]
+        snapshots.keep({buffer.id})
         assert len(device.pinned) == 1
         snapshots.keep(set())
         assert device.pinned == []
     assert [n for n, (a, b) in enumerate(zip(twins, sources, strict=True)) if not same(a, b)] == []
     del twins
-    arena.close()
+    buffer.close()
 
 
 def test_what_is_sent_is_not_what_training_has() -> None:
@@ -81,7 +82,7 @@ def test_memory_that_cannot_be_handed_over_is_an_error_that_says_what_to_do(monk
     def refuse(alias: torch.Tensor) -> Any:
         raise RuntimeError("invalid device pointer")
 
-    monkeypatch.setattr(_ipc, "reduce_tensor", refuse)
+    monkeypatch.setattr(gpu_ipc, "reduce_tensor", refuse)
     with pytest.raises(WriteError, match=r"invalid device pointer.*staging='buffer'"):
         export([(torch.empty(3), torch.ones(3))], [0], 1, streams())
 
@@ -101,7 +102,7 @@ def test_handles_made_before_one_that_is_refused_are_given_back(monkeypatch: pyt
             raise RuntimeError("invalid argument")
         return None, (torch.Tensor, (), (), 0, Storage, None, 7, b"handle", 1, 0, False, b"counter", number, b"", True)
 
-    monkeypatch.setattr(_ipc, "reduce_tensor", reduce)
+    monkeypatch.setattr(gpu_ipc, "reduce_tensor", reduce)
     sources = [torch.tensor([number], dtype=torch.uint8) for number in range(5)]
     with pytest.raises(WriteError, match="invalid argument"):
         export([(torch.empty_like(s), s) for s in sources], [0] * 5, 1, streams())

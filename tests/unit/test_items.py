@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.testing._internal.two_tensor import TwoTensor
 
 from dcp_tensorizer import StagingError, WriteError
-from dcp_tensorizer._items import ObjectCheck, resolve, sources, write_results
-from dcp_tensorizer._layout import StoredItem
-from dcp_tensorizer._protocol import FileRequest, FileResult, TensorResult, WriteDone
+from dcp_tensorizer._format.layout import StoredItem
+from dcp_tensorizer._saving.write_items import ObjectCheck, resolve, sources, write_results
+from dcp_tensorizer._writer_process.messages import FileRequest, FileResult, TensorResult, WriteDone
 
 from .support import same
 
@@ -99,7 +99,7 @@ def test_items_without_elements_are_not_written_but_reported() -> None:
     plan, planner = planned(state)
     items = resolve(plan, planner)
     listed = sources(items, lambda item: (5, 64))
-    assert [(s.name, s.dtype, s.shape, s.arena, s.offset, s.nbytes, s.kind) for s in listed] == [
+    assert [(s.name, s.dtype, s.shape, s.buffer, s.offset, s.nbytes, s.kind) for s in listed] == [
         ("full", "float32", (2, 2), 5, 64, 16, "tensor")
     ]
     request = (FileRequest("file", tuple(listed)),)

@@ -15,14 +15,14 @@ import torch
 from tensorizer import TensorDeserializer
 
 from dcp_tensorizer import WriteError
-from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._direct_io import LocalSink
-from dcp_tensorizer._job import FileJob
-from dcp_tensorizer._layout import data_file_name
-from dcp_tensorizer._local import LocalStorage
-from dcp_tensorizer._protocol import FileRequest, TensorSource
-from dcp_tensorizer._storage import Storage
-from dcp_tensorizer._tensors import host_bytes
+from dcp_tensorizer._format.layout import data_file_name
+from dcp_tensorizer._memory.tensor_bytes import host_bytes
+from dcp_tensorizer._storage.base import Storage
+from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._storage.local_write import LocalSink
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._writer_process.messages import FileRequest, TensorSource
+from dcp_tensorizer._writer_process.write_job import FileJob
 
 from .support import block_digests, file_size_limit, filled, raw, same, sources
 
@@ -74,7 +74,7 @@ def test_all_files_are_written_and_described(storage: Storage, tmp_path: Path, s
     for file, content in zip(done.files, files.values(), strict=True):
         stored = storage.read(file.name)
         assert stored is not None
-        assert (len(stored), storage.size(file.name)) == (file.nbytes, file.nbytes)
+        assert (len(stored), storage.head(file.name)) == (file.nbytes, file.nbytes)
         for place, tensor in zip(file.tensors, content.values(), strict=True):
             assert stored[place.offset : place.offset + place.length] == raw(tensor)
             assert place.digests == block_digests(tensor)
@@ -92,7 +92,7 @@ def test_a_failure_in_a_later_file_removes_the_earlier_ones(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("point", ["put", "close", "sync_directory"])
+@pytest.mark.parametrize("point", ["put_part", "complete", "sync_directory"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT])
 def test_what_a_disk_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, number: int) -> None:
     """An I/O error or a full quota, whenever it comes, is the error of the file, and nothing is left."""

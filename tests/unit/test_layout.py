@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_tensorizer._layout import (
+from dcp_tensorizer._format.layout import (
     StoredItem,
     block_size,
     data_file_name,
@@ -17,7 +17,7 @@ from dcp_tensorizer._layout import (
     is_data_file_name,
     metadata_file_name,
 )
-from dcp_tensorizer._tensorfile import lay_out
+from dcp_tensorizer._format.tensorizer_file import lay_out
 
 from .support import ALL_DTYPES, dtype_name, filled, sources
 
@@ -95,7 +95,7 @@ def test_a_stored_item_is_a_plain_tuple() -> None:
     item = StoredItem("f", "n", 1, 2, "uint8", "tensor", b"d")
     assert item.to_tuple() == ("f", "n", 1, 2, "uint8", "tensor", b"d")
     assert type(item.to_tuple()) is tuple
-    sealed = item._replace(seal=b"s")
+    sealed = item._replace(nonce_and_macs=b"s")
     assert sealed.to_tuple() == (*item.to_tuple(), b"s")
     assert [StoredItem(*kept.to_tuple()) for kept in (item, sealed)] == [item, sealed]
 

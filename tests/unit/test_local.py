@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from dcp_tensorizer import WriteError, _local
-from dcp_tensorizer._local import LocalStorage
-from dcp_tensorizer._storage import Refused
+from dcp_tensorizer import WriteError
+from dcp_tensorizer._storage import local
+from dcp_tensorizer._storage.base import Refused
+from dcp_tensorizer._storage.local import LocalStorage
 
 from .support import open_descriptors, put_file
 
@@ -21,24 +22,24 @@ from .support import open_descriptors, put_file
 def test_the_first_claim_sees_what_is_there(tmp_path: Path) -> None:
     """Until it shares the directory, nobody else can be writing there."""
     (tmp_path / "file").touch()
-    claim = LocalStorage(tmp_path).claim()
-    assert claim.leftovers() == ["file"]
-    claim.share(1.0)
-    assert claim.leftovers() is None
-    claim.release()
+    lock = LocalStorage(tmp_path).lock_directory()
+    assert lock.leftovers() == ["file"]
+    lock.share(1.0)
+    assert lock.leftovers() is None
+    lock.release()
 
 
 def test_a_second_claim_knows_nothing(tmp_path: Path) -> None:
     """Where another save is under way, no file can be told to be left over; when it is over, they can."""
-    first = LocalStorage(tmp_path).claim()
+    first = LocalStorage(tmp_path).lock_directory()
     first.share(1.0)
-    second = LocalStorage(tmp_path).claim()
+    second = LocalStorage(tmp_path).lock_directory()
     assert second.leftovers() is None
     second.share(1.0)
     first.release()
     first.release()
     second.release()
-    third = LocalStorage(tmp_path).claim()
+    third = LocalStorage(tmp_path).lock_directory()
     assert third.leftovers() == []
     third.release()
 
@@ -48,9 +49,9 @@ def test_a_claim_ends_with_its_process(tmp_path: Path) -> None:
     script = """
 import sys
 from pathlib import Path
-from dcp_tensorizer._local import LocalStorage
-claim = LocalStorage(Path(sys.argv[1])).claim()
-claim.share(1.0)
+from dcp_tensorizer._storage.local import LocalStorage
+lock = LocalStorage(Path(sys.argv[1])).lock_directory()
+lock.share(1.0)
 print("claimed", flush=True)
 sys.stdin.read()
 """
@@ -59,20 +60,20 @@ sys.stdin.read()
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"claimed\n"
-        claim = LocalStorage(tmp_path).claim()
-        assert claim.leftovers() is None
-        claim.release()
+        lock = LocalStorage(tmp_path).lock_directory()
+        assert lock.leftovers() is None
+        lock.release()
         other.kill()
-    claim = LocalStorage(tmp_path).claim()
-    assert claim.leftovers() == []
-    claim.release()
+    lock = LocalStorage(tmp_path).lock_directory()
+    assert lock.leftovers() == []
+    lock.release()
 
 
 def test_a_save_that_cleans_up_for_ever_is_not_waited_for(tmp_path: Path) -> None:
     """A stopped process may hold the directory: the error names it, and no descriptor stays open."""
     before = open_descriptors()
-    holder = LocalStorage(tmp_path).claim()
-    other = LocalStorage(tmp_path).claim()
+    holder = LocalStorage(tmp_path).lock_directory()
+    other = LocalStorage(tmp_path).lock_directory()
     with pytest.raises(WriteError, match=str(tmp_path)):
         other.share(0.05)
     holder.release()
@@ -91,25 +92,25 @@ def test_where_locks_say_nothing_nothing_is_left_over(
     if case == "no locks":
         monkeypatch.setattr(fcntl, "flock", refuse)
     else:
-        monkeypatch.setattr(_local, "_LOCAL_TYPES", {"something"})
-    claim = LocalStorage(tmp_path).claim()
-    assert claim.leftovers() is None
-    claim.share(1.0)
-    claim.release()
+        monkeypatch.setattr(local, "_LOCAL_TYPES", {"something"})
+    lock = LocalStorage(tmp_path).lock_directory()
+    assert lock.leftovers() is None
+    lock.share(1.0)
+    lock.release()
 
 
 def test_a_forked_child_does_not_keep_the_claim(tmp_path: Path) -> None:
     """A data loader that outlives the save holds a copy of the descriptor, and no lock."""
-    claim = LocalStorage(tmp_path).claim()
-    claim.share(1.0)
+    lock = LocalStorage(tmp_path).lock_directory()
+    lock.share(1.0)
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         os.close(writing)
         os.read(reading, 1)
         os._exit(0)
-    claim.release()
-    again = LocalStorage(tmp_path).claim()
+    lock.release()
+    again = LocalStorage(tmp_path).lock_directory()
     assert again.leftovers() == []
     again.release()
     os.close(writing)
@@ -120,36 +121,36 @@ def test_a_forked_child_does_not_keep_the_claim(tmp_path: Path) -> None:
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     """It was made a moment ago, and somebody removed it with all that was around it."""
     with pytest.raises(WriteError, match="nowhere"):
-        LocalStorage(tmp_path / "nowhere" / "checkpoint").claim()
+        LocalStorage(tmp_path / "nowhere" / "checkpoint").lock_directory()
 
 
 def test_a_directory_that_was_removed_by_who_cleaned_up(tmp_path: Path) -> None:
     """A save that waited meanwhile makes it again, and claims the new one: nobody can remove that."""
     storage = LocalStorage(tmp_path / "checkpoint")
     storage.make_directory()
-    cleaner = storage.claim()
-    save = storage.claim()
+    cleaner = storage.lock_directory()
+    save = storage.lock_directory()
     assert storage.remove_directory()
     cleaner.release()
     save.share(10)
     assert (tmp_path / "checkpoint").is_dir()
-    other = storage.claim()
+    other = storage.lock_directory()
     assert other.leftovers() is None
     other.release()
     save.release()
-    late = storage.claim()
+    late = storage.lock_directory()
     assert late.leftovers() == []
     late.release()
 
 
-def test_a_directory_that_goes_away_before_it_is_claimed(tmp_path: Path) -> None:
+def test_a_directory_that_goes_away_before_it_is_locked(tmp_path: Path) -> None:
     """Between making it and claiming it, too."""
     storage = LocalStorage(tmp_path / "checkpoint")
-    claim = storage.claim()
-    assert claim.leftovers() == []
-    claim.share(10)
+    lock = storage.lock_directory()
+    assert lock.leftovers() == []
+    lock.share(10)
     assert (tmp_path / "checkpoint").is_dir()
-    claim.release()
+    lock.release()
 
 
 def test_a_listing_follows_no_links_to_directories(tmp_path: Path) -> None:
@@ -169,10 +170,10 @@ def test_a_listing_follows_no_links_to_directories(tmp_path: Path) -> None:
 
 def test_a_claim_ends_with_its_object(tmp_path: Path) -> None:
     """A save that failed somewhere else, of which nothing is left, keeps nobody from cleaning up."""
-    claim = LocalStorage(tmp_path).claim()
-    claim.share(1.0)
-    del claim
-    again = LocalStorage(tmp_path).claim()
+    lock = LocalStorage(tmp_path).lock_directory()
+    lock.share(1.0)
+    del lock
+    again = LocalStorage(tmp_path).lock_directory()
     assert again.leftovers() == []
     again.release()
 
@@ -193,14 +194,14 @@ def test_a_rename_whose_answer_was_lost(
         raise OSError(said, os.strerror(said))
 
     monkeypatch.setattr(os, "replace", lose)
-    LocalStorage(tmp_path).publish("a", b"new", sync=True, replace=replace)
+    LocalStorage(tmp_path).put("a", b"new", sync=True, replace=replace)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"new"}
 
 
 @pytest.mark.parametrize(
     ("types", "said", "kind"),
     [
-        (_local._LOCAL_TYPES, errno.EIO, Refused),
+        (local._LOCAL_TYPES, errno.EIO, Refused),
         ({"something"}, errno.EIO, WriteError),
         ({"something"}, errno.EDQUOT, Refused),
     ],
@@ -214,22 +215,22 @@ def test_whether_a_file_may_be_in_place_later(
     def fail(source: Path, target: Path) -> None:
         raise OSError(said, os.strerror(said))
 
-    monkeypatch.setattr(_local, "_LOCAL_TYPES", types)
+    monkeypatch.setattr(local, "_LOCAL_TYPES", types)
     monkeypatch.setattr(os, "replace", fail)
     (tmp_path / "a").write_bytes(b"old")
     with pytest.raises(WriteError, match=os.strerror(said)) as caught:
-        LocalStorage(tmp_path).publish("a", b"new", sync=True)
+        LocalStorage(tmp_path).put("a", b"new", sync=True)
     assert type(caught.value) is kind
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"old"}
 
 
-@pytest.mark.parametrize(("types", "allocated"), [(_local._LOCAL_TYPES, [5000]), ({"something"}, [])])
+@pytest.mark.parametrize(("types", "allocated"), [(local._LOCAL_TYPES, [5000]), ({"something"}, [])])
 def test_only_disks_are_asked_for_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, types: set[str], allocated: list[int]
 ) -> None:
     """Many network mounts have no fallocate, which glibc imitates by writing zeros, all of them, one page at a time."""
     asked: list[int] = []
-    monkeypatch.setattr(_local, "_LOCAL_TYPES", types)
+    monkeypatch.setattr(local, "_LOCAL_TYPES", types)
     monkeypatch.setattr(os, "posix_fallocate", lambda descriptor, offset, nbytes: asked.append(nbytes))
     put_file(LocalStorage(tmp_path), "a", bytes(5000))
     assert asked == allocated

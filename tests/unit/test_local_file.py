@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dcp_tensorizer._local_file import LocalFile, read_into
+from dcp_tensorizer._storage.local_read import LocalFile, read_into
 
 from .support import cached, forget, open_descriptors
 

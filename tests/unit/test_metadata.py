@@ -10,10 +10,11 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint import FileSystemWriter
 
-from dcp_tensorizer._commit import commit
-from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._layout import ENCRYPTED_VERSION, FORMAT, FORMAT_VERSION, StoredItem, data_file_name
-from dcp_tensorizer._metadata import decode, encode, read_metadata
+from dcp_tensorizer._format.layout import ENCRYPTED_VERSION, FORMAT, FORMAT_VERSION, StoredItem, data_file_name
+from dcp_tensorizer._format.metadata import decode, encode
+from dcp_tensorizer._loading.metadata_reader import read_metadata
+from dcp_tensorizer._saving.commit import commit
+from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer.errors import MetadataError, UntrustedObject
 
 from .checkpoints import INDEX, metadata_of
@@ -140,7 +141,7 @@ def test_encrypted_checkpoints_have_a_version_of_their_own(tmp_path):
     ids=repr,
 )
 def test_what_is_not_encrypted_as_it_should_be_is_refused(change):
-    """An item without a seal in an encrypted checkpoint would be believed, whoever put it there."""
+    """An item without a nonce and MACs in an encrypted checkpoint would be believed, whoever put it there."""
     good, bad = encrypted_content(), encrypted_content(**change)
     assert decode(encode(dataclasses.replace(metadata_of(), storage_data=good)), "x").storage_data == good
     with pytest.raises(MetadataError):

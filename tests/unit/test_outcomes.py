@@ -2,7 +2,7 @@
 
 import pytest
 
-from dcp_tensorizer._outcomes import Outcomes
+from dcp_tensorizer._saving.failure_counter import FailureCounter
 from dcp_tensorizer.errors import WriteError
 
 
@@ -15,7 +15,7 @@ def _fail(outcomes, times):
 
 def test_the_limit_names_the_last_error_and_the_last_commit():
     """After as many failures in a row as allowed, the error says what failed last and what is still good."""
-    outcomes = Outcomes(3)
+    outcomes = FailureCounter(3)
     outcomes.begin("/ckpt/good")
     outcomes.committed()
     _fail(outcomes, 2)
@@ -27,7 +27,7 @@ def test_the_limit_names_the_last_error_and_the_last_commit():
 
 def test_a_commit_starts_the_count_again():
     """Only failures in a row count."""
-    outcomes = Outcomes(2)
+    outcomes = FailureCounter(2)
     _fail(outcomes, 1)
     outcomes.begin("/ckpt/good")
     outcomes.committed()
@@ -37,7 +37,7 @@ def test_a_commit_starts_the_count_again():
 
 def test_a_save_that_another_rank_failed_counts_too(caplog):
     """The coordinator sees that `finish` was never called, counts it, and logs it."""
-    outcomes = Outcomes(1)
+    outcomes = FailureCounter(1)
     outcomes.set_coordinator(True)
     outcomes.begin("/ckpt/a")
     outcomes.begin("/ckpt/b")
@@ -48,7 +48,7 @@ def test_a_save_that_another_rank_failed_counts_too(caplog):
 
 def test_other_ranks_do_not_count():
     """A rank that is not the coordinator never learns of a commit, so it must not take a save for failed."""
-    outcomes = Outcomes(1)
+    outcomes = FailureCounter(1)
     outcomes.set_coordinator(False)
     outcomes.begin("/ckpt/a")
     outcomes.settle()
@@ -57,6 +57,6 @@ def test_other_ranks_do_not_count():
 
 def test_no_limit():
     """None never raises."""
-    outcomes = Outcomes(None)
+    outcomes = FailureCounter(None)
     _fail(outcomes, 10)
     outcomes.check()

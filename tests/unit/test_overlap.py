@@ -11,8 +11,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from dcp_tensorizer import StagingError, TensorizerStorageReader, TensorizerStorageWriter, _copying, _handover, staging
-from dcp_tensorizer._copying import copy_on_host
+from dcp_tensorizer import StagingError, TensorizerStorageReader, TensorizerStorageWriter
+from dcp_tensorizer._saving import writer_client
+from dcp_tensorizer._staging import stager, tensor_copy
+from dcp_tensorizer._staging.tensor_copy import copy_on_host
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 WAIT = 30.0
@@ -42,15 +44,15 @@ class Gate:
 def copying(monkeypatch):
     """The copying of host tensors, held back."""
     gate = Gate(copy_on_host)
-    monkeypatch.setattr(_copying, "copy_on_host", gate)
+    monkeypatch.setattr(tensor_copy, "copy_on_host", gate)
     return gate
 
 
 @pytest.fixture
 def writing(monkeypatch):
     """The writing of files, held back before it begins."""
-    gate = Gate(_handover.Handover.write)
-    monkeypatch.setattr(_handover.Handover, "write", lambda *args: gate(*args))
+    gate = Gate(writer_client.WriterClient.write)
+    monkeypatch.setattr(writer_client.WriterClient, "write", lambda *args: gate(*args))
     return gate
 
 
@@ -108,28 +110,28 @@ class Telling(DefaultSavePlanner):
 
 def test_training_does_not_wait_for_memory(tmp_path, monkeypatch):
     """`async_save` returns before there is a buffer, and holds containers and objects as they were then."""
-    gate = Gate(staging.Arena)
-    monkeypatch.setattr(staging, "Arena", gate)
-    box = types.SimpleNamespace(lr=1)
-    state = {"w": torch.ones(1000), "b": torch.ones(10), "step": 1, "nested": {"lrs": [1, 2], "box": box}}
+    gate = Gate(stager.SharedBuffer)
+    monkeypatch.setattr(stager, "SharedBuffer", gate)
+    region = types.SimpleNamespace(lr=1)
+    state = {"w": torch.ones(1000), "b": torch.ones(10), "step": 1, "nested": {"lrs": [1, 2], "region": region}}
     with TensorizerStorageWriter(tmp_path, overlap_staging=True) as writer:
         response = dcp.async_save(state, storage_writer=writer)
         assert gate.reached.wait(WAIT)
-        box.lr = 7
+        region.lr = 7
         state["nested"]["lrs"].append(3)
         del state["b"]
         gate.opened.set()
         response.upload_completion.result(WAIT)
     assert loaded(tmp_path) == ({1.0}, {1.0}, 1)
-    found = {"nested": {"lrs": [None, None], "box": None}}
+    found = {"nested": {"lrs": [None, None], "region": None}}
     dcp.load(found, storage_reader=TensorizerStorageReader(tmp_path, allow_pickle=True))
-    assert (found["nested"]["lrs"], found["nested"]["box"].lr) == ([1, 2], 1)
+    assert (found["nested"]["lrs"], found["nested"]["region"].lr) == ([1, 2], 1)
 
 
 def test_closing_waits_for_a_save_that_has_no_memory_yet(tmp_path, monkeypatch):
     """However long that takes, the save is begun, and it is over when `close` returns."""
-    gate = Gate(staging.Arena)
-    monkeypatch.setattr(staging, "Arena", gate)
+    gate = Gate(stager.SharedBuffer)
+    monkeypatch.setattr(stager, "SharedBuffer", gate)
     state = {"w": torch.ones(1000), "b": torch.ones(10), "step": 1}
     writer = TensorizerStorageWriter(tmp_path, overlap_staging=True)
     response = dcp.async_save(state, storage_writer=writer)
@@ -146,8 +148,8 @@ def test_closing_waits_for_a_save_that_has_no_memory_yet(tmp_path, monkeypatch):
 
 def test_closing_in_time_abandons_a_save_that_has_no_memory_yet(tmp_path, monkeypatch, caplog):
     """And says so."""
-    gate = Gate(staging.Arena)
-    monkeypatch.setattr(staging, "Arena", gate)
+    gate = Gate(stager.SharedBuffer)
+    monkeypatch.setattr(stager, "SharedBuffer", gate)
     writer = TensorizerStorageWriter(tmp_path, overlap_staging=True)
     response = dcp.async_save({"w": torch.ones(1000)}, storage_writer=writer)
     threading.Timer(2 * SOON, gate.opened.set).start()
@@ -166,7 +168,7 @@ def test_no_memory_for_an_overlapped_save_is_its_error(tmp_path, monkeypatch):
 
     with TensorizerStorageWriter(tmp_path, overlap_staging=True) as writer:
         with monkeypatch.context() as patch:
-            patch.setattr(staging, "Arena", refuse)
+            patch.setattr(stager, "SharedBuffer", refuse)
             response = dcp.async_save(state, storage_writer=writer)
             with writer.lock():
                 pass
@@ -212,7 +214,7 @@ def test_an_error_while_copying_fails_the_save_and_releases_training(tmp_path, m
 
     with TensorizerStorageWriter(tmp_path, overlap_staging=True) as writer:
         with monkeypatch.context() as patch:
-            patch.setattr(_copying, "copy_on_host", fail)
+            patch.setattr(tensor_copy, "copy_on_host", fail)
             response = dcp.async_save(state, storage_writer=writer)
             response.staging_completion.result(WAIT)
             with pytest.raises(CheckpointException) as caught:
@@ -254,7 +256,7 @@ def test_shared_tensors_are_written_in_place(tmp_path, copying):
         twin = dict(staged)
         assert twin["w"].data_ptr() == state["w"].data_ptr()
         assert twin["b"].data_ptr() != state["b"].data_ptr()
-        assert staged.lease.arena.nbytes == 4096
+        assert staged.staged_save.buffer.nbytes == 4096
         del staged, twin
         future = dcp.async_save(state, storage_writer=writer)
         with writer.lock():

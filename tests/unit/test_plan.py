@@ -18,23 +18,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tensorizer import TensorDeserializer
 
-from dcp_tensorizer import _layout, _plan
-from dcp_tensorizer._encoder import encode
-from dcp_tensorizer._layout import INDEX_CAPACITY, StoredItem, block_size, index_entry_size, is_data_file_name
-from dcp_tensorizer._plan import (
-    Box,
-    ReadOperation,
-    ReadRequest,
-    boxes_of_range,
-    covers,
-    plan_files,
-    plan_reads,
-    stored_names,
-)
-from dcp_tensorizer._protocol import TensorSource
-from dcp_tensorizer._storage import Storage
-from dcp_tensorizer._tensorfile import lay_out
-from dcp_tensorizer._tensors import host_bytes
+from dcp_tensorizer._format import layout as layout_module
+from dcp_tensorizer._format.chunks import Region, covers, regions_of_range
+from dcp_tensorizer._format.encoder import encode
+from dcp_tensorizer._format.layout import INDEX_CAPACITY, StoredItem, block_size, index_entry_size, is_data_file_name
+from dcp_tensorizer._format.tensorizer_file import lay_out
+from dcp_tensorizer._loading import read_planner
+from dcp_tensorizer._loading.read_planner import ReadOperation, ReadRequest, plan_reads
+from dcp_tensorizer._memory.tensor_bytes import host_bytes
+from dcp_tensorizer._saving import file_planner
+from dcp_tensorizer._saving.file_planner import plan_files, stored_names
+from dcp_tensorizer._storage.base import Storage
+from dcp_tensorizer._writer_process.messages import TensorSource
 
 from .support import BufferSink, filled, same
 
@@ -51,16 +46,16 @@ class Limits:
     times: int = 1  # as much may be read at once where it is read into its target
 
 
-REAL = Limits(_plan._MAX_OPERATION, Storage.gap_bytes, _plan._MAX_SEGMENTS, _layout._MIN_BLOCK)
+REAL = Limits(read_planner._MAX_OPERATION, Storage.max_gap_bytes, read_planner._MAX_SEGMENTS, layout_module._MIN_BLOCK)
 
 
 @contextmanager
 def limits(small: Limits) -> Iterator[None]:
     """Small limits, so that small tensors meet them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_plan, "_MAX_OPERATION", small.operation)
-        patch.setattr(_plan, "_MAX_SEGMENTS", small.segments)
-        patch.setattr(_layout, "_MIN_BLOCK", small.block)
+        patch.setattr(read_planner, "_MAX_OPERATION", small.operation)
+        patch.setattr(read_planner, "_MAX_SEGMENTS", small.segments)
+        patch.setattr(layout_module, "_MIN_BLOCK", small.block)
         yield
 
 
@@ -68,9 +63,9 @@ def limits(small: Limits) -> Iterator[None]:
 
 
 def bytes_of_box(request: ReadRequest) -> np.ndarray:
-    """The positions, in the tensor's data, of a box's bytes in C order."""
+    """The positions, in the tensor's data, of a region's bytes in C order."""
     elements = np.arange(math.prod(request.shape)).reshape(request.shape)
-    part = elements[tuple(slice(a, a + n) for a, n in zip(request.box.start, request.box.size, strict=True))]
+    part = elements[tuple(slice(a, a + n) for a, n in zip(request.region.start, request.region.size, strict=True))]
     return (part.reshape(-1, 1) * request.itemsize + np.arange(request.itemsize)).reshape(-1)
 
 
@@ -93,10 +88,10 @@ def execute(operations: Sequence[ReadOperation], requests: Sequence[ReadRequest]
         assert data.size == operation.nbytes, "an operation reads past the end of its file"
         for segment in operation.segments:
             run = data[segment.offset - operation.offset :][: segment.nbytes]
-            if segment.direct is not None:
+            if segment.target_offset is not None:
                 (number,) = segment.requests
-                assert segment.direct >= 0
-                targets[number][segment.direct : segment.direct + segment.nbytes] = run
+                assert segment.target_offset >= 0
+                targets[number][segment.target_offset : segment.target_offset + segment.nbytes] = run
                 continue
             for number in segment.requests:
                 inside = (wanted[number] >= segment.start) & (wanted[number] < segment.stop)
@@ -120,7 +115,7 @@ def check_plan(requests: Sequence[ReadRequest], *, verify: bool, bounds: Limits)
         largest = max(segment.nbytes for segment in operation.segments)
         alone = largest if len(operation.segments) == 1 else 0
         assert operation.nbytes <= max(bounds.times * bounds.operation, alone)
-        scratch = sum(segment.nbytes for segment in operation.segments if segment.direct is None)
+        scratch = sum(segment.nbytes for segment in operation.segments if segment.target_offset is None)
         assert scratch == operation.scratch <= max(bounds.operation, alone)
         for a, b in itertools.pairwise(operation.segments):
             assert 0 <= b.offset - (a.offset + a.nbytes) <= bounds.gap
@@ -129,21 +124,24 @@ def check_plan(requests: Sequence[ReadRequest], *, verify: bool, bounds: Limits)
     return operations
 
 
-def check_segment(segment: _plan.Segment, requests: Sequence[ReadRequest], *, verify: bool, bounds: Limits) -> None:
+def check_segment(
+    segment: read_planner.Segment, requests: Sequence[ReadRequest], *, verify: bool, bounds: Limits
+) -> None:
     step = block_size(segment.item.length)
     assert 0 <= segment.start < segment.stop <= segment.item.length
-    most = bounds.operation * (1 if segment.direct is None else bounds.times)
+    most = bounds.operation * (1 if segment.target_offset is None else bounds.times)
     assert segment.nbytes <= (max(most, step) if verify else most)
     assert segment.requests, "bytes that nobody wants"
     if verify:
         assert segment.start % step == 0
         assert segment.stop % step == 0 or segment.stop == segment.item.length
-    if segment.direct is not None:
+    if segment.target_offset is not None:
         (request,) = (requests[number] for number in segment.requests)
-        assert request.direct
+        assert request.in_place
         positions = bytes_of_box(request)
         assert np.array_equal(
-            positions[segment.direct : segment.direct + segment.nbytes], np.arange(segment.start, segment.stop)
+            positions[segment.target_offset : segment.target_offset + segment.nbytes],
+            np.arange(segment.start, segment.stop),
         )
 
 
@@ -171,9 +169,9 @@ def longest_run_for_nothing(requests: Sequence[ReadRequest], operations: Sequenc
 
 
 @st.composite
-def boxes(draw: st.DrawFn, shape: Sequence[int]) -> Box:
+def regions(draw: st.DrawFn, shape: Sequence[int]) -> Region:
     bounds = [sorted(draw(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)))) for n in shape]
-    return Box(tuple(a for a, _ in bounds), tuple(b - a + 1 for a, b in bounds))
+    return Region(tuple(a for a, _ in bounds), tuple(b - a + 1 for a, b in bounds))
 
 
 @st.composite
@@ -189,8 +187,8 @@ def plans(draw: st.DrawFn) -> list[ReadRequest]:
         offset = ends[file] + draw(st.integers(0, 70))
         ends[file] = offset + length
         item = StoredItem(file, "t", offset, length, "uint8", "tensor", b"")
-        for box in draw(st.lists(boxes(shape), min_size=1, max_size=3)):
-            requests.append(ReadRequest(item, shape, itemsize, box, draw(st.booleans())))
+        for region in draw(st.lists(regions(shape), min_size=1, max_size=3)):
+            requests.append(ReadRequest(item, shape, itemsize, region, draw(st.booleans())))
     return draw(st.permutations(requests))
 
 
@@ -210,7 +208,7 @@ small_limits = st.builds(
 @settings(max_examples=300)
 @given(plans(), st.booleans(), small_limits)
 def test_executing_a_plan_gives_exactly_the_boxes(requests: list[ReadRequest], verify: bool, small: Limits) -> None:
-    """Any boxes of any tensors, under any limits: bit-exact, no byte read twice, in order, within the bounds."""
+    """Any regions of any tensors, under any limits: bit-exact, no byte read twice, in order, within the bounds."""
     with limits(small):
         check_plan(requests, verify=verify, bounds=small)
 
@@ -223,19 +221,19 @@ def test_real_limits_read_small_tensors_of_a_file_at_once(requests: list[ReadReq
 
 
 def request_of(
-    shape: tuple[int, ...], box: Box, *, itemsize: int = 1, direct: bool = False, at: int = 0
+    shape: tuple[int, ...], region: Region, *, itemsize: int = 1, in_place: bool = False, at: int = 0
 ) -> ReadRequest:
     item = StoredItem(FILES[0], "t", at, math.prod(shape) * itemsize, "uint8", "tensor", b"")
-    return ReadRequest(item, shape, itemsize, box, direct)
+    return ReadRequest(item, shape, itemsize, region, in_place)
 
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_whole_tensor_goes_straight_to_its_target(verify: bool) -> None:
     """A large contiguous target is read into in operations of 8 MiB, without any scratch memory."""
     shape = (10 << 20,)
-    operations = check_plan([request_of(shape, Box((0,), shape), direct=True)], verify=verify, bounds=REAL)
+    operations = check_plan([request_of(shape, Region((0,), shape), in_place=True)], verify=verify, bounds=REAL)
     segments = [segment for operation in operations for segment in operation.segments]
-    assert [segment.direct for segment in segments] == [segment.start for segment in segments]
+    assert [segment.target_offset for segment in segments] == [segment.start for segment in segments]
     assert max(operation.nbytes for operation in operations) <= 8 << 20
     assert sum(operation.nbytes for operation in operations) == 10 << 20
 
@@ -243,18 +241,18 @@ def test_a_whole_tensor_goes_straight_to_its_target(verify: bool) -> None:
 def test_a_verified_row_slice_reads_at_most_two_blocks_more_than_it_needs() -> None:
     """Only the blocks at the ends of the slice go through scratch memory, the rest straight to the target."""
     shape = (1000, 1000)
-    request = request_of(shape, Box((301, 0), (400, 1000)), itemsize=4, direct=True)
+    request = request_of(shape, Region((301, 0), (400, 1000)), itemsize=4, in_place=True)
     operations = check_plan([request], verify=True, bounds=REAL)
     segments = [segment for operation in operations for segment in operation.segments]
     step = block_size(request.item.length)
     assert sum(s.nbytes for s in segments) < 1_600_000 + 2 * step
-    assert sum(s.nbytes for s in segments if s.direct is None) <= 2 * step
-    assert sum(s.nbytes for s in segments if s.direct is not None) > 1_600_000 - 2 * step
+    assert sum(s.nbytes for s in segments if s.target_offset is None) <= 2 * step
+    assert sum(s.nbytes for s in segments if s.target_offset is not None) > 1_600_000 - 2 * step
 
 
 def test_an_unverified_row_slice_reads_exactly_its_bytes() -> None:
     """Without digests, not a byte more than is wanted."""
-    request = request_of((1000, 1000), Box((301, 0), (400, 1000)), itemsize=4, direct=True)
+    request = request_of((1000, 1000), Region((301, 0), (400, 1000)), itemsize=4, in_place=True)
     (operation,) = check_plan([request], verify=False, bounds=REAL)
     assert (operation.offset, operation.nbytes) == (301 * 4000, 400 * 4000)
 
@@ -262,33 +260,36 @@ def test_an_unverified_row_slice_reads_exactly_its_bytes() -> None:
 def test_overlapping_requests_share_one_read() -> None:
     """Two targets that want the same bytes (tied weights, replicas) have them read once."""
     shape = (1 << 20,)
-    requests = [request_of(shape, Box((0,), shape), direct=True), request_of(shape, Box((5,), (1000,)), direct=True)]
+    requests = [
+        request_of(shape, Region((0,), shape), in_place=True),
+        request_of(shape, Region((5,), (1000,)), in_place=True),
+    ]
     operations = check_plan(requests, verify=True, bounds=REAL)
     assert sum(operation.nbytes for operation in operations) == 1 << 20
 
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize(
-    ("shape", "box"),
+    ("shape", "region"),
     [
-        ((16, 1 << 20), Box((0, 0), (16, 1 << 18))),  # a few long rows, cut by column
-        ((8, 256, 4096), Box((0, 32, 0), (8, 32, 4096))),  # experts, cut by row
-        ((8, 256, 4096), Box((0, 32, 1024), (8, 32, 1024))),  # experts, cut by row and column
-        ((2, 1 << 20, 4), Box((0, 0, 1), (2, 1, 2))),  # small inner gaps, a large outer one
+        ((16, 1 << 20), Region((0, 0), (16, 1 << 18))),  # a few long rows, cut by column
+        ((8, 256, 4096), Region((0, 32, 0), (8, 32, 4096))),  # experts, cut by row
+        ((8, 256, 4096), Region((0, 32, 1024), (8, 32, 1024))),  # experts, cut by row and column
+        ((2, 1 << 20, 4), Region((0, 0, 1), (2, 1, 2))),  # small inner gaps, a large outer one
     ],
     ids=["columns", "experts-rows", "experts-both", "two-levels"],
 )
 def test_what_lies_between_wanted_runs_is_not_read_where_it_is_long(
-    shape: tuple[int, ...], box: Box, verify: bool
+    shape: tuple[int, ...], region: Region, verify: bool
 ) -> None:
     """A slice that is many runs is not read as the one run that encloses it, when its gaps exceed the largest gap."""
-    request = request_of(shape, box)
+    request = request_of(shape, region)
     operations = check_plan([request], verify=verify, bounds=REAL)
     assert longest_run_for_nothing([request], operations, verify) <= REAL.gap
 
 
 @given(plans(), st.booleans(), small_limits)
-@example([request_of((2, 50, 4), Box((0, 0, 1), (2, 1, 2)))], False, Limits(4096, 8, 512, 16))
+@example([request_of((2, 50, 4), Region((0, 0, 1), (2, 1, 2)))], False, Limits(4096, 8, 512, 16))
 def test_runs_for_nothing_are_bounded(requests: list[ReadRequest], verify: bool, small: Limits) -> None:
     """No operation reads a run longer than the largest gap that neither a request nor the digest of a block needs."""
     with limits(small):
@@ -298,7 +299,7 @@ def test_runs_for_nothing_are_bounded(requests: list[ReadRequest], verify: bool,
 
 def test_small_tensors_far_apart_are_read_apart() -> None:
     """A gap of 64 KiB is read over, a larger one is not."""
-    small = Box((0,), (100,))
+    small = Region((0,), (100,))
     near = [request_of((100,), small, at=0), request_of((100,), small, at=100 + REAL.gap)]
     far = [request_of((100,), small, at=0), request_of((100,), small, at=101 + REAL.gap)]
     assert len(check_plan(near, verify=True, bounds=REAL)) == 1
@@ -307,7 +308,7 @@ def test_small_tensors_far_apart_are_read_apart() -> None:
 
 def test_an_operation_has_no_more_segments_than_one_preadv_takes() -> None:
     """2,000 small tensors in a row: several operations, with gaps counted no more than 1,024 buffers each."""
-    requests = [request_of((10,), Box((0,), (10,)), at=11 * number) for number in range(2000)]
+    requests = [request_of((10,), Region((0,), (10,)), at=11 * number) for number in range(2000)]
     operations = check_plan(requests, verify=True, bounds=REAL)
     assert [len(operation.segments) for operation in operations] == [512, 512, 512, 464]
 
@@ -318,8 +319,8 @@ def test_nothing_wanted_is_nothing_read() -> None:
 
 
 @st.composite
-def partitions(draw: st.DrawFn, whole: Box, depth: int = 4) -> list[Box]:
-    """Boxes that fill a box: it is cut in two again and again, along one dimension or another; a part may be empty."""
+def partitions(draw: st.DrawFn, whole: Region, depth: int = 4) -> list[Region]:
+    """Regions that fill one: it is cut in two again and again, along one dimension or another; a part may be empty."""
     if not depth or not whole.size or draw(st.booleans()):
         return [whole]
     dim = draw(st.integers(0, len(whole.size) - 1))
@@ -328,17 +329,17 @@ def partitions(draw: st.DrawFn, whole: Box, depth: int = 4) -> list[Box]:
     for begin, end in ((0, at), (at, whole.size[dim])):
         start, size = list(whole.start), list(whole.size)
         start[dim], size[dim] = start[dim] + begin, end - begin
-        parts += draw(partitions(Box(tuple(start), tuple(size)), depth - 1))
+        parts += draw(partitions(Region(tuple(start), tuple(size)), depth - 1))
     return parts
 
 
 @given(data=st.data(), shape=st.lists(st.integers(1, 6), max_size=3).map(tuple))
 def test_a_partition_covers_and_nothing_else_does(data: st.DataObject, shape: tuple[int, ...]) -> None:
     """Compared with counting how often each element is there: for partitions, and for what is damaged in them."""
-    chunks = data.draw(partitions(Box((0,) * len(shape), shape)))
+    chunks = data.draw(partitions(Region((0,) * len(shape), shape)))
     assert covers(shape, chunks)
     number = data.draw(st.integers(0, len(chunks) - 1))
-    changed = chunks[:number] + data.draw(st.lists(boxes(shape), max_size=2)) + chunks[number + 1 :]
+    changed = chunks[:number] + data.draw(st.lists(regions(shape), max_size=2)) + chunks[number + 1 :]
     times = np.zeros(shape, dtype=int)
     for chunk in changed:
         times[tuple(slice(a, a + n) for a, n in zip(chunk.start, chunk.size, strict=True))] += 1
@@ -347,35 +348,35 @@ def test_a_partition_covers_and_nothing_else_does(data: st.DataObject, shape: tu
 
 def test_chunks_outside_their_tensor_do_not_cover() -> None:
     """However many elements they hold."""
-    assert not covers((4,), [Box((0,), (2,)), Box((4,), (2,))])
-    assert not covers((2, 2), [Box((-1, 0), (2, 2))])
+    assert not covers((4,), [Region((0,), (2,)), Region((4,), (2,))])
+    assert not covers((2, 2), [Region((-1, 0), (2, 2))])
 
 
 def test_nothing_is_covered_by_nothing() -> None:
     """A tensor without elements needs no chunks, and may have some without elements."""
     assert covers((0, 3), [])
-    assert covers((0, 3), [Box((0, 0), (0, 3))])
+    assert covers((0, 3), [Region((0, 0), (0, 3))])
     assert not covers((1, 3), [])
 
 
 def test_zero_dimensional_tensors_are_read_straight() -> None:
     """A 0-dim tensor is one element, in one direct segment."""
-    request = request_of((), Box((), ()), itemsize=8, direct=True, at=24)
+    request = request_of((), Region((), ()), itemsize=8, in_place=True, at=24)
     (operation,) = check_plan([request], verify=True, bounds=REAL)
-    assert [(s.start, s.stop, s.direct) for s in operation.segments] == [(0, 8, 0)]
+    assert [(s.start, s.stop, s.target_offset) for s in operation.segments] == [(0, 8, 0)]
 
 
-# --- boxes -----------------------------------------------------------------------------------------------------------
+# --- regions --------------------------------------------------------------------------------------------------------
 
 
 @given(st.data())
 def test_boxes_of_a_range_cover_it_exactly_and_in_order(data: st.DataObject) -> None:
-    """The boxes' elements, one after the other, are the elements of the range; boxes are few."""
+    """The regions' elements, one after the other, are the elements of the range; regions are few."""
     shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=4)))
     count = math.prod(shape)
     start, stop = sorted(data.draw(st.tuples(st.integers(0, count), st.integers(0, count))))
     elements = np.arange(count).reshape(shape)
-    found = list(boxes_of_range(start, stop, shape))
+    found = list(regions_of_range(start, stop, shape))
     parts = [elements[tuple(slice(a, a + n) for a, n in zip(b.start, b.size, strict=True))] for b in found]
     assert np.concatenate([part.reshape(-1) for part in parts] or [[]]).tolist() == list(range(start, stop))
     assert len(found) <= max(1, 2 * len(shape) - 1)
@@ -383,15 +384,15 @@ def test_boxes_of_a_range_cover_it_exactly_and_in_order(data: st.DataObject) -> 
 
 @given(st.data())
 def test_intersections_are_those_of_sets(data: st.DataObject) -> None:
-    """The intersection of two boxes holds exactly the elements that both hold; None if there are none."""
+    """The intersection of two regions holds exactly the elements that both hold; None if there are none."""
     shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=3)))
-    a, b = data.draw(boxes(shape)), data.draw(boxes(shape))
+    a, b = data.draw(regions(shape)), data.draw(regions(shape))
     elements = np.arange(math.prod(shape)).reshape(shape)
 
-    def members(box: Box | None) -> set[int]:
-        if box is None:
+    def members(region: Region | None) -> set[int]:
+        if region is None:
             return set()
-        return set(elements[tuple(slice(s, s + n) for s, n in zip(box.start, box.size, strict=True))].reshape(-1))
+        return set(elements[tuple(slice(s, s + n) for s, n in zip(region.start, region.size, strict=True))].reshape(-1))
 
     assert members(a.intersect(b)) == members(a) & members(b)
 
@@ -430,7 +431,7 @@ def source(name: str, *, ndim: int = 1, dtype: str = "uint8") -> TensorSource:
 def test_files_hold_all_sources_in_order_and_no_index_overflows(sizes: list[tuple[int, int]], rank: int) -> None:
     """A rank's shard continues in a further file exactly when the index of one is full."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_plan, "INDEX_CAPACITY", 4096)
+        patch.setattr(file_planner, "INDEX_CAPACITY", 4096)
         sources = [source("n" * length, ndim=ndim) for length, ndim in sizes]
         files = plan_files(sources, rank, SAVE)
     assert [s for file in files for s in file.tensors] == sources

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dcp_tensorizer import _pool
-from dcp_tensorizer._pool import work_through
+from dcp_tensorizer._loading import thread_pool
+from dcp_tensorizer._loading.thread_pool import work_through
 
 from .support import forget
 
@@ -58,9 +58,9 @@ def test_threads_join_those_that_wait() -> None:
 
 def test_no_threads_join_those_that_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes from the page cache keeps each thread busy, and more of them would only be in the way."""
-    monkeypatch.setattr(_pool.time, "thread_time", _pool.time.perf_counter)
+    monkeypatch.setattr(thread_pool.time, "thread_time", thread_pool.time.perf_counter)
     read = itertools.count(step=64 << 10)  # the file's own table of blocks, say, while what is in them is cached
-    monkeypatch.setattr(_pool, "_read_from_disk", lambda: next(read))
+    monkeypatch.setattr(thread_pool, "_read_from_disk", lambda: next(read))
     threads: set[str] = set()
 
     def run(operation: int) -> int:
@@ -73,9 +73,9 @@ def test_no_threads_join_those_that_are_busy(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_threads_join_those_that_read_from_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where they are busy all the time, as when they decrypt what they have read."""
-    monkeypatch.setattr(_pool.time, "thread_time", _pool.time.perf_counter)
+    monkeypatch.setattr(thread_pool.time, "thread_time", thread_pool.time.perf_counter)
     read = itertools.count(step=8 << 20)
-    monkeypatch.setattr(_pool, "_read_from_disk", lambda: next(read))
+    monkeypatch.setattr(thread_pool, "_read_from_disk", lambda: next(read))
     all_there = threading.Barrier(4)
     begun = itertools.count(1)
 
@@ -93,11 +93,11 @@ def test_what_comes_from_a_disk_is_counted_and_what_comes_from_the_page_cache_is
     path = tmp_path / "file"
     path.write_bytes(bytes(4 << 20))
     forget(path)
-    before = _pool._read_from_disk()
+    before = thread_pool._read_from_disk()
     path.read_bytes()
-    cold = _pool._read_from_disk()
+    cold = thread_pool._read_from_disk()
     path.read_bytes()
-    assert (cold - before >= 4 << 20, _pool._read_from_disk() - cold) == (True, 0)
+    assert (cold - before >= 4 << 20, thread_pool._read_from_disk() - cold) == (True, 0)
 
 
 def test_one_operation_that_waits_among_many_that_are_busy_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,8 +111,8 @@ def test_one_operation_that_waits_among_many_that_are_busy_shows_nothing(monkeyp
         wall, busy = wall + (10.0 if operation == 63 else 1.0), busy + 1.0
         return 1
 
-    monkeypatch.setattr(_pool.time, "perf_counter", lambda: wall)
-    monkeypatch.setattr(_pool.time, "thread_time", lambda: busy)
+    monkeypatch.setattr(thread_pool.time, "perf_counter", lambda: wall)
+    monkeypatch.setattr(thread_pool.time, "thread_time", lambda: busy)
     work_through(range(100), run, first=1, most=8)
     assert len(names) == 1
 

@@ -14,10 +14,16 @@ import pytest
 import torch
 from tensorizer import TensorDeserializer
 
-from dcp_tensorizer._arena import Arena
-from dcp_tensorizer._layout import data_file_name
-from dcp_tensorizer._process import WriterProcess
-from dcp_tensorizer._protocol import DeviceTensor, FileRequest, SnapshotRequest, TensorSource, WriteRequest
+from dcp_tensorizer._format.layout import data_file_name
+from dcp_tensorizer._memory.shared_buffer import SharedBuffer
+from dcp_tensorizer._writer_process.messages import (
+    DeviceTensor,
+    FileRequest,
+    SnapshotRequest,
+    TensorSource,
+    WriteRequest,
+)
+from dcp_tensorizer._writer_process.process import WriterProcess
 from dcp_tensorizer.errors import WriteError, WriterProcessDied
 
 from .support import open_descriptors
@@ -30,10 +36,10 @@ class Foreign:
 
 
 @pytest.fixture
-def arena():
-    arena = Arena(1 << 20)
-    yield arena
-    arena.close()
+def buffer():
+    buffer = SharedBuffer(1 << 20)
+    yield buffer
+    buffer.close()
 
 
 @pytest.fixture(scope="module")
@@ -52,20 +58,20 @@ def process(processes):
     return processes[-1]
 
 
-def request(path, arena, count=1000, options=None):
-    tensor = arena.allocate(torch.float32, (count,))
+def request(path, buffer, count=1000, options=None):
+    tensor = buffer.allocate(torch.float32, (count,))
     tensor.copy_(torch.arange(count, dtype=torch.float32))
-    source = TensorSource("w", "float32", (count,), arena.id, arena.locate(tensor), tensor.nbytes)
+    source = TensorSource("w", "float32", (count,), buffer.id, buffer.locate(tensor), tensor.nbytes)
     return WriteRequest(str(path), options or {}, (FileRequest(NAME, (source,)),), (), True, 2, 64 << 20, 60.0)
 
 
-def test_requests_are_written(process, arena, tmp_path):
+def test_requests_are_written(process, buffer, tmp_path):
     """Two requests over one buffer: the second needs no descriptor, and both files hold the tensor."""
     for number in range(2):
         folder = tmp_path / str(number)
         folder.mkdir()
-        arena.reset()
-        done = process.write(request(folder, arena), [arena], 60)
+        buffer.reset()
+        done = process.write(request(folder, buffer), [buffer], 60)
         assert [file.name for file in done.files] == [NAME]
         assert done.files[0].nbytes == (folder / NAME).stat().st_size
         place = done.files[0].tensors[0]
@@ -74,110 +80,110 @@ def test_requests_are_written(process, arena, tmp_path):
             assert torch.equal(stock["w"].data, torch.arange(1000, dtype=torch.float32))
 
 
-def test_a_failed_request_leaves_no_file(process, arena, tmp_path):
+def test_a_failed_request_leaves_no_file(process, buffer, tmp_path):
     """An error names the path, comes with the traceback of the other process, and the next request works."""
     with pytest.raises(WriteError, match="nowhere") as caught:
-        process.write(request(tmp_path / "nowhere", arena), [arena], 60)
+        process.write(request(tmp_path / "nowhere", buffer), [buffer], 60)
     assert "Traceback" in str(caught.value.__cause__)
-    arena.reset()
-    process.write(request(tmp_path, arena), [arena], 60)
+    buffer.reset()
+    process.write(request(tmp_path, buffer), [buffer], 60)
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
 
 
-def test_storage_options_that_cannot_be_understood(process, arena, tmp_path):
+def test_storage_options_that_cannot_be_understood(process, buffer, tmp_path):
     """A class that the writer process cannot import is an error, not the end of the process."""
     options = {"option": Foreign()}
     Foreign.__module__ = "a_module_of_nobody"
     sys.modules["a_module_of_nobody"] = sys.modules[__name__]
     try:
         with pytest.raises(WriteError, match="a_module_of_nobody"):
-            process.write(request(tmp_path, arena, options=options), [arena], 60)
+            process.write(request(tmp_path, buffer, options=options), [buffer], 60)
     finally:
         del sys.modules["a_module_of_nobody"]
     assert process.alive
 
 
-def test_a_buffer_that_never_arrived_is_sent_again(process, arena, tmp_path):
+def test_a_buffer_that_never_arrived_is_sent_again(process, buffer, tmp_path):
     """A request that failed before it was understood leaves nothing assumed: the next one has what it needs."""
     Foreign.__module__ = "a_module_of_nobody"
     sys.modules["a_module_of_nobody"] = sys.modules[__name__]
     try:
         with pytest.raises(WriteError, match="a_module_of_nobody"):
-            process.write(request(tmp_path, arena, options={"option": Foreign()}), [arena], 60)
+            process.write(request(tmp_path, buffer, options={"option": Foreign()}), [buffer], 60)
     finally:
         del sys.modules["a_module_of_nobody"]
-    arena.reset()
-    process.write(request(tmp_path, arena), [arena], 60)
+    buffer.reset()
+    process.write(request(tmp_path, buffer), [buffer], 60)
     assert (tmp_path / NAME).exists()
 
 
-def test_death_is_noticed(process, arena, tmp_path):
+def test_death_is_noticed(process, buffer, tmp_path):
     """A process that was killed is not alive, and a request to it is WriterProcessDied with the signal's name."""
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(WriterProcessDied, match="SIGKILL"):
-        process.write(request(tmp_path, arena), [arena], 60)
+        process.write(request(tmp_path, buffer), [buffer], 60)
     assert not process.alive
 
 
-def test_death_in_the_middle_of_a_request_is_noticed(process, arena, tmp_path):
+def test_death_in_the_middle_of_a_request_is_noticed(process, buffer, tmp_path):
     """A process that is killed while it has a request is WriterProcessDied at once, in its own words only."""
-    process.write(request(tmp_path, arena), [arena], 60)
+    process.write(request(tmp_path, buffer), [buffer], 60)
     os.kill(process.pid, signal.SIGSTOP)
     killer = threading.Timer(0.2, os.kill, (process.pid, signal.SIGKILL))
     killer.start()
-    arena.reset()
+    buffer.reset()
     with pytest.raises(WriterProcessDied) as caught:
-        process.write(request(tmp_path, arena), [arena], 60)
+        process.write(request(tmp_path, buffer), [buffer], 60)
     killer.join()
     assert str(caught.value) == f"the writer process (pid {process.pid}) was killed by SIGKILL"
 
 
-def test_a_process_that_takes_no_request_is_killed(process, arena, tmp_path):
+def test_a_process_that_takes_no_request_is_killed(process, buffer, tmp_path):
     """A request larger than the socket's buffer waits for its reader no longer than any other."""
-    process.write(request(tmp_path, arena), [arena], 60)
+    process.write(request(tmp_path, buffer), [buffer], 60)
     os.kill(process.pid, signal.SIGSTOP)
     rescue = threading.Timer(20, os.kill, (process.pid, signal.SIGKILL))
     rescue.start()
-    source = TensorSource("w" * 200, "float32", (1,), arena.id, 0, 4)
+    source = TensorSource("w" * 200, "float32", (1,), buffer.id, 0, 4)
     large = WriteRequest(str(tmp_path), {}, (FileRequest(NAME, (source,) * 20_000),), (), True, 1, 64 << 20, 60.0)
     large = dataclasses.replace(large, storage_options={"padding": os.urandom(4 << 20)})
     try:
         with pytest.raises(WriterProcessDied, match="made no progress for 1 s"):
-            process.write(large, [arena], 1)
+            process.write(large, [buffer], 1)
     finally:
         rescue.cancel()
     assert not process.alive
 
 
-def test_warnings_as_errors_do_not_keep_it_from_starting(arena, tmp_path, monkeypatch):
+def test_warnings_as_errors_do_not_keep_it_from_starting(buffer, tmp_path, monkeypatch):
     """PYTHONWARNINGS=error is for the trainer's own code."""
     monkeypatch.setenv("PYTHONWARNINGS", "error")
     process = WriterProcess()
     try:
-        process.write(request(tmp_path, arena), [arena], 60)
+        process.write(request(tmp_path, buffer), [buffer], 60)
     finally:
         process.close()
     assert (tmp_path / NAME).exists()
 
 
-def test_a_process_that_hangs_is_killed(process, arena, tmp_path):
+def test_a_process_that_hangs_is_killed(process, buffer, tmp_path):
     """Without progress for the timeout, the process is killed and the error says so."""
-    process.write(request(tmp_path, arena), [arena], 60)
+    process.write(request(tmp_path, buffer), [buffer], 60)
     os.kill(process.pid, signal.SIGSTOP)
-    arena.reset()
+    buffer.reset()
     with pytest.raises(WriterProcessDied, match="made no progress for 2 s"):
-        process.write(request(tmp_path, arena), [arena], 2)
+        process.write(request(tmp_path, buffer), [buffer], 2)
     assert not process.alive
 
 
-def test_terminal_signals_are_the_trainers(process, arena, tmp_path):
+def test_terminal_signals_are_the_trainers(process, buffer, tmp_path):
     """SIGINT and SIGTERM do not end the process: the trainer decides."""
-    process.write(request(tmp_path, arena), [arena], 60)
+    process.write(request(tmp_path, buffer), [buffer], 60)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(process.pid, number)
     (tmp_path / NAME).unlink()
-    arena.reset()
-    process.write(request(tmp_path, arena), [arena], 60)
+    buffer.reset()
+    process.write(request(tmp_path, buffer), [buffer], 60)
     assert (tmp_path / NAME).exists()
 
 
@@ -190,17 +196,17 @@ def test_closing_twice(process):
     assert not psutil.pid_exists(pid)
 
 
-def test_nothing_secret_in_the_process_list(process, arena, tmp_path):
+def test_nothing_secret_in_the_process_list(process, buffer, tmp_path):
     """The command line shows the module and two descriptors."""
-    process.write(request(tmp_path, arena, options={"secret": "hunter2-secret"}), [arena], 60)
+    process.write(request(tmp_path, buffer, options={"secret": "hunter2-secret"}), [buffer], 60)
     command = psutil.Process(process.pid).cmdline()
-    assert command[1:3] == ["-m", "dcp_tensorizer._worker"]
+    assert command[1:3] == ["-m", "dcp_tensorizer._writer_process.worker"]
     assert all(argument.lstrip("-").isdigit() for argument in command[3:])
 
 
-def test_no_gpu_and_low_priority(process, arena, tmp_path):
+def test_no_gpu_and_low_priority(process, buffer, tmp_path):
     """The process sees no GPU and gives way to training."""
-    process.write(request(tmp_path, arena), [arena], 60)
+    process.write(request(tmp_path, buffer), [buffer], 60)
     seen = psutil.Process(process.pid)
     assert seen.environ()["CUDA_VISIBLE_DEVICES"] == ""
     assert seen.nice() == min(19, psutil.Process().nice() + 10)
@@ -211,7 +217,7 @@ def test_it_ends_with_its_trainer():
     script = textwrap.dedent(
         """
         import os, sys, signal
-        from dcp_tensorizer._process import WriterProcess
+        from dcp_tensorizer._writer_process.process import WriterProcess
         process = WriterProcess()
         child = os.fork()
         if child == 0:
@@ -235,60 +241,60 @@ def test_it_ends_with_its_trainer():
 
 def test_started_from_several_threads(tmp_path):
     """Writers of one trainer do not get in each other's way."""
-    arenas = [Arena(1 << 16) for _ in range(2)]
+    buffers = [SharedBuffer(1 << 16) for _ in range(2)]
     processes = [WriterProcess() for _ in range(2)]
     folders = [tmp_path / str(number) for number in range(2)]
 
     def write(number):
         folders[number].mkdir()
-        processes[number].write(request(folders[number], arenas[number]), [arenas[number]], 60)
+        processes[number].write(request(folders[number], buffers[number]), [buffers[number]], 60)
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for arena, process in zip(arenas, processes, strict=True):
+    for buffer, process in zip(buffers, processes, strict=True):
         process.close()
-        arena.close()
+        buffer.close()
     assert all((folder / NAME).exists() for folder in folders)
 
 
-def test_a_snapshot_that_cannot_be_taken_is_an_error_and_no_more(arena, tmp_path):
+def test_a_snapshot_that_cannot_be_taken_is_an_error_and_no_more(buffer, tmp_path):
     """Without a GPU it fails; the process, and what it has attached, serve the next request."""
     process = WriterProcess(devices=True)
     handle = ((torch.Tensor, "no handle"),)
-    wrong = SnapshotRequest(arena.id, 0, handle, (DeviceTensor(0, "float32", (3,), (1,), 0, False, False, 0),))
+    wrong = SnapshotRequest(buffer.id, 0, handle, (DeviceTensor(0, "float32", (3,), (1,), 0, False, False, 0),))
     try:
         with pytest.raises(WriteError):
-            process.snapshot(wrong, [arena], 60)
-        arena.reset()
-        process.write(request(tmp_path, arena), [arena], 60)
+            process.snapshot(wrong, [buffer], 60)
+        buffer.reset()
+        process.write(request(tmp_path, buffer), [buffer], 60)
     finally:
         process.close()
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
 
 
-def test_a_process_that_may_use_gpus_sees_the_trainers(monkeypatch, arena, tmp_path):
+def test_a_process_that_may_use_gpus_sees_the_trainers(monkeypatch, buffer, tmp_path):
     """Its environment names the same ones."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     process = WriterProcess(devices=True)
     try:
-        process.write(request(tmp_path, arena), [arena], 60)  # it has started
+        process.write(request(tmp_path, buffer), [buffer], 60)  # it has started
         assert psutil.Process(process.pid).environ()["CUDA_VISIBLE_DEVICES"] == "3,5"
     finally:
         process.close()
 
 
 def mapped(process):
-    """Whether the process has a trainer's arena mapped."""
+    """Whether the process has a trainer's buffer mapped."""
     with open(f"/proc/{process.pid}/maps", encoding="ascii") as maps:
         return "memfd:dcp_tensorizer" in maps.read()
 
 
 def test_a_buffer_that_is_given_back_is_free(process, tmp_path):
     """The process lets go of it at once, and not when the next request comes; of others it does not."""
-    kept, given_back = Arena(1 << 20), Arena(1 << 20)
+    kept, given_back = SharedBuffer(1 << 20), SharedBuffer(1 << 20)
     (tmp_path / "1").mkdir()
     (tmp_path / "2").mkdir()
     process.write(request(tmp_path / "1", kept), [kept, given_back], 60)
@@ -305,26 +311,26 @@ def test_giving_back_the_buffer_of_a_dead_process_is_no_error(processes, tmp_pat
     """Its mapping is gone with it."""
     process = WriterProcess()
     processes.append(process)
-    arena = Arena(1 << 20)
-    process.write(request(tmp_path, arena), [arena], 60)
+    buffer = SharedBuffer(1 << 20)
+    process.write(request(tmp_path, buffer), [buffer], 60)
     process._popen.kill()
     process._popen.wait()
-    arena.close()
+    buffer.close()
     assert not process.alive
     with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(arena.fd)
+        os.fstat(buffer.fd)
 
 
 def test_after_a_failed_request_a_buffer_that_is_given_back_is_free_too(process, tmp_path):
     """Whether the process had attached it is not known here."""
-    arena = Arena(1 << 20)
+    buffer = SharedBuffer(1 << 20)
     with pytest.raises(WriteError):
-        process.write(request(tmp_path / "nowhere", arena), [arena], 60)
-    arena.close()
+        process.write(request(tmp_path / "nowhere", buffer), [buffer], 60)
+    buffer.close()
     assert not mapped(process)
 
 
-def test_an_interrupted_request_ends_the_process(processes, arena, tmp_path, monkeypatch):
+def test_an_interrupted_request_ends_the_process(processes, buffer, tmp_path, monkeypatch):
     """Else its answer would be taken for the next one's; the next request is refused, and its sender starts another."""
     process = WriterProcess()
     processes.append(process)
@@ -335,11 +341,11 @@ def test_an_interrupted_request_ends_the_process(processes, arena, tmp_path, mon
     with monkeypatch.context() as patch:
         patch.setattr(process, "_wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            process.write(request(tmp_path, arena), [arena], 60)
+            process.write(request(tmp_path, buffer), [buffer], 60)
     assert not process.alive
-    arena.reset()
+    buffer.reset()
     with pytest.raises(WriterProcessDied):
-        process.write(request(tmp_path, arena), [arena], 60)
+        process.write(request(tmp_path, buffer), [buffer], 60)
 
 
 def test_a_process_that_cannot_be_started(monkeypatch):
@@ -355,7 +361,7 @@ def test_a_process_that_cannot_be_started(monkeypatch):
     assert open_descriptors() == before
 
 
-def test_a_kernel_without_pidfds(monkeypatch, arena, tmp_path):
+def test_a_kernel_without_pidfds(monkeypatch, buffer, tmp_path):
     """Before Linux 5.3, and in some sandboxes: the process works."""
 
     def refuse(pid):
@@ -364,6 +370,6 @@ def test_a_kernel_without_pidfds(monkeypatch, arena, tmp_path):
     monkeypatch.setattr(os, "pidfd_open", refuse, raising=False)
     process = WriterProcess()
     try:
-        assert process.write(request(tmp_path, arena), [arena], 60).files[0].name == NAME
+        assert process.write(request(tmp_path, buffer), [buffer], 60).files[0].name == NAME
     finally:
         process.close()

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from dcp_tensorizer._protocol import (
-    ArenaInfo,
-    Channel,
+from dcp_tensorizer._writer_process.channel import Channel
+from dcp_tensorizer._writer_process.messages import (
+    BufferInfo,
     FileRequest,
     FileResult,
     Progress,
@@ -32,7 +32,7 @@ REQUEST = WriteRequest(
     "/checkpoint",
     {"key": "secret", "nested": {"a": [1]}},
     (FileRequest("__0_0_x.tensors", (SOURCE,)),),
-    (ArenaInfo(7, 8192, attached=False),),
+    (BufferInfo(7, 8192, attached=False),),
     sync=True,
     threads=2,
     buffer_bytes=64 << 20,

@@ -18,12 +18,14 @@ from typing import Any
 
 import pytest
 
-from dcp_tensorizer import ReadError, WriteError, _retry, _s3
-from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._layout import data_file_name
-from dcp_tensorizer._retry import patience_of
-from dcp_tensorizer._s3 import S3Storage, _S3Reader
-from dcp_tensorizer._storage import TIMEOUT, Refused
+from dcp_tensorizer import ReadError, WriteError
+from dcp_tensorizer._format.layout import data_file_name
+from dcp_tensorizer._storage import retry
+from dcp_tensorizer._storage import s3 as s3_module
+from dcp_tensorizer._storage.base import TIMEOUT, Refused
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._storage.retry import patience_of
+from dcp_tensorizer._storage.s3 import S3Storage, _S3Reader
 
 from ..proxy import Fault, Request, S3Proxy, s3_proxy
 from ..servers import KEY, OTHER_KEY, SECRET, S3Server
@@ -101,11 +103,11 @@ def test_requests_of_a_large_file(storage: S3Storage, proxy: S3Proxy) -> None:
 def test_requests_of_small_files(storage: S3Storage, proxy: S3Proxy) -> None:
     """One each to write, read, ask for, and remove; none of them lists anything."""
     put_file(storage, NAME, b"small")
-    storage.publish(".metadata", b"m", sync=True)
+    storage.put(".metadata", b"m", sync=True)
     assert proxy.counts() == {"PutObject": 2}
     proxy.forget()
     assert (storage.read(".metadata"), storage.read("missing")) == (b"m", None)
-    assert (storage.size(NAME), storage.size("missing")) == (5, None)
+    assert (storage.head(NAME), storage.head("missing")) == (5, None)
     storage.remove(NAME, ".metadata", "missing")
     assert proxy.counts() == {"GetObject": 2, "HeadObject": 2, "DeleteObject": 3}
 
@@ -132,8 +134,8 @@ def test_parts_are_sent_at_once(storage: S3Storage, proxy: S3Proxy) -> None:
     size = sink.part_bytes
     parts = [on_a_page(CONTENT[number * size : (number + 1) * size]) for number in range(PARTS)]
     with ThreadPoolExecutor(sink.concurrency) as pool:
-        list(pool.map(sink.put, range(PARTS), parts))
-    sink.close()
+        list(pool.map(sink.put_part, range(PARTS), parts))
+    sink.complete()
     proxy.rule = lambda request: None
     assert proxy.most_at_once == PARTS
     assert read(storage) == CONTENT
@@ -145,7 +147,7 @@ def test_a_file_has_at_most_as_many_parts_as_s3_allows(storage: S3Storage, nbyte
     sink = storage.create(NAME, nbytes, sync=True)
     sink.abort()
     assert -(-nbytes // sink.part_bytes) <= 10_000
-    assert (sink.part_bytes == 8 << 20) == (nbytes <= storage.file_bytes)
+    assert (sink.part_bytes == 8 << 20) == (nbytes <= storage.max_file_bytes)
 
 
 # --- what may pass ---------------------------------------------------------------------------------------------------
@@ -210,7 +212,7 @@ def test_a_read_survives(opened: Opener, proxy: S3Proxy, monkeypatch: pytest.Mon
 
     Silence is long when it takes a tenth of the time after which all is given up.
     """
-    monkeypatch.setattr(_retry, "_FIRST_WAIT", 0.0)
+    monkeypatch.setattr(retry, "_FIRST_WAIT", 0.0)
     storage = opened(timeout=10.0)
     put_file(storage, NAME, CONTENT)
     proxy.rule = once("GetObject", fault)
@@ -221,7 +223,7 @@ def test_a_read_survives(opened: Opener, proxy: S3Proxy, monkeypatch: pytest.Mon
 
 def test_a_read_goes_on_where_it_broke_off(storage: S3Storage, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections that break off again and again bring it to its end all the same, and nothing twice."""
-    monkeypatch.setattr(_retry, "_FIRST_WAIT", 0.0)
+    monkeypatch.setattr(retry, "_FIRST_WAIT", 0.0)
     put_file(storage, NAME, CONTENT)
     proxy.forget()
     proxy.rule = once("GetObject", Fault(cut=4 << 20), times=4)
@@ -241,7 +243,7 @@ def test_an_upload_whose_beginning_is_never_answered(opened: Opener, proxy: S3Pr
     proxy.rule = always("CreateMultipartUpload", Fault(lose_answer=True))
     sink = opened(timeout=5).create(NAME, len(CONTENT), sync=True)
     with pytest.raises(OSError, match="Connection"):
-        sink.put(0, on_a_page(CONTENT[: sink.part_bytes]))
+        sink.put_part(0, on_a_page(CONTENT[: sink.part_bytes]))
     sink.abort()
     assert proxy.counts()["CreateMultipartUpload"] > 1 and "UploadPart" not in proxy.counts()
 
@@ -307,11 +309,11 @@ def test_connections_are_kept_from_one_save_to_the_next(opened: Opener, proxy: S
     for _ in range(3):
         put_file(opened(), NAME, b"x")
     assert proxy.connections == 1
-    opened(config_kwargs={"read_timeout": 77}).size(NAME)
+    opened(config_kwargs={"read_timeout": 77}).head(NAME)
     assert proxy.connections == 2
     del kept
-    opened().size(NAME)
-    opened().size(NAME)
+    opened().head(NAME)
+    opened().head(NAME)
     assert proxy.connections == 4
 
 
@@ -322,14 +324,14 @@ def test_a_denial_is_not_kept(s3: S3Server, proxy: S3Proxy, prefix: str) -> None
         patch.setenv("AWS_ACCESS_KEY_ID", KEY)
         patch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
         first = open_storage(url, options)
-        assert first.size(NAME) is None
+        assert first.head(NAME) is None
         assert open_storage(url, options).connection is first.connection
         proxy.rule = once("HeadObject", Fault(403, "AccessDenied"))
         with pytest.raises(ReadError, match="403"):
-            first.size(NAME)
+            first.head(NAME)
         again = open_storage(url, options)
         assert again.connection is not first.connection
-        assert again.size(NAME) is None
+        assert again.head(NAME) is None
         patch.setenv("AWS_ACCESS_KEY_ID", OTHER_KEY)
         assert open_storage(url, options).connection is not again.connection
 
@@ -338,7 +340,7 @@ def test_a_denial_is_not_kept(s3: S3Server, proxy: S3Proxy, prefix: str) -> None
 def test_metadata_whose_answer_is_lost_is_published(storage: S3Storage, proxy: S3Proxy, replace: bool) -> None:
     """The second request meets the object of the first, and knows it."""
     proxy.rule = once("PutObject", Fault(lose_answer=True))
-    storage.publish(".metadata", b"whole", sync=True, replace=replace)
+    storage.put(".metadata", b"whole", sync=True, replace=replace)
     assert storage.read(".metadata") == b"whole"
 
 
@@ -355,12 +357,12 @@ def test_credentials_that_have_expired_are_looked_up_again(
     put_in_place(KEY)
     storage = open_storage(f"s3://{s3.bucket}/{prefix}", {"endpoint_url": proxy.endpoint})
     sink = storage.create(NAME, len(CONTENT), sync=True)
-    sink.put(0, on_a_page(CONTENT[: sink.part_bytes]))
+    sink.put_part(0, on_a_page(CONTENT[: sink.part_bytes]))
     put_in_place(OTHER_KEY)
     proxy.rule = lambda request: Fault(400, "ExpiredToken") if f"={KEY}/" in request.authorization else None
     for number in (1, 2):
-        sink.put(number, on_a_page(CONTENT[number * sink.part_bytes : (number + 1) * sink.part_bytes]))
-    sink.close()
+        sink.put_part(number, on_a_page(CONTENT[number * sink.part_bytes : (number + 1) * sink.part_bytes]))
+    sink.complete()
     assert storage.read(NAME) == CONTENT
     assert proxy.counts()["UploadPart"] == PARTS + 1
 
@@ -389,11 +391,11 @@ def test_a_part_that_is_refused(
     sink = storage.create(NAME, len(CONTENT), sync=True)
     proxy.rule = always("UploadPart", fault)
     with pytest.raises(error, match=said):
-        sink.put(0, on_a_page(CONTENT[: sink.part_bytes]))
+        sink.put_part(0, on_a_page(CONTENT[: sink.part_bytes]))
     assert proxy.counts()["UploadPart"] == tries
     sink.abort()
     assert s3.uploads(prefix) == []
-    assert storage.size(NAME) is None
+    assert storage.head(NAME) is None
 
 
 def test_an_upload_that_cannot_be_completed_leaves_nothing(
@@ -404,9 +406,9 @@ def test_an_upload_that_cannot_be_completed_leaves_nothing(
     proxy.rule = always("CompleteMultipartUpload", Fault(500, "InternalError"))
     sink = storage.create(NAME, len(CONTENT), sync=True)
     for number in range(PARTS):
-        sink.put(number, on_a_page(CONTENT[number * sink.part_bytes : (number + 1) * sink.part_bytes]))
+        sink.put_part(number, on_a_page(CONTENT[number * sink.part_bytes : (number + 1) * sink.part_bytes]))
     with pytest.raises(OSError, match="InternalError"):
-        sink.close()
+        sink.complete()
     sink.abort()
     assert (s3.uploads(prefix), s3.objects(prefix)) == ([], [])
 
@@ -419,13 +421,13 @@ def test_a_read_that_is_refused(opened: Opener, proxy: S3Proxy, fault: Fault) ->
     proxy.rule = lambda request: fault
     with pytest.raises(OSError, match=fault.code):
         read(storage, 10)
-    for call in (lambda: storage.read(".metadata"), lambda: storage.size(NAME)):
+    for call in (lambda: storage.read(".metadata"), lambda: storage.head(NAME)):
         with pytest.raises(ReadError, match=rf"cannot read {storage.path}/.*({fault.code}|{fault.status})") as caught:
             call()
         assert SECRET not in str(caught.value)
         assert caught.value.__suppress_context__
     with pytest.raises(WriteError, match=rf"{storage.path}/\.metadata.*{fault.code}"):
-        storage.publish(".metadata", b"x", sync=True)
+        storage.put(".metadata", b"x", sync=True)
 
 
 @pytest.mark.parametrize(
@@ -446,7 +448,7 @@ def test_whether_metadata_may_be_there_after_all(
     left = iter(faults)
     proxy.rule = lambda request: next(left) if request.operation == "PutObject" else None
     with pytest.raises(WriteError) as caught:
-        storage.publish(".metadata", b"x", sync=True)
+        storage.put(".metadata", b"x", sync=True)
     assert isinstance(caught.value, Refused) == refused
     assert next(left, None) is None
 
@@ -455,7 +457,7 @@ def test_a_connection_that_always_breaks_off_is_an_error(
     opened: Opener, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After six bodies in a row that end too early."""
-    monkeypatch.setattr(_retry, "_FIRST_WAIT", 0.0)
+    monkeypatch.setattr(retry, "_FIRST_WAIT", 0.0)
     storage = opened()
     put_file(storage, NAME, CONTENT)
     proxy.forget()
@@ -471,17 +473,17 @@ def test_discarding_where_uploads_cannot_be_listed(storage: S3Storage, proxy: S3
     put_file(storage, NAME, b"x")
     proxy.rule = always("ListMultipartUploads", fault)
     storage.discard(NAME)
-    assert storage.size(NAME) is None
+    assert storage.head(NAME) is None
     with pytest.raises(ReadError, match=f"cannot list the uploads to {storage.path}.*{fault.code}"):
         storage.uploads()
 
 
 def test_metadata_that_are_there_are_not_even_sent(storage: S3Storage, proxy: S3Proxy) -> None:
     """Not all servers know conditional puts: with overwrite=False they are asked first."""
-    storage.publish(".metadata", b"first", sync=True)
+    storage.put(".metadata", b"first", sync=True)
     proxy.forget()
     with pytest.raises(WriteError, match="must not be replaced"):
-        storage.publish(".metadata", b"second", sync=True, replace=False)
+        storage.put(".metadata", b"second", sync=True, replace=False)
     assert proxy.counts() == {"HeadObject": 1}
 
 
@@ -503,8 +505,8 @@ def test_a_server_that_hangs(opened: Opener, proxy: S3Proxy, what: str) -> None:
     part = on_a_page(CONTENT[: sink.part_bytes])
     operation, fault = HANGING[what]
     calls: dict[str, Callable[[], object]] = {
-        "write": lambda: sink.put(0, part),
-        "metadata": lambda: storage.publish(".metadata", b"x", sync=True),
+        "write": lambda: sink.put_part(0, part),
+        "metadata": lambda: storage.put(".metadata", b"x", sync=True),
         "read": lambda: read(storage, 10_000),
         "read on": lambda: read(storage, 10_000),
     }
@@ -540,12 +542,12 @@ def test_wrong_credentials(s3: S3Server, prefix: str) -> None:
 
 def test_uploads_are_listed(storage: S3Storage, s3: S3Server, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of this directory, in as many answers as it takes, with the time when they were begun."""
-    monkeypatch.setattr(_s3, "_UPLOADS", 1)
+    monkeypatch.setattr(s3_module, "_UPLOADS", 1)
     names = [data_file_name(rank, 0, "b" * 32) for rank in range(3)]
     child = storage.child("step-1")
     begun = [where.create(name, len(CONTENT), sync=True) for where in (storage, child) for name in names]
     for sink in begun:
-        sink.put(0, on_a_page(CONTENT[: sink.part_bytes]))  # which waits until the upload is under way
+        sink.put_part(0, on_a_page(CONTENT[: sink.part_bytes]))  # which waits until the upload is under way
     found = storage.uploads()
     assert sorted(file.name for file in found) == names
     assert all(file.modified is not None and abs(file.modified - time.time()) < 60 for file in found)

@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 
-from dcp_tensorizer import ReadError, WriteError, _retry, _sftp
-from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._layout import data_file_name
-from dcp_tensorizer._sftp import SftpStorage
-from dcp_tensorizer._storage import TIMEOUT, Refused, Storage
+from dcp_tensorizer import ReadError, WriteError
+from dcp_tensorizer._format.layout import data_file_name
+from dcp_tensorizer._storage import retry
+from dcp_tensorizer._storage import sftp as sftp_module
+from dcp_tensorizer._storage.base import TIMEOUT, Refused, Storage
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._storage.sftp import SftpStorage
 
 from ..proxy import TcpProxy, tcp_proxy
 from ..servers import PASSWORD, USER, SftpServer
@@ -41,7 +43,7 @@ Opener = Callable[..., SftpStorage]
 @pytest.fixture
 def opened(sftp: SftpServer, proxy: TcpProxy, monkeypatch: pytest.MonkeyPatch) -> Opener:
     """Opens a fresh directory by way of the proxy."""
-    monkeypatch.setattr(_retry, "_FIRST_WAIT", 0.01)
+    monkeypatch.setattr(retry, "_FIRST_WAIT", 0.01)
 
     def opened(timeout: float = TIMEOUT, **options: Any) -> SftpStorage:
         url = f"sftp://127.0.0.1/{uuid.uuid4().hex}"
@@ -57,11 +59,11 @@ def test_a_write_survives_a_lost_connection(opened: Opener, proxy: TcpProxy) -> 
     """In the middle of a part: it is written again over a fresh connection, to its place."""
     storage = opened()
     sink = storage.create(NAME, len(CONTENT), sync=True)
-    sink.put(2, on_a_page(CONTENT[2 * sink.part_bytes :]))
+    sink.put_part(2, on_a_page(CONTENT[2 * sink.part_bytes :]))
     proxy.cut_after = proxy.forwarded + (3 << 20)
     for number in (0, 1):
-        sink.put(number, on_a_page(CONTENT[number * sink.part_bytes : (number + 1) * sink.part_bytes]))
-    sink.close()
+        sink.put_part(number, on_a_page(CONTENT[number * sink.part_bytes : (number + 1) * sink.part_bytes]))
+    sink.complete()
     assert proxy.connections == 2
     assert storage.read(NAME) == CONTENT
 
@@ -82,9 +84,9 @@ def test_a_read_survives_a_lost_connection(opened: Opener, proxy: TcpProxy) -> N
 def test_metadata_survives_a_lost_connection(opened: Opener, proxy: TcpProxy, after: int) -> None:
     """It is put in place as a whole, and nothing else is left."""
     storage = opened()
-    storage.publish(".metadata", b"old", sync=True)
+    storage.put(".metadata", b"old", sync=True)
     proxy.cut_after = proxy.forwarded + after
-    storage.publish(".metadata", CONTENT[:1_000_000], sync=True)
+    storage.put(".metadata", CONTENT[:1_000_000], sync=True)
     assert storage.read(".metadata") == CONTENT[:1_000_000]
     assert [file.name for file in storage.listing()[0]] == [".metadata"]
 
@@ -96,8 +98,8 @@ def test_whether_metadata_may_be_there_after_all(
     storage = opened()
     storage.child(".metadata").make_directory()
     with pytest.raises(Refused, match=r"cannot write .*\.metadata"):
-        storage.publish(".metadata", b"x", sync=True)
-    write_all = _sftp.write_all
+        storage.put(".metadata", b"x", sync=True)
+    write_all = sftp_module.write_all
     cuts = iter([True])
 
     def write_and_lose(file: Any, data: memoryview) -> None:
@@ -105,9 +107,9 @@ def test_whether_metadata_may_be_there_after_all(
             proxy.cut()
         write_all(file, data)
 
-    monkeypatch.setattr(_sftp, "write_all", write_and_lose)
+    monkeypatch.setattr(sftp_module, "write_all", write_and_lose)
     with pytest.raises(WriteError) as caught:
-        storage.publish(".metadata", b"x", sync=True)
+        storage.put(".metadata", b"x", sync=True)
     assert proxy.connections == 2
     assert not isinstance(caught.value, Refused)
 
@@ -121,7 +123,7 @@ def test_a_server_that_goes_away_is_an_error(opened: Opener, proxy: TcpProxy) ->
         storage.read(".metadata")
     assert PASSWORD not in str(caught.value)
     with pytest.raises(WriteError, match=rf"cannot write {storage.path}/\.metadata"):
-        storage.publish(".metadata", b"x", sync=True)
+        storage.put(".metadata", b"x", sync=True)
     sink.abort()
 
 
@@ -130,7 +132,7 @@ def test_what_is_asked_wrongly_is_not_tried_again(opened: Opener, proxy: TcpProx
     storage = opened()
     put_file(storage, NAME, b"short")
     storage.child("directory").make_directory()
-    assert storage.size("missing") is None
+    assert storage.head("missing") is None
     with pytest.raises(FileNotFoundError):
         storage.open("missing").read_into([memoryview(bytearray(1))], 0)
     with pytest.raises(EOFError):
@@ -138,9 +140,9 @@ def test_what_is_asked_wrongly_is_not_tried_again(opened: Opener, proxy: TcpProx
     with pytest.raises(ReadError):
         storage.read("directory")
     sink = storage.create(NAME, 3, sync=True)
-    sink.put(0, on_a_page(b"ab"))
+    sink.put_part(0, on_a_page(b"ab"))
     with pytest.raises(OSError, match="2 of the file's 3 bytes"):
-        sink.close()
+        sink.complete()
     assert proxy.connections == 1
 
 
@@ -251,7 +253,7 @@ def test_more_threads_than_a_server_allows_channels(opened: Opener) -> None:
     storage = opened()
     put_file(storage, NAME, b"x" * 100)
     with ThreadPoolExecutor(32) as pool:
-        assert list(pool.map(lambda n: storage.size(NAME), range(200))) == [100] * 200
+        assert list(pool.map(lambda n: storage.head(NAME), range(200))) == [100] * 200
     assert 1 <= len(storage._client._idle) <= 8
 
 
@@ -263,12 +265,12 @@ def test_files_are_made_durable(opened: Opener, sftp: SftpServer) -> None:
     storage = opened()
     before = len(sftp.synced())
     put_file(storage, NAME, CONTENT)
-    storage.publish(".metadata", b"m", sync=True)
+    storage.put(".metadata", b"m", sync=True)
     data, metadata = sftp.synced()[before:]
     assert data == NAME
     assert metadata.startswith(".metadata") and metadata != ".metadata"
     put_file(storage, NAME, CONTENT, sync=False)
-    storage.publish(".metadata", b"m", sync=False)
+    storage.put(".metadata", b"m", sync=False)
     assert len(sftp.synced()) == before + 2
 
 
@@ -288,10 +290,10 @@ def test_a_server_that_hangs(opened: Opener, proxy: TcpProxy, what: str, fresh: 
     reader = storage.open(NAME)
     part = on_a_page(CONTENT[: sink.part_bytes])
     calls: dict[str, Callable[[], object]] = {
-        "write": lambda: sink.put(0, part),
+        "write": lambda: sink.put_part(0, part),
         "read": lambda: reader.read_into([memoryview(bytearray(1000))], 0),
-        "metadata": lambda: storage.publish(".metadata", b"x", sync=True),
-        "size": lambda: storage.size(NAME),
+        "metadata": lambda: storage.put(".metadata", b"x", sync=True),
+        "size": lambda: storage.head(NAME),
     }
     if fresh:
         storage._client._idle.clear()
@@ -309,7 +311,7 @@ def test_many_threads_at_a_server_that_hangs(opened: Opener, proxy: TcpProxy) ->
     proxy.silent_until = math.inf
     started = time.monotonic()
     with ThreadPoolExecutor(20) as pool:
-        asked = [pool.submit(storage.size, NAME) for _ in range(20)]
+        asked = [pool.submit(storage.head, NAME) for _ in range(20)]
     assert {type(one.exception()) for one in asked} == {ReadError}
     assert time.monotonic() - started < 2 * LIMIT
 
@@ -331,7 +333,7 @@ def test_a_connection_that_falls_silent(opened: Opener, proxy: TcpProxy, fresh: 
     if fresh:
         storage._client._idle.clear()
     proxy.silent_until = proxy.connections
-    assert storage.size(NAME) == 10
+    assert storage.head(NAME) == 10
     assert proxy.connections == 2
 
 
@@ -340,7 +342,7 @@ def test_metadata_whose_answer_is_lost_are_published(
 ) -> None:
     """With overwrite=False the second rename meets the file of the first, and knows it; nothing else is left."""
     storage = opened()
-    rename = _sftp._rename_to_new
+    rename = sftp_module._rename_to_new
     cuts = iter([True])
 
     def rename_and_lose(channel: Any, source: str, target: str) -> None:
@@ -349,12 +351,12 @@ def test_metadata_whose_answer_is_lost_are_published(
             proxy.cut()
             channel.stat(target)
 
-    monkeypatch.setattr(_sftp, "_rename_to_new", rename_and_lose)
-    storage.publish(".metadata", b"ours", sync=True, replace=False)
+    monkeypatch.setattr(sftp_module, "_rename_to_new", rename_and_lose)
+    storage.put(".metadata", b"ours", sync=True, replace=False)
     assert proxy.connections == 2
     assert [(file.name, file.nbytes) for file in storage.listing()[0]] == [(".metadata", 4)]
     with pytest.raises(WriteError, match="must not be replaced"):
-        storage.publish(".metadata", b"theirs", sync=True, replace=False)
+        storage.put(".metadata", b"theirs", sync=True, replace=False)
 
 
 def test_connections_end_with_their_storage(opened: Opener) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcp_tensorizer import WriteError, _shared
-from dcp_tensorizer._arena import Arena
-from dcp_tensorizer._shared import SharedFile, SharedMappings, map_shared
+from dcp_tensorizer import WriteError
+from dcp_tensorizer._memory import shared_mappings
+from dcp_tensorizer._memory.shared_buffer import SharedBuffer
+from dcp_tensorizer._memory.shared_mappings import SharedFile, SharedMappings, map_shared
 
 from .support import raw, run_python
 
@@ -50,22 +51,24 @@ def test_other_shared_memory_is_found(tmp_path: Path) -> None:
     assert seen(torch.from_file(str(tmp_path / "weights"), shared=True, size=200, dtype=torch.uint8)) == bytes(
         range(200)
     )
-    arena = Arena(4096)
-    assert seen(arena.allocate(torch.uint8, (10,)).fill_(3)) == b"\3" * 10
-    arena.close()
+    buffer = SharedBuffer(4096)
+    assert seen(buffer.allocate(torch.uint8, (10,)).fill_(3)) == b"\3" * 10
+    buffer.close()
 
 
 def test_a_file_of_another_name_with_the_same_inode_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory files without a name and /dev/shm number their inodes apart, and the same one may be open here."""
-    arena = Arena(4096)
-    tensor = arena.allocate(torch.uint8, (10,))
-    true = _shared._shared_mappings()
-    monkeypatch.setattr(_shared, "_shared_mappings", lambda: [m._replace(path="/dev/shm/x (deleted)") for m in true])
+    buffer = SharedBuffer(4096)
+    tensor = buffer.allocate(torch.uint8, (10,))
+    true = shared_mappings._shared_mappings()
+    monkeypatch.setattr(
+        shared_mappings, "_shared_mappings", lambda: [m._replace(path="/dev/shm/x (deleted)") for m in true]
+    )
     assert SharedMappings().locate(tensor) is None
-    monkeypatch.setattr(_shared, "_shared_mappings", lambda: true)
+    monkeypatch.setattr(shared_mappings, "_shared_mappings", lambda: true)
     assert SharedMappings().locate(tensor) is not None
     del tensor
-    arena.close()
+    buffer.close()
 
 
 def test_a_mapping_of_a_part_of_a_file_is_found(tmp_path: Path) -> None:
@@ -120,7 +123,7 @@ def test_another_process_sees_it() -> None:
     (path, device, inode), offset = found
     script = """
 import sys
-from dcp_tensorizer._shared import SharedFile, map_shared
+from dcp_tensorizer._memory.shared_mappings import SharedFile, map_shared
 path, device, inode, offset = sys.argv[1:]
 mapping = map_shared(SharedFile(path, int(device), int(inode)))
 print(sum(mapping[int(offset) : int(offset) + 4000]))
@@ -133,7 +136,7 @@ def test_memory_that_torch_shares_by_file_names_is_found() -> None:
     """Torch's other way of sharing, in a process of its own: its manager lives on with whoever used it."""
     script = """
 import torch
-from dcp_tensorizer._shared import SharedMappings, map_shared
+from dcp_tensorizer._memory.shared_mappings import SharedMappings, map_shared
 torch.multiprocessing.set_sharing_strategy("file_system")
 tensor = torch.arange(1000, dtype=torch.uint8).share_memory_()
 file, offset = SharedMappings().locate(tensor[10:20])

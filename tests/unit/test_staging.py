@@ -26,10 +26,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.masked import masked_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from dcp_tensorizer import StagingError, _copying, staging
-from dcp_tensorizer._arena import Arena
-from dcp_tensorizer._copying import GATHER_BYTES, copy_on_host
-from dcp_tensorizer.staging import ArenaStager, Lease, StagedStateDict, Staging
+from dcp_tensorizer import StagingError
+from dcp_tensorizer._memory.shared_buffer import SharedBuffer
+from dcp_tensorizer._staging import stager as stager_module
+from dcp_tensorizer._staging import tensor_copy
+from dcp_tensorizer._staging.stager import StagedSave, StagedStateDict, Stager, StagingFuture
+from dcp_tensorizer._staging.tensor_copy import GATHER_BYTES, copy_on_host
 
 from .simulated import SimulatedDevice
 from .support import ALL_DTYPES, dtype_name, filled, memory_files, raw, same
@@ -41,24 +43,24 @@ SOON = 0.2
 
 
 @pytest.fixture
-def stager() -> Iterator[ArenaStager]:
-    stager = ArenaStager()
+def stager() -> Iterator[Stager]:
+    stager = Stager()
     yield stager
     stager.close()
 
 
-def staged(stager: ArenaStager, state: Mapping[str, Any]) -> dict[str, Any]:
+def staged(stager: Stager, state: Mapping[str, Any]) -> dict[str, Any]:
     """A plain copy of the staged twin, not claimed by any save."""
     result = stager.stage(state)
-    if result.lease.error is not None:
-        raise result.lease.error
+    if result.staged_save.error is not None:
+        raise result.staged_save.error
     return dict(result)
 
 
 def inode(staged: StagedStateDict) -> int:
     """Identifies the memory that a staged state dict is in."""
-    assert staged.lease.arena is not None
-    return os.fstat(staged.lease.arena.fd).st_ino
+    assert staged.staged_save.buffer is not None
+    return os.fstat(staged.staged_save.buffer.fd).st_ino
 
 
 def in_thread(target: Callable[[], object]) -> threading.Thread:
@@ -71,7 +73,7 @@ def in_thread(target: Callable[[], object]) -> threading.Thread:
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
-def test_every_dtype_in_every_memory_layout_is_copied(stager: ArenaStager, dtype: torch.dtype) -> None:
+def test_every_dtype_in_every_memory_layout_is_copied(stager: Stager, dtype: torch.dtype) -> None:
     """Bits and shape survive, no memory is shared, and what training writes afterwards does not show."""
     base = filled(dtype, (6, 8))
     images = filled(dtype, (2, 3, 4, 5)).view(torch.uint8).view(2, 3, 4, 5, dtype.itemsize)
@@ -98,7 +100,7 @@ def test_every_dtype_in_every_memory_layout_is_copied(stager: ArenaStager, dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128], ids=dtype_name)
-def test_conjugate_and_negative_bits_are_carried_out(stager: ArenaStager, dtype: torch.dtype) -> None:
+def test_conjugate_and_negative_bits_are_carried_out(stager: Stager, dtype: torch.dtype) -> None:
     """What a lazily conjugated or negated view stands for is stored, not the memory it looks at."""
     base = torch.arange(12, dtype=torch.float32).view(6, 2)
     values = torch.view_as_complex(base).to(dtype)
@@ -112,23 +114,23 @@ def test_conjugate_and_negative_bits_are_carried_out(stager: ArenaStager, dtype:
     assert twin["both"].tolist() == [complex(a, -b) for a, b in base.tolist()][::2]
 
 
-def test_only_the_elements_of_a_view_are_copied(stager: ArenaStager) -> None:
+def test_only_the_elements_of_a_view_are_copied(stager: Stager) -> None:
     """Two elements of a large storage take one page."""
     large = torch.arange(1 << 20)
     result = stager.stage({"view": large[1000:1002]})
-    assert result.lease.arena is not None
-    assert result.lease.arena.nbytes == 4096
+    assert result.staged_save.buffer is not None
+    assert result.staged_save.buffer.nbytes == 4096
     assert dict(result)["view"].tolist() == [1000, 1001]
 
 
-def test_each_twin_has_a_storage_of_its_own(stager: ArenaStager) -> None:
+def test_each_twin_has_a_storage_of_its_own(stager: Stager) -> None:
     """Whoever pickles a twin moves its own bytes, not the whole buffer."""
     twin = staged(stager, {"a": torch.ones(3), "b": torch.ones(1000), "c": torch.ones(())})
     assert [twin[key].untyped_storage().nbytes() for key in "abc"] == [12, 4000, 4]
     assert [twin[key].storage_offset() for key in "abc"] == [0, 0, 0]
 
 
-def test_parameters_and_results_of_training_become_plain_tensors(stager: ArenaStager) -> None:
+def test_parameters_and_results_of_training_become_plain_tensors(stager: Stager) -> None:
     """Nothing of autograd is in the twin, and staging leaves the originals as they were."""
     parameter = torch.nn.Parameter(torch.arange(3.0))
     result = parameter * 2
@@ -140,7 +142,7 @@ def test_parameters_and_results_of_training_become_plain_tensors(stager: ArenaSt
     assert result.grad_fn is not None
 
 
-def test_shared_tensors_and_tied_weights_are_copied(stager: ArenaStager) -> None:
+def test_shared_tensors_and_tied_weights_are_copied(stager: Stager) -> None:
     """Tensors in shared memory are not taken for staged ones; tied weights become two equal copies."""
     shared = torch.arange(4.0).share_memory_()
     twin = staged(stager, {"shared": shared, "tied": shared})
@@ -166,7 +168,7 @@ class Plain:
         self.value = value
 
 
-def test_containers_keep_their_types_and_share_nothing(stager: ArenaStager) -> None:
+def test_containers_keep_their_types_and_share_nothing(stager: Stager) -> None:
     """Dicts, lists, tuples and what else is made of them are built anew around the twins."""
     tensor = torch.arange(3.0)
     members: list[Any] = [tensor, [tensor]]
@@ -242,7 +244,7 @@ class Attributes(MutableMapping[str, Any]):
         return len(self.content)
 
 
-def test_staging_never_changes_what_it_copies(stager: ArenaStager) -> None:
+def test_staging_never_changes_what_it_copies(stager: Stager) -> None:
     """A mapping that is not a dict keeps its own tensors, and its twin others."""
     tensor = torch.arange(3.0)
     live = Attributes({"t": tensor, "n": {"t": tensor}})
@@ -254,7 +256,7 @@ def test_staging_never_changes_what_it_copies(stager: ArenaStager) -> None:
     assert twin["mapping"]["n"]["t"].tolist() == [0.0, 1.0, 2.0]
 
 
-def test_an_empty_state_dict_is_staged(stager: ArenaStager) -> None:
+def test_an_empty_state_dict_is_staged(stager: Stager) -> None:
     """Nothing to copy is no error."""
     assert staged(stager, {}) == {}
 
@@ -310,22 +312,20 @@ def jagged() -> torch.Tensor:
     ],
     ids=lambda value: value if isinstance(value, str) else "a",
 )
-def test_what_cannot_be_copied_is_an_error_that_names_it(
-    stager: ArenaStager, make: Callable[[], Any], kind: str
-) -> None:
+def test_what_cannot_be_copied_is_an_error_that_names_it(stager: Stager, make: Callable[[], Any], kind: str) -> None:
     """Never zeros, never silence: the error has the key and the kind, and the next staging works."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, on the making of some of these
         state = {"model": {"layers": [torch.ones(2), make()]}, "good": torch.ones(2)}
         result = stager.stage(state)
     assert dict(result) == {}
-    assert isinstance(result.lease.error, StagingError)
-    assert "'model.layers.1'" in str(result.lease.error)
-    assert kind in str(result.lease.error)
+    assert isinstance(result.staged_save.error, StagingError)
+    assert "'model.layers.1'" in str(result.staged_save.error)
+    assert kind in str(result.staged_save.error)
     assert staged(stager, {"good": torch.ones(2)})["good"].tolist() == [1.0, 1.0]
 
 
-def test_a_failed_staging_keeps_nothing_alive(stager: ArenaStager) -> None:
+def test_a_failed_staging_keeps_nothing_alive(stager: Stager) -> None:
     """The error that waits for its save holds neither the training's tensors nor the staging buffer."""
     gc.collect()
     before = memory_files()
@@ -333,7 +333,7 @@ def test_a_failed_staging_keeps_nothing_alive(stager: ArenaStager) -> None:
     def fail() -> weakref.ref[torch.Tensor]:
         tensor = torch.ones(1000)
         result = stager.stage({"a": tensor, "lock": threading.Lock()})
-        assert result.lease.error is not None
+        assert result.staged_save.error is not None
         return weakref.ref(tensor)
 
     tensor = fail()
@@ -343,7 +343,7 @@ def test_a_failed_staging_keeps_nothing_alive(stager: ArenaStager) -> None:
     assert memory_files() == before
 
 
-def test_an_interrupted_staging_leaves_nothing_behind(stager: ArenaStager) -> None:
+def test_an_interrupted_staging_leaves_nothing_behind(stager: Stager) -> None:
     """Ctrl-C passes through, and no save is waited for afterwards."""
 
     class Interrupting(dict[str, Any]):
@@ -356,19 +356,19 @@ def test_an_interrupted_staging_leaves_nothing_behind(stager: ArenaStager) -> No
     assert stager.begin_save() is None
 
 
-def test_a_refused_staging_is_a_save_that_fails(stager: ArenaStager) -> None:
-    """The save that takes it finds the error in its lease."""
+def test_a_refused_staging_is_a_save_that_fails(stager: Stager) -> None:
+    """The save that takes it finds the error in its staged_save."""
     refused = stager.refuse(StagingError("the writer is closed"))
     assert list(refused.items()) == []
-    lease = stager.begin_save()
-    assert lease is refused.lease
-    assert str(lease.error) == "the writer is closed"
+    staged_save = stager.begin_save()
+    assert staged_save is refused.staged_save
+    assert str(staged_save.error) == "the writer is closed"
 
 
 # --- tensors made of tensors -----------------------------------------------------------------------------------------
 
 
-def test_a_wrapper_subclass_is_rebuilt_around_copies(stager: ArenaStager) -> None:
+def test_a_wrapper_subclass_is_rebuilt_around_copies(stager: Stager) -> None:
     """A subclass that can be flattened comes back as itself, its inner tensors copied."""
     a, b = torch.arange(4.0), -torch.arange(4.0)
     twin = staged(stager, {"two": TwoTensor(a, b)})["two"]
@@ -379,7 +379,7 @@ def test_a_wrapper_subclass_is_rebuilt_around_copies(stager: ArenaStager) -> Non
     assert twin.b.tolist() == [0.0, -1.0, -2.0, -3.0]
 
 
-def test_wrappers_within_wrappers_are_copied(stager: ArenaStager) -> None:
+def test_wrappers_within_wrappers_are_copied(stager: Stager) -> None:
     """Flattening goes down to the plain tensors."""
     inner = torch.arange(2.0)
     twin = staged(stager, {"n": TwoTensor(TwoTensor(inner, inner), TwoTensor(inner, inner))})["n"]
@@ -387,7 +387,7 @@ def test_wrappers_within_wrappers_are_copied(stager: ArenaStager) -> None:
     assert [t.tolist() for t in (twin.a.a, twin.a.b, twin.b.a, twin.b.b)] == [[0.0, 1.0]] * 4
 
 
-def test_what_cannot_be_copied_inside_a_wrapper_is_an_error(stager: ArenaStager) -> None:
+def test_what_cannot_be_copied_inside_a_wrapper_is_an_error(stager: Stager) -> None:
     """The key of the wrapper is named."""
     with pytest.raises(StagingError, match=r"'w'.*meta"):
         staged(stager, {"w": TwoTensor(torch.empty(2, device="meta"), torch.empty(2, device="meta"))})
@@ -402,7 +402,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("group")
-def test_dtensors_are_copied(stager: ArenaStager) -> None:
+def test_dtensors_are_copied(stager: Stager) -> None:
     """Sharded, replicated, 0-dim, and as parameters: mesh and placements stay, local tensors are new."""
     mesh = init_device_mesh("cpu", (1,))
     locals_ = {"sharded": torch.arange(6.0).view(3, 2), "replicated": torch.arange(3.0), "scalar": torch.tensor(7.0)}
@@ -428,7 +428,7 @@ def test_dtensors_are_copied(stager: ArenaStager) -> None:
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
-def test_sharded_tensors_are_copied(stager: ArenaStager) -> None:
+def test_sharded_tensors_are_copied(stager: Stager) -> None:
     """FSDP1's tensors come back as themselves, their shards on the CPU and new."""
     spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu"])  # type: ignore[list-item]
     tensor = sharded_tensor.full(spec, (4, 2), 3.0)
@@ -440,10 +440,10 @@ def test_sharded_tensors_are_copied(stager: ArenaStager) -> None:
     assert twin.size() == torch.Size([4, 2])
 
 
-# --- leases: when a buffer is free -----------------------------------------------------------------------------------
+# --- saves: when a buffer is free -----------------------------------------------------------------------------------
 
 
-def test_a_save_under_way_is_waited_for(stager: ArenaStager) -> None:
+def test_a_save_under_way_is_waited_for(stager: Stager) -> None:
     """The next turn begins when the thread that took the staged state dict has ended, not before."""
     first = stager.stage({"a": torch.ones(2)})
     taken, release, turn = threading.Event(), threading.Event(), threading.Event()
@@ -467,7 +467,7 @@ def test_a_save_under_way_is_waited_for(stager: ArenaStager) -> None:
     waiting.join(WAIT)
 
 
-def test_a_buffer_is_used_again_once_its_save_is_over(stager: ArenaStager) -> None:
+def test_a_buffer_is_used_again_once_its_save_is_over(stager: Stager) -> None:
     """Saves of one size, or less, share one memory file, even while the ended thread's state dict still exists."""
     first = stager.stage({"a": torch.ones(5000)})
     in_thread(first.items).join(WAIT)
@@ -480,32 +480,32 @@ def test_a_buffer_is_used_again_once_its_save_is_over(stager: ArenaStager) -> No
 
 
 def inode_of_first(first: StagedStateDict, second: StagedStateDict) -> int:
-    """The memory of a save that is over: its lease has given the buffer up, its tensors still lie in it."""
-    assert first.lease.arena is None
-    arena = second.lease.arena
-    assert arena is not None
-    assert arena.locate(dict(first)["a"]) == 0
-    return os.fstat(arena.fd).st_ino
+    """The memory of a save that is over: its staged save has given the buffer up, its tensors still lie in it."""
+    assert first.staged_save.buffer is None
+    buffer = second.staged_save.buffer
+    assert buffer is not None
+    assert buffer.locate(dict(first)["a"]) == 0
+    return os.fstat(buffer.fd).st_ino
 
 
-def test_a_buffer_grows_with_the_state_dict(stager: ArenaStager) -> None:
+def test_a_buffer_grows_with_the_state_dict(stager: Stager) -> None:
     """A larger state dict gets a larger buffer, and the smaller one is given back."""
     first = stager.stage({"a": torch.ones(10)})
-    assert first.lease.arena is not None
-    assert first.lease.arena.nbytes == 4096
+    assert first.staged_save.buffer is not None
+    assert first.staged_save.buffer.nbytes == 4096
     small = inode(first)
     del first
     before = len(memory_files())
     second = stager.stage({"a": torch.ones(5120), "b": torch.ones(1, dtype=torch.uint8)})
-    assert second.lease.arena is not None
-    assert second.lease.arena.nbytes == 24576  # 20,480 and 64 bytes, in whole pages
+    assert second.staged_save.buffer is not None
+    assert second.staged_save.buffer.nbytes == 24576  # 20,480 and 64 bytes, in whole pages
     assert inode(second) != small
     assert len(memory_files()) == before
 
 
 def test_without_a_cache_memory_is_given_back_between_saves() -> None:
     """Each save allocates, and nothing is kept."""
-    stager, before = ArenaStager(cache=False), len(memory_files())
+    stager, before = Stager(cache=False), len(memory_files())
     first = stager.stage({"a": torch.ones(10)})
     number = inode(first)
     in_thread(first.items).join(WAIT)
@@ -518,7 +518,7 @@ def test_without_a_cache_memory_is_given_back_between_saves() -> None:
     assert len(memory_files()) == before
 
 
-def test_an_unclaimed_staged_state_dict_is_neither_overwritten_nor_waited_for(stager: ArenaStager) -> None:
+def test_an_unclaimed_staged_state_dict_is_neither_overwritten_nor_waited_for(stager: Stager) -> None:
     """Its buffer is left alone; the next turn comes after the claim time at most, with a new buffer."""
     first = stager.stage({"a": torch.ones(4)})
     started = time.monotonic()
@@ -531,7 +531,7 @@ def test_an_unclaimed_staged_state_dict_is_neither_overwritten_nor_waited_for(st
     assert dict(second)["a"].tolist() == [0.0] * 4
 
 
-def test_a_dropped_staged_state_dict_gives_its_buffer_back_at_once(stager: ArenaStager) -> None:
+def test_a_dropped_staged_state_dict_gives_its_buffer_back_at_once(stager: Stager) -> None:
     """Nobody waits for a save that cannot come any more."""
     first = stager.stage({"a": torch.ones(4)})
     number = inode(first)
@@ -542,7 +542,7 @@ def test_a_dropped_staged_state_dict_gives_its_buffer_back_at_once(stager: Arena
     assert inode(stager.stage({"a": torch.zeros(4)})) == number
 
 
-def test_a_tensor_kept_from_a_dropped_staged_state_dict_keeps_the_buffer(stager: ArenaStager) -> None:
+def test_a_tensor_kept_from_a_dropped_staged_state_dict_keeps_the_buffer(stager: Stager) -> None:
     """A custom save that took the tensors out of the dict still owns their memory."""
     first = stager.stage({"a": torch.ones(4)})
     number, tensor = inode(first), dict(first)["a"]
@@ -554,7 +554,7 @@ def test_a_tensor_kept_from_a_dropped_staged_state_dict_keeps_the_buffer(stager:
     assert inode(stager.stage({"a": torch.zeros(4)})) == number
 
 
-def test_saves_run_in_the_order_in_which_they_were_staged(stager: ArenaStager) -> None:
+def test_saves_run_in_the_order_in_which_they_were_staged(stager: Stager) -> None:
     """A save whose thread starts first waits for the one that was staged before it."""
     first, second = stager.stage({"a": torch.ones(1)}), stager.stage({"a": torch.zeros(1)})
     order: list[str] = []
@@ -581,7 +581,7 @@ def test_saves_run_in_the_order_in_which_they_were_staged(stager: ArenaStager) -
     assert order == ["first begins", "first ends", "second begins"]
 
 
-def test_many_saves_from_threads_that_start_in_any_order_keep_theirs(stager: ArenaStager) -> None:
+def test_many_saves_from_threads_that_start_in_any_order_keep_theirs(stager: Stager) -> None:
     """Six staged saves, started last to first: each sees its own values, in order, one at a time."""
     saves = [stager.stage({"a": torch.full((100,), float(n))}) for n in range(6)]
     seen: list[float] = []
@@ -599,11 +599,9 @@ def test_many_saves_from_threads_that_start_in_any_order_keep_theirs(stager: Are
     assert seen == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-def test_a_save_that_never_starts_does_not_hold_up_the_next(
-    stager: ArenaStager, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_never_starts_does_not_hold_up_the_next(stager: Stager, monkeypatch: pytest.MonkeyPatch) -> None:
     """The save after it waits for it once, for as long as a process takes to start, and no later one does."""
-    monkeypatch.setattr(staging, "_START_SECONDS", 0.05)
+    monkeypatch.setattr(stager_module, "_START_SECONDS", 0.05)
     lost = stager.stage({"a": torch.ones(1)})
     later = [stager.stage({"a": torch.full((1,), float(n))}) for n in range(3)]
     seen: list[float] = []
@@ -614,13 +612,13 @@ def test_a_save_that_never_starts_does_not_hold_up_the_next(
 
     for state in later:
         in_thread(lambda state=state: save(state)).join(WAIT)  # type: ignore[misc]
-        monkeypatch.setattr(staging, "_START_SECONDS", 2 * WAIT)
+        monkeypatch.setattr(stager_module, "_START_SECONDS", 2 * WAIT)
     assert seen == [0.0, 1.0, 2.0]
-    assert lost.lease.abandoned
+    assert lost.staged_save.abandoned
     assert dict(lost)["a"].tolist() == [1.0]
 
 
-def test_a_save_on_the_asking_thread_is_not_waited_for(stager: ArenaStager) -> None:
+def test_a_save_on_the_asking_thread_is_not_waited_for(stager: Stager) -> None:
     """Whoever stages and saves on one thread has finished the save when staging again."""
     first = stager.stage({"a": torch.ones(1)})
     first.items()
@@ -631,28 +629,28 @@ def test_a_save_on_the_asking_thread_is_not_waited_for(stager: ArenaStager) -> N
     assert inode(second) != inode(first)
 
 
-def test_a_lease_is_begun_once_by_the_thread_that_took_it(stager: ArenaStager) -> None:
+def test_a_lease_is_begun_once_by_the_thread_that_took_it(stager: Stager) -> None:
     """Other threads, and the same thread a second time, save something unstaged."""
     result = stager.stage({"a": torch.ones(1)})
     assert stager.begin_save() is None
     result.items()
-    found: list[Lease | None] = []
+    found: list[StagedSave | None] = []
     in_thread(lambda: found.append(stager.begin_save())).join(WAIT)
     assert found == [None]
-    assert stager.begin_save() is result.lease
+    assert stager.begin_save() is result.staged_save
     assert stager.begin_save() is None
 
 
-def test_pickling_takes_the_staged_state_dict(stager: ArenaStager) -> None:
+def test_pickling_takes_the_staged_state_dict(stager: Stager) -> None:
     """In PROCESS mode DCP pickles it on the save's thread: it arrives as a plain dict, and the save has begun."""
     result = stager.stage({"a": torch.arange(3), "b": {"c": 1}})
     copy = pickle.loads(pickle.dumps(result))
     assert type(copy) is dict
     assert (copy["a"].tolist(), copy["b"]) == ([0, 1, 2], {"c": 1})
-    assert result.lease.thread is threading.current_thread()
+    assert result.staged_save.thread is threading.current_thread()
 
 
-def test_draining_gives_up_after_its_time(stager: ArenaStager) -> None:
+def test_draining_gives_up_after_its_time(stager: Stager) -> None:
     """A save that does not end is reported, and then is over when it ends."""
     result = stager.stage({"a": torch.ones(1)})
     taken, release = threading.Event(), threading.Event()
@@ -670,7 +668,7 @@ def test_draining_gives_up_after_its_time(stager: ArenaStager) -> None:
     thread.join(WAIT)
 
 
-def test_prewarming_makes_the_buffer_of_the_first_save(stager: ArenaStager) -> None:
+def test_prewarming_makes_the_buffer_of_the_first_save(stager: Stager) -> None:
     """The first staging of that size allocates nothing."""
     state = {"a": torch.ones(5000), "b": [torch.ones(3)]}
     stager.prewarm(state)
@@ -681,36 +679,34 @@ def test_prewarming_makes_the_buffer_of_the_first_save(stager: ArenaStager) -> N
     assert dict(result)["b"][0].tolist() == [1.0] * 3
 
 
-def test_staging_waits_for_a_buffer_that_is_being_prewarmed(
-    stager: ArenaStager, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_staging_waits_for_a_buffer_that_is_being_prewarmed(stager: Stager, monkeypatch: pytest.MonkeyPatch) -> None:
     """`prewarm` returns at once; the first staging gets the buffer it began, and not a second one."""
     began, release = threading.Event(), threading.Event()
-    made: list[Arena] = []
+    made: list[SharedBuffer] = []
 
-    class Slow(Arena):
+    class Slow(SharedBuffer):
         def __init__(self, nbytes: int) -> None:
             began.set()
             assert release.wait(WAIT)
             super().__init__(nbytes)
             made.append(self)
 
-    monkeypatch.setattr(staging, "Arena", Slow)
+    monkeypatch.setattr(stager_module, "SharedBuffer", Slow)
     stager.prewarm({"a": torch.ones(5000)})
     assert began.wait(WAIT)
     releasing = in_thread(release.set)
     result = stager.stage({"a": torch.ones(5000)})
-    assert [result.lease.arena] == made
+    assert [result.staged_save.buffer] == made
     releasing.join(WAIT)
 
 
-def test_memory_that_is_short_fails_prewarming_at_once(stager: ArenaStager) -> None:
+def test_memory_that_is_short_fails_prewarming_at_once(stager: Stager) -> None:
     """The error comes from `prewarm`, not from a thread that nobody looks at."""
     with pytest.raises(StagingError, match="bytes of memory are available"):
         stager.prewarm({"a": torch.empty(1).expand(1 << 44)})
 
 
-def test_prewarming_names_what_cannot_be_saved(stager: ArenaStager) -> None:
+def test_prewarming_names_what_cannot_be_saved(stager: Stager) -> None:
     """Ahead of training, the error is raised at once."""
     with pytest.raises(StagingError, match=r"'a\.b'.*meta"):
         stager.prewarm({"a": {"b": torch.empty(2, device="meta")}})
@@ -718,7 +714,7 @@ def test_prewarming_names_what_cannot_be_saved(stager: ArenaStager) -> None:
 
 def test_closing_gives_the_memory_back_when_the_last_twin_is_gone() -> None:
     """A save that still runs keeps its memory valid; afterwards nothing of it is left."""
-    stager, before = ArenaStager(), len(memory_files())
+    stager, before = Stager(), len(memory_files())
     result = stager.stage({"a": torch.ones(100)})
     stager.close()
     assert dict(result)["a"].tolist() == [1.0] * 100
@@ -726,16 +722,16 @@ def test_closing_gives_the_memory_back_when_the_last_twin_is_gone() -> None:
     assert len(memory_files()) == before
 
 
-def test_a_shortage_of_memory_is_an_error_of_the_save(stager: ArenaStager, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shortage_of_memory_is_an_error_of_the_save(stager: Stager, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is allocated, the error says how much was needed, and the next save works."""
-    monkeypatch.setattr("dcp_tensorizer._arena._available_memory", lambda: 1 << 20)
+    monkeypatch.setattr("dcp_tensorizer._memory.memory_limit._available_memory", lambda: 1 << 20)
     result = stager.stage({"a": torch.ones(1 << 20)})
-    assert "4,194,304 bytes" in str(result.lease.error)
-    assert "1,048,576 bytes" in str(result.lease.error)
+    assert "4,194,304 bytes" in str(result.staged_save.error)
+    assert "1,048,576 bytes" in str(result.staged_save.error)
     assert staged(stager, {"a": torch.ones(2)})["a"].tolist() == [1.0, 1.0]
 
 
-def test_staging_is_bit_exact_for_many_small_tensors(stager: ArenaStager) -> None:
+def test_staging_is_bit_exact_for_many_small_tensors(stager: Stager) -> None:
     """2,000 tensors of all dtypes in one buffer, none overlapping another."""
     state = {f"layer.{n}": filled(ALL_DTYPES[n % len(ALL_DTYPES)], (n % 7, 3), seed=n) for n in range(2000)}
     twin = staged(stager, state)
@@ -750,7 +746,7 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
-        monkeypatch.setattr(_copying, "copy_on_host", self._copy)
+        monkeypatch.setattr(tensor_copy, "copy_on_host", self._copy)
 
     def _copy(self, pairs: Any, threads: int) -> None:
         self.reached.set()
@@ -759,20 +755,18 @@ class Gate:
 
 
 @pytest.fixture
-def overlapping() -> Iterator[ArenaStager]:
-    stager = ArenaStager(overlap=True)
+def overlapping() -> Iterator[Stager]:
+    stager = Stager(overlap=True)
     yield stager
     stager.close()
 
 
-def test_overlapped_staging_returns_before_it_has_copied(
-    overlapping: ArenaStager, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overlapped_staging_returns_before_it_has_copied(overlapping: Stager, monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin is there at once, its values later; then training may change the state, and not before."""
     gate = Gate(monkeypatch)
     live = torch.ones(1000)
     result = overlapping.stage({"a": live, "n": 3})
-    staging = Staging(result)
+    staging = StagingFuture(result)
     assert staging.result() is result
     assert dict(result)["n"] == 3
     assert gate.reached.wait(WAIT)
@@ -788,14 +782,14 @@ def test_overlapped_staging_returns_before_it_has_copied(
     assert not staging.done()
     gate.opened.set()
     assert changed.wait(WAIT)
-    result.lease.wait_copied()
+    result.staged_save.wait_copied()
     assert dict(result)["a"].tolist() == [1.0] * 1000
     assert staging.done()
     training.join(WAIT)
 
 
 def test_objects_are_copied_before_overlapped_staging_returns(
-    overlapping: ArenaStager, monkeypatch: pytest.MonkeyPatch
+    overlapping: Stager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only tensors have to stay as they are: what a dict or a list held is kept at once."""
     gate = Gate(monkeypatch)
@@ -805,58 +799,58 @@ def test_objects_are_copied_before_overlapped_staging_returns(
     state["trainer"]["seen"].append(3)  # type: ignore[union-attr]
     del state["trainer"]["t"]
     gate.opened.set()
-    result.lease.wait_copied()
+    result.staged_save.wait_copied()
     twin = dict(result)["trainer"]
     assert (twin["step"], twin["seen"], twin["t"].tolist()) == (1, [1, 2], [1.0, 1.0])
 
 
-def test_a_future_is_done_even_if_its_callback_comes_late(overlapping: ArenaStager) -> None:
+def test_a_future_is_done_even_if_its_callback_comes_late(overlapping: Stager) -> None:
     """Whoever asks after the copies are complete is told so."""
     result = overlapping.stage({"a": torch.ones(2)})
     overlapping.wait_released()
-    staging = Staging(result)
+    staging = StagingFuture(result)
     told: list[bool] = []
     staging.add_done_callback(lambda future: told.append(future.done()))
     assert staging.done()
     assert told == [True]
 
 
-def test_a_buffer_is_not_free_while_it_is_copied_to(overlapping: ArenaStager, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_is_not_free_while_it_is_copied_to(overlapping: Stager, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that fails early, or that nobody begins, does not free a buffer that copies still go to."""
     gate = Gate(monkeypatch)
     result = overlapping.stage({"a": torch.ones(10)})
     in_thread(result.items).join(WAIT)
     assert gate.reached.wait(WAIT)
-    assert not result.lease.over()
+    assert not result.staged_save.over()
     assert not overlapping.drain(0.05)
     gate.opened.set()
     assert overlapping.drain(WAIT)
 
 
-def test_an_error_of_overlapped_copying_is_the_saves(overlapping: ArenaStager, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_overlapped_copying_is_the_saves(overlapping: Stager, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training goes on, the future is done, and the save raises what happened."""
 
     def fail(pairs: Any, threads: int) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(_copying, "copy_on_host", fail)
+    monkeypatch.setattr(tensor_copy, "copy_on_host", fail)
     result = overlapping.stage({"a": torch.ones(10)})
-    staging = Staging(result)
+    staging = StagingFuture(result)
     overlapping.wait_released()
     with pytest.raises(StagingError, match="illegal memory access"):
-        result.lease.wait_copied()
+        result.staged_save.wait_copied()
     assert staging.done()
 
 
-def test_an_error_of_overlapped_staging_releases_training(overlapping: ArenaStager) -> None:
+def test_an_error_of_overlapped_staging_releases_training(overlapping: Stager) -> None:
     """What cannot be copied is known at once, and nobody waits."""
     result = overlapping.stage({"lock": threading.Lock(), "a": torch.ones(3)})
     overlapping.hold_training()
-    assert isinstance(result.lease.error, StagingError)
-    assert Staging(result).done()
+    assert isinstance(result.staged_save.error, StagingError)
+    assert StagingFuture(result).done()
 
 
-def test_pickling_waits_for_the_copies(overlapping: ArenaStager, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickling_waits_for_the_copies(overlapping: Stager, monkeypatch: pytest.MonkeyPatch) -> None:
     """In PROCESS mode the values leave with the pickle."""
     gate = Gate(monkeypatch)
     result = overlapping.stage({"a": torch.arange(3)})
@@ -865,10 +859,10 @@ def test_pickling_waits_for_the_copies(overlapping: ArenaStager, monkeypatch: py
     opening.join(WAIT)
 
 
-def test_dropping_the_future_frees_everything(overlapping: ArenaStager) -> None:
+def test_dropping_the_future_frees_everything(overlapping: Stager) -> None:
     """A save that never starts costs its buffer only until the copies are complete."""
     before = len(memory_files())
-    staging = Staging(overlapping.stage({"a": torch.ones(10)}))
+    staging = StagingFuture(overlapping.stage({"a": torch.ones(10)}))
     overlapping.wait_released()
     del staging
     overlapping.wait_turn()
@@ -882,19 +876,19 @@ def test_dropping_the_future_frees_everything(overlapping: ArenaStager) -> None:
 def test_a_state_on_a_device_is_staged_through_pinned_memory(overlap: bool) -> None:
     """(Simulated device.) The buffer is registered, holds what was queued before, and training's next step waits."""
     device = SimulatedDevice()
-    stager = ArenaStager(overlap=overlap, device=device)
+    stager = Stager(overlap=overlap, device=device)
     weight, cpu = device.declare(torch.zeros(100_000)), torch.arange(3)
     device.queue(lambda: weight.fill_(1.0))
     result = stager.stage({"w": weight, "cpu": cpu})
     stager.hold_training()
     device.queue(lambda: weight.fill_(2.0))
     device.run()
-    result.lease.wait_copied()
+    result.staged_save.wait_copied()
     assert set(dict(result)["w"].tolist()) == {1.0}
     assert set(weight.tolist()) == {2.0}
     assert dict(result)["cpu"].tolist() == [0, 1, 2]
-    assert result.lease.arena is not None
-    assert [nbytes for _, nbytes in device.pinned] == [result.lease.arena.nbytes]
+    assert result.staged_save.buffer is not None
+    assert [nbytes for _, nbytes in device.pinned] == [result.staged_save.buffer.nbytes]
     del result
     stager.close()
     assert device.pinned == []
@@ -903,10 +897,10 @@ def test_a_state_on_a_device_is_staged_through_pinned_memory(overlap: bool) -> N
 def test_all_saves_use_one_stream() -> None:
     """(Simulated device.) What a stream has used on the device is used again by that stream only."""
     device = SimulatedDevice()
-    stager = ArenaStager(device=device)
+    stager = Stager(device=device)
     state = {"w": device.declare(torch.ones(1000))}
     for _ in range(3):
-        stager.stage(state).lease.wait_copied()
+        stager.stage(state).staged_save.wait_copied()
     assert len(device.streams) == 1
     assert device.buffers == [GATHER_BYTES] * 3
     stager.close()
@@ -915,7 +909,7 @@ def test_all_saves_use_one_stream() -> None:
 def test_a_buffer_is_unregistered_before_it_regrows() -> None:
     """(Simulated device.) One buffer is registered at any time, at its exact size."""
     device = SimulatedDevice()
-    stager = ArenaStager(device=device)
+    stager = Stager(device=device)
     sizes = []
     for count in (1000, 100_000, 10):
         result = stager.stage({"w": device.declare(torch.ones(count))})
@@ -929,7 +923,7 @@ def test_a_buffer_is_unregistered_before_it_regrows() -> None:
 def test_prewarming_registers_for_the_device_of_the_state() -> None:
     """(Simulated device.) The first save finds the buffer pinned."""
     device = SimulatedDevice()
-    stager = ArenaStager(device=device)
+    stager = Stager(device=device)
     state = {"w": device.declare(torch.ones(1000))}
     stager.prewarm(state)
     stager._settle_warming()
@@ -939,10 +933,10 @@ def test_prewarming_registers_for_the_device_of_the_state() -> None:
     stager.close()
 
 
-def test_staging_host_memory_starts_no_cuda(stager: ArenaStager) -> None:
+def test_staging_host_memory_starts_no_cuda(stager: Stager) -> None:
     """Nothing is registered for a state dict without tensors on a device."""
     device = SimulatedDevice()
-    other = ArenaStager(device=device)
+    other = Stager(device=device)
     assert staged(other, {"a": torch.ones(3)})["a"].tolist() == [1.0] * 3
     assert (device.pinned, device.streams) == ([], [])
     other.close()
@@ -954,17 +948,17 @@ def test_copies_that_another_process_makes_are_waited_for(able: bool) -> None:
     device = SimulatedDevice()
     asked, made = threading.Event(), threading.Event()
 
-    def elsewhere(arena: Arena, copies: _copying.Copies) -> bool:
+    def elsewhere(buffer: SharedBuffer, copies: tensor_copy.Copies) -> bool:
         asked.set()
         assert made.wait(WAIT)
         if able:
             device.run()
             for twin, source in copies.on_device:
-                assert arena.locate(twin) is not None
+                assert buffer.locate(twin) is not None
                 twin.copy_(source)
         return able
 
-    stager = ArenaStager(overlap=True, elsewhere=elsewhere, device=device)
+    stager = Stager(overlap=True, elsewhere=elsewhere, device=device)
     weight, host = device.declare(torch.ones(1000)), torch.ones(10)
     result = stager.stage({"w": weight, "host": host})
     changed = threading.Event()
@@ -981,7 +975,7 @@ def test_copies_that_another_process_makes_are_waited_for(able: bool) -> None:
     made.set()
     assert changed.wait(WAIT)
     device.run()
-    result.lease.wait_copied()
+    result.staged_save.wait_copied()
     assert (set(dict(result)["w"].tolist()), set(dict(result)["host"].tolist())) == ({1.0}, {1.0})
     assert device.pinned == []
     training.join(WAIT)
@@ -990,11 +984,11 @@ def test_copies_that_another_process_makes_are_waited_for(able: bool) -> None:
 
 
 def test_a_save_that_ends_without_writing_releases_what_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its future is done when its thread has ended, though nobody but the lease refers to it any more."""
-    stager = ArenaStager(in_place=True, overlap=True)
+    """Its future is done when its thread has ended, though nobody but the staged save refers to it any more."""
+    stager = Stager(in_place=True, overlap=True)
     shared = torch.ones(10).share_memory_()
     told = threading.Event()
-    staging = Staging(stager.stage({"a": shared}))
+    staging = StagingFuture(stager.stage({"a": shared}))
     staging.add_done_callback(lambda future: told.set())
     end = threading.Event()
 
@@ -1017,5 +1011,5 @@ def test_tensors_that_are_others_than_a_moment_ago_are_an_error() -> None:
     a, b = torch.zeros(2, 3), torch.zeros(4)
     for twins in ([a], [a, b, b], [b, a], [a, b.double()]):
         with pytest.raises(StagingError, match="other tensors"):
-            staging._Snapshot({"a": a, "b": [b]}, twins, None, set()).twin(twins)
-    assert staging._Snapshot({"a": a, "b": [b]}, [a, b], None, set()).twin([a, b])["b"][0] is b
+            stager_module._Snapshot({"a": a, "b": [b]}, twins, None, set()).twin(twins)
+    assert stager_module._Snapshot({"a": a, "b": [b]}, [a, b], None, set()).twin([a, b])["b"][0] is b

@@ -17,10 +17,11 @@ from fsspec.registry import _registry
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_tensorizer import ReadError, WriteError, _retry
-from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._remote import Scrubber
-from dcp_tensorizer._storage import Refused, redact, rest_of
+from dcp_tensorizer import ReadError, WriteError
+from dcp_tensorizer._storage import retry as retry_module
+from dcp_tensorizer._storage.base import Refused, rest_of
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._storage.redact import Scrubber, redact
 
 from .support import open_descriptors, run_python
 
@@ -37,7 +38,7 @@ def test_local_paths_are_literal(tmp_path: Path, path: str) -> None:
         storage = open_storage(given_path)
         assert storage.path == storage.location == f"{tmp_path}/{path}"
         storage.make_directory()
-        storage.publish("f", b"x", sync=False)
+        storage.put("f", b"x", sync=False)
     assert os.listdir(tmp_path) == [path]
 
 
@@ -163,11 +164,11 @@ def failing(storage: Any, method: str) -> Iterator[None]:
     ("method", "call", "error"),
     [
         ("makedirs", lambda s: s.make_directory(), WriteError),
-        ("pipe_file", lambda s: s.publish("f", b"x", sync=True), WriteError),
+        ("pipe_file", lambda s: s.put("f", b"x", sync=True), WriteError),
         ("cat_file", lambda s: s.read("f"), ReadError),
-        ("info", lambda s: s.size("f"), ReadError),
+        ("info", lambda s: s.head("f"), ReadError),
     ],
-    ids=["makedirs", "publish", "read", "size"],
+    ids=["makedirs", "put", "read", "size"],
 )
 def test_errors_of_a_backend_are_translated(method: str, call: Any, error: type[Exception]) -> None:
     """Ours, with the path and the backend's text, without what is secret in it."""
@@ -188,8 +189,8 @@ def test_the_umask_is_respected(tmp_path: Path, mask: int, mode: int) -> None:
     try:
         storage = open_storage(tmp_path / "new" / "checkpoint")
         storage.make_directory()
-        storage.create(NAME, 0, sync=False).close()
-        storage.publish(".metadata", b"x", sync=False)
+        storage.create(NAME, 0, sync=False).complete()
+        storage.put(".metadata", b"x", sync=False)
     finally:
         os.umask(before)
     folder = tmp_path / "new" / "checkpoint"
@@ -200,10 +201,10 @@ def test_the_umask_is_respected(tmp_path: Path, mask: int, mode: int) -> None:
 def test_publishing_replaces_the_file_not_its_contents(tmp_path: Path) -> None:
     """Whoever has the old one open reads the old one to its end."""
     storage = open_storage(tmp_path)
-    storage.publish("f", b"old" * 1000, sync=True)
+    storage.put("f", b"old" * 1000, sync=True)
     with open(tmp_path / "f", "rb") as file:
         assert file.read(3) == b"old"
-        storage.publish("f", b"new", sync=True)
+        storage.put("f", b"new", sync=True)
         assert file.read() == (b"old" * 1000)[3:]
     assert storage.read("f") == b"new"
     assert os.listdir(tmp_path) == ["f"]
@@ -214,11 +215,11 @@ def test_a_file_in_the_place_of_a_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     storage = open_storage(tmp_path / "file")
     assert storage.read(".metadata") is None
-    assert storage.size(".metadata") is None
+    assert storage.head(".metadata") is None
     with pytest.raises(WriteError, match="file"):
         storage.make_directory()
     with pytest.raises(WriteError, match="file"):
-        storage.publish(".metadata", b"x", sync=True)
+        storage.put(".metadata", b"x", sync=True)
 
 
 def test_a_directory_in_the_place_of_a_file(tmp_path: Path) -> None:
@@ -250,10 +251,10 @@ def memory() -> Iterator[Any]:
 def test_a_stream_is_closed_once(memory: Any) -> None:
     """Closing completes it; whatever is called afterwards does nothing."""
     sink = memory.create(NAME, 3, sync=True)
-    sink.put(0, memoryview(b"abc"))
+    sink.put_part(0, memoryview(b"abc"))
     assert sink.bytes_written == 3
-    sink.close()
-    sink.close()
+    sink.complete()
+    sink.complete()
     sink.abort()
     assert memory.read(NAME) == b"abc"
 
@@ -262,13 +263,13 @@ def test_an_aborted_stream_is_not_completed_when_it_is_collected(tmp_path: Path)
     """fsspec's streams complete themselves when they are collected; what was aborted must not appear after all."""
     storage = open_storage(f"simplecache::memory://{tmp_path.name}", {"simplecache": {"cache_storage": str(tmp_path)}})
     sink = storage.create(NAME, 0, sync=True)
-    sink.put(0, memoryview(b"abc"))
+    sink.put_part(0, memoryview(b"abc"))
     sink.abort()
     sink.abort()
-    sink.close()
+    sink.complete()
     del sink
     gc.collect()
-    assert storage.size(NAME) is None
+    assert storage.head(NAME) is None
     assert not fsspec.filesystem("memory").exists(f"/{tmp_path.name}/{NAME}")
 
 
@@ -276,10 +277,10 @@ def test_nothing_is_spooled(memory: Any, temporary_directory: Path) -> None:
     """A file on its way is nowhere on local disk."""
     before = open_descriptors()
     sink = memory.create(NAME, 3, sync=True)
-    sink.put(0, memoryview(b"abc"))
+    sink.put_part(0, memoryview(b"abc"))
     assert list(temporary_directory.glob("*dcp_tensorizer*")) == []
     assert open_descriptors() == before
-    sink.close()
+    sink.complete()
 
 
 # --- retries ---------------------------------------------------------------------------------------------------------
@@ -295,7 +296,7 @@ class Status(Exception):
 
 @pytest.fixture
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_retry, "_FIRST_WAIT", 0.0)
+    monkeypatch.setattr(retry_module, "_FIRST_WAIT", 0.0)
 
 
 TRANSIENT = [Status(503), Status(429), Status(500), Status(401), ConnectionResetError(), TimeoutError(), EOFError()]
@@ -305,7 +306,7 @@ LASTING = [Status(403), Status(404), Status(400), PermissionError("403"), FileNo
 @pytest.mark.parametrize("error", TRANSIENT, ids=repr)
 def test_what_may_pass_is_tried_again_with_a_fresh_filesystem(memory: Any, no_waiting: None, error: Exception) -> None:
     """Overload, resets, timeouts, and tokens that have expired: each try has a new filesystem."""
-    memory.publish("f", b"x", sync=True)
+    memory.put("f", b"x", sync=True)
     used: list[Any] = []
 
     class Failing(type(memory._filesystem)):  # type: ignore[misc]
@@ -332,7 +333,7 @@ def test_what_will_not_pass_is_not_tried_again(memory: Any, no_waiting: None, er
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory._filesystem, "pipe_file", fail)
         with pytest.raises(WriteError, match=type(error).__name__):
-            memory.publish("f", b"x", sync=True)
+            memory.put("f", b"x", sync=True)
     assert len(tries) == 1
 
 
@@ -347,7 +348,7 @@ def test_tries_are_bounded(memory: Any, no_waiting: None) -> None:
 
     memory._filesystem = Failing(skip_instance_cache=True)
     with pytest.raises(ReadError, match=r"memory://streamed/f: ConnectionResetError: reset by peer"):
-        memory.size("f")
+        memory.head("f")
     assert len(tries) == 6
 
 
@@ -357,20 +358,20 @@ def test_a_check_that_fails_is_not_an_answer(memory: Any) -> None:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise PermissionError("403")
 
-    memory.publish("f", b"first", sync=True)
+    memory.put("f", b"first", sync=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory._filesystem, "info", fail)
         with pytest.raises(WriteError, match="403"):
-            memory.publish("f", b"second", sync=True, replace=False)
+            memory.put("f", b"second", sync=True, replace=False)
     assert memory.read("f") == b"first"
 
 
 def test_what_another_job_has_put_there_meanwhile_is_not_replaced(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The filesystem is told, besides the check before: those of object stores decide it at the put."""
-    memory.publish("f", b"theirs", sync=True)
-    monkeypatch.setattr(memory, "size", lambda name: None)
+    memory.put("f", b"theirs", sync=True)
+    monkeypatch.setattr(memory, "head", lambda name: None)
     with pytest.raises(WriteError, match="must not be replaced"):
-        memory.publish("f", b"ours", sync=True, replace=False)
+        memory.put("f", b"ours", sync=True, replace=False)
     assert memory.read("f") == b"theirs"
 
 
@@ -391,7 +392,7 @@ def test_whether_a_file_may_be_there_after_all(
 
     memory._filesystem = Failing(skip_instance_cache=True)
     with pytest.raises(WriteError, match="cannot write memory://streamed/f: ") as caught:
-        memory.publish("f", b"x", sync=True)
+        memory.put("f", b"x", sync=True)
     assert isinstance(caught.value, Refused) == refused
     assert next(left, None) is None
 
@@ -407,7 +408,7 @@ def test_a_put_whose_answer_is_lost(memory: Any, no_waiting: None) -> None:
             raise ConnectionResetError("reset by peer")
 
     memory._filesystem = Failing(skip_instance_cache=True)
-    memory.publish("f", b"ours", sync=True, replace=False)
+    memory.put("f", b"ours", sync=True, replace=False)
     assert (len(tries), memory.read("f")) == (1, b"ours")
 
 
@@ -446,7 +447,7 @@ def test_trailing_slashes_are_dropped(url: str, path: str) -> None:
 
 def test_waits_grow_and_are_bounded() -> None:
     """From a fraction of a second to ten, less some chance."""
-    found = list(_retry.waits(600.0))
+    found = list(retry_module.waits(600.0))
     assert len(found) == 5
     for number, wait in enumerate(found):
         assert 0.1 * 2**number <= wait <= min(0.2 * 2**number, 10.0)
@@ -462,10 +463,10 @@ def test_tries_end_in_time() -> None:
 
     started = time.monotonic()
     with pytest.raises(TimeoutError):
-        _retry.retry(fail, _retry.is_transient, 1.0)
+        retry_module.retry(fail, retry_module.is_transient, 1.0)
     assert 2 <= len(tries) <= 4
     assert tries[-1] - started <= 0.95
-    assert list(_retry.waits(0.1)) == []
+    assert list(retry_module.waits(0.1)) == []
 
 
 def test_passwords_of_digits_are_removed() -> None:
@@ -493,7 +494,7 @@ def test_the_rest_of_buffers_is_what_follows(sizes: list[int], count: int) -> No
 _AT_THE_END = """
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dcp_tensorizer._storage import meanwhile
+from dcp_tensorizer._threads import in_background
 
 def save():
     while True:
@@ -501,7 +502,7 @@ def save():
             ThreadPoolExecutor(1).submit(int).result()
         except RuntimeError:  # no more threads are started
             break
-    print(meanwhile(lambda: 7).result(), type(meanwhile(lambda: 1 // 0).exception()).__name__)
+    print(in_background(lambda: 7).result(), type(in_background(lambda: 1 // 0).exception()).__name__)
 
 threading.Thread(target=save).start()
 """
@@ -532,4 +533,4 @@ def test_azures_filesystems_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [storage.path for storage in opened] == [f"az://container/step{step}" for step in range(3)]
     open_storage("az://container/step1", {"account_name": "b"})
     assert [(azure.storage_options["account_name"], azure.forgotten) for azure in made] == [("a", 3), ("b", 1)]
-    assert opened[0].size("nothing") is None
+    assert opened[0].head("nothing") is None

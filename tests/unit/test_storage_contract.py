@@ -7,10 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._layout import data_file_name
-from dcp_tensorizer._storage import Refused, redact
-from dcp_tensorizer._stream import StreamStorage
+from dcp_tensorizer._format.layout import data_file_name
+from dcp_tensorizer._storage.base import Refused
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._storage.redact import redact
+from dcp_tensorizer._storage.stream import StreamStorage
 from dcp_tensorizer.errors import NotCommitted, ReadError, WriteError
 
 from .support import on_a_page, put_file, run_python
@@ -45,10 +46,10 @@ class Contract:
         sink.abort()
         sink = storage.create(NAME, len(content), sync=True)
         for number in (0, 1, 2) if sink.in_order else (2, 0, 1):
-            sink.put(number, on_a_page(content[number * size : (number + 1) * size]))
+            sink.put_part(number, on_a_page(content[number * size : (number + 1) * size]))
         assert sink.bytes_written == len(content)
-        sink.close()
-        assert storage.size(NAME) == len(content)
+        sink.complete()
+        assert storage.head(NAME) == len(content)
         assert storage.read(NAME) == content
         reader = storage.open(NAME)
         first, second = bytearray(5), bytearray(3)
@@ -67,28 +68,28 @@ class Contract:
     def test_a_failed_write_leaves_nothing(self, storage):
         """After `abort` there is no file, and closing does nothing."""
         sink = storage.create(NAME, 100, sync=True)
-        sink.put(0, on_a_page(b"half"))
+        sink.put_part(0, on_a_page(b"half"))
         sink.abort()
-        sink.close()
-        assert storage.size(NAME) is None
+        sink.complete()
+        assert storage.head(NAME) is None
 
     def test_publish_replaces_as_a_whole(self, storage):
         """A published file is the new contents and nothing of the old."""
-        storage.publish(".metadata", b"the old and longer one", sync=True)
-        storage.publish(".metadata", b"new", sync=True)
+        storage.put(".metadata", b"the old and longer one", sync=True)
+        storage.put(".metadata", b"new", sync=True)
         assert storage.read(".metadata") == b"new"
 
     def test_publish_does_not_replace_unless_it_may(self, storage):
         """With replace=False a file that is there stays as it is, and that is an error; nothing else is left."""
-        storage.publish(".metadata", b"first", sync=True, replace=False)
+        storage.put(".metadata", b"first", sync=True, replace=False)
         with pytest.raises(Refused, match=r"\.metadata.*must not be replaced"):
-            storage.publish(".metadata", b"second", sync=True, replace=False)
+            storage.put(".metadata", b"second", sync=True, replace=False)
         assert storage.read(".metadata") == b"first"
 
     def test_an_empty_file(self, storage):
         """A file of no bytes is there, and has none."""
         self.write(storage, NAME, b"")
-        assert (storage.size(NAME), storage.read(NAME)) == (0, b"")
+        assert (storage.head(NAME), storage.read(NAME)) == (0, b"")
 
     def test_many_small_reads_at_once(self, storage):
         """Ranges are read by more threads than the storage asks for."""
@@ -102,7 +103,7 @@ class Contract:
             return bytes(buffer)
 
         offsets = range(0, len(content) - 10, 97)
-        with ThreadPoolExecutor(2 * storage.read_threads) as pool:
+        with ThreadPoolExecutor(2 * storage.max_threads) as pool:
             assert list(pool.map(read, offsets)) == [content[offset : offset + 10] for offset in offsets]
         reader.close()
 
@@ -110,15 +111,15 @@ class Contract:
         """What one process wrote, another one reads by location and options alone."""
         if storage.in_process:
             return
-        storage.publish(".metadata", b"theirs", sync=True)
-        script = "import pickle, sys; from dcp_tensorizer._destination import open_storage; "
+        storage.put(".metadata", b"theirs", sync=True)
+        script = "import pickle, sys; from dcp_tensorizer._storage.open import open_storage; "
         script += "path, options = pickle.loads(bytes.fromhex(sys.argv[1])); "
         script += "print(open_storage(path, options).read('.metadata').decode())"
         assert run_python(script, pickle.dumps((storage.location, options)).hex()).stdout == "theirs\n"
 
     def test_missing(self, storage):
         """What is not there has no size and no contents, and removing it is no error."""
-        assert storage.size(NAME) is None
+        assert storage.head(NAME) is None
         assert storage.read(".metadata") is None
         storage.remove(NAME)
 
@@ -130,7 +131,7 @@ class Contract:
         storage.remove(names[0])
         storage.remove(names[1], names[2], NAME)
         storage.discard(names[3])
-        assert [storage.size(name) for name in names] == [None, None, None, None, 1]
+        assert [storage.head(name) for name in names] == [None, None, None, None, 1]
 
     def test_listing(self, storage, url, options):
         """Files with sizes and times, and subdirectories, of this directory alone; where there is none, it is said."""
@@ -144,7 +145,7 @@ class Contract:
         assert folders == ["below [1]*"]
         assert files[0].modified is None or abs(files[0].modified - started) < 60
         assert [file.name for file in child.listing()[0]] == [NAME]
-        assert open_storage(child.location, options).size(NAME) == 1
+        assert open_storage(child.location, options).head(NAME) == 1
         assert open_storage(url + "/", options).child("below [1]*").path == child.path
         assert storage.uploads() == []
         with pytest.raises(NotCommitted, match="nowhere"):
@@ -167,9 +168,9 @@ class Contract:
         storage = open_storage(f"{url}/{odd}", options)
         storage.make_directory()
         self.write(storage, NAME, b"x")
-        storage.publish(".metadata", b"m", sync=True)
+        storage.put(".metadata", b"m", sync=True)
         again = open_storage(storage.location, options)
-        assert (again.size(NAME), again.read(".metadata")) == (1, b"m")
+        assert (again.head(NAME), again.read(".metadata")) == (1, b"m")
 
     def test_two_writers_do_not_meet(self, storage, url, options):
         """Two jobs in one directory write files of their own, and the last metadata is one of theirs, whole."""
@@ -177,9 +178,9 @@ class Contract:
         names = [NAME, data_file_name(0, 0, "b" * 32)]
         for where, name in zip((storage, other), names, strict=True):
             self.write(where, name, name.encode())
-            where.publish(".metadata", name.encode() * 100, sync=True)
+            where.put(".metadata", name.encode() * 100, sync=True)
         assert storage.read(".metadata") == names[1].encode() * 100
-        assert [storage.size(name) for name in names] == [len(name) for name in names]
+        assert [storage.head(name) for name in names] == [len(name) for name in names]
 
 
 class TestLocal(Contract):
@@ -204,7 +205,7 @@ class TestLocal(Contract):
         """A file that cannot be put in place leaves nothing of itself."""
         (tmp_path / "new" / "checkpoint" / ".metadata").mkdir()
         with pytest.raises(WriteError):
-            storage.publish(".metadata", b"x", sync=True)
+            storage.put(".metadata", b"x", sync=True)
         assert [path.name for path in (tmp_path / "new" / "checkpoint").iterdir()] == [".metadata"]
 
 
@@ -223,12 +224,12 @@ class TestS3(Contract):
     def test_an_abandoned_upload_is_discarded(self, storage, s3, url):
         """Of a writer that died in the middle of a file, whoever knows its name leaves nothing."""
         sink = storage.create(NAME, 20 << 20, sync=True)
-        sink.put(1, on_a_page(bytes(sink.part_bytes)))
+        sink.put_part(1, on_a_page(bytes(sink.part_bytes)))
         prefix = url.rpartition("/")[2]
         assert s3.uploads(prefix) == [f"{prefix}/{NAME}"]
         storage.discard(NAME)
         assert s3.uploads(prefix) == []
-        assert storage.size(NAME) is None
+        assert storage.head(NAME) is None
 
     def test_a_missing_bucket(self, s3):
         """Writing to it and reading from it are errors that name it."""
@@ -236,10 +237,10 @@ class TestS3(Contract):
         storage.make_directory()
         sink = storage.create(NAME, 20 << 20, sync=True)
         with pytest.raises(FileNotFoundError, match="no-such-bucket"):
-            sink.put(0, on_a_page(bytes(sink.part_bytes)))
+            sink.put_part(0, on_a_page(bytes(sink.part_bytes)))
         sink.abort()
         with pytest.raises(WriteError, match="bucket 'no-such-bucket' does not exist"):
-            storage.publish(".metadata", b"x", sync=True)
+            storage.put(".metadata", b"x", sync=True)
         with pytest.raises(ReadError, match="bucket 'no-such-bucket' does not exist"):
             storage.read(".metadata")
 
@@ -272,7 +273,7 @@ class TestS3Stream(Contract):
         sink = storage.create(NAME, 60 << 20, sync=True)
         part = on_a_page(bytes(sink.part_bytes))
         for number in range(5):
-            sink.put(number, part)
+            sink.put_part(number, part)
         prefix = url.rpartition("/")[2]
         assert s3.uploads(prefix) == [f"{prefix}/{NAME}"]
         sink.abort()
@@ -290,9 +291,9 @@ class TestSftp(Contract):
 
     def test_publish_leaves_no_temporary(self, storage, sftp, url):
         """What is put in place has been renamed, and what could not be is removed."""
-        storage.publish(".metadata", b"x", sync=True)
+        storage.put(".metadata", b"x", sync=True)
         with pytest.raises(WriteError):
-            storage.publish(".metadata", b"y", sync=True, replace=False)
+            storage.put(".metadata", b"y", sync=True, replace=False)
         assert [path.name for path in (sftp.folder / "new" / url.rpartition("/")[2]).iterdir()] == [".metadata"]
 
 

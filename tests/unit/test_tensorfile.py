@@ -14,10 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorizer import TensorSerializer
 
-from dcp_tensorizer import ChecksumMismatch, _layout, _tensorfile
-from dcp_tensorizer._layout import StoredItem, block_size
-from dcp_tensorizer._protocol import TensorSource
-from dcp_tensorizer._tensorfile import DigestCheck, Digester, check_digests, lay_out
+from dcp_tensorizer import ChecksumMismatch
+from dcp_tensorizer._format import layout as layout_module
+from dcp_tensorizer._format import tensorizer_file
+from dcp_tensorizer._format.checksums import DigestCheck, Digester, check_digests
+from dcp_tensorizer._format.layout import StoredItem, block_size
+from dcp_tensorizer._format.tensorizer_file import lay_out
+from dcp_tensorizer._writer_process.messages import TensorSource
 
 from .support import filled, stored_item
 
@@ -80,7 +83,7 @@ def test_digests_are_those_of_the_blocks() -> None:
 def small_blocks() -> Iterator[None]:
     """Blocks of 16 bytes, so that a few bytes have several."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_layout, "_MIN_BLOCK", 16)
+        patch.setattr(layout_module, "_MIN_BLOCK", 16)
         yield
 
 
@@ -158,11 +161,11 @@ def test_a_whole_item_is_checked_by_one_digest(monkeypatch: pytest.MonkeyPatch) 
     step = block_size(len(content))
     calls: list[int] = []
 
-    def digest(data: memoryview, whole: Callable[[memoryview], bytes] = _tensorfile._digest) -> bytes:
+    def digest(data: memoryview, whole: Callable[[memoryview], bytes] = checksums._digest) -> bytes:
         calls.append(data.nbytes)
         return whole(data)
 
-    monkeypatch.setattr(_tensorfile, "_digest", digest)
+    monkeypatch.setattr(checksums, "_digest", digest)
     check_digests(item, 0, memoryview(content))
     assert calls == [len(content)]
     content[5 * step] ^= 1

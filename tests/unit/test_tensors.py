@@ -8,7 +8,8 @@ import re
 import pytest
 import torch
 
-from dcp_tensorizer._tensors import host_bytes, unsafe_globals
+from dcp_tensorizer._format.objects import unsafe_globals
+from dcp_tensorizer._memory.tensor_bytes import host_bytes
 
 from .support import ALL_DTYPES, dtype_name, filled, raw
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcp_tensorizer._contents import read_parts
-from dcp_tensorizer._crypt import Cipher
-from dcp_tensorizer._destination import open_storage
-from dcp_tensorizer._layout import Derivation, data_file_rank
-from dcp_tensorizer._plan import Box
-from dcp_tensorizer._verify import Verified, verify
+from dcp_tensorizer._format.chunks import Region
+from dcp_tensorizer._format.encryption import Cipher
+from dcp_tensorizer._format.layout import Derivation, data_file_rank
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._tools.checkpoint_view import read_parts
+from dcp_tensorizer._tools.verify import Verified, verify
 from dcp_tensorizer.errors import MetadataError
 
 from .checkpoints import make_checkpoint
@@ -23,7 +23,7 @@ from .support import filled
 def checkpoint(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """Of an encrypted one nobody has the key here."""
     tensors = {"a": filled(torch.float32, (5, 4)), "b": filled(torch.bfloat16, (300, 1000), 1), "e": torch.empty(0, 2)}
-    chunks = {"b": [Box((0, 0), (200, 1000)), Box((200, 0), (100, 1000))]}
+    chunks = {"b": [Region((0, 0), (200, 1000)), Region((200, 0), (100, 1000))]}
     return make_checkpoint(tmp_path / "checkpoint", tensors, {"step": 7}, chunks, request.param)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from dcp_tensorizer._worker import SpareCores
+from dcp_tensorizer._writer_process.worker import SpareCores
 
 SECOND = os.sysconf("SC_CLK_TCK") * (os.cpu_count() or 1)
 """Ticks in a second, of all cores together."""

@@ -15,14 +15,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from dcp_tensorizer import (
-    StagingError,
-    TensorizerStorageReader,
-    TensorizerStorageWriter,
-    WriteError,
-    _handover,
-    _process,
-)
+from dcp_tensorizer import StagingError, TensorizerStorageReader, TensorizerStorageWriter, WriteError
+from dcp_tensorizer._saving import writer_client
+from dcp_tensorizer._writer_process import process as process_module
 
 from .support import memory_files
 
@@ -195,11 +190,11 @@ def test_prewarm_makes_the_buffer_that_the_first_save_uses(tmp_path):
     with TensorizerStorageWriter(tmp_path) as writer:
         writer.prewarm(state_of(1))
         writer._stager._settle_warming()
-        arena = writer._stager._idle
+        buffer = writer._stager._idle
         dcp.async_save(state_of(1), storage_writer=writer).result()
         writer._stager.wait_turn()
         writer.prewarm(state_of(1))  # takes back the buffer of the save, which is over
-        assert writer._stager._idle is arena
+        assert writer._stager._idle is buffer
 
 
 def test_prewarm_asks_stateful_values(tmp_path):
@@ -242,7 +237,7 @@ def test_without_a_cache_a_save_keeps_no_memory(tmp_path):
 def test_saves_that_nobody_staged_do_not_clean_up_after_each_other(tmp_path, monkeypatch):
     """A synchronous save on another thread, to the same path, while one writes: what that wrote is not left over."""
     writing, go_on = threading.Event(), threading.Event()
-    write = _handover.Handover.write
+    write = writer_client.WriterClient.write
 
     def wait(*args):
         written = write(*args)
@@ -251,7 +246,7 @@ def test_saves_that_nobody_staged_do_not_clean_up_after_each_other(tmp_path, mon
             assert go_on.wait(30)
         return written
 
-    monkeypatch.setattr(_handover.Handover, "write", wait)
+    monkeypatch.setattr(writer_client.WriterClient, "write", wait)
     with TensorizerStorageWriter(tmp_path) as writer:
         first = threading.Thread(target=dcp.save, args=(state_of(1),), kwargs={"storage_writer": writer}, name="first")
         first.start()
@@ -283,7 +278,7 @@ def test_a_writer_process_that_cannot_be_started_again(tmp_path, monkeypatch):
         writer._process._popen.kill()
         writer._process._popen.wait()
         with monkeypatch.context() as patch:
-            patch.setattr(_process, "_start", refuse_to_start)
+            patch.setattr(process_module, "_start", refuse_to_start)
             with pytest.raises(CheckpointException) as caught:
                 dcp.async_save(state_of(2), storage_writer=writer).result()
         assert f"the save to {tmp_path} failed twice: the writer process cannot be started" in str(cause(caught))

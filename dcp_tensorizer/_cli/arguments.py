@@ -1,0 +1,109 @@
+"""What the commands of the command line have in common: their arguments, and how those are read."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+
+from .._format.encryption import decryption_key
+from ..errors import ConversionError, DecryptionError
+
+if TYPE_CHECKING:
+    from .._format.encryption import DecryptionParams
+
+__all__ = [
+    "Checkpoint",
+    "Json",
+    "KeyFile",
+    "PassphraseFile",
+    "StorageOptions",
+    "read_dtype",
+    "read_key",
+    "read_nbytes",
+    "read_options",
+    "read_seconds",
+    "read_split",
+]
+
+Checkpoint = Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint: local path, or URL that fsspec opens.")]
+KeyFile = Annotated[
+    Path | None, typer.Option("--key-file", metavar="FILE", help="The key of an encrypted checkpoint: 32 bytes.")
+]
+PassphraseFile = Annotated[
+    Path | None,
+    typer.Option("--passphrase-file", metavar="FILE", help="The passphrase; a newline at its end is no part of it."),
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for scripts.")]
+StorageOptions = Annotated[
+    list[str] | None,
+    typer.Option("--storage-option", metavar="KEY=VALUE", help="For the fsspec file system; VALUE may be JSON."),
+]
+
+
+def read_options(given: list[str] | None) -> dict[str, Any]:
+    """``KEY=VALUE``s, each value JSON if it can be read so."""
+    options = {}
+    for option in given or []:
+        key, equals, text = option.partition("=")
+        if not key or not equals:
+            raise typer.BadParameter(f"{key!r} is not of the form KEY=VALUE", param_hint="--storage-option")
+        try:
+            options[key] = json.loads(text)
+        except ValueError:
+            options[key] = text
+    return options
+
+
+def read_key(key_file: Path | None, passphrase_file: Path | None) -> DecryptionParams | None:
+    """The key in a file; in an argument, other users of the machine would see it."""
+    if key_file is None and passphrase_file is None:
+        return None
+    try:
+        key = None if key_file is None else key_file.read_bytes()
+        passphrase = None if passphrase_file is None else passphrase_file.read_text(encoding="utf-8").removesuffix("\n")
+        return decryption_key(key=key, passphrase=passphrase)
+    except (OSError, ValueError) as error:
+        raise DecryptionError(f"cannot read a key from {key_file or passphrase_file}: {error}") from None
+
+
+def read_dtype(name: str | None) -> torch.dtype | None:
+    found = getattr(torch, name or "", None)
+    if name is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise typer.BadParameter(f"{name!r} is no floating-point dtype of torch", param_hint="--dtype")
+    return found
+
+
+def read_split(file: str | None) -> dict[str, int]:
+    if file is None:
+        return {}
+    try:
+        with open(file, encoding="utf-8") as stream:
+            rules = json.load(stream)
+    except (OSError, ValueError) as error:
+        raise ConversionError(f"cannot read the rules in {file}: {error}") from error
+    if not isinstance(rules, dict) or not all(type(dim) is int for dim in rules.values()):
+        raise ConversionError(f"{file} is not a JSON object of patterns and dimensions, like {{'*.q_proj.weight': 0}}")
+    return rules
+
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_SPANS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+def read_nbytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
+    if match is None or match[2] not in _UNITS or not (found := int(float(match[1]) * _UNITS[match[2]])):
+        raise typer.BadParameter(f"{text!r} is no size like 5GB", param_hint="--shard-size")
+    return found
+
+
+def read_seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip().lower())
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is no age like 12h or 7d", param_hint="--older-than")
+    return float(match[1]) * _SPANS[match[2]]

@@ -1,0 +1,151 @@
+"""What a checkpoint looks like on storage: names, the contents of ``.metadata``, block sizes, the version."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+__all__ = [
+    "ENCRYPTED_VERSION",
+    "FORMAT",
+    "FORMAT_VERSION",
+    "INDEX_CAPACITY",
+    "MAC_BYTES",
+    "NONCE_BYTES",
+    "Derivation",
+    "StoredItem",
+    "block_size",
+    "data_file_name",
+    "data_file_names_in",
+    "data_file_rank",
+    "index_entry_size",
+    "is_data_file_name",
+    "is_metadata_file_name",
+    "is_temporary_file_name",
+    "metadata_file_name",
+]
+
+FORMAT = "dcp_tensorizer"
+FORMAT_VERSION = 1
+ENCRYPTED_VERSION = 2  # of encrypted checkpoints alone: plain ones are still read by what reads version 1
+
+# tensorizer reserves 256 KiB for the index of a file and fails on the first entry past it
+# (``TensorSerializer.__init__``, ``metadata_size``).
+INDEX_CAPACITY = 256 * 1024
+
+# Digests are per block, so that a partial read can be verified too. 64 blocks a tensor bound the metadata to
+# 520 bytes a tensor, and what a row slice reads beyond its need to two blocks; below 64 KiB a block costs more to
+# request than to read. Beyond 8 MiB a block would not fit into a reader's buffers; one more for each 8 MiB is nothing.
+_MAX_BLOCKS = 64
+_MIN_BLOCK = 64 * 1024
+_MAX_BLOCK = 8 << 20
+# Blocks start at a multiple of the largest element (complex128), so that no element straddles two of them.
+_BLOCK_ALIGNMENT = 16
+# In an encrypted item each block is encrypted by itself, so it must fit into a small buffer; the size and the alignment
+# are those that tensorizer has for what it encrypts at once. That makes 24 bytes of metadata for each 2 MiB.
+_MAX_ENCRYPTED_BLOCK = 2 << 20
+_ENCRYPTED_ALIGNMENT = 64
+
+NONCE_BYTES, MAC_BYTES = 24, 16  # of libsodium's secretbox
+
+_DATA_FILE = re.compile(r"__\d+_\d+_[0-9a-f]{32}\.tensors")
+_DATA_FILE_BYTES = re.compile(_DATA_FILE.pattern.encode())
+_METADATA_FILE = re.compile(r"(__\d+)?\.metadata")
+_TEMPORARY_FILE = re.compile(r"(__\d+)?\.metadata\.[0-9a-f]{32}\.tmp")
+
+
+class StoredItem(NamedTuple):
+    """Where the bytes of one write item are; kept in ``.metadata`` as a plain tuple of builtin types."""
+
+    file: str
+    """Data file, relative to the checkpoint's directory; empty for an item without bytes."""
+    name: str
+    """Name of the tensor in that file; the item's FQN unless a tensorizer file cannot hold that."""
+    offset: int
+    """First byte of the data in the file."""
+    length: int
+    """Bytes of data."""
+    dtype: str
+    """dtype of the data as it was stored, without ``torch.``: ``bfloat16``; ``uint8`` for objects."""
+    kind: str
+    """``tensor``: C-contiguous elements; ``object``: what ``torch.save`` made of a value; ``wrapper``: what it
+    made of a tensor subclass that has no bytes of its own."""
+    digests: bytes
+    """XXH3-64 of each block as it is stored, 8 bytes each, big-endian, in order (see `block_size`); of more than one
+    that are not encrypted, then of them all: who reads the whole needs one digest and not 64."""
+    nonce_and_macs: bytes = b""
+    """Of an encrypted item: the nonce of its first block (it counts up from there), then each block's MAC."""
+
+    @property
+    def block(self) -> int:
+        """Bytes in each block but the last."""
+        return block_size(self.length, encrypted=bool(self.nonce_and_macs))
+
+    def to_tuple(self) -> tuple[str | int | bytes, ...]:
+        """What ``.metadata`` holds of it; plain items as they were before there were encrypted ones."""
+        return tuple(self) if self.nonce_and_macs else tuple(self[:-1])
+
+
+class Derivation(NamedTuple):
+    """How a key was made from a passphrase: what libsodium's ``crypto_pwhash`` takes beside it."""
+
+    opslimit: int
+    memlimit: int
+    algorithm: int
+    salt: bytes
+
+
+def block_size(nbytes: int, *, encrypted: bool = False) -> int:
+    """Bytes that one digest covers in an item of ``nbytes`` bytes; the last block may be shorter."""
+    per_block = -(-nbytes // _MAX_BLOCKS)
+    if encrypted:
+        return min(_MAX_ENCRYPTED_BLOCK, max(_MIN_BLOCK, _round_up(per_block, _ENCRYPTED_ALIGNMENT)))
+    return min(_MAX_BLOCK, max(_MIN_BLOCK, _round_up(per_block, _BLOCK_ALIGNMENT)))
+
+
+def metadata_file_name(rank: int | None = None) -> str:
+    """``.metadata``, or one rank's own where ranks save without collectives."""
+    return ".metadata" if rank is None else f"__{rank}.metadata"
+
+
+def is_metadata_file_name(name: str) -> bool:
+    """Whether ``name`` is one that `metadata_file_name` makes."""
+    return _METADATA_FILE.fullmatch(name) is not None
+
+
+def is_temporary_file_name(name: str) -> bool:
+    """Whether ``name`` is one that `temporary_file_name` makes of a metadata file's."""
+    return _TEMPORARY_FILE.fullmatch(name) is not None
+
+
+def data_file_name(rank: int, number: int, save_id: str) -> str:
+    """Name of a rank's ``number``-th data file in one save; no two saves share a name."""
+    return f"__{rank}_{number}_{save_id}.tensors"
+
+
+def is_data_file_name(name: str) -> bool:
+    """Whether ``name`` is one that `data_file_name` makes, and so cannot lead out of the checkpoint's directory."""
+    return _DATA_FILE.fullmatch(name) is not None
+
+
+def data_file_rank(name: str) -> int:
+    """The rank that wrote a data file."""
+    return int(name.split("_")[2])
+
+
+def data_file_names_in(content: bytes) -> set[str]:
+    """The names of data files that occur in some bytes: they are too odd to occur by chance."""
+    return {name.decode() for name in _DATA_FILE_BYTES.findall(content)}
+
+
+def index_entry_size(name: str, ndim: int) -> int:
+    """Upper bound, in bytes, of a tensor's entry in a tensorizer file's index.
+
+    tensorizer's layout: version tag (4), name length (2) and name, type (1), dtype length (1) and dtype (at most
+    48 here), rank (1) and dimensions (8 each at most), three 64-bit locations.
+    """
+    return 4 + 2 + len(name.encode()) + 1 + 1 + 48 + 1 + 8 * ndim + 24
+
+
+def _round_up(value: int, quantum: int) -> int:
+    return -(-value // quantum) * quantum

@@ -1,0 +1,242 @@
+"""The tensorizer file format: where everything goes, the headers, block digests.
+
+A file's layout follows from the names, dtypes and shapes of its tensors alone, so it is known before a byte has been
+hashed: parts of a file can be made in any order and by several threads. The files are byte for byte those that
+``tensorizer.TensorSerializer`` writes (the tests compare them), but that headers are padded, so that the data is
+aligned; which hashes each tensor in two passes over memory with several queued tasks a tensor. Here every byte is
+fetched from memory once (see `_encoder`).
+
+    head      magic, version, flags, bytes and number of tensors, then an index in a region of 256 KiB
+    entries   for each tensor a header (name, dtype, shape, CRC-32 and SHA-256 of header and data, padding), then the
+              data
+    end       eight zero bytes
+
+In an encrypted file a header says how its tensor is encrypted, with a MAC for each block, and holds no hashes: those
+that ``TensorSerializer`` puts there are of the tensor as it was, which shows whether two are the same, and what is in a
+small one.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from .encryption import Cipher
+from .layout import INDEX_CAPACITY, MAC_BYTES, NONCE_BYTES, Derivation, block_size
+
+__all__ = [
+    "ALIGNMENT",
+    "CRC32",
+    "ENCRYPTED",
+    "ENCRYPTED_FLAG",
+    "END",
+    "HEAD",
+    "LONG",
+    "MAGIC",
+    "START",
+    "VERSIONED_INDEX",
+    "Entry",
+    "FileLayout",
+    "lay_out",
+]
+
+# Reading from the page cache into memory takes 1.1 to 1.25 times as long where the two are not aligned alike (to 32
+# bytes, on Zen 4), and tensors are in memory aligned to 64.
+ALIGNMENT = 64
+MAGIC = b"|TZR|"
+# Data version, feature flags, bytes of tensors, unused, number of tensors, length of the index's region.
+HEAD = struct.Struct("<I32sQ8xQQ")
+START = struct.Struct("<QHBH")  # length of the header, module index, kind of tensor, length of the name
+_HASHES = struct.Struct("<HBBBIBB32s")  # bytes that follow, number of hashes; of each: kind, length, value
+CRC32, _SHA256 = 0, 1
+_NO_HASHES = struct.pack("<HB", 1, 0)
+_LENGTH = struct.Struct("<Q")
+_PASSPHRASE = struct.Struct("<HHQQiH")  # two tags; costs and algorithm of the derivation; length of the salt
+_DERIVED, _BY_PWHASH = 1, 1
+_BLOCKS = struct.Struct(f"<HQ{NONCE_BYTES}sQ")  # tag, bytes in a block, nonce of the first, number of MACs that follow
+_XSALSA20 = 2
+# torch's dtypes that numpy has too, and of those that it has not, all that are not of one byte. Not asked of torch,
+# which takes two seconds to import: the writer process does without it.
+_NUMPY = {"bool", *(f"{kind}int{bits}" for kind in ("", "u") for bits in (8, 16, 32, 64))}
+_NUMPY |= {"float16", "float32", "float64", "complex64", "complex128"}
+_ITEMSIZE = {"bfloat16": 2, "bits16": 2, "complex32": 4}
+# Kinds of tensor: a module's parameter, its buffer, or (as in a state dict) neither.
+_KINDS = {"parameter": 0, "buffer": 1}
+_STATE_DICT = 2
+END = bytes(8)
+
+# The least data version that can hold a file: plain, with dtypes that numpy lacks, encrypted, with dimensions of over
+# 32 bits.
+_PLAIN, _OPAQUE, ENCRYPTED, LONG = 1, 2, 3, 5
+# Feature flags, from version 4 on. Versioned index: a version precedes each of its entries.
+ENCRYPTED_FLAG, VERSIONED_INDEX = 1, 2
+
+
+class TensorInfo(Protocol):
+    """What the layout of a file depends on."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def kind(self) -> str:
+        """``parameter`` or ``buffer`` of a module; anything else is a tensor of a state dict."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor in a file.
+
+    Attributes:
+        header_offset: First byte of its header in the file.
+        header: The header as it is hashed: with zeros in place of the hashes.
+        padding: Zeros in it before the length of the data.
+        hashes_offset: Of the hashes in the header, and in an encrypted file of what is there instead.
+        offset: First byte of the data in the file.
+        length: Bytes of data.
+        block: Bytes of data that are encrypted at once; 0 in a plain file.
+    """
+
+    header_offset: int
+    header: bytes
+    hashes_offset: int
+    offset: int
+    length: int
+    padding: int
+    block: int = 0
+
+    def with_hashes(self, crc32: int, sha256: bytes) -> bytes:
+        """The header as it is stored."""
+        end = self.hashes_offset + _HASHES.size
+        return self.header[: self.hashes_offset] + _hashes(crc32, sha256) + self.header[end:]
+
+    def with_macs(self, nonce_and_macs: bytes) -> bytes:
+        """The header of an encrypted tensor as it is stored; ``seal`` as in `StoredItem`."""
+        header = bytearray(self.header)
+        end = len(header) - _LENGTH.size - self.padding
+        macs = end - (len(nonce_and_macs) - NONCE_BYTES)
+        start = macs - _LENGTH.size - NONCE_BYTES
+        header[start : start + NONCE_BYTES] = nonce_and_macs[:NONCE_BYTES]
+        header[macs:end] = nonce_and_macs[NONCE_BYTES:]
+        return bytes(header)
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """A file: its first bytes, its entries in order, its size, and what encrypts it; `END` follows the last entry."""
+
+    head: bytes
+    entries: tuple[Entry, ...]
+    nbytes: int
+    cipher: Cipher | None = None
+
+
+def lay_out(
+    tensors: Sequence[TensorInfo],
+    cipher: Cipher | None = None,
+    capacity: int = INDEX_CAPACITY,
+    alignment: int = ALIGNMENT,
+) -> FileLayout:
+    """Where everything goes in the file of some tensors.
+
+    Args:
+        tensors: In file order; names are unique, and in an encrypted file none has zero bytes.
+        cipher: Of an encrypted file; its headers say what the key was derived from.
+        capacity: Bytes for the index; every release of tensorizer reads more than it writes.
+        alignment: Of the data in the file. ``TensorSerializer`` has none, that is 1.
+
+    Raises:
+        ValueError: the index does not hold so many names.
+    """
+    position = len(MAGIC) + HEAD.size + capacity
+    entries = []
+    index: list[tuple[int, bytes]] = []
+    version = _PLAIN if cipher is None else ENCRYPTED
+    for tensor in tensors:
+        name, dtype = tensor.name.encode(), _dtype_name(tensor.dtype)
+        is_long = any(extent >> 32 for extent in tensor.shape)
+        version = max(version, LONG if is_long else _OPAQUE if b"\0" in dtype else _PLAIN)
+        shape = struct.pack(f"<B{len(tensor.shape)}{'Q' if is_long else 'I'}", len(tensor.shape), *tensor.shape)
+        kind = _KINDS.get(tensor.kind, _STATE_DICT)
+        described = name, kind, dtype, shape
+        block = 0 if cipher is None else block_size(tensor.nbytes, encrypted=True)
+        proof = _hashes(0, b"") if cipher is None else _NO_HASHES + _crypt_info(cipher.derivation, tensor.nbytes, block)
+        header, hashes_offset, padding = _header(described, proof, tensor.nbytes, position % alignment, alignment)
+        entry = Entry(position, header, hashes_offset, position + len(header), tensor.nbytes, padding, block)
+        entries.append(entry)
+        index.append((LONG if is_long else _PLAIN, _index_entry(described, entry)))
+        position = entry.offset + entry.length
+    is_versioned = version == LONG
+    listing = b"".join((struct.pack("<I", v) if is_versioned else b"") + record for v, record in index)
+    if len(listing) > capacity:
+        raise ValueError(f"{len(tensors):,} names do not fit into the index of one tensorizer file")
+    flags = (VERSIONED_INDEX | (ENCRYPTED_FLAG if cipher is not None else 0)) if is_versioned else 0
+    total = sum(entry.length for entry in entries)
+    head = MAGIC + HEAD.pack(version, flags.to_bytes(32, "little"), total, len(entries), capacity)
+    return FileLayout(head + listing.ljust(capacity, b"\0"), tuple(entries), position + len(END), cipher)
+
+
+_Described = tuple[bytes, int, bytes, bytes]  # name, kind, dtype, shape
+
+
+def _header(
+    described_as: _Described, proof: bytes, length: int, position: int, alignment: int
+) -> tuple[bytes, int, int]:
+    """A tensor's header, where the hashes or what is there instead go, and how many bytes align the data behind it.
+
+    Readers find the length of the data at the header's end, so that there may be anything before it.
+    """
+    name, kind, dtype, shape = described_as
+    described = name + struct.pack("<B", len(dtype)) + dtype + shape
+    hashes_offset = START.size + len(described)
+    nbytes = hashes_offset + len(proof) + _LENGTH.size
+    padding = -(position + nbytes) % alignment
+    start = START.pack(nbytes + padding, 0, kind, len(name))
+    return start + described + proof + bytes(padding) + _LENGTH.pack(length), hashes_offset, padding
+
+
+def _hashes(crc32: int, sha256: bytes) -> bytes:
+    return _HASHES.pack(_HASHES.size - 2, 2, CRC32, 4, crc32, _SHA256, 32, sha256)
+
+
+def _crypt_info(derivation: Derivation | None, nbytes: int, block: int) -> bytes:
+    """How a tensor is encrypted, with zeros in place of nonce and MACs: sections, each after its length."""
+    macs = -(-nbytes // block)
+    sections = [_BLOCKS.pack(_XSALSA20, block, b"", macs) + bytes(MAC_BYTES * macs)]
+    if derivation is not None:
+        costs = derivation.opslimit, derivation.memlimit, derivation.algorithm
+        salt = derivation.salt
+        sections.insert(0, _PASSPHRASE.pack(_DERIVED, _BY_PWHASH, *costs, len(salt)) + salt)
+    body = struct.pack("<H", len(sections)) + b"".join(_LENGTH.pack(len(part)) + part for part in sections)
+    return _LENGTH.pack(len(body)) + body
+
+
+def _index_entry(described_as: _Described, entry: Entry) -> bytes:
+    name, kind, dtype, shape = described_as
+    return b"".join(
+        (
+            struct.pack("<H", len(name)),
+            name,
+            struct.pack("<BB", kind, len(dtype)),
+            dtype,
+            shape,
+            struct.pack("<QQQ", entry.header_offset, entry.offset, entry.length),
+        )
+    )
+
+
+def _dtype_name(name: str) -> bytes:
+    """A dtype as tensorizer stores it: numpy's name, or an opaque one with torch's where numpy has none."""
+    if name in _NUMPY:
+        return np.dtype(name).str.encode()
+    itemsize = _ITEMSIZE.get(name, 1)
+    return f"{'|' if itemsize == 1 else '<'}V{itemsize}\0torch.{name}".encode()

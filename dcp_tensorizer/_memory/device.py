@@ -1,0 +1,172 @@
+"""GPUs: the only module that calls ``torch.cuda``. Streams beside training's, events on them, pinned host memory.
+
+Everything names its device: a thread of its own begins on device 0, and whatever runs there by mistake makes a context
+on another rank's GPU. Nothing here starts CUDA in a process that has not: only tensors on a GPU lead here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, Protocol
+
+import torch
+
+from .._torch_compat import copy_all
+from ..errors import StagingError
+
+__all__ = ["CUDA", "Device", "Event", "SideStream", "SideStreams"]
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of this process
+
+
+class Event(Protocol):
+    """A moment in a stream."""
+
+    def synchronize(self) -> None:
+        """Returns when the stream has got there."""
+
+    def wait(self) -> None:
+        """What the calling thread queues from now on, on its current stream, begins after it; returns at once."""
+
+
+class SideStream(Protocol):
+    """A queue of copies on one device, beside training's."""
+
+    def follow(self) -> None:
+        """What is queued here from now on begins after everything in the calling thread's current stream."""
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Queues copies in either direction, or on the device. Host memory should be pinned; it may not change."""
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """Uninitialised bytes on the device, to be used in this stream's copies only."""
+
+    def mark(self) -> Event:
+        """The moment when everything that is queued here by now is done."""
+
+    def current(self) -> AbstractContextManager[None]:
+        """Inside, this is the calling thread's current stream on its device."""
+
+
+class Device(Protocol):
+    """A kind of accelerator. CPU tests have a simulated one, which queues and runs copies when it is told to."""
+
+    def index_of(self, tensor: torch.Tensor) -> int | None:
+        """The number of the device that a tensor is on; None for host memory."""
+
+    def side_stream(self, index: int) -> SideStream:
+        """A new stream on a device."""
+
+    def pin(self, address: int, nbytes: int, index: int) -> Callable[[], None]:
+        """Registers host memory for copies at full speed; returns what undoes it, while the memory is still mapped.
+
+        Raises:
+            StagingError: it is refused; says what to raise.
+        """
+
+
+class SideStreams(dict[int, SideStream]):
+    """One stream on each device, made when it is first asked for and kept.
+
+    Kept, because memory that a stream has used is only used again by the same one, and torch hands out 32 in turn.
+    """
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __missing__(self, index: int) -> SideStream:
+        self[index] = self.device.side_stream(index)
+        return self[index]
+
+    def follow(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Whatever is queued from now on, of copies from these, begins after all that training has queued by now."""
+        for index in {self.device.index_of(tensor) for tensor in tensors} - {None}:
+            self[index].follow()  # type: ignore[index]
+
+
+class _CudaStream:
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._stream = torch.cuda.Stream(device=index)
+
+    def follow(self) -> None:
+        queued = torch.cuda.Event()
+        with torch.cuda.device(self._index):
+            queued.record(torch.cuda.current_stream(self._index))
+        self._stream.wait_event(queued)
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        with self.current(), torch.no_grad():
+            if len(targets) == 1:  # takes every dtype, and lazy views without a temporary copy, as the other does not
+                targets[0].copy_(sources[0], non_blocking=True)
+            else:
+                copy_all(targets, sources, non_blocking=True)
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        with self.current():
+            return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", self._index))
+
+    def mark(self) -> _CudaEvent:
+        event = torch.cuda.Event(blocking=True)  # who waits for it does not spin on a core that training could use
+        with torch.cuda.device(self._index):
+            event.record(self._stream)
+        return _CudaEvent(event, self._index)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        # The device first: leaving a stream's context sets the device that was current before it.
+        with torch.cuda.device(self._index), torch.cuda.stream(self._stream):
+            yield
+
+
+class _CudaEvent:
+    def __init__(self, event: torch.cuda.Event, index: int) -> None:
+        self._event = event
+        self._index = index
+
+    def synchronize(self) -> None:
+        with torch.cuda.device(self._index):
+            self._event.synchronize()
+
+    def wait(self) -> None:
+        self._event.wait(torch.cuda.current_stream(self._index))
+
+
+class Cuda:
+    """GPUs, as torch gives them: NVIDIA's, or in its ROCm builds AMD's."""
+
+    def index_of(self, tensor: torch.Tensor) -> int | None:
+        return tensor.device.index if tensor.device.type == "cuda" else None
+
+    def side_stream(self, index: int) -> SideStream:
+        return _CudaStream(index)
+
+    def pin(self, address: int, nbytes: int, index: int) -> Callable[[], None]:
+        cudart: Any = torch.cuda.cudart()
+        with torch.cuda.device(index):
+            status = cudart.cudaHostRegister(address, nbytes, _PORTABLE)
+            if int(status) != 0:
+                _forget_error(index)
+                raise StagingError(
+                    f"{nbytes:,} bytes of the staging buffer could not be pinned for GPU {index} (cudaHostRegister: "
+                    f"error {int(status)}); copies from the GPU will be several times slower. Raise the limit of "
+                    f"locked memory (ulimit -l, LimitMEMLOCK= of a service, --ulimit memlock=-1 of a container), or "
+                    f"free memory."
+                )
+
+        def undo() -> None:
+            with torch.cuda.device(index):
+                cudart.cudaHostUnregister(address)
+
+        return undo
+
+
+def _forget_error(index: int) -> None:
+    """CUDA keeps a call's error for its thread's next kernel, which torch would blame: a kernel of ours takes it."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device=torch.device("cuda", index))
+
+
+CUDA = Cuda()

@@ -1,0 +1,200 @@
+"""The staging buffer: one block of memory that the trainer fills and the writer process reads.
+
+An anonymous memory file rather than /dev/shm, which containers size at 64 MB and answer with SIGBUS, and one
+descriptor rather than one per tensor. Its pages are made before the first copy, so that a shortage is an error here
+and not a signal later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import mmap
+import os
+import sys
+import tempfile
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..errors import StagingError
+from .device import Device
+from .memory_limit import check_headroom
+
+__all__ = [
+    "SharedBuffer",
+    "aligned",
+]
+
+# Vector loads and the largest element both divide it, and so does a cache line.
+_ALIGNMENT = 64
+_PAGE = mmap.PAGESIZE
+_MADV_POPULATE_WRITE = 23  # Linux 5.14, <asm-generic/mman-common.h>; not named in the mmap module
+_POPULATE_STEP = 256 << 20
+_ids = itertools.count()
+
+_mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+_descriptors: set[int] = set()
+_inherited: list[mmap.mmap] = []
+
+
+def _let_go() -> None:
+    """In a forked child, before it does anything: buffers are none of its business.
+
+    It does not have their pages (MADV_DONTFORK), but it inherits descriptors, which would keep the memory as long as
+    the child lives, and Python objects: to free one later would unmap whatever the child has put at that address since.
+    """
+    while _descriptors:
+        os.close(_descriptors.pop())
+    for mapping in _mappings:
+        try:
+            mapping.close()  # with the descriptor of its own that it has
+        except BufferError:
+            _inherited.append(mapping)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
+
+
+class SharedBuffer:
+    """Shared memory of a fixed size, filled from the start and emptied as a whole.
+
+    Args:
+        nbytes: Capacity in bytes, rounded up to whole pages. All of it is allocated here.
+
+    Raises:
+        StagingError: there is not enough memory; nothing has been allocated.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.id = next(_ids)
+        self.nbytes = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
+        check_headroom(self.nbytes)
+        self.fd = _anonymous_file()
+        try:
+            _reserve(self.fd, self.nbytes)
+            self._map: mmap.mmap | None = mmap.mmap(self.fd, self.nbytes)
+        except (OSError, MemoryError) as error:
+            os.close(self.fd)
+            raise StagingError(
+                f"no {self.nbytes:,} bytes of memory for the staging buffer ({error}): free memory, raise the memory "
+                f"limit, or shard the state dict over more ranks"
+            ) from error
+        self._mapping = weakref.ref(self._map)
+        _mappings.add(self._map)
+        _descriptors.add(self.fd)
+        if hasattr(mmap, "MADV_DONTFORK"):
+            self._map.madvise(mmap.MADV_DONTFORK)
+        self._base = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
+        _populate(self._base, self.nbytes)
+        self._used = 0
+        self._pinning = False
+        self._undo: list[Callable[[], None]] = []
+        self._release = weakref.finalize(self, _release, self.fd, self._undo, os.getpid())
+
+    def pin(self, device: Device, index: int) -> None:
+        """Registers all of it for copies from a GPU at full speed, once; undone before the memory is unmapped.
+
+        What the system refuses is a warning, once for each buffer: pageable memory is slower, and nothing worse.
+        """
+        if not self._pinning:
+            self._pinning = True
+            try:
+                self.at_close(device.pin(self._base, self.nbytes, index))
+            except StagingError as error:
+                warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+
+    def at_close(self, undo: Callable[[], None]) -> None:
+        """Has something done before the memory is given back."""
+        self._undo.append(undo)
+
+    def reset(self) -> None:
+        """Empties the buffer; tensors made before share their memory with those made after."""
+        self._used = 0
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a tensor made by `allocate` is left, also of a closed buffer: each refers to the mapping."""
+        own = 1 if self._map is None else 2  # and the one that is asked about
+        return self._mapping() is not None and sys.getrefcount(self._mapping()) > own
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether a whole buffer's worth of ``nbytes`` bytes, alignment included, fits in."""
+        return nbytes <= self.nbytes
+
+    def allocate(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """An uninitialised C-contiguous tensor in the buffer, with a storage of its own.
+
+        Of its own, because whoever pickles one of several views through torch.multiprocessing moves the storage
+        they share, the buffer, to other memory.
+        """
+        count = math.prod(shape)
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        assert self._map is not None, "the buffer is closed"
+        nbytes = count * dtype.itemsize
+        offset = self._used
+        self._used += aligned(nbytes)
+        if self._used > self.nbytes:
+            raise StagingError(f"the staging buffer of {self.nbytes:,} bytes is full")
+        flat = torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset)
+        return flat if len(shape) == 1 else flat.view(shape)
+
+    def locate(self, tensor: torch.Tensor) -> int | None:
+        """Offset of a tensor's bytes in the buffer; None if they are not in it, or are not its values in C order."""
+        offset = tensor.data_ptr() - self._base
+        inside = offset >= 0 and offset + tensor.nbytes <= self.nbytes
+        plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        return offset if inside and plain else None
+
+    def close(self) -> None:
+        """Gives the memory back, as soon as no tensor made by `allocate` is left. Idempotent."""
+        self._release()
+        self._map = None
+
+
+def aligned(nbytes: int) -> int:
+    """Bytes that a tensor of ``nbytes`` bytes takes in a shared buffer."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _release(fd: int, undo: list[Callable[[], None]], pid: int) -> None:
+    if os.getpid() != pid:  # a forked child must not undo its parent's registration
+        return
+    try:
+        while undo:
+            undo.pop()()
+    finally:
+        _descriptors.discard(fd)
+        os.close(fd)
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("dcp_tensorizer", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, nbytes)
+    else:
+        os.ftruncate(fd, nbytes)
+
+
+def _populate(address: int, nbytes: int) -> None:
+    """Makes the page table ahead of the first copy: faulting page by page takes three times as long.
+
+    By ctypes, because `mmap.madvise` keeps the interpreter lock, and this runs while training goes on. An older kernel
+    refuses, and then the first copy faults the pages in.
+    """
+    if sys.platform == "linux":
+        madvise = ctypes.CDLL(None).madvise
+        for start in range(0, nbytes, _POPULATE_STEP):
+            length = min(_POPULATE_STEP, nbytes - start)
+            madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)

@@ -1,0 +1,146 @@
+"""The commit: ``.metadata`` is replaced atomically, and only then what it replaced is removed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from .._format.layout import (
+    ENCRYPTED_VERSION,
+    FORMAT,
+    FORMAT_VERSION,
+    StoredItem,
+    data_file_names_in,
+    is_data_file_name,
+    is_metadata_file_name,
+    is_temporary_file_name,
+    metadata_file_name,
+)
+from .._format.metadata import ItemKey, encode, item_key, verified
+from .._memory.garbage import garbage_stays
+from .._storage.base import DirectoryLock, Refused, Storage
+from ..errors import WriteError
+
+__all__ = ["begin", "commit", "leftovers", "remove", "replaced_files"]
+
+
+def begin(storage: Storage, timeout: float) -> DirectoryLock:
+    """Claims a directory for a save, on the coordinator, before any rank writes; removes what dead saves left there.
+
+    A save belongs to its coordinator: files that no metadata names, in a directory where no coordinator has a save
+    under way, can never become part of a checkpoint.
+
+    Raises:
+        WriteError: the directory cannot be opened, or another save cleans up there for longer than ``timeout`` seconds.
+    """
+    lock = storage.lock_directory()
+    with suppress(Exception):
+        remove(storage, leftovers(storage, lock.leftovers() or []))
+    lock.share(timeout)
+    return lock
+
+
+def leftovers(storage: Storage, names: Sequence[str]) -> list[str]:
+    """The files of saves that are not committed, among those in a directory.
+
+    Raises:
+        CheckpointError: which ones those are cannot be told.
+    """
+    kept: set[str] = set()
+    for name in names:
+        if is_metadata_file_name(name):
+            kept |= _named_files(storage, name)
+    return [name for name in names if (is_data_file_name(name) and name not in kept) or is_temporary_file_name(name)]
+
+
+def commit(
+    storage: Storage,
+    metadata: Metadata,
+    items: Iterable[tuple[MetadataIndex, StoredItem, int]],
+    *,
+    rank: int | None,
+    sync: bool,
+    overwrite: bool = True,
+    encryption: Mapping[str, Any] | None = None,
+) -> None:
+    """Makes a save the checkpoint at its path. All of its data must be durable by now.
+
+    The files of the checkpoint that it replaces (`replaced_files`, asked before) can then be removed.
+
+    Args:
+        storage: The checkpoint's directory.
+        metadata: DCP's, with the save's id in its ``storage_meta``; it is not changed, because with plan caching the
+            planner hands the same one out again.
+        items: Index, place and size of its file for every item written, of all ranks.
+        rank: None, or the rank that commits its own part when ranks save without collectives.
+        sync: Make the metadata durable.
+        overwrite: Replace a checkpoint at the path; otherwise that is an error, also where another job has committed
+            one since the save began.
+        encryption: Of an encrypted checkpoint: what it says of its key (`Cipher.record`).
+
+    Raises:
+        WriteError: nothing has been committed, what was committed before is untouched, and the save's files are
+            removed. Or it may have been, or will be, as after a lost answer: then all files stay.
+    """
+    assert metadata.storage_meta is not None and metadata.storage_meta.save_id is not None
+    save_id = metadata.storage_meta.save_id
+    files: dict[str, int] = {}
+    places: dict[ItemKey, tuple[Any, ...]] = {}
+    with garbage_stays():
+        for index, item, file_nbytes in items:
+            places[item_key(index)] = item.to_tuple()
+            if item.file:
+                files[item.file] = file_nbytes
+    content = {"format": FORMAT, "version": FORMAT_VERSION, "save_id": save_id, "files": files, "items": places}
+    if encryption is not None:
+        content |= {"version": ENCRYPTED_VERSION, "encryption": dict(encryption)}
+    try:
+        data = _encoded(storage, dataclasses.replace(metadata, storage_data=content))
+        storage.put(metadata_file_name(rank), data, sync=sync, replace=overwrite)
+    except Refused as error:
+        remove(storage, files)
+        raise WriteError(str(error)) from error.__cause__
+
+
+def replaced_files(storage: Storage, rank: int | None) -> set[str]:
+    """The data files of the checkpoint that `commit` would replace now.
+
+    They can be asked for while data is being written. Of a checkpoint that another job commits in between, the files
+    are then left behind.
+    """
+    with suppress(Exception):  # not one of ours, or it cannot be read: no reason to fail a save that is committed
+        return _named_files(storage, metadata_file_name(rank))
+    return set()
+
+
+@garbage_stays()
+def _encoded(storage: Storage, metadata: Metadata) -> bytes:
+    try:
+        return encode(metadata)
+    except Exception as error:
+        raise Refused(f"{storage.path}: the checkpoint's metadata cannot be stored: {error}") from error
+
+
+def remove(storage: Storage, names: Iterable[str]) -> None:
+    """Removes files that belong to no checkpoint; what cannot be removed only costs space."""
+    names = tuple(names)
+    try:
+        storage.remove(*names)
+    except Exception:
+        for name in names:  # one that cannot be removed does not keep the others
+            with suppress(Exception):
+                storage.remove(name)
+
+
+def _named_files(storage: Storage, name: str) -> set[str]:
+    """The data files that a metadata file names, found without unpickling it: that takes long, for nothing more.
+
+    Raises:
+        CheckpointError: it is damaged, not one of ours, or cannot be read.
+    """
+    data = storage.read(name)
+    return set() if data is None else data_file_names_in(verified(data, name))

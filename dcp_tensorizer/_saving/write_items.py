@@ -1,0 +1,148 @@
+"""The items of a save: what DCP's plan asks for, resolved to tensors and objects, and what becomes of each."""
+
+from __future__ import annotations
+
+import functools
+import io
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from .._format.layout import StoredItem
+from .._format.objects import unsafe_globals
+from .._memory.garbage import garbage_stays
+from .._memory.tensor_bytes import check_supported, host_bytes, is_wrapper
+from .._writer_process.messages import FileRequest, TensorSource, WriteDone
+from ..errors import CheckpointError, WriteError
+from .file_planner import stored_names
+
+__all__ = ["Item", "ObjectCheck", "resolve", "sources", "write_results"]
+
+logger = logging.getLogger("dcp_tensorizer")
+
+_LOOKED_THROUGH = 4 << 20  # bytes of an object; more would keep the interpreter from training for a tenth of a second
+
+Place = tuple[int, int]
+"""Number of a shared buffer, offset in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One write item.
+
+    Attributes:
+        index: DCP's name for it.
+        name: Its name in a tensorizer file.
+        kind: See `StoredItem.kind`.
+        tensor: Its elements, or the bytes of what ``torch.save`` made of it.
+    """
+
+    index: MetadataIndex
+    name: str
+    kind: str
+    tensor: torch.Tensor
+
+    @property
+    def dtype(self) -> str:
+        return _dtype_name(self.tensor.dtype)
+
+
+@garbage_stays()
+def resolve(plan: SavePlan, planner: SavePlanner) -> list[Item]:
+    """The items of a plan, in its order.
+
+    Raises:
+        CheckpointError: an item cannot be saved; names its key.
+    """
+    names = stored_names([item.index.fqn for item in plan.items])
+    return [Item(item.index, name, *_resolve(item, planner)) for item, name in zip(plan.items, names, strict=True)]
+
+
+def sources(items: Sequence[Item], place: Callable[[Item], Place]) -> list[TensorSource]:
+    """What is to be written. Items without elements are not: tensorizer cannot read some of them back."""
+    return [
+        TensorSource(i.name, i.dtype, tuple(i.tensor.shape), *place(i), i.tensor.nbytes, i.kind)
+        for i in items
+        if i.tensor.numel()
+    ]
+
+
+@garbage_stays()
+def write_results(
+    items: Sequence[Item], files: Sequence[FileRequest], done: WriteDone, check: bytes = b""
+) -> list[WriteResult]:
+    """What DCP carries to the coordinator: for each item its place and the size of the file that it is in.
+
+    Behind them the ``check`` value of the key (`Cipher.check_value`), the same for each item.
+    """
+    written = {
+        source.name: (file.name, file.nbytes, tensor)
+        for request, file in zip(files, done.files, strict=True)
+        for source, tensor in zip(request.tensors, file.tensors, strict=True)
+    }
+    results = []
+    for item in items:
+        stored, file_nbytes = StoredItem("", "", 0, 0, item.dtype, item.kind, b""), 0
+        if item.name in written:
+            file, file_nbytes, tensor = written[item.name]
+            place = file, item.name, tensor.offset, tensor.length
+            stored = StoredItem(*place, item.dtype, item.kind, tensor.digests, tensor.nonce_and_macs)
+        results.append(WriteResult(item.index, stored.length, (stored.to_tuple(), file_nbytes, check)))
+    return results
+
+
+class ObjectCheck:
+    """Says of objects that the weights-only loader will refuse, at their first save and not when they are loaded."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def check(self, items: Sequence[Item]) -> None:
+        """Logs a warning for each key that is new and would be refused."""
+        for item in items:
+            key = item.index.fqn
+            if item.kind != "object" or key in self._known or item.tensor.nbytes > _LOOKED_THROUGH:
+                continue
+            self._known.add(key)
+            if refused := unsafe_globals(bytes(host_bytes(item.tensor))):
+                logger.warning(
+                    "%r is an object that a reader loads only with allow_pickle=True, or after "
+                    "torch.serialization.add_safe_globals: it needs %s",
+                    key,
+                    ", ".join(refused),
+                )
+
+
+def _resolve(item: WriteItem, planner: SavePlanner) -> tuple[str, torch.Tensor]:
+    key = item.index.fqn
+    try:
+        data = planner.resolve_data(item)
+        if item.type == WriteItemType.BYTE_IO:
+            return "object", _blob(data)
+        assert isinstance(data, torch.Tensor)
+        if is_wrapper(data):
+            pickled = io.BytesIO()
+            torch.save(data, pickled)
+            return "wrapper", _blob(pickled)
+        check_supported(key, data)
+        return "tensor", data.detach()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise WriteError(f"{key!r} cannot be saved: {type(error).__name__}: {error}") from error
+
+
+@functools.cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _blob(data: object) -> torch.Tensor:
+    assert isinstance(data, io.BytesIO)
+    content = data.getbuffer()
+    return torch.frombuffer(content, dtype=torch.uint8) if content.nbytes else torch.empty(0, dtype=torch.uint8)

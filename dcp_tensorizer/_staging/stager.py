@@ -1,0 +1,318 @@
+"""Staging: a copy of a rank's state dict in shared memory, safe from everything training does next.
+
+`Stager.stage` takes the state dict's structure and marks the moment in the devices' queues, which is all that
+training has to wait for if it overlaps; then it makes a twin whose tensors live in a shared buffer. A buffer is written
+to again when the save that uses it is over: see `StagedSave`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .._memory.device import CUDA, Device, SideStreams
+from .._memory.garbage import garbage_stays
+from .._memory.memory_limit import check_headroom
+from .._memory.shared_buffer import SharedBuffer, aligned
+from .._memory.shared_mappings import SharedMappings
+from ..errors import StagingError
+from .staged_save import StagedSave, StagedStateDict, StagingFuture
+from .state_tree import OTHER_TENSORS, fill, freeze
+from .tensor_copy import Copies, order
+
+__all__ = ["Stager", "StagedSave", "StagedStateDict", "StagingFuture"]
+
+logger = logging.getLogger("dcp_tensorizer")
+
+# In PROCESS mode the save before may not have been taken because torch is still starting its process. Only a save's
+# own thread waits so long for it, and only once.
+_START_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """A state dict at one moment: everything but the elements of its tensors.
+
+    Attributes:
+        content: The state dict, copied but for its tensors.
+        tensors: The plain tensors in it.
+        shared: Where to find those that are in shared memory already, if they are their own twins.
+        in_place: Their numbers.
+    """
+
+    content: dict[str, Any]
+    tensors: list[torch.Tensor]
+    shared: SharedMappings | None
+    in_place: set[int]
+
+    @property
+    def sources(self) -> list[torch.Tensor]:
+        """What is copied."""
+        return [tensor for number, tensor in enumerate(self.tensors) if number not in self.in_place]
+
+    @garbage_stays()
+    def twin(self, copied: Iterable[torch.Tensor]) -> dict[str, Any]:
+        """The twin, once, from those of the `sources`."""
+        others = iter(copied)
+        twins = iter([t if n in self.in_place else next(others) for n, t in enumerate(self.tensors)])
+        content: dict[str, Any] = fill(self.content, twins)
+        if next(twins, None) is not None:
+            raise StagingError(OTHER_TENSORS)
+        return content
+
+
+class Stager:
+    """Copies state dicts into shared memory that is kept between saves.
+
+    Args:
+        cache: Keep the buffer after a save. Without it, memory is given back between saves, and each save allocates.
+        threads: That copy on the host, where torch itself has only one (as ``torchrun`` sets it).
+        in_place: Tensors that are in shared memory already are not copied: their twins are themselves, and the state
+            is released when the save has written them.
+        elsewhere: Makes the copies from devices to a shared buffer in another way; False if it cannot.
+        overlap: `stage` returns before the twin is made: see `StagedSave.wait_copied` and `StagedSave.wait_released`.
+        device: Where tensors may be, apart from host memory.
+    """
+
+    def __init__(
+        self,
+        *,
+        cache: bool = True,
+        threads: int = 1,
+        in_place: bool = False,
+        elsewhere: Callable[[SharedBuffer, Copies], bool] | None = None,
+        overlap: bool = False,
+        device: Device = CUDA,
+    ) -> None:
+        self._cache = cache
+        self._threads = threads
+        self._in_place = in_place
+        self._elsewhere = elsewhere
+        self._overlap = overlap
+        self._device = device
+        self._streams = SideStreams(device)
+        self._saves: list[StagedSave] = []
+        self._idle: SharedBuffer | None = None
+        self._warming: Future[SharedBuffer] | None = None
+
+    def prewarm(self, state_dict: Mapping[str, Any]) -> None:
+        """Allocates the buffer for state dicts of this size ahead of the first save, in the background.
+
+        Raises:
+            StagingError: memory is short, or a tensor is of a kind that cannot be saved; names the key.
+        """
+        self._reclaim()
+        sources = self._freeze(state_dict).sources
+        nbytes = _nbytes(sources)
+        self._settle_warming()
+        if self._saves or (self._idle is not None and self._idle.fits(nbytes)):
+            return
+        self._give_back_idle()
+        check_headroom(nbytes)
+        self._warming = Future()
+        arguments = nbytes, self._device, self._pin_for(sources), self._warming
+        threading.Thread(target=_warm, args=arguments, name="prewarm", daemon=True).start()
+
+    def wait_turn(self, before: StagedSave | None = None) -> None:
+        """Waits until the saves that were staged earlier, all or those before a given one, are over.
+
+        A staged state dict that no save takes is not waited for: its buffer is left alone, and the next one is new.
+        """
+        earlier = list(self._saves)
+        for staged_save in earlier[: earlier.index(before)] if before in earlier else earlier:
+            if staged_save.abandoned:
+                continue
+            if not (staged_save.wait_taken() if before is None else staged_save.wait_taken(_START_SECONDS)):
+                staged_save.abandoned = before is not None
+            elif staged_save.thread is not None:
+                staged_save.wait_over()
+
+    def drain(self, timeout: float | None) -> bool:
+        """Waits for the saves that have been started; False if one is not over after ``timeout`` seconds."""
+        for staged_save in list(self._saves):
+            if not staged_save.wait_twinned(timeout):
+                return False
+            if staged_save.wait_taken() and staged_save.thread and not staged_save.wait_over(timeout):
+                return False
+        return True
+
+    def stage(self, state_dict: Mapping[str, Any]) -> StagedStateDict:
+        """Copies everything into a buffer that no save uses.
+
+        Never fails for what the state dict holds: one rank that raised here would leave the others waiting in a
+        collective. The result's `StagedSave` keeps the error, and the save raises it where DCP hands errors round.
+
+        Returns:
+            The twin of the state dict, with its ``staged_save``; empty if it could not be made.
+        """
+        self._reclaim()
+        staged_save = StagedSave()
+        distributed = torch.distributed
+        staged_save.distributed = (
+            distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+        )
+        staged = StagedStateDict({}, staged_save, self.wait_turn)
+        self._saves.append(staged_save)
+        try:
+            snapshot = self._freeze(state_dict)
+            staged_save.shared, staged_save.in_place = snapshot.shared, bool(snapshot.in_place)
+            self._streams.follow(snapshot.sources)
+            if self._overlap:
+                if staged_save.in_place:  # whose save may end without having written anything
+                    threading.Thread(target=staged_save.wait_released, name="release", daemon=True).start()
+                threading.Thread(target=self._copy, args=(snapshot, staged_save, staged), name="stage").start()
+            else:
+                self._copy(snapshot, staged_save, staged)
+        except Exception as error:
+            staged_save.fail(error)
+            staged_save.finish()
+        except BaseException:  # a KeyboardInterrupt: there will be no save
+            self._saves.remove(staged_save)
+            raise
+        return staged
+
+    def refuse(self, error: StagingError) -> StagedStateDict:
+        """The result of a staging that was not even tried: its save fails with ``error``."""
+        staged_save = StagedSave()
+        staged_save.fail(error)
+        staged_save.finish()
+        self._saves.append(staged_save)
+        return StagedStateDict({}, staged_save, self.wait_turn)
+
+    def begin_save(self) -> StagedSave | None:
+        """What the calling thread has taken and not begun to save; None: it saves something unstaged."""
+        for staged_save in list(self._saves):
+            if staged_save.thread is threading.current_thread() and not staged_save.begun:
+                staged_save.begun = True
+                return staged_save
+        return None
+
+    def written(self, staged_save: StagedSave) -> None:
+        """The save needs the buffer no more: without a cache its memory is given back when the save is over."""
+        if not self._cache and staged_save.buffer is not None:
+            staged_save.buffer.close()
+
+    def wait_released(self) -> None:
+        """Returns when training may change everything that was staged."""
+        for staged_save in list(self._saves):
+            staged_save.wait_released()
+
+    def hold_training(self) -> None:
+        """Keeps what the calling thread does next from changing anything that is still being copied."""
+        for staged_save in list(self._saves):
+            staged_save.hold_training()
+
+    @torch.no_grad()
+    def _copy(self, snapshot: _Snapshot, staged_save: StagedSave, staged: StagedStateDict) -> None:
+        """Makes the twin, and has its tensors filled; what fails is kept as the staged save's error."""
+        try:
+            sources = snapshot.sources
+            buffer, self._idle = self._buffer_for(_nbytes(sources)), None
+            staged_save.buffer = buffer
+            if (index := self._pin_for(sources)) is not None:
+                buffer.pin(self._device, index)
+            copied = self._twins(sources, buffer)
+            elsewhere = None if self._elsewhere is None else functools.partial(self._elsewhere, buffer)
+            copies = Copies(zip(copied, sources, strict=True), self._streams, self._threads, elsewhere)
+            staged_save.start(copies, lambda: staged.update(snapshot.twin(copied)))
+        except BaseException as error:
+            staged_save.fail(error)
+            if not self._overlap and not isinstance(error, Exception):
+                raise
+        finally:
+            staged_save.finish()
+        if staged_save.error is not None and self._overlap:
+            logger.error("staging failed, and so will the save: %s", str(staged_save.error))
+        elif staged_save.error is not None:
+            staged.clear()
+
+    @garbage_stays()
+    def _twins(self, sources: Sequence[torch.Tensor], buffer: SharedBuffer) -> list[torch.Tensor]:
+        """Memory for a copy of each."""
+        twins: dict[int, torch.Tensor] = {}
+        for number in order(sources, self._device):
+            twins[number] = buffer.allocate(sources[number].dtype, sources[number].shape)
+        return [twins[number] for number in range(len(sources))]
+
+    @garbage_stays()
+    @torch.no_grad()
+    def _freeze(self, state_dict: Mapping[str, Any]) -> _Snapshot:
+        tensors: list[torch.Tensor] = []
+        content = {key: freeze(value, str(key), tensors) for key, value in state_dict.items()}
+        shared = SharedMappings() if self._in_place else None
+        in_place = {n for n, t in enumerate(tensors) if shared is not None and shared.locate(t) is not None}
+        return _Snapshot(content, tensors, shared, in_place)
+
+    def _pin_for(self, sources: Sequence[torch.Tensor]) -> int | None:
+        """The first device that any of these are copied from, by this process."""
+        if self._elsewhere is not None:
+            return None
+        return next((index for tensor in sources if (index := self._device.index_of(tensor)) is not None), None)
+
+    def close(self) -> None:
+        """Gives the buffers back; those that a save still uses follow when it lets go of its state dict."""
+        for staged_save in self._saves:
+            with suppress(StagingError):
+                staged_save.wait_copied()
+        self._settle_warming()
+        for buffer in (self._idle, *(staged_save.buffer for staged_save in self._saves)):
+            if buffer is not None:
+                buffer.close()
+        self._idle = None
+        self._saves.clear()
+
+    def _settle_warming(self) -> None:
+        """Waits for the buffer that `prewarm` has begun."""
+        warming, self._warming = self._warming, None
+        if warming is not None:
+            with suppress(Exception):  # memory has become short since, say; staging says so, if it still is
+                self._idle = warming.result()
+
+    def _buffer_for(self, nbytes: int) -> SharedBuffer:
+        self._settle_warming()
+        buffer = self._idle
+        if buffer is not None and buffer.fits(nbytes):
+            buffer.reset()
+            return buffer
+        self._give_back_idle()
+        return SharedBuffer(nbytes)
+
+    def _give_back_idle(self) -> None:
+        """Frees the buffer that no save uses: a larger one takes its place."""
+        if self._idle is not None:
+            self._idle.close()
+            self._idle = None
+
+    def _reclaim(self) -> None:
+        """Takes back the buffers of saves that are over, and keeps the largest."""
+        for staged_save in self._saves:
+            staged_save.wait_twinned()  # it takes the idle buffer before that, on a thread of its own
+        for staged_save in [staged_save for staged_save in self._saves if staged_save.over()]:
+            self._saves.remove(staged_save)
+            spare, staged_save.buffer = staged_save.buffer, None
+            if spare is not None and self._cache and (self._idle is None or spare.nbytes > self._idle.nbytes):
+                spare, self._idle = self._idle, spare
+            if spare is not None:
+                spare.close()
+
+
+def _warm(nbytes: int, device: Device, index: int | None, future: Future[SharedBuffer]) -> None:
+    try:
+        buffer = SharedBuffer(nbytes)
+        if index is not None:
+            buffer.pin(device, index)
+        future.set_result(buffer)
+    except Exception as error:
+        future.set_exception(error)
+
+
+def _nbytes(sources: Sequence[torch.Tensor]) -> int:
+    return sum(aligned(tensor.nbytes) for tensor in sources)

@@ -1,0 +1,151 @@
+"""Results that appear whole or not at all: written under another name beside their own, and renamed."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .._format.part_buffer import Parts
+from .._storage.base import Storage
+from .._storage.local import LocalStorage
+from .._storage.open import open_storage
+from .._storage.redact import redact
+from ..errors import ConversionError, NotCommitted, WriteError
+
+__all__ = ["beside", "new_directory", "new_file", "shown_path", "write_stream"]
+
+
+def beside(path: str, options: Mapping[str, Any]) -> tuple[Storage, str]:
+    """The storage of the directory that a file is in, and the file's name there.
+
+    Raises:
+        ConversionError: a URL ends before that name, or has no directory.
+    """
+    if _is_url(path):
+        folder, _, name = path.rpartition("/")
+        if not name or folder.endswith(":/"):
+            raise ConversionError(f"{redact(path)} names no file in a directory")
+        return open_storage(folder, options), name
+    absolute = Path(os.path.abspath(path))
+    return LocalStorage(absolute.parent), absolute.name
+
+
+def shown_path(path: str) -> str:
+    """What metadata and messages call a result: not where it is written first, and without credentials."""
+    return redact(path) if _is_url(path) else os.path.abspath(path)
+
+
+def _is_url(path: str) -> bool:
+    return "://" in path or "::" in path
+
+
+@contextmanager
+def new_directory(path: str, options: Mapping[str, Any], files: str) -> Iterator[Storage]:
+    """A directory that gets its name when everything is in it; off local disks, that loses its files if that fails.
+
+    Args:
+        path: Its path, or URL.
+        options: For the fsspec filesystem of a URL.
+        files: What the names of the files are like that will be written, but for the one that completes the
+            result; as in a shell. What else is there after a failure, somebody else has put there.
+
+    Raises:
+        ConversionError: there is something at the path, or a file system begins there.
+        WriteError: it cannot be written.
+    """
+    storage = open_storage(path, options)
+    with suppress(NotCommitted):
+        if any(storage.listing()):
+            raise ConversionError(f"{storage.path} exists, and is not empty: choose another destination")
+    if isinstance(storage, LocalStorage):
+        real = Path(os.path.realpath(storage.location))
+        if real.exists() and not real.is_dir():
+            raise ConversionError(f"{storage.path} exists, and is no directory: choose another destination")
+        if real.is_mount():
+            raise ConversionError(f"{storage.path} is a mount point, and so cannot be replaced: name a directory in it")
+        with _renamed(real) as temporary:
+            temporary.mkdir()
+            yield LocalStorage(temporary)
+            LocalStorage(temporary).sync_directory()
+        return
+    storage.make_directory()
+    try:
+        yield storage
+    except BaseException:
+        with suppress(Exception):
+            names = [file.name for file in storage.listing()[0]]
+            storage.discard(*(name for name in names if fnmatch.fnmatchcase(name, files)))
+        raise
+
+
+@contextmanager
+def new_file(path: str, options: Mapping[str, Any]) -> Iterator[tuple[Storage, str]]:
+    """A file that gets its name when it is complete; off local disks, a sink's file appears so by itself.
+
+    Raises:
+        ConversionError: there is something at the path.
+        WriteError: it cannot be written.
+    """
+    storage, name = beside(path, options)
+    if storage.head(name) is not None:
+        raise ConversionError(f"{storage.path}/{name} exists: choose another destination")
+    if isinstance(storage, LocalStorage):
+        with _renamed(Path(storage.location) / name) as temporary:
+            yield storage, temporary.name
+    else:
+        yield storage, name
+
+
+def write_stream(storage: Storage, name: str, nbytes: int, pieces: Iterable[memoryview]) -> None:
+    """Writes a file of ``nbytes`` bytes that come in order.
+
+    Raises:
+        WriteError: it cannot be written; there is none then.
+    """
+    try:
+        sink = storage.create(name, nbytes, sync=True)
+    except OSError as error:
+        raise WriteError(storage.scrub(f"cannot create {storage.path}/{name}: {error}")) from error
+    try:
+        with ThreadPoolExecutor(sink.concurrency, thread_name_prefix="parts") as io:
+            parts = Parts(nbytes, sink, io, sink.concurrency + 2)
+            offset = 0
+            for piece in pieces:
+                if piece.nbytes:
+                    parts.fill(offset, np.frombuffer(piece, dtype=np.uint8))
+                    offset += piece.nbytes
+            parts.finish()
+        sink.complete()
+    except OSError as error:
+        sink.abort()
+        raise WriteError(storage.scrub(f"cannot write {storage.path}/{name}: {error}")) from error
+    except BaseException:
+        sink.abort()
+        raise
+
+
+@contextmanager
+def _renamed(path: Path) -> Iterator[Path]:
+    """A name beside ``path`` for what takes its place at the end, or goes if that is not reached."""
+    temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        os.rename(temporary, path)
+        LocalStorage(path.parent).sync_directory()
+    except OSError as error:
+        raise WriteError(f"cannot write {path}: {error}") from error
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)

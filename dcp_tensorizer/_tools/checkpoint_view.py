@@ -1,0 +1,328 @@
+"""What a checkpoint holds, whatever its format: its tensors, where the bytes of their chunks lie, and its objects.
+
+Tensors are whole here, however they were sharded: any region of one is put together from the chunks that it touches. So
+whoever reads by regions needs memory for a region, and not for a tensor or a checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from .._format.chunks import Region, covers, regions_of_range
+from .._format.encryption import Cipher, unlock
+from .._format.layout import StoredItem, data_file_rank, is_data_file_name, is_metadata_file_name, metadata_file_name
+from .._format.metadata import item_key
+from .._loading.metadata_reader import read_metadata
+from .._memory.tensor_bytes import host_bytes
+from .._storage.base import Storage
+from ..errors import MetadataError, NotCommitted
+from .chunk_reader import Chunk, read_region, whole
+
+if TYPE_CHECKING:
+    from .._format.encryption import DecryptionParams
+
+__all__ = [
+    "BLOCK",
+    "CheckpointView",
+    "NonStringKey",
+    "StoredObject",
+    "StoredTensor",
+    "blocks_of",
+    "view_checkpoint",
+    "plain_tensor",
+    "read_parts",
+    "unlock_parts",
+    "value_path",
+]
+
+BLOCK = 32 << 20
+"""Bytes of a tensor that are worth reading at once: several reads of a disk's or an object store's best size."""
+
+Path = tuple[str | int, ...]
+"""Where a value is in the nested state dict: keys of dicts, and indices of lists."""
+
+
+class NonStringKey(str):
+    """A key of a dict that is no string, by its name: DCP's formats have only names, ``torch.save`` files keep it.
+
+    Attributes:
+        value: The key.
+    """
+
+    value: Any
+
+    def __new__(cls, value: Any) -> NonStringKey:
+        made = super().__new__(cls, value)
+        made.value = value
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor.
+
+    Attributes:
+        read: Gives a region of it, in C order on the CPU. Raises `ReadError`.
+        chunks: Where it is; empty if that is not for others to know.
+    """
+
+    key: str
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[Region], torch.Tensor]
+    chunks: tuple[Chunk, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """A value that is not a tensor, or a tensor of a subclass that only its own class can take apart.
+
+    Attributes:
+        read: Gives what ``torch.save`` made of it; of a tensor in several chunks, of one after the other. Raises
+            `ReadError`.
+        item: Where that, or the first chunk, is; None if that is not for others to know.
+    """
+
+    key: str
+    path: Path
+    nbytes: int
+    read: Callable[[], bytes]
+    item: StoredItem | None = None
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.item is not None and self.item.kind == "wrapper"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointView:
+    """A checkpoint, by key."""
+
+    path: str
+    format: str
+    tensors: Mapping[str, StoredTensor]
+    objects: Mapping[str, StoredObject] = field(default_factory=dict)
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """Where each value is in the nested state dict."""
+        found = {key: tensor.path for key, tensor in self.tensors.items()}
+        return found | {key: stored.path for key, stored in self.objects.items()}
+
+
+def blocks_of(tensor: StoredTensor, nbytes: int = BLOCK) -> Iterator[Region]:
+    """Cuts a tensor into regions of no more than ``nbytes`` bytes, which are runs of it in C order, in that order."""
+    count = math.prod(tensor.shape)
+    row = math.prod(tensor.shape[1:])
+    step = max(1, nbytes // tensor.dtype.itemsize)
+    step -= step % row if 0 < row <= step else 0  # whole rows, where they fit
+    for start in range(0, count, step):
+        yield from regions_of_range(start, min(start + step, count), tensor.shape)
+
+
+def read_parts(storage: Storage) -> dict[int | None, Metadata]:
+    """A checkpoint's metadata: of all ranks (None), or by rank where each saved for itself.
+
+    Raises:
+        NotCommitted: there is none.
+        MetadataError: it is damaged, or a rank's is missing, as far as a listing shows.
+        CheckpointError: it cannot be read.
+    """
+    metadata = read_metadata(storage)
+    if metadata is not None:
+        return {None: metadata}
+    parts: dict[int | None, Metadata] = {}
+    while (part := read_metadata(storage, len(parts))) is not None:
+        parts[len(parts)] = part
+    if not parts:
+        raise NotCommitted(
+            f"{storage.path} holds no committed checkpoint: there is no {metadata_file_name()}. The path is wrong, or "
+            f"the save that wrote there never finished."
+        )
+    _check_ranks(storage, len(parts))
+    return parts
+
+
+def _check_ranks(storage: Storage, count: int) -> None:
+    """Looks for files of ranks from ``count`` on: the metadata of that rank is lost, or was not yet committed."""
+    known = {metadata_file_name(rank) for rank in range(count)}
+    for name in (file.name for file in storage.listing()[0]):
+        is_others = data_file_rank(name) >= count if is_data_file_name(name) else is_metadata_file_name(name)
+        if is_others and name not in known:
+            raise MetadataError(
+                f"{storage.path} lacks {metadata_file_name(count)}, the metadata of rank {count}, although there is "
+                f"{name}: the save never finished, or files were lost"
+            )
+
+
+def unlock_parts(
+    storage: Storage, parts: Mapping[int | None, Metadata], key: DecryptionParams | None
+) -> dict[int | None, Cipher | None]:
+    """The keys of a checkpoint's parts (see `read_parts`), made from the one that the user gave.
+
+    Raises:
+        DecryptionError: there is no key, a wrong one, or one too many.
+    """
+    ciphers: dict[int | None, Cipher | None] = {}
+    last: Cipher | None = None
+    for rank, part in parts.items():
+        record = part.storage_data.get("encryption")
+        if last is None or record is None or not last.opens(record["check"]):  # to make one of a passphrase takes long
+            last = unlock(key, record, storage.path)
+        ciphers[rank] = last
+    return ciphers
+
+
+def view_checkpoint(
+    storage: Storage,
+    parts: Mapping[int | None, Metadata],
+    ciphers: Mapping[int | None, Cipher | None] | None = None,
+) -> CheckpointView:
+    """What a checkpoint holds; of a value that several ranks saved by themselves, the first one's.
+
+    Args:
+        storage: The checkpoint's directory.
+        parts: See `read_parts`.
+        ciphers: See `unlock_parts`; without them, reading what is encrypted is a `DecryptionError`.
+
+    Raises:
+        MetadataError: the stored chunks of a tensor do not make it up; names the key.
+    """
+    stored: dict[str, _Value] = {}
+    for rank, metadata in parts.items():
+        cipher = (ciphers or {}).get(rank)
+        for key, entry in metadata.state_dict_metadata.items():
+            found = _Value(value_path(metadata, key), entry, _chunks(storage, metadata, key, entry, cipher))
+            first = stored.setdefault(key, found)
+            if first.is_like(found):
+                first.chunks.update(found.chunks | first.chunks)
+    tensors: dict[str, StoredTensor] = {}
+    objects: dict[str, StoredObject] = {}
+    for key, value in stored.items():
+        chunks = tuple(value.chunks.values())
+        if value.is_tensor and not covers(value.entry.size, [chunk.region for chunk in chunks]):
+            raise MetadataError(
+                f"{storage.path}: the stored chunks of {key!r} do not make up its {math.prod(value.entry.size):,} "
+                f"elements"
+            )
+        if value.is_tensor:
+            dtypes = [chunk.item.dtype for chunk in chunks if chunk.item.length]
+            dtype = getattr(torch, dtypes[0]) if dtypes else value.entry.properties.dtype
+            tensors[key] = _tensor(storage, key, value.path, dtype, (tuple(value.entry.size), chunks))
+        else:
+            nbytes = sum(chunk.item.length for chunk in chunks)
+            objects[key] = StoredObject(
+                key, value.path, nbytes, _object_reader(storage, key, chunks), chunks[0].item if chunks else None
+            )
+    return CheckpointView(storage.path, "dcp_tensorizer", tensors, objects)
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """What some ranks have stored of a value; chunks by their place in it."""
+
+    path: Path
+    entry: Any
+    chunks: dict[torch.Size | None, Chunk]
+
+    @property
+    def is_tensor(self) -> bool:
+        kinds = {chunk.item.kind for chunk in self.chunks.values()}
+        return isinstance(self.entry, TensorStorageMetadata) and kinds <= {"tensor"}
+
+    def is_like(self, other: _Value) -> bool:
+        """Whether another rank may have stored chunks of the same tensor, and not one of its own by the same key."""
+        if not isinstance(self.entry, TensorStorageMetadata) or not isinstance(other.entry, TensorStorageMetadata):
+            return False
+        return self.entry.size == other.entry.size
+
+
+def plain_tensor(
+    storage: Storage,
+    path: Path,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    place: tuple[str, int],
+    strides: tuple[tuple[int, ...], int] | None = None,
+) -> StoredTensor:
+    """A tensor whose elements lie in some file of another format, without digests.
+
+    Args:
+        storage: Where the file is.
+        path: In the nested state dict; its key is made of that.
+        dtype, shape: The tensor's.
+        place: File, and first byte of its elements there.
+        strides: See `Chunk.strides`.
+    """
+    key = ".".join(map(str, path))
+    count = math.prod(shape)
+    if strides is not None and count:
+        count = strides[1] + 1 + sum((n - 1) * step for n, step in zip(shape, strides[0], strict=True))
+    item = StoredItem(
+        *place[:1], key, place[1], count * dtype.itemsize, str(dtype).removeprefix("torch."), "tensor", b""
+    )
+    chunk = Chunk(whole(shape), item, strides)
+
+    def read(region: Region) -> torch.Tensor:
+        return read_region(storage, key, dtype, [chunk], region, verify=False)
+
+    return StoredTensor(key, path, dtype, shape, read, (chunk,))
+
+
+def _tensor(
+    storage: Storage, key: str, path: Path, dtype: torch.dtype, where: tuple[tuple[int, ...], tuple[Chunk, ...]]
+) -> StoredTensor:
+    shape, chunks = where
+
+    def read(region: Region) -> torch.Tensor:
+        return read_region(storage, key, dtype, chunks, region, verify=True)
+
+    return StoredTensor(key, path, dtype, shape, read, chunks)
+
+
+def _chunks(
+    storage: Storage, metadata: Metadata, key: str, entry: Any, cipher: Cipher | None
+) -> dict[torch.Size | None, Chunk]:
+    """The stored parts of a value, by their place in it."""
+    sizes: dict[torch.Size | None, tuple[int, ...]] = {None: ()}
+    if isinstance(entry, TensorStorageMetadata):
+        sizes = {chunk.offsets: tuple(chunk.sizes) for chunk in entry.chunks}
+    found: dict[torch.Size | None, Chunk] = {}
+    for offset, size in sizes.items():
+        place = metadata.storage_data["items"].get(item_key(MetadataIndex(key, offset)))
+        if place is None:
+            raise MetadataError(f"{storage.path} has no data for {key!r} at offset {offset}")
+        item = StoredItem(*place)
+        region = Region(tuple(offset or ()), size)
+        if item.kind == "tensor" and math.prod(region.size) * getattr(torch, item.dtype).itemsize != item.length:
+            raise MetadataError(f"{storage.path}: {key!r} of shape {region.size} has {item.length:,} bytes stored")
+        found[offset] = Chunk(region, item, cipher=cipher)
+    return found
+
+
+def _object_reader(storage: Storage, key: str, stored: Sequence[Chunk]) -> Callable[[], bytes]:
+    chunks = [replace(chunk, region=Region((0,), (chunk.item.length,))) for chunk in stored]
+
+    def read() -> bytes:
+        return b"".join(
+            host_bytes(read_region(storage, key, torch.uint8, [chunk], chunk.region, verify=True)) for chunk in chunks
+        )
+
+    return read
+
+
+def value_path(metadata: Metadata, key: str) -> Path:
+    """Where DCP found a value, as its planner noted it down."""
+    path = (metadata.planner_data or {}).get(key, (key,))
+    return path if isinstance(path, tuple) and ".".join(map(str, path)) == key else (key,)

@@ -1,0 +1,119 @@
+"""Boxes of stored tensors: put together from the chunks that they touch, however a tensor was cut or laid out."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .._format.chunks import Region
+from .._format.encryption import Cipher
+from .._format.layout import StoredItem
+from .._loading.executor import ReadTarget, can_read_in_place, copy_elements, fetch, part_of
+from .._loading.read_planner import ReadRequest
+from .._storage.base import Storage
+from ..errors import DecryptionError
+
+__all__ = ["Chunk", "read_region", "whole"]
+
+_KEPT = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a tensor that is stored by itself.
+
+    Attributes:
+        region: Which part.
+        item: Where its elements are.
+        strides: Of its elements in the stored ones, and where the first is; None: in C order, from the first on.
+        cipher: Decrypts it; None if it is not encrypted, or nobody has the key.
+    """
+
+    region: Region
+    item: StoredItem
+    strides: tuple[tuple[int, ...], int] | None = None
+    cipher: Cipher | None = None
+
+
+def whole(shape: Sequence[int]) -> Region:
+    """All of a tensor."""
+    return Region((0,) * len(shape), tuple(shape))
+
+
+def read_region(
+    storage: Storage, key: str, dtype: torch.dtype, chunks: Sequence[Chunk], region: Region, *, verify: bool
+) -> torch.Tensor:
+    """Puts a region of a tensor together.
+
+    Raises:
+        ReadError: its bytes cannot be read; with ``verify`` also if they are not the ones that were saved.
+        DecryptionError: it is encrypted, and there is no key.
+    """
+    target = _empty(region.size, dtype)
+    wanted: dict[Cipher | None, list[ReadTarget]] = defaultdict(list)
+    for chunk in chunks:
+        common = region.intersect(chunk.region)
+        if common is None:
+            continue
+        part = part_of(target, common, region)
+        if chunk.strides is not None:
+            copy_elements(part, part_of(_last_strided.read(storage, key, chunk, common), common, chunk.region))
+            continue
+        stored = getattr(torch, chunk.item.dtype)
+        inner = Region(tuple(a - b for a, b in zip(common.start, chunk.region.start, strict=True)), common.size)
+        request = ReadRequest(chunk.item, chunk.region.size, stored.itemsize, inner, can_read_in_place(part, stored))
+        if chunk.item.nonce_and_macs and chunk.cipher is None:
+            raise DecryptionError(f"{storage.path}: {key!r} is encrypted: give its key (--key-file)")
+        wanted[chunk.cipher].append(ReadTarget(key, request, part))
+    for cipher, parts in wanted.items():
+        fetch(storage, parts, verify=verify, cipher=cipher)
+    return target
+
+
+def _empty(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Memory that goes back to the system when it is let go: malloc keeps some for each thread that ever had any."""
+    nbytes = math.prod(size) * dtype.itemsize
+    if nbytes < _KEPT:
+        return torch.empty(size, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).view(dtype).view(size)
+
+
+def _read_strided(storage: Storage, key: str, chunk: Chunk) -> torch.Tensor:
+    """All of a chunk whose elements do not lie in C order."""
+    assert chunk.strides is not None
+    strides, first = chunk.strides
+    dtype = getattr(torch, chunk.item.dtype)
+    count = chunk.item.length // dtype.itemsize
+    line = Chunk(Region((0,), (count,)), chunk.item)
+    elements = read_region(storage, key, dtype, [line], line.region, verify=False)
+    return elements.as_strided(chunk.region.size, strides, first)
+
+
+class _LastStrided:
+    """The chunk that was read last, all of it: whoever reads a tensor in blocks needs it for the next one, too."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._chunk: Chunk | None = None
+        self._elements: torch.Tensor | None = None
+
+    def read(self, storage: Storage, key: str, chunk: Chunk, region: Region) -> torch.Tensor:
+        """All of a chunk of which a region is wanted; it is let go with the region at its end."""
+        with self._lock:
+            elements = self._elements if self._chunk is chunk else None
+            self._chunk = self._elements = None  # first, so that there are never two in memory
+            if elements is None:
+                elements = _read_strided(storage, key, chunk)
+            ends = zip(region.start, region.size, chunk.region.start, chunk.region.size, strict=True)
+            if any(a + n != b + m for a, n, b, m in ends):
+                self._chunk, self._elements = chunk, elements
+        return elements
+
+
+_last_strided = _LastStrided()

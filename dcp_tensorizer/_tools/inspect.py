@@ -1,0 +1,106 @@
+"""What is in a checkpoint, told in plain values: of its tensors where they are, of its objects what they are."""
+
+from __future__ import annotations
+
+import fnmatch
+import io
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from .._format.layout import StoredItem, data_file_rank
+from .._format.objects import unsafe_globals
+from ..errors import DecryptionError
+from .checkpoint_view import CheckpointView, Path, StoredObject, StoredTensor
+
+__all__ = ["inspect_checkpoint", "shown_value"]
+
+_SHOWN = 80  # characters of a value
+_READ = 1 << 20  # bytes: larger objects are not read to be shown
+_THREADS = 16
+
+
+def inspect_checkpoint(contents: CheckpointView, files: Mapping[str, int], pattern: str = "*") -> dict[str, Any]:
+    """Everything about the keys that match a pattern; builtin types only.
+
+    Args:
+        contents: Of a dcp_tensorizer checkpoint.
+        files: Bytes by name of its data files.
+        pattern: As in a shell; ``*`` also matches dots.
+    """
+    tensors = [t for t in contents.tensors.values() if fnmatch.fnmatchcase(t.key, pattern)]
+    objects = [o for o in contents.objects.values() if fnmatch.fnmatchcase(o.key, pattern)]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        described = list(pool.map(_object, objects))
+    return {
+        "path": contents.path,
+        "ranks": len({data_file_rank(name) for name in files}),
+        "files": [{"file": name, "rank": data_file_rank(name), "bytes": size} for name, size in sorted(files.items())],
+        "tensors": [_tensor(tensor) for tensor in tensors],
+        "objects": described,
+        "by_dtype": _totals((str(t.dtype).removeprefix("torch."), t) for t in tensors),
+        "by_key": _totals(zip(_groups([t.path for t in tensors]), tensors, strict=True)),
+    }
+
+
+def shown_value(content: bytes) -> tuple[str, str]:
+    """Type and value, in short, of what ``torch.save`` made of an object; nothing of it is run."""
+    try:
+        value = torch.load(io.BytesIO(content), weights_only=True)
+    except Exception:
+        return "?", f"needs {', '.join(unsafe_globals(content))} to load"
+    text = repr(value)
+    return type(value).__qualname__, text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def _tensor(tensor: StoredTensor) -> dict[str, Any]:
+    return {
+        "key": tensor.key,
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "bytes": tensor.nbytes,
+        "chunks": [
+            {"offset": list(chunk.region.start), "shape": list(chunk.region.size), "bytes": chunk.item.length}
+            | _place(chunk.item)
+            for chunk in tensor.chunks
+        ],
+    }
+
+
+def _object(stored: StoredObject) -> dict[str, Any]:
+    assert stored.item is not None
+    kind = "?"
+    try:
+        if stored.nbytes > _READ:
+            value = "too large to be shown"
+        else:
+            kind, value = shown_value(stored.read())
+    except DecryptionError:
+        value = "encrypted"
+    return {"key": stored.key, "type": kind, "value": value, "bytes": stored.nbytes, **_place(stored.item)}
+
+
+def _place(item: StoredItem) -> dict[str, Any]:
+    if not item.file:
+        return {"rank": None, "file": None, "file_offset": None}
+    return {"rank": data_file_rank(item.file), "file": item.file, "file_offset": item.offset}
+
+
+def _totals(named: Iterable[tuple[str, StoredTensor]]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = defaultdict(lambda: {"tensors": 0, "elements": 0, "bytes": 0})
+    for name, tensor in named:
+        found[name]["tensors"] += 1
+        found[name]["elements"] += tensor.nbytes // tensor.dtype.itemsize
+        found[name]["bytes"] += tensor.nbytes
+    return dict(found)
+
+
+def _groups(paths: list[Path]) -> list[str]:
+    """The top-level key of each path; where all have the same, down to the first that differs."""
+    depth = 1
+    while len({path[:depth] for path in paths}) == 1 and all(len(path) > depth + 1 for path in paths):
+        depth += 1
+    return [".".join(map(str, path[:depth])) for path in paths]

@@ -1,0 +1,86 @@
+"""Whole messages, with descriptors, over a socket between a trainer and its writer process.
+
+Both ends are the same installation on the same machine, so messages travel as plain pickles.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+__all__ = ["Channel"]
+
+
+_HEADER = struct.Struct("<QI")  # length of the pickle, number of descriptors
+
+
+class Channel:
+    """Whole messages, with descriptors, over a connected Unix stream socket.
+
+    Raises:
+        EOFError: the other end is gone.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def send(self, message: object, fds: Sequence[int] = (), timeout: float | None = None) -> None:
+        """Sends a message; raises `TimeoutError` if the other end does not take it in time."""
+        body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        header = _HEADER.pack(len(body), len(fds))
+        self._sock.settimeout(timeout)
+        try:
+            # Descriptors ride on the first byte of the header: SCM_RIGHTS needs at least one byte of data.
+            if fds:
+                socket.send_fds(self._sock, [header[:1]], list(fds))
+                self._sock.sendall(header[1:])
+            else:
+                self._sock.sendall(header)
+            self._sock.sendall(body)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise EOFError("the other end of the channel is gone") from error
+        finally:
+            self._sock.settimeout(None)
+
+    def receive(self) -> tuple[Any, list[int]]:
+        try:
+            first, fds, _flags, _address = socket.recv_fds(self._sock, 1, 16)
+            if not first:
+                raise EOFError("the other end of the channel is gone")
+            length, count = _HEADER.unpack(first + self._read(_HEADER.size - 1))
+            body = self._read(length)
+            if count != len(fds):
+                for fd in fds:
+                    os.close(fd)
+                raise OSError(f"{count} descriptors were sent and {len(fds)} arrived: the descriptor limit is reached")
+            return pickle.loads(body), list(fds)
+        except ConnectionResetError as error:
+            raise EOFError("the other end of the channel is gone") from error
+
+    def _read(self, count: int) -> bytearray:
+        buffer = bytearray(count)
+        view = memoryview(buffer)
+        while view:
+            received = self._sock.recv_into(view)
+            if not received:
+                raise EOFError("the other end of the channel closed in the middle of a message")
+            view = view[received:]
+        return buffer
+
+    def shut_down(self) -> None:
+        """Ends the conversation for both ends, and for whoever waits in `receive`."""
+        with suppress(OSError):
+            # Closing alone would not tell the other end, while a forked child holds a copy of the descriptor.
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.shut_down()
+        self._sock.close()

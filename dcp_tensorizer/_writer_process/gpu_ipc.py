@@ -1,0 +1,139 @@
+"""Tensors on a GPU, for another process: handles to their memory, and the copies that are made of it there.
+
+The way is torch's own, which counts the receivers of each storage. But it changes the storage that it is given, once
+more at every save; so it is given an alias of the storage, which lives until the copies are made.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
+
+from .._memory.device import CUDA, Device, SideStream, SideStreams
+from .._staging.tensor_copy import Copies, Pair
+from .._torch_compat import negated_view, release_ipc_counter
+from ..errors import StagingError, WriteError
+from .messages import DeviceTensor, SnapshotRequest
+
+__all__ = ["Snapshots", "export", "withdraw"]
+
+
+def export(
+    pairs: Sequence[Pair], offsets: Sequence[int], buffer: int, streams: Mapping[int, SideStream]
+) -> tuple[SnapshotRequest, list[torch.Tensor]]:
+    """Makes handles to tensors on GPUs.
+
+    Args:
+        pairs: Twins in the buffer, and the tensors that they get the elements of.
+        offsets: Of the twins in the buffer, in bytes.
+        buffer: Its number.
+        streams: For each GPU, a stream whose next work comes after everything that the tensors have to wait for;
+            which is waited for here.
+
+    Returns:
+        What the other process is to do, and what has to be kept until it has.
+
+    Raises:
+        WriteError: memory is not of a kind that can be handed to another process.
+    """
+    for stream in streams.values():
+        stream.mark().synchronize()  # then no storage needs an event of its own, of which torch keeps a thousand only
+    numbers: dict[int, int] = {}
+    aliases: list[torch.Tensor] = []
+    storages: list[tuple[Any, ...]] = []
+    tensors: list[DeviceTensor] = []
+    for (_, source), offset in zip(pairs, offsets, strict=True):
+        storage = source.untyped_storage()
+        if storage.data_ptr() not in numbers:
+            numbers[storage.data_ptr()] = len(storages)
+            try:
+                alias, arguments = _export_storage(storage, streams[source.device.index])
+            except WriteError:
+                withdraw(storages)
+                raise
+            aliases.append(alias)
+            storages.append(arguments)
+        tensors.append(
+            DeviceTensor(
+                storage=numbers[storage.data_ptr()],
+                dtype=str(source.dtype).removeprefix("torch."),
+                shape=tuple(source.shape),
+                stride=tuple(source.stride()),
+                storage_offset=int(source.storage_offset()),
+                is_conj=source.is_conj(),
+                is_neg=source.is_neg(),
+                offset=offset,
+            )
+        )
+    return SnapshotRequest(buffer, min(streams), tuple(storages), tuple(tensors)), aliases
+
+
+def withdraw(storages: Sequence[tuple[Any, ...]]) -> None:
+    """Gives handles back in the place of a process that never will: else torch keeps their memory for good."""
+    for arguments in storages:
+        release_ipc_counter(arguments)
+
+
+class Snapshots:
+    """In the other process: copies of tensors on GPUs, or on what simulates them."""
+
+    def __init__(self, device: Device = CUDA) -> None:
+        self._streams = SideStreams(device)
+        self._unpin: dict[int, Callable[[], None]] = {}
+
+    def take(self, request: SnapshotRequest, memory: mmap.mmap) -> None:
+        """Copies everything to its place in a shared buffer, and closes the handles."""
+        if request.buffer not in self._unpin:
+            address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+            self._unpin[request.buffer] = lambda: None
+            with suppress(StagingError):  # it is slower then
+                self._unpin[request.buffer] = self._streams.device.pin(address, len(memory), request.device)
+        storages = [rebuild_cuda_tensor(*arguments).untyped_storage() for arguments in request.storages]
+        pairs = [(_twin(tensor, memory), _open(tensor, storages[tensor.storage])) for tensor in request.tensors]
+        self._streams.follow(source for _, source in pairs)
+        with torch.no_grad():
+            copies = Copies(pairs, self._streams, 1)
+            try:
+                copies.start()
+            finally:
+                copies.wait()  # whatever is under way must not arrive when the trainer has gone on
+
+    def keep(self, buffers: Set[int]) -> None:
+        """Takes back the registration of all other buffers, which are about to be unmapped."""
+        for number in self._unpin.keys() - buffers:
+            self._unpin.pop(number)()
+
+
+def _export_storage(storage: torch.UntypedStorage, stream: SideStream) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    try:
+        with stream.current():
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            alias = from_dlpack(to_dlpack(whole))
+            _, (*arguments, _has_to_wait) = reduce_tensor(alias)
+    except RuntimeError as error:
+        raise WriteError(
+            f"a tensor on {storage.device} cannot be handed to the writer process: {error}. Memory that does not come "
+            f"from torch's own allocator cannot, nor on some systems what PYTORCH_CUDA_ALLOC_CONF="
+            f"expandable_segments:True makes: use staging='buffer'."
+        ) from error
+    return alias, (*arguments, False)
+
+
+def _open(tensor: DeviceTensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    opened = torch.empty(0, dtype=getattr(torch, tensor.dtype), device=storage.device)
+    opened.set_(storage, tensor.storage_offset, tensor.shape, tensor.stride)
+    if tensor.is_conj:
+        opened = opened.conj()
+    return negated_view(opened) if tensor.is_neg else opened
+
+
+def _twin(tensor: DeviceTensor, memory: mmap.mmap) -> torch.Tensor:
+    dtype = getattr(torch, tensor.dtype)
+    count = torch.Size(tensor.shape).numel()
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=tensor.offset).view(tensor.shape)

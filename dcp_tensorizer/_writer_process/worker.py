@@ -1,0 +1,253 @@
+"""The writer process: takes requests from its trainer and writes the files.
+
+It is started as ``python -m dcp_tensorizer._writer_process.worker``.
+
+It shares no interpreter with the trainer, so hashing and writing never hold the trainer's interpreter lock; it runs
+at low priority, ignores the terminal's signals (the trainer decides when to stop), and ends with its trainer.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from .._memory.shared_mappings import SharedFile, attach, map_shared
+from .._storage.open import open_storage
+from ..errors import CheckpointError
+from .channel import Channel
+from .messages import (
+    Answer,
+    BufferInfo,
+    Detached,
+    DetachRequest,
+    Progress,
+    Ready,
+    Request,
+    SnapshotRequest,
+    SnapshotTaken,
+    TensorSource,
+    WriteDone,
+    WriteFailed,
+    WriteRequest,
+)
+from .write_job import FileJob
+
+if TYPE_CHECKING:
+    from .gpu_ipc import Snapshots
+
+__all__ = ["SpareCores"]
+
+# What a save costs a busy machine does not depend on its priority, only how long it takes. So where all cores are busy
+# it gets a tenth of one for each thread. Where some are to spare it needs none of a busy one: beside a training loop on
+# one of two cores, 10 cost the loop 7% of its speed, and 19 cost 1-5% at the same throughput.
+_NICENESS_BUSY = 10  # also lowers the I/O priority, which follows it unless set apart
+_NICENESS_SPARE = 19
+_SPARE = 0.75  # cores that are idle or this process's: two threads get less where all are busy
+_LOOK_SECONDS = 0.1
+_LOOKS = 3  # in a row: where two trainers keep two cores busy, one look in some hundreds sees one of them idle
+_PROGRESS_SECONDS = 1.0
+_ABANDON_SECONDS = 20.0  # for removing what was written, while a whole staged state is kept in memory for nobody
+
+
+class SpareCores:
+    """How many cores were idle, or busy with this process, on average between two looks.
+
+    Args:
+        machine: Gives the first line of ``/proc/stat``: ticks in several states, added up over cores.
+        own: Gives the seconds of CPU time that this process has had.
+    """
+
+    def __init__(self, machine: Callable[[], str], own: Callable[[], float]) -> None:
+        self._machine = machine
+        self._own = own
+        self._before = self._look()
+
+    def since_last(self) -> float:
+        before, self._before = self._before, self._look()
+        total, idle, own = (now - earlier for now, earlier in zip(self._before, before, strict=True))
+        seconds = total / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
+        return (idle / os.sysconf("SC_CLK_TCK") + own) / seconds if seconds > 0 else 0.0
+
+    def _look(self) -> tuple[float, float, float]:
+        ticks = [int(field) for field in self._machine().split()[1:9]]
+        return sum(ticks), sum(ticks[3:5]), self._own()  # idle, and idle with I/O under way
+
+
+def _first_line_of_stat() -> str:
+    with open("/proc/stat", encoding="ascii") as stat:
+        return stat.readline()
+
+
+def _tasks() -> set[int]:
+    """The threads of this process."""
+    return {int(name) for name in os.listdir("/proc/self/task")}
+
+
+class _Worker:
+    def __init__(self, channel: Channel, snapshots: Snapshots | None) -> None:
+        self._channel = channel
+        self._snapshots = snapshots
+        self._sending = threading.Lock()
+        self._buffers: dict[int, mmap.mmap] = {}
+        self._shared: dict[int, mmap.mmap] = {}
+        self._mapping = threading.Lock()
+        self._job: FileJob | None = None
+        self._connection: object = None
+
+    def serve(self) -> None:
+        """Answers requests until the trainer closes the channel."""
+        self._send(Ready())
+        threading.Thread(target=self._report_progress, name="progress", daemon=True).start()
+        while True:
+            try:
+                request, fds = self._channel.receive()
+                self._attach(request.buffers, fds)
+                answer = self._answer(request)
+            except EOFError:
+                return
+            except Exception as error:
+                message = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+                answer = WriteFailed(message, traceback.format_exc())
+            self._send(answer)
+
+    def abandon(self) -> None:
+        """Removes the files of an unfinished request: nobody is left who could commit them."""
+        job = self._job
+        if job is not None:
+            job.remove()
+
+    def _answer(self, request: Request) -> Answer:
+        match request:
+            case WriteRequest():
+                return self._write(request)
+            case SnapshotRequest():
+                return self._snapshot(request)
+            case DetachRequest():
+                return Detached()
+
+    def _attach(self, buffers: Sequence[BufferInfo], fds: list[int]) -> None:
+        """Maps the buffers that are new, and lets go of those that are not there any more."""
+        attached = {info.id for info in buffers if info.attached}
+        if self._snapshots is not None:
+            self._snapshots.keep(attached)
+        new = [info for info in buffers if not info.attached]
+        writable = self._snapshots is not None
+        self._buffers = {number: self._buffers[number] for number in attached} | {
+            info.id: attach(fd, info.nbytes, writable=writable) for info, fd in zip(new, fds, strict=True)
+        }
+
+    def _snapshot(self, request: SnapshotRequest) -> SnapshotTaken:
+        """Copies GPU memory of the trainer to a shared buffer."""
+        assert self._snapshots is not None, "it was started without GPUs"
+        self._snapshots.take(request, self._buffers[request.buffer])
+        return SnapshotTaken()
+
+    def _write(self, request: WriteRequest) -> WriteDone:
+        storage = open_storage(request.path, request.storage_options, request.timeout)
+        self._connection = storage.connection
+        job = FileJob(
+            storage,
+            request.files,
+            functools.partial(self._bytes, request.shared),
+            sync=request.sync,
+            threads=request.threads,
+            buffer_bytes=request.buffer_bytes,
+            cipher=request.cipher,
+        )
+        self._job = job
+        if sys.platform == "linux":
+            threading.Thread(target=self._give_way, args=(job, _tasks()), name="priority", daemon=True).start()
+        try:
+            return job.run()
+        finally:
+            self._job = None
+            self._shared.clear()
+
+    def _bytes(self, shared: Sequence[SharedFile], source: TensorSource) -> memoryview:
+        memory = self._buffers[source.buffer] if source.buffer >= 0 else self._map(shared, -1 - source.buffer)
+        return memoryview(memory)[source.offset : source.offset + source.nbytes]
+
+    def _map(self, shared: Sequence[SharedFile], number: int) -> mmap.mmap:
+        """Maps a file when the first tensor in it is written, for as long as the request takes."""
+        with self._mapping:
+            if number not in self._shared:
+                self._shared[number] = map_shared(shared[number])
+            return self._shared[number]
+
+    def _send(self, message: object) -> None:
+        with self._sending, suppress(EOFError):
+            self._channel.send(message)
+
+    def _give_way(self, job: FileJob, others: set[int]) -> None:
+        """Takes the job's threads out of the way of training, once there are seen to be cores to spare.
+
+        The job's own, which end with it: a priority that was lowered is not raised again without privileges.
+        """
+        spare = SpareCores(_first_line_of_stat, time.process_time)
+        seen = 0
+        while self._job is job:
+            time.sleep(_LOOK_SECONDS)
+            seen = seen + 1 if spare.since_last() >= _SPARE else 0
+            if seen == _LOOKS:
+                for task in _tasks() - others:
+                    with suppress(OSError):  # it has ended
+                        os.setpriority(os.PRIO_PROCESS, task, _NICENESS_SPARE)
+                return
+
+    def _report_progress(self) -> None:
+        while True:
+            time.sleep(_PROGRESS_SECONDS)
+            job = self._job
+            if job is not None:
+                self._send(Progress(job.bytes_written))
+
+
+def _end_with(trainer: int, abandon: Callable[[], None]) -> None:
+    """Ends this process as soon as the trainer is gone, whatever it is doing.
+
+    A pidfd rather than the socket alone: a forked DataLoader worker can hold the socket open after the trainer's
+    death; and rather than PR_SET_PDEATHSIG, which follows the thread that started us.
+    """
+    poll = select.poll()
+    poll.register(trainer, select.POLLIN)
+    poll.poll()
+    abandoning = threading.Thread(target=abandon, name="abandon", daemon=True)
+    abandoning.start()
+    abandoning.join(_ABANDON_SECONDS)
+    os._exit(1)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Arguments: descriptor of the channel, of a pidfd of the trainer or -1 where there are none, 1 to use GPUs."""
+    channel_fd, trainer, devices = map(int, arguments)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    with suppress(OSError):
+        os.nice(_NICENESS_BUSY)
+    snapshots = None
+    if devices:
+        import torch  # which takes two seconds and 200 MB: the process does without it where it can
+
+        from .gpu_ipc import Snapshots
+
+        torch.set_num_threads(1)
+        snapshots = Snapshots()
+    worker = _Worker(Channel(socket.socket(fileno=channel_fd)), snapshots)
+    if trainer >= 0:
+        threading.Thread(target=_end_with, args=(trainer, worker.abandon), name="trainer", daemon=True).start()
+    worker.serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,99 @@
+"""One rank's files of one save, written all of them or none: in the writer process, or where there is none, here."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from .._format.encoder import BUFFER_BYTES, encode
+from .._format.encryption import Cipher
+from .._format.tensorizer_file import lay_out
+from .._storage.base import Sink, Storage
+from ..errors import CheckpointError, WriteError
+from .messages import FileRequest, FileResult, TensorResult, TensorSource, WriteDone
+
+__all__ = ["FileJob"]
+
+
+class FileJob:
+    """Writes the files of one request.
+
+    Args:
+        storage: The checkpoint's directory.
+        files: What to write.
+        contents: Gives the bytes that a source describes.
+        sync: Make files and directory durable.
+        threads: Hashing threads.
+        buffer_bytes: Memory for the parts of a file that are being made.
+        cipher: Encrypts everything.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        files: Sequence[FileRequest],
+        contents: Callable[[TensorSource], memoryview],
+        *,
+        sync: bool,
+        threads: int,
+        buffer_bytes: int = BUFFER_BYTES,
+        cipher: Cipher | None = None,
+    ) -> None:
+        self._storage = storage
+        self._files = files
+        self._contents = contents
+        self._sync = sync
+        self._threads = threads
+        self._buffer_bytes = buffer_bytes
+        self._cipher = cipher
+        self._sinks: list[Sink] = []
+
+    @property
+    def bytes_written(self) -> int:
+        """Grows as long as there is progress; may be read from another thread."""
+        return sum(sink.bytes_written for sink in self._sinks)
+
+    def run(self) -> WriteDone:
+        """Writes everything.
+
+        Raises:
+            WriteError: naming file and cause; what had been written is removed.
+        """
+        name = ""
+        try:
+            results = []
+            started = time.perf_counter()
+            for file in self._files:
+                name = file.name
+                results.append(self._write(file))
+            if self._sync:
+                self._storage.sync_directory()
+            writing = sum(sink.write_seconds for sink in self._sinks)
+            closing = sum(sink.complete_seconds for sink in self._sinks)
+            seconds = time.perf_counter() - started
+            return WriteDone(tuple(results), seconds, seconds - closing, writing + closing)
+        except Exception as error:
+            self.remove()
+            cause = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            message = f"cannot write {self._storage.path}/{name}: {cause}"
+            raise WriteError(self._storage.scrub(message)) from self._storage.cause(error)
+
+    def remove(self) -> None:
+        """Removes the files of this job, as far as there are any."""
+        for file in self._files:
+            with suppress(Exception):
+                self._storage.discard(file.name)
+
+    def _write(self, file: FileRequest) -> FileResult:
+        layout = lay_out(file.tensors, self._cipher)
+        sink = self._storage.create(file.name, layout.nbytes, sync=self._sync)
+        self._sinks.append(sink)
+        contents = [functools.partial(self._contents, source) for source in file.tensors]
+        encoded = encode(layout, contents, sink, self._threads, self._buffer_bytes)
+        results = (
+            TensorResult(entry.offset, entry.length, *tensor)
+            for entry, tensor in zip(layout.entries, encoded, strict=True)
+        )
+        return FileResult(file.name, layout.nbytes, tuple(results))
