@@ -1,7 +1,8 @@
 """Runs the blocks of one page in their order: in a process and a directory of their own.
 
-Python blocks share a namespace. One with a ``__main__`` guard is run as a script, because it starts processes that import
-it. Commands are run by bash. Of a console block each command must end as the output under it says, and show the same table.
+Python blocks share a namespace. One with a ``__main__`` guard is run as a script, because it starts processes that
+import it. Commands are run by bash. Of a console block each command must end as the output under it says, and show the
+same table.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def main(page: Path, steps: list[dict[str, Any]]) -> None:
         except BaseException:
             traceback.print_exc()
             sys.exit(f"{where}: this block failed")
-    print(f"{len(steps)} blocks of {page.relative_to(ROOT)} ran")
+    sys.stdout.write(f"{len(steps)} blocks of {page.relative_to(ROOT)} ran\n")
 
 
 def run_python(code: str, namespace: dict[str, Any], where: str) -> None:
