@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
 import traceback
@@ -18,6 +19,7 @@ from typing import Any
 from tests.docs.pages import ROOT
 
 DAMAGED_OR_DIFFERENT, NOT_DONE = 1, 2
+PORT = "29511"  # of the tutorial's process group; somebody else may use it on this machine at the same time
 
 
 class PageError(Exception):
@@ -44,8 +46,15 @@ def run_python(code: str, namespace: dict[str, Any], where: str) -> None:
         exec(compile(code, where, "exec"), namespace)
         return
     script = Path("script.py")
-    script.write_text(code)
+    script.write_text(code.replace(PORT, str(free_port())))
     subprocess.run([sys.executable, str(script)], check=True)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
 
 
 def run_bash(code: str, namespace: dict[str, Any], where: str) -> None:
