@@ -23,7 +23,7 @@ def _sentences(page: Path) -> list[str]:
     lines = [line for line in without_blocks(page).splitlines() if not re.match(r"\s*(\||#|!!!|:::|options:)", line)]
     paragraphs = re.split(r"\n\s*\n|\n\s*(?:[-*]|\d+\.)\s", "\n".join(lines))
     plain = (re.sub(r"\]\([^)]*\)", "]", " ".join(paragraph.split())) for paragraph in paragraphs)
-    return [s for paragraph in plain for s in re.split(r"(?<=[.!?:])[*\"')]*\s+(?=[A-Z`*\[\"(])", paragraph) if s]
+    return [s for paragraph in plain for s in re.split(r"(?<=[.!?])[*\"')]*\s+(?=[A-Z`*\[\"(])", paragraph) if s]
 
 
 def _slug(heading: str) -> str:
