@@ -56,7 +56,7 @@ class S3Storage(RemoteStorage):
         folders: list[str] = []
         prefix = self._full("")
         with self._translated(ReadError, f"cannot list {self.path}"):
-            for page in self._pages():
+            for page in self._pages("list_objects_v2", "", ["ContinuationToken"], Delimiter="/"):
                 for entry in page.get("Contents", []):
                     if name := entry["Key"].removeprefix(prefix):  # a console makes an object of the prefix itself
                         files.append(FileInfo(name, entry["Size"], entry["LastModified"].timestamp()))
@@ -131,26 +131,22 @@ class S3Storage(RemoteStorage):
     def _described(self, error: Exception) -> str:
         return str(error)  # it begins with botocore's class, or with the server's code
 
-    def _pages(self) -> Iterator[dict[str, Any]]:
-        """The server's answers that list this directory."""
-        query = {"Bucket": self.bucket, "Prefix": self._full(""), "Delimiter": "/"}
-        while True:
-            page = self._client.call("list_objects_v2", **query)
-            yield page
-            if not page.get("IsTruncated"):
-                return
-            query["ContinuationToken"] = page["NextContinuationToken"]
-
     def _uploads(self, start: str) -> Iterator[dict[str, Any]]:
         """The server's description of each upload to a name that begins like this."""
-        query = {"Bucket": self.bucket, "Prefix": self._full(start), "MaxUploads": self.uploads_per_page}
-        while True:
-            page = self._client.call("list_multipart_uploads", **query)
+        markers = ("KeyMarker", "UploadIdMarker")
+        for page in self._pages("list_multipart_uploads", start, markers, MaxUploads=self.uploads_per_page):
             yield from page.get("Uploads", [])
-            markers = {name: page.get(f"Next{name}") for name in ("KeyMarker", "UploadIdMarker")}
-            if not page.get("IsTruncated") or not any(markers.values()):
+
+    def _pages(self, operation: str, start: str, markers: Sequence[str], **query: Any) -> Iterator[dict[str, Any]]:
+        """The server's answers to a question about names that begin like this, page by page."""
+        query |= {"Bucket": self.bucket, "Prefix": self._full(start)}
+        while True:
+            page = self._client.call(operation, **query)
+            yield page
+            following = {name: page[f"Next{name}"] for name in markers if page.get(f"Next{name}")}
+            if not page.get("IsTruncated") or not following:  # SeaweedFS gives one of two markers
                 return
-            query |= {name: marker for name, marker in markers.items() if marker}  # SeaweedFS gives only one of them
+            query |= following
 
 
 class _S3Reader(RangeReader):
