@@ -149,18 +149,21 @@ class UncachedFile(LocalFile):
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
         first, *others = buffers
-        whole = 0 if self._direct_fd is None or offset % BLOCK else first.nbytes // BLOCK * BLOCK
-        if whole:
-            assert self._direct_fd is not None
-            try:
-                read_into(self._direct_fd, [first[:whole]], offset)
-            except OSError as error:
-                if (
-                    error.errno != errno.EINVAL
-                ):  # memory that does not begin on a block, or a file system with rules of its own
-                    raise
-                whole = 0
-        super().read_into([first[whole:], *others], offset + whole)
+        count = self._read_direct(first, offset)
+        super().read_into([first[count:], *others], offset + count)
+
+    def _read_direct(self, buffer: memoryview, offset: int) -> int:
+        """Reads whole blocks past the page cache; returns how many bytes, perhaps none."""
+        whole = buffer.nbytes // BLOCK * BLOCK
+        if self._direct_fd is None or offset % BLOCK or not whole:
+            return 0
+        try:
+            read_into(self._direct_fd, [buffer[:whole]], offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return 0  # the memory does not begin on a block, or the file system has rules of its own
+        return whole
 
     def close(self) -> None:
         super().close()
