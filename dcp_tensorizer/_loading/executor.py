@@ -89,15 +89,13 @@ def fetch(
     if not wanted:
         return 0
     wanted = _apart(wanted)
+    reads = storage.reads
     operations = plan_reads(
-        [w.request for w in wanted],
-        verify=verify,
-        gap=storage.reads.max_gap_bytes,
-        most=storage.reads.max_coalesced_bytes,
+        [w.request for w in wanted], verify=verify, gap=reads.max_gap_bytes, most=reads.max_coalesced_bytes
     )
     total = sum(operation.nbytes for operation in operations)
     uses = Counter(operation.file for operation in operations)
-    job = _Job(storage, wanted, verify, uses, cipher, _ring(wanted, operations, threads or storage.reads.max_threads))
+    job = _Job(storage, wanted, verify, uses, cipher, _ring(wanted, operations, threads or reads.max_threads))
     counting = threading.Lock()
     done = 0
 
@@ -111,7 +109,7 @@ def fetch(
         return nbytes
 
     try:
-        first, most = threads or storage.reads.min_threads, threads or storage.reads.max_threads
+        first, most = threads or reads.min_threads, threads or reads.max_threads
         work_through(operations, run, first=first, most=most)
     finally:
         job.close()
