@@ -1,9 +1,9 @@
 """The threads of a load: few while they are busy, more when they wait for the storage.
 
 Bytes in the page cache keep a core busy: more threads than cores are only in each other's way. Disks and servers keep
-threads waiting: they need many reads at once to reach their full speed. Before a load has begun, nobody knows which of
-the two it will be. On 2 cores, a load from the page cache took 252 ms with 8 threads and 217 ms with as few as here; a
-load from the disk of the same machine reached 1.15 GB/s with 8 threads and 0.88 GB/s without the ones that join.
+threads waiting: they need many reads at once to reach their full speed. Which of the two a load will be is not known
+before it begins. On 2 cores, a load from the page cache took 252 ms with 8 threads and 217 ms with few; a load from
+the disk of the same machine reached 1.15 GB/s with 8 threads and 0.88 GB/s with few.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _is_power_of_two(number: int) -> bool:
 def _waits_for_storage(began: Usage, now: Usage, nbytes: int) -> bool:
     """Whether a thread that has read so many bytes since it began has mostly waited for them.
 
-    All its time counts: of a single operation nobody could tell whether it waited, or was interrupted.
+    All its time counts: a single operation may have taken long because it was interrupted.
     """
     wall = now.wall_seconds - began.wall_seconds
     busy = now.cpu_seconds - began.cpu_seconds

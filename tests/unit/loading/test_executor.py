@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from dcp_tensorizer import ChecksumMismatch, ReadError
 from dcp_tensorizer._format.chunks import Region
 from dcp_tensorizer._format.layout import StoredItem
-from dcp_tensorizer._loading.executor import fetch, with_gaps
+from dcp_tensorizer._loading.executor import fetch, limits_of, with_gaps
 from dcp_tensorizer._loading.read_planner import Segment
 from dcp_tensorizer._loading.read_target import ReadTarget
 from dcp_tensorizer._storage.base import RangeReader, Storage
@@ -163,6 +163,30 @@ def test_threads_join_a_load_that_waits_for_the_storage(storage: Storage, monkey
     monkeypatch.setattr(storage, "open", lambda name: Watched(opened(name), before))
     fetch(storage, [target_for("t", item, stored, torch.empty_like(stored)) for item in items], verify=False)
     assert next(begun) == 7
+
+
+def test_a_file_is_open_from_its_first_read_to_its_last(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many files there are and however many reads each takes, one thread has one of them open."""
+    tensors = {str(n): filled(torch.uint8, (100_000,), seed=n) for n in range(3)}
+    items = {name: write_file(storage, name, tensors) for name in "abc"}
+    events: list[str] = []
+
+    class Noted(Watched):
+        def close(self) -> None:
+            super().close()
+            events.append("close")
+
+    def open_noted(name: str) -> RangeReader:
+        events.append(name)
+        return Noted(opened(name), lambda: events.append("read"))
+
+    opened = storage.open
+    monkeypatch.setattr(storage, "open", open_noted)
+    limits = limits_of(storage)._replace(max_segments=1)
+    wanted = [target_for(k, items[f][k], t, torch.empty_like(t)) for f in "cab" for k, t in tensors.items()]
+    fetch(storage, wanted, threads=1, verify=True, limits=limits)
+    assert events == [event for name in "abc" for event in (name, "read", "read", "read", "close")]
+    assert all(torch.equal(target.tensor, tensors[target.key]) for target in wanted)
 
 
 def test_nothing_wanted(storage: Storage) -> None:
