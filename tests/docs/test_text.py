@@ -1,0 +1,94 @@
+"""What the documentation looks like to a reader: short enough, in short sentences, with links that lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import dcp_tensorizer
+
+from .pages import DOCS, ROOT, name_of, pages, texts, without_blocks
+
+README_LINES = 140
+SENTENCE_WORDS = 40
+RESULTS = ROOT / "benchmarks" / "results"
+
+_LINK = re.compile(r"\[(?:[^\]]*)\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]*))?\)")
+
+
+def _sentences(page: Path) -> list[str]:
+    """The sentences of a page, outside code, tables and headings; an item of a list ends one."""
+    lines = [line for line in without_blocks(page).splitlines() if not re.match(r"\s*(\||#|!!!|:::|options:)", line)]
+    paragraphs = re.split(r"\n\s*\n|\n\s*(?:[-*]|\d+\.)\s", "\n".join(lines))
+    plain = (re.sub(r"\]\([^)]*\)", "]", " ".join(paragraph.split())) for paragraph in paragraphs)
+    return [s for paragraph in plain for s in re.split(r"(?<=[.!?])[*\"')]*\s+(?=[A-Z`*\[\"(])", paragraph) if s]
+
+
+def _slug(heading: str) -> str:
+    words = re.sub(r"[^\w\s-]", "", re.sub(r"[`*]", "", heading).strip().lower())
+    return re.sub(r"[\s]+", "-", words)
+
+
+def _anchors(page: Path) -> set[str]:
+    return {_slug(heading) for heading in re.findall(r"^#+ (.+)$", without_blocks(page), re.MULTILINE)}
+
+
+def test_the_readme_is_one_screen() -> None:
+    """The README stays short enough to be read."""
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= README_LINES
+
+
+@pytest.mark.parametrize("page", texts(), ids=name_of)
+def test_sentences_are_short(page: Path) -> None:
+    """No sentence outside code and tables has more than 40 words."""
+    assert [s for s in _sentences(page) if len(s.split()) > SENTENCE_WORDS] == []
+
+
+@pytest.mark.parametrize("page", texts(), ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Each relative link or picture is a file of the repository, and each anchor a heading in it."""
+    for target, anchor in _LINK.findall(without_blocks(page)):
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists(), f"{name_of(page)}: {target}"
+        assert not anchor or anchor in _anchors(path), f"{name_of(page)}: {target}#{anchor}"
+
+
+def test_the_commands_come_first_in_the_readme() -> None:
+    """Whoever opens the README sees the two commands at once."""
+    top = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:12]
+    assert [line.split()[:2] for line in top if line.startswith("make ")] == [["make", "demo"], ["make", "test"]]
+
+
+def test_the_site_shows_every_page() -> None:
+    """Each page is in the navigation of the site once, and the navigation names no other page of docs/."""
+    named = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2])
+    made = {"changelog.md", *(f"figures/{path.name}" for path in RESULTS.glob("*.md"))}
+    assert sorted(named) == sorted(made | {p.relative_to(DOCS).as_posix() for p in pages()[1:]})
+
+
+def test_the_reference_shows_every_public_name() -> None:
+    """Everything that the package exports is in the reference: the errors all together, and the module `convert`."""
+    reference = "\n".join(path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.md"))
+    shown = set(re.findall(r"^::: dcp_tensorizer\.(\w+)", reference, re.MULTILINE))
+    public = {name for name in dcp_tensorizer.__all__ if not name.startswith("__")}
+    assert shown == (public - set(dcp_tensorizer.errors.__all__)) | {"convert", "errors"}
+
+
+def _figures(text: str) -> list[str]:
+    return re.findall(r"\d+\.\d+(?= s\b| GB/s)|\d+\.\d{2,}", text)
+
+
+def test_the_figures_of_the_readme_are_measured() -> None:
+    """Each figure that the README gives stands in the file of results that its row names, or in that of saves."""
+    why = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Why use it")[2]
+    bullets, _, rest = why.partition("## Migrating")
+    saves = (RESULTS / "save.md").read_text(encoding="utf-8")
+    assert len(_figures(bullets)) >= 8
+    assert [figure for figure in _figures(bullets) if figure not in saves] == []
+    rows = re.findall(r"^\|[^|\n]+\|([^|\n]+)\| \[(\w+\.md)\]", rest.partition("## Figures")[2], re.MULTILINE)
+    assert len(rows) == 5
+    for measured, file in rows:
+        results = (RESULTS / file).read_text(encoding="utf-8")
+        assert [figure for figure in _figures(measured) if figure not in results] == []
