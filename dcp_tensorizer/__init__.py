@@ -4,6 +4,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from ._loading.report import LoadReport
 from ._saving.report import SaveReport
 from .errors import (
     CheckpointError,
@@ -28,6 +29,7 @@ __all__ = [
     "ChecksumMismatch",
     "ConversionError",
     "DecryptionError",
+    "LoadReport",
     "MetadataError",
     "NotCommitted",
     "ReadError",

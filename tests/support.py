@@ -16,9 +16,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from dcp_tensorizer._format.chunks import Region
 from dcp_tensorizer._format.layout import StoredItem, block_size
-from dcp_tensorizer._loading.read_planner import ReadRequest
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.page_cache import Residency
 from dcp_tensorizer._writer_process.messages import TensorSource
@@ -75,10 +73,6 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def stored_item(length: int, *, offset: int = 0, dtype: str = "uint8", digests: bytes = b"") -> StoredItem:
     return StoredItem(f"__0_0_{'a' * 32}.tensors", "t", offset, length, dtype, "tensor", digests)
-
-
-def read_request(item: StoredItem, shape: tuple[int, ...], region: Region, *, in_place: bool = False) -> ReadRequest:
-    return ReadRequest(item, shape, getattr(torch, item.dtype).itemsize, region, in_place)
 
 
 class BufferSink:

@@ -1,4 +1,4 @@
-"""Objects as ``torch.save`` stores them: what it takes to load them."""
+"""Objects as ``torch.save`` stores them: which of their types the weights-only loader refuses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["unsafe_globals"]
 
 
 def unsafe_globals(data: bytes) -> tuple[str, ...]:
-    """What ``torch.load(weights_only=True)`` would refuse in a saved object: ``module.name`` of each."""
+    """The ``module.name`` of everything in a saved object that ``torch.load(weights_only=True)`` refuses."""
     try:
         return tuple(sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))))
     except Exception:

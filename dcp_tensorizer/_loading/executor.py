@@ -1,8 +1,8 @@
 """Carries out a read plan: parallel range reads into the targets' own memory, checked against their digests.
 
-What cannot be read in place (other dtypes, strides, parts of blocks) goes through a scratch buffer, one a thread, of an
-operation's size at most; what goes to a GPU, through the slots of a `PinnedPool`. Encrypted blocks are decrypted where
-they have been read to.
+What cannot be read in place (other dtypes, strides, parts of blocks) goes through scratch memory: one buffer for each
+thread, of an operation's size at most. What goes to a GPU goes through the slots of a `PinnedPool` instead. Encrypted
+blocks are decrypted where they have been read to.
 """
 
 from __future__ import annotations
@@ -10,74 +10,55 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from .._format.checksums import DigestCheck, check_digests
-from .._format.chunks import Region, regions_of_range
 from .._format.encryption import Cipher
-from .._memory.device import CUDA
+from .._memory.device import CUDA, Device
 from .._memory.shared_buffer import aligned
-from .._memory.tensor_bytes import host_bytes, named_dtype
+from .._memory.tensor_bytes import host_bytes
 from .._storage.base import RangeReader, Storage
 from ..errors import CheckpointError, ChecksumMismatch, ReadError
-from .batches import batches, with_gaps
-from .pinned_pool import PinnedPool, Slot
-from .read_planner import ReadOperation, ReadRequest, Segment, plan_reads
-from .thread_pool import work_through
+from .pinned_pool import PinnedPool, Slot, pool_for
+from .read_planner import MAX_SCRATCH_BYTES, ReadLimits, ReadOperation, Segment, plan_reads
+from .read_target import ReadTarget, read_apart
+from .scatter import scatter
+from .thread_pool import run_all
 
-__all__ = ["ReadTarget", "copy_elements", "fetch", "can_read_in_place", "part_of"]
+__all__ = ["fetch", "limits_of", "with_gaps"]
 
 _LARGE = 1 << 20
 
 
-class ReadTarget(NamedTuple):
-    """A read request and where its region goes.
-
-    Attributes:
-        key: FQN, for messages.
-        request: What to read.
-        target: A tensor of the region's shape; of any dtype, device and strides unless the request is ``in_place``.
-        shared: Other ranks, as far as one can tell, read the same bytes.
-    """
-
-    key: str
-    request: ReadRequest
-    target: torch.Tensor
-    shared: bool = False
-
-
-def can_read_in_place(target: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether stored elements of ``dtype`` can be read into a target's memory as they are."""
-    return (
-        target.device.type == "cpu"
-        and target.dtype == dtype
-        and target.is_contiguous()
-        and not target.is_conj()
-        and not target.is_neg()
-    )
+def limits_of(storage: Storage) -> ReadLimits:
+    """How reads of a storage are joined and cut."""
+    return ReadLimits(storage.reads.max_gap_bytes, storage.reads.max_coalesced_bytes or MAX_SCRATCH_BYTES)
 
 
 def fetch(
     storage: Storage,
-    wanted: Sequence[ReadTarget],
+    targets: Sequence[ReadTarget],
     *,
     threads: int | None = None,
     verify: bool,
     progress: Callable[[int, int], object] = lambda done, total: None,
     cipher: Cipher | None = None,
+    limits: ReadLimits | None = None,
+    device: Device = CUDA,
 ) -> int:
-    """Reads everything that is wanted into its targets; those on a GPU are ready when it returns.
+    """Reads everything that the targets want; those on a GPU are ready when it returns.
 
     Args:
         storage: The checkpoint's directory.
-        wanted: What to read.
+        targets: What to read, and where it goes.
         threads: Parallel reads, at most; None for a number that suits the storage.
         verify: Compare what is read with its digests.
         progress: Called with the bytes that are done and the bytes in all, by one reading thread at a time.
         cipher: For items that are encrypted.
+        limits: How reads are joined and cut; None for what suits the storage.
+        device: The kind of GPU.
 
     Returns:
         Bytes read.
@@ -86,22 +67,19 @@ def fetch(
         ReadError: a file is missing, too short or unreadable; names file, key and offset.
         ChecksumMismatch: stored bytes are not the ones that were saved; names file, key and offset.
     """
-    if not wanted:
+    if not targets:
         return 0
-    wanted = _apart(wanted)
-    reads = storage.reads
-    operations = plan_reads(
-        [w.request for w in wanted], verify=verify, gap=reads.max_gap_bytes, most=reads.max_coalesced_bytes
-    )
+    targets = read_apart(targets)
+    operations = plan_reads(targets, limits or limits_of(storage), verify=verify)
     total = sum(operation.nbytes for operation in operations)
-    uses = Counter(operation.file for operation in operations)
-    job = _Job(storage, wanted, verify, uses, cipher, _ring(wanted, operations, threads or reads.max_threads))
+    pool = pool_for(operations, threads or storage.reads.max_threads, device)
+    executor = _Executor(storage, targets, operations, verify, cipher, pool)
     counting = threading.Lock()
     done = 0
 
     def run(operation: ReadOperation) -> int:
         nonlocal done
-        job.run(operation)
+        executor.run(operation)
         nbytes = operation.nbytes
         with counting:
             done += nbytes
@@ -109,82 +87,27 @@ def fetch(
         return nbytes
 
     try:
-        first, most = threads or reads.min_threads, threads or reads.max_threads
-        work_through(operations, run, first=first, most=most)
+        min_threads, max_threads = threads or storage.reads.min_threads, threads or storage.reads.max_threads
+        run_all(operations, run, min_threads=min_threads, max_threads=max_threads)
     finally:
-        job.close()
+        executor.close()
     return total
 
 
-def _apart(wanted: Sequence[ReadTarget]) -> Sequence[ReadTarget]:
-    """Nothing is read straight into memory that several targets share, as those of tied weights do.
+class _OpenFiles:
+    """The files of a load, each open from its first operation to its last one.
 
-    What one of them gets, perhaps encrypted and with a key of its own, would be taken for the other's.
+    Operations are in the order of files, so only a few files are open at once.
     """
-    shared: set[int] = set()
-    stop = last = -1
-    for first, after, number in sorted((*_memory(w.target), n) for n, w in enumerate(wanted) if _has_memory(w)):
-        if first < stop:
-            shared |= {last, number}
-        if after > stop:
-            stop, last = after, number
-    if not shared:
-        return wanted
-    return [
-        w._replace(request=w.request._replace(in_place=w.request.in_place and number not in shared))
-        for number, w in enumerate(wanted)
-    ]
 
-
-def _has_memory(wanted: ReadTarget) -> bool:
-    return wanted.request.in_place or (type(wanted.target) is torch.Tensor and wanted.target.is_cpu)
-
-
-def _memory(target: torch.Tensor) -> tuple[int, int]:
-    """The addresses of a target's first element and of what follows its last one."""
-    first = target.data_ptr()
-    if target.is_contiguous():
-        return first, first + target.nbytes
-    span = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True)) + 1
-    return first, first + span * target.itemsize
-
-
-class _Job:
-    def __init__(
-        self,
-        storage: Storage,
-        wanted: Sequence[ReadTarget],
-        verify: bool,
-        uses: Counter[str],
-        cipher: Cipher | None,
-        ring: PinnedPool | None,
-    ) -> None:
+    def __init__(self, storage: Storage, operations: Iterable[ReadOperation]) -> None:
         self._storage = storage
-        self._wanted = wanted
-        # Made here, all at once: between their reads, which fill the processor's caches, it takes five times as long.
-        # Small ones are read many at once, and so many objects would bring the garbage collector in.
-        large = (n for n, w in enumerate(wanted) if w.request.in_place and w.target.nbytes >= _LARGE)
-        self._large = {number: host_bytes(wanted[number].target) for number in large}
-        self._shared = {number for number, w in enumerate(wanted) if w.shared}
-        self._verify = verify
-        self._uses = uses
-        self._cipher = cipher
-        self._ring = ring
+        self._operations_left = Counter(operation.file for operation in operations)
         self._files: dict[str, RangeReader] = {}
-        self._opening = threading.Lock()
-        self._scratch = threading.local()
+        self._lock = threading.Lock()
 
-    def close(self) -> None:
-        try:
-            if self._ring is not None:
-                self._ring.close()
-        finally:
-            for file in self._files.values():
-                file.close()
-
-    def _open(self, name: str) -> RangeReader:
-        """A file, open from its first use to its last; operations are in the order of files, so few are at once."""
-        with self._opening:
+    def open(self, name: str) -> RangeReader:
+        with self._lock:
             if name not in self._files:
                 try:
                     self._files[name] = self._storage.open(name)
@@ -193,42 +116,109 @@ class _Job:
                     raise ReadError(self._storage.scrub(message)) from self._storage.cause(error)
             return self._files[name]
 
-    def _used(self, name: str) -> None:
-        with self._opening:
-            self._uses[name] -= 1
-            if not self._uses[name]:
+    def finish_operation(self, name: str) -> None:
+        """Closes a file whose last operation this was."""
+        with self._lock:
+            self._operations_left[name] -= 1
+            if not self._operations_left[name]:
                 self._files.pop(name).close()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+class _Executor:
+    """Runs operations, several at once, each in its thread."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        targets: Sequence[ReadTarget],
+        operations: Sequence[ReadOperation],
+        verify: bool,
+        cipher: Cipher | None,
+        pool: PinnedPool | None,
+    ) -> None:
+        self._storage = storage
+        self._verify = verify
+        self._cipher = cipher
+        self._pool = pool
+        self._files = _OpenFiles(storage, operations)
+        self._any_shared = any(target.shared for target in targets)
+        self._scratch = threading.local()
+        # The memory of large targets is looked up here, all at once: between reads, which fill the processor's caches,
+        # that takes five times as long. That of small ones is not: many are read at once, and so many objects more
+        # would start the garbage collector.
+        large = (target for target in targets if target.in_place and target.tensor.nbytes >= _LARGE)
+        self._large = {target: host_bytes(target.tensor) for target in large}
+
+    def close(self) -> None:
+        try:
+            if self._pool is not None:
+                self._pool.close()
+        finally:
+            self._files.close()
 
     def run(self, operation: ReadOperation) -> None:
         """Reads, checks and copies out one operation's segments."""
-        if self._ring is None or self._ring.numbers.isdisjoint(n for s in operation.segments for n in s.requests):
+        if self._pool is None or not any(map(self._pool.is_for, operation.targets)):
             self._run(operation, None)
         else:
-            with self._ring.slot() as slot:
+            with self._pool.slot() as slot:
                 self._run(operation, slot)
 
     def _run(self, operation: ReadOperation, slot: Slot | None) -> None:
         places = self._places(operation, slot)
-        self._fill(operation, places)
+        self._read(operation, places)
         for segment, place in zip(operation.segments, places, strict=True):
             if segment.item.nonce_and_macs:
                 self._decrypt(segment, place)
             if segment.target_offset is None:
-                self._copy_out(segment, place, slot)
+                scatter(segment, place, slot)
 
-    def _fill(self, operation: ReadOperation, places: Sequence[memoryview]) -> None:
-        """Reads segments to their places, and checks them on the way."""
+    # --- where segments are read to -----------------------------------------------------------------------------
+
+    def _places(self, operation: ReadOperation, slot: Slot | None) -> list[memoryview]:
+        """Where each segment is read to: its target, or a part of the slot, or of this thread's scratch buffer."""
+        sizes = [segment.nbytes for segment in operation.segments if segment.target_offset is None]
+        scratch = iter(self._scratch_views(sizes, slot) if sizes else ())
+        return [
+            next(scratch)
+            if segment.target_offset is None
+            else self._memory(segment.targets[0])[segment.target_offset : segment.target_offset + segment.nbytes]
+            for segment in operation.segments
+        ]
+
+    def _memory(self, target: ReadTarget) -> memoryview:
+        """The memory of a target that is read in place."""
+        large = self._large.get(target)
+        return host_bytes(target.tensor) if large is None else large
+
+    def _scratch_views(self, sizes: Sequence[int], slot: Slot | None) -> list[memoryview]:
+        starts = list(itertools.accumulate((aligned(size) for size in sizes), initial=0))
+        buffer = getattr(self._scratch, "buffer", None) if slot is None else slot.memory
+        if buffer is None or buffer.numel() < starts[-1]:
+            assert slot is None, "slots are of the size of the largest operation"
+            self._scratch.buffer = buffer = torch.empty(starts[-1], dtype=torch.uint8, device="cpu")
+        view = buffer.numpy().data
+        return [view[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+
+    # --- reading and checking -----------------------------------------------------------------------------------
+
+    def _read(self, operation: ReadOperation, places: Sequence[memoryview]) -> None:
+        """Reads segments to their places, and compares each with its digests when it has been read."""
         try:
-            file = self._open(operation.file)
-            if not self._shared or self._shared.isdisjoint(n for s in operation.segments for n in s.requests):
+            file = self._files.open(operation.file)
+            if not self._any_shared or not any(target.shared for target in operation.targets):
                 file = file.once(operation.offset, operation.nbytes)
-            for batch in batches(operation, self._storage.reads.slice_bytes):
-                self._read(file, operation.segments[batch], places[batch])
-            self._used(operation.file)
+            for batch in operation.batches(self._storage.reads.slice_bytes):
+                self._read_batch(file, operation.segments[batch], places[batch])
+            self._files.finish_operation(operation.file)
         except CheckpointError:
             raise
         except Exception as error:
-            key = self._wanted[operation.segments[0].requests[0]].key
+            key = operation.segments[0].targets[0].key
             raise ReadError(
                 self._storage.scrub(
                     f"cannot read {operation.nbytes:,} bytes at {operation.offset:,} of {self._storage.path}/"
@@ -236,8 +226,8 @@ class _Job:
                 )
             ) from self._storage.cause(error)
 
-    def _read(self, file: RangeReader, segments: Sequence[Segment], places: Sequence[memoryview]) -> None:
-        """Reads and checks a batch: one segment in slices, or several at once."""
+    def _read_batch(self, file: RangeReader, segments: Sequence[Segment], places: Sequence[memoryview]) -> None:
+        """Reads one segment in slices, or several at once."""
         if len(segments) == 1:
             self._read_slices(file, segments[0], places[0])
             return
@@ -248,122 +238,45 @@ class _Job:
 
     def _read_slices(self, file: RangeReader, segment: Segment, place: memoryview) -> None:
         check = DigestCheck(segment.item, segment.start, place.nbytes) if self._verify else None
-        offset, step = segment.offset, self._storage.reads.slice_bytes
+        step = self._storage.reads.slice_bytes
         for start in range(0, place.nbytes, step):
             data = place[start : start + step]
-            file.read_into([data], offset + start)
+            file.read_into([data], segment.offset + start)
             if check is not None:
                 check.update(data)
         if check is not None and not check.matches():
             self._compare(segment, place)
 
-    def _places(self, operation: ReadOperation, slot: Slot | None) -> list[memoryview]:
-        """Where each segment is read to: its target, or a part of a slot, or of this thread's scratch buffer."""
-        indirect = [segment.nbytes for segment in operation.segments if segment.target_offset is None]
-        scratch = iter(self._scratch_views(indirect, slot) if indirect else ())
-        return [
-            next(scratch)
-            if segment.target_offset is None
-            else self._target(segment.requests[0])[segment.target_offset : segment.target_offset + segment.nbytes]
-            for segment in operation.segments
-        ]
-
-    def _target(self, number: int) -> memoryview:
-        """The memory of a direct request's target."""
-        large = self._large.get(number)
-        return host_bytes(self._wanted[number].target) if large is None else large
-
-    def _scratch_views(self, sizes: Sequence[int], slot: Slot | None) -> list[memoryview]:
-        starts = list(itertools.accumulate((aligned(size) for size in sizes), initial=0))
-        buffer = getattr(self._scratch, "buffer", None) if slot is None else slot.memory
-        if buffer is None or buffer.numel() < starts[-1]:
-            assert slot is None, "slots are of the size of the largest operation"
-            self._scratch.buffer = buffer = torch.empty(starts[-1], dtype=torch.uint8)
-        view = buffer.numpy().data
-        return [view[start : start + size] for start, size in zip(starts, sizes, strict=False)]
-
     def _compare(self, segment: Segment, data: memoryview) -> None:
         try:
             check_digests(segment.item, segment.start, data)
         except ChecksumMismatch as mismatch:
-            trust = "" if segment.item.nonce_and_macs else ", or pass verify=False to read it as it is"
-            raise self._mismatch(segment, f"{mismatch}", trust) from None
+            advice = "" if segment.item.nonce_and_macs else ", or pass verify=False to read it as it is"
+            raise self._mismatch(segment, f"{mismatch}", advice) from None
 
     def _decrypt(self, segment: Segment, data: memoryview) -> None:
-        """Decrypts whole blocks; a block's MAC finds what its digest would, and changes that were made on purpose."""
+        """Decrypts whole blocks. A block's MAC finds what its digest finds, and changes that were made on purpose."""
         assert self._cipher is not None, "the reader looks for a key first"
         step = segment.item.block
         for number, start in enumerate(range(0, data.nbytes, step), segment.start // step):
             if not self._cipher.decrypt(data[start : start + step], segment.item.nonce_and_macs, number):
                 raise self._mismatch(segment, f"bytes {number * step:,} to {number * step + step:,}")
 
-    def _mismatch(self, segment: Segment, found: str, otherwise: str = "") -> ChecksumMismatch:
-        keys = ", ".join(repr(self._wanted[number].key) for number in segment.requests)
+    def _mismatch(self, segment: Segment, damaged_bytes: str, advice: str = "") -> ChecksumMismatch:
+        keys = ", ".join(repr(target.key) for target in segment.targets)
         return ChecksumMismatch(
-            f"{keys} in {self._storage.path}/{segment.item.file}: {found} of the tensor at byte "
-            f"{segment.item.offset:,} are not what was saved. The file is damaged: load another checkpoint{otherwise}."
+            f"{keys} in {self._storage.path}/{segment.item.file}: {damaged_bytes} of the tensor at byte "
+            f"{segment.item.offset:,} are not what was saved. The file is damaged: load another checkpoint{advice}."
         )
 
-    def _copy_out(self, segment: Segment, data: memoryview, slot: Slot | None) -> None:
-        """Copies to the targets whatever they want of a segment."""
-        for number in segment.requests:
-            request, target = self._wanted[number].request, self._wanted[number].target
-            dtype = named_dtype(request.item.dtype)
-            elements = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
-            first = segment.start // request.itemsize
-            strides = _strides(request.shape)
-            for piece in regions_of_range(first, first + elements.numel(), request.shape):
-                region = piece.intersect(request.region)
-                if region is None:
-                    continue
-                offset = sum(a * b for a, b in zip(region.start, strides, strict=True)) - first
-                source = elements.as_strided(region.size, strides, elements.storage_offset() + offset)
-                pair = _copyable(part_of(target, region, request.region), source)
-                if slot is not None and number in slot.numbers:
-                    slot.copy(*pair)
-                else:
-                    pair[0].copy_(pair[1])
 
-
-def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
-    """``target.copy_(source)``, for every dtype."""
-    target, source = _copyable(target, source)
-    target.copy_(source)
-
-
-def _copyable(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if target.dtype == source.dtype and source.itemsize == 1:  # some one-byte dtypes have no copy kernel
-        return target.view(torch.uint8), source.view(torch.uint8)
-    return target, source
-
-
-def _ring(wanted: Sequence[ReadTarget], operations: Sequence[ReadOperation], threads: int) -> PinnedPool | None:
-    """Slots for what goes to a GPU, one and a half for each thread that reads; None if nothing does."""
-    indices = {number: CUDA.index_of(w.target) for number, w in enumerate(wanted)}
-    landing = {number: index for number, index in indices.items() if index is not None}
-    if not landing:
-        return None
-    sizes = (
-        sum(aligned(segment.nbytes) for segment in operation.segments if segment.target_offset is None)
-        for operation in operations
-        if any(number in landing for segment in operation.segments for number in segment.requests)
-    )
-    nbytes = max(sizes, default=0)
-    readers = min(threads, len(operations))
-    return PinnedPool(CUDA, landing, readers + -(-readers // 2), nbytes)
-
-
-def part_of(target: torch.Tensor, region: Region, whole: Region) -> torch.Tensor:
-    """The view of a region in a target that holds the region ``whole``."""
-    for dim, (start, size, origin) in enumerate(zip(region.start, region.size, whole.start, strict=True)):
-        target = target.narrow(dim, start - origin, size)
-    return target
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for extent in reversed(shape):
-        strides.append(step)
-        step *= extent
-    return tuple(reversed(strides))
+def with_gaps(segments: Sequence[Segment], places: Sequence[memoryview]) -> list[memoryview]:
+    """Where to read consecutive bytes to: the segments' places, and room for what lies between the segments."""
+    gaps = [after.offset - before.file_stop for before, after in itertools.pairwise(segments)]
+    room = memoryview(bytearray(max(gaps, default=0)))
+    buffers = [places[0]]
+    for gap, place in zip(gaps, places[1:], strict=True):
+        if gap:
+            buffers.append(room[:gap])
+        buffers.append(place)
+    return buffers

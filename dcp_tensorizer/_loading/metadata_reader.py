@@ -12,11 +12,11 @@ __all__ = ["read_metadata"]
 
 
 def read_metadata(storage: Storage, rank: int | None = None) -> Metadata | None:
-    """Reads and checks a checkpoint's metadata; None if there is none.
+    """Reads and checks a checkpoint's metadata: that of all ranks, or one rank's own. None if there is none.
 
     Raises:
         MetadataError: it is damaged, or of another format.
-        UntrustedObject: it names something that a checkpoint's metadata has no use for.
+        UntrustedObject: it names a type that has no place in a checkpoint's metadata.
         ReadError: it cannot be read.
     """
     name = metadata_file_name(rank)

@@ -1,8 +1,8 @@
-"""From DCP's plans to bytes, without any I/O: which tensors go into which file, which bytes a load reads and when.
+"""Which bytes a load reads, and in which order: pure planning, without any I/O.
 
-Reading: each request names a region of a stored tensor. Its bytes become segments, each a run of bytes of one tensor
-that is read once, either straight into the target (when target and run have the same shape in memory) or into a
-scratch buffer from which regions are copied out. Segments that lie close together in a file are read in one operation.
+Each target names a region of a stored tensor. Its bytes become segments. A segment is a run of bytes of one tensor that
+is read once: either straight into the target's memory, where the run has the same bytes there, or into a scratch buffer
+from which regions are copied out. Segments that lie close together in a file are read in one operation.
 """
 
 from __future__ import annotations
@@ -10,51 +10,40 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .._format.chunks import Region
 from .._format.layout import StoredItem
 from .._memory.garbage import garbage_stays
+from .read_target import ReadTarget
 
-__all__ = [
-    "ReadOperation",
-    "ReadRequest",
-    "Segment",
-    "plan_reads",
-]
+__all__ = ["MAX_SCRATCH_BYTES", "MAX_SEGMENTS", "ReadLimits", "ReadOperation", "Segment", "plan_reads"]
 
-_MAX_OPERATION = 8 << 20  # enough to reach the disk's speed, small enough to keep several threads busy
-_MAX_SEGMENTS = 512  # half of what one preadv takes, because gaps take a buffer each
+MAX_SCRATCH_BYTES = 8 << 20
+"""Of one operation: enough to reach a disk's full speed, and small enough to keep several threads busy."""
+
+MAX_SEGMENTS = 512
+"""Of one operation: half of the buffers that one ``preadv`` takes, because each gap takes a buffer, too."""
+
 _Interval = tuple[int, int]
 
 
-class ReadRequest(NamedTuple):
-    """A region of a stored tensor that is wanted.
+class ReadLimits(NamedTuple):
+    """How reads are joined and cut.
 
     Attributes:
-        item: Where the tensor is.
-        shape: Its shape.
-        itemsize: Bytes of an element.
-        region: What is wanted of it; not empty.
-        in_place: The target holds the region in C order and in the stored dtype, so that a run of the stored bytes
-            which is also a run of the region can be read into it as it is.
+        max_gap_bytes: To read so much for nothing costs less than another request.
+        max_coalesced_bytes: What one operation reads at most, if that goes straight to targets.
+        max_scratch_bytes: What one operation reads at most into scratch memory.
+        max_segments: How many segments one operation has at most.
     """
 
-    item: StoredItem
-    shape: tuple[int, ...]
-    itemsize: int
-    region: Region
-    in_place: bool
-
-    @property
-    def run(self) -> tuple[int, int] | None:
-        """The bytes of the region, from the first to before the last, if they are one run of the tensor's."""
-        if self.region.size == self.shape:
-            return 0, self.item.length
-        first, last = _enclosing(self)
-        return (first, last) if last - first == math.prod(self.region.size) * self.itemsize else None
+    max_gap_bytes: int
+    max_coalesced_bytes: int = MAX_SCRATCH_BYTES
+    max_scratch_bytes: int = MAX_SCRATCH_BYTES
+    max_segments: int = MAX_SEGMENTS
 
 
 class Segment(NamedTuple):
@@ -62,15 +51,16 @@ class Segment(NamedTuple):
 
     Attributes:
         item: The tensor.
-        start, stop: Bytes, relative to the tensor's data.
-        requests: Numbers of the requests that want some of it.
-        target_offset: Read into the target of the only request, so many bytes from its beginning; None: into scratch.
+        start, stop: The bytes, counted from the tensor's first one.
+        targets: Who wants some of them.
+        target_offset: They are read into the memory of the only target, so many bytes from its beginning; None: they
+            are read into scratch memory.
     """
 
     item: StoredItem
     start: int
     stop: int
-    requests: tuple[int, ...]
+    targets: tuple[ReadTarget, ...]
     target_offset: int | None
 
     @property
@@ -83,8 +73,12 @@ class Segment(NamedTuple):
         return self.item.offset + self.start
 
     @property
-    def scratch(self) -> int:
-        """Bytes of scratch memory that it takes."""
+    def file_stop(self) -> int:
+        """First byte in the file that is not in it."""
+        return self.item.offset + self.stop
+
+    @property
+    def scratch_bytes(self) -> int:
         return self.nbytes if self.target_offset is None else 0
 
 
@@ -94,7 +88,7 @@ class ReadOperation:
 
     file: str
     segments: list[Segment] = field(default_factory=list)
-    scratch: int = 0  # bytes of those that are not read into their targets
+    scratch_bytes: int = 0
 
     @property
     def offset(self) -> int:
@@ -102,111 +96,122 @@ class ReadOperation:
 
     @property
     def stop(self) -> int:
-        last = self.segments[-1]
-        return last.item.offset + last.stop
+        return self.segments[-1].file_stop
 
     @property
     def nbytes(self) -> int:
         return self.stop - self.offset
 
+    @property
+    def targets(self) -> Iterator[ReadTarget]:
+        """The targets of its segments; one may come several times."""
+        return (target for segment in self.segments for target in segment.targets)
+
     def add(self, segment: Segment) -> None:
         self.segments.append(segment)
-        self.scratch += segment.scratch
+        self.scratch_bytes += segment.scratch_bytes
+
+    def can_take(self, segment: Segment, limits: ReadLimits) -> bool:
+        """Whether a segment that follows in the file may be read in the same operation."""
+        return (
+            segment.offset - self.stop <= limits.max_gap_bytes
+            and segment.file_stop - self.offset <= limits.max_coalesced_bytes
+            and self.scratch_bytes + segment.scratch_bytes <= limits.max_scratch_bytes
+            and len(self.segments) < limits.max_segments
+        )
+
+    def batches(self, max_bytes: int) -> Iterator[slice]:
+        """Cuts the operation into reads that fit a processor's cache, so that what was read is hashed there.
+
+        Gives slices of the segments: as many as have ``max_bytes`` together, or a larger one by itself.
+        """
+        first, start = 0, self.offset
+        for number, segment in enumerate(self.segments):
+            if number > first and segment.file_stop - start > max_bytes:
+                yield slice(first, number)
+                first, start = number, segment.offset
+        yield slice(first, len(self.segments))
 
 
 @garbage_stays()
-def plan_reads(
-    requests: Sequence[ReadRequest], *, verify: bool, gap: int, most: int | None = None
-) -> list[ReadOperation]:
+def plan_reads(targets: Sequence[ReadTarget], limits: ReadLimits, *, verify: bool) -> list[ReadOperation]:
     """Which bytes to read, in the order of files and offsets, no byte twice.
 
     Args:
-        requests: What is wanted.
-        verify: Read whole blocks, so that their digests can be checked; of encrypted items they are read in any case.
-        gap: Reading so many bytes for nothing costs less than another request.
-        most: Bytes to read at once, of what is read into its targets; the rest keeps to the size of scratch memory.
+        targets: What is wanted.
+        limits: How reads are joined and cut.
+        verify: Read whole blocks, so that their digests can be checked. Encrypted items are read by whole blocks in
+            any case.
     """
-    most = most or _MAX_OPERATION
-    by_tensor: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for number, request in enumerate(requests):
-        by_tensor[request.item.file, request.item.offset].append(number)
+    by_tensor: dict[tuple[str, int], list[ReadTarget]] = defaultdict(list)
+    for target in targets:
+        by_tensor[target.item.file, target.item.offset].append(target)
     operations: list[ReadOperation] = []
-    for (file, _), numbers in sorted(by_tensor.items()):
-        for segment in _segments(requests, numbers, verify, gap, most):
+    for (file, _), of_tensor in sorted(by_tensor.items(), key=lambda entry: entry[0]):
+        for segment in _segments(of_tensor, limits, verify):
             current = operations[-1] if operations else None
-            if current is None or current.file != file or not _joins(current, segment, gap, most):
+            if current is None or current.file != file or not current.can_take(segment, limits):
                 current = ReadOperation(file)
                 operations.append(current)
             current.add(segment)
     return operations
 
 
-def _joins(operation: ReadOperation, segment: Segment, widest: int, most: int) -> bool:
-    return (
-        segment.offset - operation.stop <= widest
-        and segment.item.offset + segment.stop - operation.offset <= most
-        and operation.scratch + segment.scratch <= _MAX_OPERATION
-        and len(operation.segments) < _MAX_SEGMENTS
-    )
-
-
-def _segments(
-    requests: Sequence[ReadRequest], numbers: Sequence[int], verify: bool, gap: int, most: int
-) -> list[Segment]:
-    """The runs of one stored tensor that the given requests need, in order."""
-    first = requests[numbers[0]]
+def _segments(targets: Sequence[ReadTarget], limits: ReadLimits, verify: bool) -> list[Segment]:
+    """The runs of one stored tensor that its targets need, in order."""
+    first = targets[0]
     item = first.item
     step = item.block if verify or item.nonce_and_macs else 1
-    if len(numbers) == 1 and first.in_place and (alone := first.run) is not None:
-        return _direct_segments(item, alone, numbers[0], step, max(step, most // step * step))
-    intervals = {n: _runs(requests[n].shape, requests[n].region, requests[n].itemsize, gap) for n in numbers}
-    wanted = _merge(_widen(run, step, item.length) for runs in intervals.values() for run in runs)
-    whole = max(step, _MAX_OPERATION // step * step)
+    if len(targets) == 1 and first.in_place and (run := first.run) is not None:
+        return _in_place_segments(first, run, step, _whole_steps(limits.max_coalesced_bytes, step))
+    runs = [(target, _runs(target.shape, target.region, target.itemsize, limits.max_gap_bytes)) for target in targets]
+    to_read = _merge(_widen(run, step, item.length) for _, of_target in runs for run in of_target)
     segments = []
-    for start, stop in ((a, min(a + whole, e)) for s, e in wanted for a in range(s, e, whole)):
-        users = tuple(n for n in numbers if _touches(intervals[n], start, stop))
+    for start, stop in _cut(to_read, _whole_steps(limits.max_scratch_bytes, step)):
+        users = tuple(target for target, of_target in runs if _touches(of_target, start, stop))
         segments.append(Segment(item, start, stop, users, None))
     return segments
 
 
-def _direct_segments(item: StoredItem, wanted: _Interval, number: int, step: int, whole: int) -> list[Segment]:
-    """A run that goes straight to its target, but for the blocks at its ends of which it needs only a part."""
-    first, last = wanted
-    start, stop = _widen(wanted, step, item.length)
+def _in_place_segments(target: ReadTarget, run: _Interval, step: int, max_bytes: int) -> list[Segment]:
+    """A run that goes straight to its target, except for blocks at its ends of which the target has only a part."""
+    first, last = run
+    start, stop = _widen(run, step, target.item.length)
     inner_start = start if start == first else min(start + step, stop)
     inner_stop = stop if stop == last else max(last // step * step, inner_start)
-    runs: list[tuple[int, int, int | None]] = [(start, inner_start, None)] if start < inner_start else []
-    runs += [(a, min(a + whole, inner_stop), a - first) for a in range(inner_start, inner_stop, whole)]
-    runs += [(inner_stop, stop, None)] if inner_stop < stop else []
-    return [Segment(item, a, e, (number,), direct) for a, e, direct in runs]
+    parts: list[tuple[int, int, int | None]] = [(start, inner_start, None)] if start < inner_start else []
+    parts += [(a, b, a - first) for a, b in _cut([(inner_start, inner_stop)], max_bytes)]
+    parts += [(inner_stop, stop, None)] if inner_stop < stop else []
+    return [Segment(target.item, a, b, (target,), target_offset) for a, b, target_offset in parts]
 
 
-def _enclosing(request: ReadRequest) -> _Interval:
-    """The bytes from a region's first element to its last."""
-    first = last = 0
-    for start, size, extent in zip(request.region.start, request.region.size, request.shape, strict=True):
-        first = first * extent + start
-        last = last * extent + start + size - 1
-    return first * request.itemsize, (last + 1) * request.itemsize
+def _whole_steps(max_bytes: int, step: int) -> int:
+    """The most bytes that are whole steps; one step, if not even that fits."""
+    return max(step, max_bytes // step * step)
 
 
-def _runs(shape: Sequence[int], region: Region, itemsize: int, most: int) -> list[_Interval]:
-    """The runs of bytes to read for a region of an array, with the gaps between its rows that are ``most`` at most."""
+def _cut(intervals: Iterable[_Interval], max_bytes: int) -> Iterator[_Interval]:
+    for start, stop in intervals:
+        for begin in range(start, stop, max_bytes):
+            yield begin, min(begin + max_bytes, stop)
+
+
+def _runs(shape: Sequence[int], region: Region, itemsize: int, max_gap: int) -> list[_Interval]:
+    """The runs of bytes to read for a region of an array. Gaps between its rows of up to ``max_gap`` are read, too."""
     if not shape:
         return [(0, itemsize)]
-    inner = _runs(shape[1:], Region(region.start[1:], region.size[1:]), itemsize, most)
+    row_runs = _runs(shape[1:], Region(region.start[1:], region.size[1:]), itemsize, max_gap)
     pitch = math.prod(shape[1:]) * itemsize
     rows = range(region.start[0], region.start[0] + region.size[0])
-    gap = pitch - inner[-1][1] + inner[0][0]
-    if gap > most:
-        return [(row * pitch + start, row * pitch + stop) for row in rows for start, stop in inner]
-    if len(inner) == 1:
-        return [(rows[0] * pitch + inner[0][0], rows[-1] * pitch + inner[0][1])]
-    joined = [(row * pitch + start, row * pitch + stop) for row in rows for start, stop in inner]
-    return _merge(joined, most)
+    gap = pitch - row_runs[-1][1] + row_runs[0][0]
+    if gap <= max_gap and len(row_runs) == 1:
+        return [(rows[0] * pitch + row_runs[0][0], rows[-1] * pitch + row_runs[0][1])]
+    runs = [(row * pitch + start, row * pitch + stop) for row in rows for start, stop in row_runs]
+    return runs if gap > max_gap else _merge(runs, max_gap)
 
 
 def _widen(interval: _Interval, step: int, length: int) -> _Interval:
+    """The steps that an interval touches, of ``length`` bytes in all."""
     return interval[0] // step * step, min(-(-interval[1] // step) * step, length)
 
 

@@ -1,4 +1,4 @@
-"""Tensors as bytes: which can be saved so, their bytes, and what it takes to load objects that torch.save made."""
+"""Tensors as bytes: which tensors can be saved as their bytes, what those bytes are, and the names of dtypes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,9 @@ import torch
 
 from ..errors import StagingError
 
-__all__ = [
-    "check_supported",
-    "host_bytes",
-    "is_wrapper",
-]
+__all__ = ["check_supported", "dtype_name", "host_bytes", "is_wrapper", "named_dtype"]
 
-
-# Integers of less than a byte each: DCP's planner fails on them, and does not say for which key.
+# Integers of less than a byte each. DCP's planner fails on them without naming the key.
 _SUB_BYTE = {
     dtype
     for bits in range(1, 8)
@@ -25,10 +20,10 @@ _SUB_BYTE = {
 
 
 def check_supported(key: str, tensor: torch.Tensor) -> None:
-    """Fails for tensors whose elements are not plain bytes.
+    """Checks that the elements of a tensor are plain bytes.
 
     Raises:
-        StagingError: naming the key and the kind.
+        StagingError: they are not; names the key and the kind of tensor.
     """
     kind = None
     if tensor.layout is not torch.strided:
@@ -50,7 +45,7 @@ def check_supported(key: str, tensor: torch.Tensor) -> None:
 def _has_memory(tensor: torch.Tensor) -> bool:
     try:
         return tensor.untyped_storage().nbytes() > 0 and tensor.data_ptr() != 0
-    except Exception:  # whatever a subclass makes of the question
+    except Exception:  # a subclass may raise anything here
         return False
 
 
@@ -60,12 +55,12 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor in C order, in host memory; a copy only where they are not so already."""
+    """The bytes of a tensor in C order, in host memory: its own memory if they lie there in that order, else a copy."""
     plain = tensor.detach()
     if not plain.is_cpu or plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg().cpu()
     plain = plain.contiguous()
-    # A dimension of one element may have any stride, with which it is contiguous, but is not viewed as bytes.
+    # A dimension of one element may have any stride: the tensor is contiguous, but torch does not view it as bytes.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
@@ -75,13 +70,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@functools.cache
 def named_dtype(name: str) -> torch.dtype:
-    """The dtype of a name that `dtype_name` gives.
+    """The dtype whose `dtype_name` is ``name``.
 
     Raises:
         TypeError: torch has no such dtype.
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name!r} is no dtype of torch")
+        raise TypeError(f"torch has no dtype {name!r}")
     return dtype

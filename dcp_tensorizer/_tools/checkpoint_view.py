@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from .._format.chunks import Region, covers, regions_of_range
+from .._format.chunks import Region, regions_of_range
 from .._format.encryption import Cipher, unlock
 from .._format.layout import StoredItem, data_file_rank, is_data_file_name, is_metadata_file_name, metadata_file_name
-from .._format.metadata import item_key
 from .._loading.metadata_reader import read_metadata
+from .._loading.validate import check_chunks, check_length, not_committed, stored_item
 from .._memory.tensor_bytes import dtype_name, host_bytes, named_dtype
 from .._storage.base import Storage
-from ..errors import MetadataError, NotCommitted
+from ..errors import MetadataError
 from .chunk_reader import Chunk, read_region, whole
 
 if TYPE_CHECKING:
@@ -146,10 +146,7 @@ def read_parts(storage: Storage) -> dict[int | None, Metadata]:
     while (part := read_metadata(storage, len(parts))) is not None:
         parts[len(parts)] = part
     if not parts:
-        raise NotCommitted(
-            f"{storage.path} holds no committed checkpoint: there is no {metadata_file_name()}. The path is wrong, or "
-            f"the save that wrote there never finished."
-        )
+        raise not_committed(storage.path)
     _check_ranks(storage, len(parts))
     return parts
 
@@ -211,12 +208,8 @@ def view_checkpoint(
     objects: dict[str, StoredObject] = {}
     for key, value in stored.items():
         chunks = tuple(value.chunks.values())
-        if value.is_tensor and not covers(value.entry.size, [chunk.region for chunk in chunks]):
-            raise MetadataError(
-                f"{storage.path}: the stored chunks of {key!r} do not make up its {math.prod(value.entry.size):,} "
-                f"elements"
-            )
         if value.is_tensor:
+            check_chunks(storage.path, key, value.entry.size, [chunk.region for chunk in chunks])
             dtypes = [chunk.item.dtype for chunk in chunks if chunk.item.length]
             dtype = named_dtype(dtypes[0]) if dtypes else value.entry.properties.dtype
             tensors[key] = _tensor(storage, key, value.path, dtype, (tuple(value.entry.size), chunks))
@@ -298,14 +291,10 @@ def _chunks(
         sizes = {chunk.offsets: tuple(chunk.sizes) for chunk in entry.chunks}
     found: dict[torch.Size | None, Chunk] = {}
     for offset, size in sizes.items():
-        place = metadata.storage_data["items"].get(item_key(MetadataIndex(key, offset)))
-        if place is None:
-            raise MetadataError(f"{storage.path} has no data for {key!r} at offset {offset}")
-        item = StoredItem(*place)
-        region = Region(tuple(offset or ()), size)
-        if item.kind == "tensor" and math.prod(region.size) * named_dtype(item.dtype).itemsize != item.length:
-            raise MetadataError(f"{storage.path}: {key!r} of shape {region.size} has {item.length:,} bytes stored")
-        found[offset] = Chunk(region, item, cipher=cipher)
+        item = stored_item(storage.path, metadata, MetadataIndex(key, offset))
+        if item.kind == "tensor":
+            check_length(storage.path, key, item, size)
+        found[offset] = Chunk(Region(tuple(offset or ()), size), item, cipher=cipher)
     return found
 
 

@@ -14,8 +14,9 @@ import torch
 from .._format.chunks import Region
 from .._format.encryption import Cipher
 from .._format.layout import StoredItem
-from .._loading.executor import ReadTarget, can_read_in_place, copy_elements, fetch, part_of
-from .._loading.read_planner import ReadRequest
+from .._loading.executor import fetch
+from .._loading.read_target import ReadTarget
+from .._loading.scatter import copy_elements, part_of
 from .._memory.tensor_bytes import named_dtype
 from .._storage.base import Storage
 from ..errors import DecryptionError
@@ -66,12 +67,10 @@ def read_region(
         if chunk.strides is not None:
             copy_elements(part, part_of(_last_strided.read(storage, key, chunk, common), common, chunk.region))
             continue
-        stored = named_dtype(chunk.item.dtype)
         inner = Region(tuple(a - b for a, b in zip(common.start, chunk.region.start, strict=True)), common.size)
-        request = ReadRequest(chunk.item, chunk.region.size, stored.itemsize, inner, can_read_in_place(part, stored))
         if chunk.item.nonce_and_macs and chunk.cipher is None:
             raise DecryptionError(f"{storage.path}: {key!r} is encrypted: give its key (--key-file)")
-        wanted[chunk.cipher].append(ReadTarget(key, request, part))
+        wanted[chunk.cipher].append(ReadTarget.of(key, chunk.item, chunk.region.size, inner, part))
     for cipher, parts in wanted.items():
         fetch(storage, parts, verify=verify, cipher=cipher)
     return target

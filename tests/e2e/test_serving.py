@@ -33,7 +33,9 @@ def test_the_page_takes_a_checkpoint_to_a_server(tmp_path):
     weights = get_model_state_dict(model)
     dcp.load({"app": {"model": weights}}, storage_reader=TensorizerStorageReader(tmp_path / CHECKPOINT), no_dist=True)
     model.load_state_dict(weights)
-    commands = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs" / "guides" / "serving.md").read_text(), re.MULTILINE | re.DOTALL)
+    commands = re.findall(
+        r"^```bash\n(.*?)^```", (ROOT / "docs" / "guides" / "serving.md").read_text(), re.MULTILINE | re.DOTALL
+    )
     assert len(commands) == 2
     done = subprocess.run(
         ["bash", "-e", "-c", "".join(commands)],

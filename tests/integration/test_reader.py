@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import logging
 import os
+import time
 from collections import Counter
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from dcp_tensorizer import (
     CheckpointError,
     ChecksumMismatch,
+    LoadReport,
     MetadataError,
     NotCommitted,
     ReadError,
@@ -241,6 +243,107 @@ def test_progress(weights, caplog):
         load(path, {"w": torch.zeros(200, 500)}, on_progress=lambda done, total: calls.append((done, total)))
     assert calls[-1] == (expected.nbytes, expected.nbytes)
     assert "GB/s" in caplog.text
+
+
+def test_each_load_is_reported(tmp_path, caplog):
+    """To the log, to `last_report` and to the callback, with the id of the save that is loaded."""
+    path, state = tmp_path, {"w": torch.ones(100, 70), "step": 5}
+    with TensorizerStorageWriter(path) as writer:
+        dcp.save(state, storage_writer=writer)
+        save_id = writer.last_report.save_id
+    reports = []
+    reader = TensorizerStorageReader(path, on_report=reports.append)
+    assert reader.last_report is None
+    before = time.time()
+    with caplog.at_level(logging.INFO, "dcp_tensorizer"):
+        for _ in range(2):
+            dcp.load({"w": torch.zeros(100, 70), "step": 0}, storage_reader=reader)
+    first, second = reports
+    assert isinstance(first, LoadReport)
+    assert second is reader.last_report
+    assert (first.path, first.load_id, first.rank, first.items) == (str(path), save_id, 0, 2)
+    items = decode((path / ".metadata").read_bytes(), "m").storage_data["items"]
+    assert first.nbytes == sum(StoredItem(*item).length for item in items.values())
+    assert (
+        before <= first.started_at <= first.started_at + first.seconds <= second.started_at + 0.01 <= time.time() + 0.01
+    )
+    assert first.seconds == pytest.approx(first.plan_seconds + first.read_seconds)
+    assert str(second) in caplog.text
+
+
+def test_a_callback_that_fails_does_not_fail_the_load(weights, caplog):
+    """Its error is logged."""
+    path, expected = weights
+
+    def fail(report):
+        raise RuntimeError("no dashboard")
+
+    target = {"w": torch.zeros(200, 500)}
+    load(path, target, on_report=fail)
+    assert torch.equal(target["w"], expected)
+    assert "on_report failed; the load did not" in caplog.text
+    assert "no dashboard" in caplog.text
+
+
+def test_a_load_that_fails_is_not_reported(weights):
+    """There is nothing to say of it but its error."""
+    path, _ = weights
+    next(path.glob("*.tensors")).unlink()
+    reports = []
+    reader = TensorizerStorageReader(path, on_report=reports.append)
+    with pytest.raises(CheckpointException):
+        dcp.load({"w": torch.zeros(200, 500)}, storage_reader=reader)
+    assert (reports, reader.last_report) == ([], None)
+
+
+def test_objects_are_loaded_whatever_the_default_device_is(tmp_path):
+    """They go through host memory, and so does what is converted."""
+    save(tmp_path, {"extra": {"name": "run"}, "w": torch.arange(5.0)})
+    state = {"extra": {"name": ""}, "w": torch.zeros(5, dtype=torch.float64)}
+    with torch.device("meta"):
+        load(tmp_path, state)
+    assert state["extra"] == {"name": "run"}
+    assert state["w"].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"path": 5}, TypeError, "path"),
+        ({"path": None}, TypeError, "path"),
+        ({"timeout": -1}, ValueError, "timeout=-1"),
+        ({"timeout": 0}, ValueError, "timeout=0"),
+        ({"timeout": float("inf")}, ValueError, "timeout=inf"),
+        ({"timeout": float("nan")}, ValueError, "timeout=nan"),
+        ({"timeout": "10"}, TypeError, "timeout"),
+        ({"timeout": None}, TypeError, "timeout"),
+        ({"thread_count": 0}, ValueError, "thread_count=0"),
+        ({"thread_count": 1.5}, TypeError, "thread_count"),
+        ({"storage_options": ["key"]}, TypeError, "storage_options"),
+        ({"on_progress": 5}, TypeError, "on_progress"),
+        ({"on_report": "print"}, TypeError, "on_report"),
+    ],
+    ids=str,
+)
+def test_arguments_are_checked_when_they_are_given(options, error, words):
+    """The error names the argument, and its value unless that may be a secret."""
+    with pytest.raises(error, match=words):
+        TensorizerStorageReader(**{"path": "nowhere"} | options)
+
+
+def test_a_reader_shows_its_options_and_no_secrets():
+    """Neither those in its path, nor those in its options."""
+    reader = TensorizerStorageReader(
+        "sftp://user:walrus-password@host/walrus-token/ckpt",
+        storage_options={"token": "walrus-token", "port": 2222},
+        thread_count=3,
+        verify=False,
+    )
+    assert repr(reader) == (
+        "TensorizerStorageReader('sftp://host/***/ckpt', storage_options={'token': '***', 'port': '***'}, "
+        "verify=False, allow_pickle=False, thread_count=3, timeout=600.0, encryption=None)"
+    )
+    assert repr(TensorizerStorageReader("a")).startswith("TensorizerStorageReader('a', storage_options={}, verify=True")
 
 
 def test_a_reader_is_used_again(tmp_path):

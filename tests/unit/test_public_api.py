@@ -16,6 +16,7 @@ from dcp_tensorizer import (
     ChecksumMismatch,
     ConversionError,
     DecryptionError,
+    LoadReport,
     MetadataError,
     NotCommitted,
     ReadError,
@@ -51,6 +52,7 @@ def test_exported_names_are_pinned() -> None:
         "ChecksumMismatch",
         "ConversionError",
         "DecryptionError",
+        "LoadReport",
         "MetadataError",
         "NotCommitted",
         "ReadError",
@@ -149,7 +151,9 @@ def test_not_committed_is_a_file_not_found_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "cls", [TensorizerStorageReader, TensorizerStorageWriter, SaveReport, *EXCEPTIONS], ids=lambda c: c.__name__
+    "cls",
+    [TensorizerStorageReader, TensorizerStorageWriter, LoadReport, SaveReport, *EXCEPTIONS],
+    ids=lambda c: c.__name__,
 )
 def test_everything_public_is_documented(cls: type) -> None:
     """Each public class, and each public method that it defines, has a docstring of its own."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import io
-import math
 import mmap
 import os
 import pathlib
@@ -29,9 +28,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ..._format.chunks import Region, covers
+from ..._format.chunks import Region
 from ..._format.metadata import unpickle
-from ..._loading.executor import copy_elements
+from ..._loading.scatter import copy_elements
+from ..._loading.validate import check_chunks, chunk_regions
 from ..._storage.base import Storage
 from ..._torch_compat import FsspecWriter, StorageInfo
 from ...errors import CheckpointError, ConversionError, MetadataError, ReadError, WriteError
@@ -170,12 +170,10 @@ def _tensor(storage: Storage, named: tuple[str, Path], entry: TensorStorageMetad
     key = named[0]
     path = f"{storage.path}/.metadata"
     shape, dtype = tuple(entry.size), entry.properties.dtype
-    chunks = [
-        (Region(tuple(chunk.offsets), tuple(chunk.sizes)), _checked(places.get((key, chunk.offsets)), key, path))
-        for chunk in entry.chunks
-    ]
-    if not covers(shape, [region for region, _ in chunks]):
-        raise MetadataError(f"{path}: the stored chunks of {key!r} do not make up its {math.prod(shape):,} elements")
+    regions = chunk_regions(entry)
+    infos = [_checked(places.get((key, chunk.offsets)), key, path) for chunk in entry.chunks]
+    check_chunks(path, key, shape, regions)
+    chunks = list(zip(regions, infos, strict=True))
 
     @functools.cache
     def located(number: int) -> Chunk:

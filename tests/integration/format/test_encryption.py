@@ -35,9 +35,8 @@ from dcp_tensorizer._format.encryption import Cipher, encryption_cipher, find_ot
 from dcp_tensorizer._format.layout import Derivation, StoredItem, block_size
 from dcp_tensorizer._format.metadata import decode
 from dcp_tensorizer._format.tensorizer_file import lay_out
-from dcp_tensorizer._loading import read_planner
-from dcp_tensorizer._loading.executor import ReadTarget, can_read_in_place, fetch
-from dcp_tensorizer._loading.read_planner import ReadRequest
+from dcp_tensorizer._loading.executor import fetch, limits_of
+from dcp_tensorizer._loading.read_target import ReadTarget
 from dcp_tensorizer._memory.tensor_bytes import host_bytes
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.open import open_storage
@@ -75,8 +74,8 @@ def encrypted(
 def read(storage: Storage, item: StoredItem, stored: torch.Tensor, target: torch.Tensor, **options: Any) -> None:
     """Reads a whole item, or the region that ``options`` names, into a target."""
     region = options.pop("region", Region((0,) * stored.ndim, tuple(stored.shape)))
-    request = ReadRequest(item, tuple(stored.shape), stored.itemsize, region, can_read_in_place(target, stored.dtype))
-    fetch(storage, [ReadTarget("t", request, target)], **{"threads": 2, "verify": True, "cipher": CIPHER} | options)
+    wanted = ReadTarget.of("t", item, tuple(stored.shape), region, target)
+    fetch(storage, [wanted], **{"threads": 2, "verify": True, "cipher": CIPHER} | options)
 
 
 # --- the cipher ------------------------------------------------------------------------------------------------------
@@ -444,9 +443,10 @@ def test_any_box_is_read(
     content, items = encrypted({"t": stored}, CIPHER)
     put_file(storage, "f", content, sync=False)
     target = torch.zeros(size)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read_planner, "_MAX_OPERATION", data.draw(st.sampled_from([1 << 16, 8 << 20])))
-        read(storage, items["t"], stored, target, verify=data.draw(st.booleans()), region=Region(first, size))
+    nbytes = data.draw(st.sampled_from([1 << 16, 8 << 20]))
+    limits = limits_of(storage)._replace(max_scratch_bytes=nbytes, max_coalesced_bytes=nbytes)
+    verify = data.draw(st.booleans())
+    read(storage, items["t"], stored, target, verify=verify, region=Region(first, size), limits=limits)
     assert same(target, stored[first[0] : first[0] + size[0], first[1] : first[1] + size[1]].contiguous())
 
 
@@ -457,11 +457,8 @@ def test_tied_weights(storage: Storage, rows: int, verify: bool) -> None:
     content, items = encrypted({"embedding": stored, "head": stored}, CIPHER)
     put_file(storage, "f", content)
     target = torch.zeros(rows, 1000)
-    request = ReadRequest(items["head"], (rows, 1000), 4, Region((0, 0), (rows, 1000)), in_place=True)
-    tied = [
-        ReadTarget("embedding", request._replace(item=items["embedding"]), target),
-        ReadTarget("head", request, target),
-    ]
+    shape = (rows, 1000)
+    tied = [ReadTarget.of(key, items[key], shape, Region((0, 0), shape), target) for key in ("embedding", "head")]
     fetch(storage, tied, verify=verify, cipher=CIPHER)
     assert same(target, stored)
 
@@ -473,8 +470,8 @@ def test_a_slice_reads_its_blocks_and_no_others(storage: Storage) -> None:
     put_file(storage, "f", content)
     target = torch.zeros(2, 1 << 16, dtype=torch.uint8)
     region = Region((10, 0), (2, 1 << 16))
-    request = ReadRequest(items["t"], (64, 1 << 16), 1, region, True)
-    assert fetch(storage, [ReadTarget("t", request, target)], threads=1, verify=False, cipher=CIPHER) == 2 << 16
+    rows = ReadTarget.of("t", items["t"], (64, 1 << 16), region, target)
+    assert fetch(storage, [rows], threads=1, verify=False, cipher=CIPHER) == 2 << 16
     assert same(target, stored[10:12])
 
 

@@ -23,8 +23,15 @@ from dcp_tensorizer._format.chunks import Region, covers, regions_of_range
 from dcp_tensorizer._format.encoder import encode
 from dcp_tensorizer._format.layout import INDEX_CAPACITY, StoredItem, block_size, index_entry_size, is_data_file_name
 from dcp_tensorizer._format.tensorizer_file import lay_out
-from dcp_tensorizer._loading import read_planner
-from dcp_tensorizer._loading.read_planner import ReadOperation, ReadRequest, plan_reads
+from dcp_tensorizer._loading.read_planner import (
+    MAX_SCRATCH_BYTES,
+    MAX_SEGMENTS,
+    ReadLimits,
+    ReadOperation,
+    Segment,
+    plan_reads,
+)
+from dcp_tensorizer._loading.read_target import ReadTarget
 from dcp_tensorizer._memory.tensor_bytes import host_bytes
 from dcp_tensorizer._saving import file_planner
 from dcp_tensorizer._saving.file_planner import plan_files, stored_names
@@ -35,6 +42,8 @@ from ...support import BufferSink, filled, same
 
 SAVE = "0" * 32
 FILES = [f"__{rank}_0_{SAVE}.tensors" for rank in range(3)]
+DTYPES = {1: "uint8", 2: "int16", 4: "float32", 8: "int64", 16: "complex128"}
+NO_TENSOR = torch.empty(0)
 
 
 @dataclass
@@ -45,33 +54,33 @@ class Limits:
     block: int
     times: int = 1  # as much may be read at once where it is read into its target
 
+    @property
+    def of_planner(self) -> ReadLimits:
+        return ReadLimits(self.gap, self.times * self.operation, self.operation, self.segments)
 
-REAL = Limits(
-    read_planner._MAX_OPERATION, ReadTuning.max_gap_bytes, read_planner._MAX_SEGMENTS, layout_module._MIN_BLOCK
-)
+
+REAL = Limits(MAX_SCRATCH_BYTES, ReadTuning.max_gap_bytes, MAX_SEGMENTS, layout_module._MIN_BLOCK)
 
 
 @contextmanager
-def limits(small: Limits) -> Iterator[None]:
-    """Small limits, so that small tensors meet them."""
+def blocks_of(nbytes: int) -> Iterator[None]:
+    """Small blocks, so that small tensors have many."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read_planner, "_MAX_OPERATION", small.operation)
-        patch.setattr(read_planner, "_MAX_SEGMENTS", small.segments)
-        patch.setattr(layout_module, "_MIN_BLOCK", small.block)
+        patch.setattr(layout_module, "_MIN_BLOCK", nbytes)
         yield
 
 
 # --- a reference that knows nothing of runs, blocks and operations ---------------------------------------------------
 
 
-def bytes_of_box(request: ReadRequest) -> np.ndarray:
+def bytes_of_box(request: ReadTarget) -> np.ndarray:
     """The positions, in the tensor's data, of a region's bytes in C order."""
     elements = np.arange(math.prod(request.shape)).reshape(request.shape)
     part = elements[tuple(slice(a, a + n) for a, n in zip(request.region.start, request.region.size, strict=True))]
     return (part.reshape(-1, 1) * request.itemsize + np.arange(request.itemsize)).reshape(-1)
 
 
-def contents_of_files(requests: Sequence[ReadRequest]) -> dict[str, np.ndarray]:
+def contents_of_files(requests: Sequence[ReadTarget]) -> dict[str, np.ndarray]:
     ends: dict[str, int] = {}
     for request in requests:
         item = request.item
@@ -80,33 +89,33 @@ def contents_of_files(requests: Sequence[ReadRequest]) -> dict[str, np.ndarray]:
     return {file: generator.integers(0, 256, end, dtype=np.uint8) for file, end in ends.items()}
 
 
-def execute(operations: Sequence[ReadOperation], requests: Sequence[ReadRequest]) -> list[np.ndarray]:
+def execute(operations: Sequence[ReadOperation], requests: Sequence[ReadTarget]) -> list[np.ndarray]:
     """Carries a plan out; fails where a byte of a target is never written, or is written with another one's value."""
     files = contents_of_files(requests)
-    wanted = [bytes_of_box(request) for request in requests]
-    targets = [np.full(positions.size, -1, dtype=np.int16) for positions in wanted]
+    wanted = {request: bytes_of_box(request) for request in requests}
+    targets = {request: np.full(positions.size, -1, dtype=np.int16) for request, positions in wanted.items()}
     for operation in operations:
         data = files[operation.file][operation.offset : operation.offset + operation.nbytes]
         assert data.size == operation.nbytes, "an operation reads past the end of its file"
         for segment in operation.segments:
             run = data[segment.offset - operation.offset :][: segment.nbytes]
             if segment.target_offset is not None:
-                (number,) = segment.requests
+                (request,) = segment.targets
                 assert segment.target_offset >= 0
-                targets[number][segment.target_offset : segment.target_offset + segment.nbytes] = run
+                targets[request][segment.target_offset : segment.target_offset + segment.nbytes] = run
                 continue
-            for number in segment.requests:
-                inside = (wanted[number] >= segment.start) & (wanted[number] < segment.stop)
-                targets[number][inside] = run[wanted[number][inside] - segment.start]
-    for request, positions, target in zip(requests, wanted, targets, strict=True):
-        assert (target >= 0).all(), f"{request} was not read in full"
-        assert np.array_equal(target, files[request.item.file][request.item.offset + positions])
-    return targets
+            for request in segment.targets:
+                inside = (wanted[request] >= segment.start) & (wanted[request] < segment.stop)
+                targets[request][inside] = run[wanted[request][inside] - segment.start]
+    for request, positions in wanted.items():
+        assert (targets[request] >= 0).all(), f"{request} was not read in full"
+        assert np.array_equal(targets[request], files[request.item.file][request.item.offset + positions])
+    return list(targets.values())
 
 
-def check_plan(requests: Sequence[ReadRequest], *, verify: bool, bounds: Limits) -> list[ReadOperation]:
+def check_plan(requests: Sequence[ReadTarget], *, verify: bool, bounds: Limits) -> list[ReadOperation]:
     """Plans, executes, and checks every promise of the plan."""
-    operations = plan_reads(requests, verify=verify, gap=bounds.gap, most=bounds.times * bounds.operation)
+    operations = plan_reads(requests, bounds.of_planner, verify=verify)
     execute(operations, requests)
     places = [(operation.file, operation.offset) for operation in operations]
     assert places == sorted(places)
@@ -118,27 +127,25 @@ def check_plan(requests: Sequence[ReadRequest], *, verify: bool, bounds: Limits)
         alone = largest if len(operation.segments) == 1 else 0
         assert operation.nbytes <= max(bounds.times * bounds.operation, alone)
         scratch = sum(segment.nbytes for segment in operation.segments if segment.target_offset is None)
-        assert scratch == operation.scratch <= max(bounds.operation, alone)
+        assert scratch == operation.scratch_bytes <= max(bounds.operation, alone)
         for a, b in itertools.pairwise(operation.segments):
             assert 0 <= b.offset - (a.offset + a.nbytes) <= bounds.gap
         for segment in operation.segments:
-            check_segment(segment, requests, verify=verify, bounds=bounds)
+            check_segment(segment, verify=verify, bounds=bounds)
     return operations
 
 
-def check_segment(
-    segment: read_planner.Segment, requests: Sequence[ReadRequest], *, verify: bool, bounds: Limits
-) -> None:
+def check_segment(segment: Segment, *, verify: bool, bounds: Limits) -> None:
     step = block_size(segment.item.length)
     assert 0 <= segment.start < segment.stop <= segment.item.length
     most = bounds.operation * (1 if segment.target_offset is None else bounds.times)
     assert segment.nbytes <= (max(most, step) if verify else most)
-    assert segment.requests, "bytes that nobody wants"
+    assert segment.targets, "bytes that nobody wants"
     if verify:
         assert segment.start % step == 0
         assert segment.stop % step == 0 or segment.stop == segment.item.length
     if segment.target_offset is not None:
-        (request,) = (requests[number] for number in segment.requests)
+        (request,) = segment.targets
         assert request.in_place
         positions = bytes_of_box(request)
         assert np.array_equal(
@@ -147,7 +154,7 @@ def check_segment(
         )
 
 
-def longest_run_for_nothing(requests: Sequence[ReadRequest], operations: Sequence[ReadOperation], verify: bool) -> int:
+def longest_run_for_nothing(requests: Sequence[ReadTarget], operations: Sequence[ReadOperation], verify: bool) -> int:
     """The longest run of bytes that a plan reads though no request needs them (nor, with digests, their block)."""
     longest = 0
     needed = {file: np.zeros(data.size, dtype=bool) for file, data in contents_of_files(requests).items()}
@@ -177,7 +184,7 @@ def regions(draw: st.DrawFn, shape: Sequence[int]) -> Region:
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> list[ReadRequest]:
+def plans(draw: st.DrawFn) -> list[ReadTarget]:
     """Boxes of several tensors in several files; tensors lie in their files without overlapping, at odd offsets."""
     ends: Counter[str] = Counter()
     requests = []
@@ -188,9 +195,9 @@ def plans(draw: st.DrawFn) -> list[ReadRequest]:
         length = math.prod(shape) * itemsize
         offset = ends[file] + draw(st.integers(0, 70))
         ends[file] = offset + length
-        item = StoredItem(file, "t", offset, length, "uint8", "tensor", b"")
+        item = StoredItem(file, "t", offset, length, DTYPES[itemsize], "tensor", b"")
         for region in draw(st.lists(regions(shape), min_size=1, max_size=3)):
-            requests.append(ReadRequest(item, shape, itemsize, region, draw(st.booleans())))
+            requests.append(ReadTarget("t", item, shape, region, NO_TENSOR, draw(st.booleans())))
     return draw(st.permutations(requests))
 
 
@@ -209,14 +216,14 @@ small_limits = st.builds(
 
 @settings(max_examples=300)
 @given(plans(), st.booleans(), small_limits)
-def test_executing_a_plan_gives_exactly_the_boxes(requests: list[ReadRequest], verify: bool, small: Limits) -> None:
+def test_executing_a_plan_gives_exactly_the_boxes(requests: list[ReadTarget], verify: bool, small: Limits) -> None:
     """Any regions of any tensors, under any limits: bit-exact, no byte read twice, in order, within the bounds."""
-    with limits(small):
+    with blocks_of(small.block):
         check_plan(requests, verify=verify, bounds=small)
 
 
 @given(plans())
-def test_real_limits_read_small_tensors_of_a_file_at_once(requests: list[ReadRequest]) -> None:
+def test_real_limits_read_small_tensors_of_a_file_at_once(requests: list[ReadTarget]) -> None:
     """Whatever lies within the largest gap of each other is one operation a file."""
     operations = check_plan(requests, verify=True, bounds=REAL)
     assert len(operations) == len({request.item.file for request in requests})
@@ -224,9 +231,9 @@ def test_real_limits_read_small_tensors_of_a_file_at_once(requests: list[ReadReq
 
 def request_of(
     shape: tuple[int, ...], region: Region, *, itemsize: int = 1, in_place: bool = False, at: int = 0
-) -> ReadRequest:
-    item = StoredItem(FILES[0], "t", at, math.prod(shape) * itemsize, "uint8", "tensor", b"")
-    return ReadRequest(item, shape, itemsize, region, in_place)
+) -> ReadTarget:
+    item = StoredItem(FILES[0], "t", at, math.prod(shape) * itemsize, DTYPES[itemsize], "tensor", b"")
+    return ReadTarget("t", item, shape, region, NO_TENSOR, in_place)
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -257,6 +264,27 @@ def test_an_unverified_row_slice_reads_exactly_its_bytes() -> None:
     request = request_of((1000, 1000), Region((301, 0), (400, 1000)), itemsize=4, in_place=True)
     (operation,) = check_plan([request], verify=False, bounds=REAL)
     assert (operation.offset, operation.nbytes) == (301 * 4000, 400 * 4000)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40)), min_size=1, max_size=8),
+    st.integers(0, 50),
+    st.integers(1, 80),
+)
+def test_batches_are_the_operation(runs: list[tuple[int, int]], begin: int, most: int) -> None:
+    """Every segment is in one, in order; each batch has as many as fit, and one that is too large is alone."""
+    operation = ReadOperation("f")
+    for gap, nbytes in runs:
+        begin += gap if operation.segments else 0
+        item = StoredItem("f", "t", begin, nbytes, "uint8", "tensor", b"")
+        operation.add(Segment(item, 0, nbytes, (), 0))
+        begin += nbytes
+    batches = [operation.segments[batch] for batch in operation.batches(most)]
+    assert [segment for batch in batches for segment in batch] == operation.segments
+    sizes = [batch[-1].offset + batch[-1].nbytes - batch[0].offset for batch in batches]
+    assert all(size <= most for size, batch in zip(sizes, batches, strict=True) if len(batch) > 1)
+    for one, other in itertools.pairwise(batches):  # the next one's first segment did not fit
+        assert other[0].offset + other[0].nbytes - one[0].offset > most
 
 
 def test_overlapping_requests_share_one_read() -> None:
@@ -292,10 +320,10 @@ def test_what_lies_between_wanted_runs_is_not_read_where_it_is_long(
 
 @given(plans(), st.booleans(), small_limits)
 @example([request_of((2, 50, 4), Region((0, 0, 1), (2, 1, 2)))], False, Limits(4096, 8, 512, 16))
-def test_runs_for_nothing_are_bounded(requests: list[ReadRequest], verify: bool, small: Limits) -> None:
+def test_runs_for_nothing_are_bounded(requests: list[ReadTarget], verify: bool, small: Limits) -> None:
     """No operation reads a run longer than the largest gap that neither a request nor the digest of a block needs."""
-    with limits(small):
-        operations = plan_reads(requests, verify=verify, gap=small.gap)
+    with blocks_of(small.block):
+        operations = plan_reads(requests, small.of_planner, verify=verify)
         assert longest_run_for_nothing(requests, operations, verify) <= small.gap
 
 
@@ -317,7 +345,7 @@ def test_an_operation_has_no_more_segments_than_one_preadv_takes() -> None:
 
 def test_nothing_wanted_is_nothing_read() -> None:
     """An empty load needs no operation."""
-    assert plan_reads([], verify=True, gap=0) == []
+    assert plan_reads([], ReadLimits(0), verify=True) == []
 
 
 @st.composite

@@ -8,10 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from dcp_tensorizer._loading import thread_pool
-from dcp_tensorizer._loading.thread_pool import work_through
+from dcp_tensorizer._loading.thread_pool import Usage, run_all, thread_usage
 
 from ...support import forget
+
+
+def busy_with(disk_bytes: int) -> Callable[[], Usage]:
+    """A thread that has spent all its time on a core whenever it looks, and has read so much from a disk since."""
+    looks = itertools.count()
+
+    def usage() -> Usage:
+        look = next(looks)
+        return Usage(float(look), float(look), look * disk_bytes)
+
+    return usage
 
 
 def noted(done: list[int]) -> Callable[[int], int]:
@@ -28,54 +38,46 @@ def noted(done: list[int]) -> Callable[[int], int]:
 def test_every_operation_is_carried_out_once(count: int) -> None:
     """However many there are; nothing to do is done at once."""
     done: list[int] = []
-    work_through(range(count), noted(done), first=3, most=4)
+    run_all(range(count), noted(done), min_threads=3, max_threads=4)
     assert sorted(done) == list(range(count))
 
 
 def test_they_are_begun_in_their_order() -> None:
     """One thread does them one after the other."""
     done: list[int] = []
-    work_through(range(100), noted(done), first=1, most=1)
+    run_all(range(100), noted(done), min_threads=1, max_threads=1)
     assert done == list(range(100))
 
 
 def test_threads_join_those_that_wait() -> None:
     """Where the first one waits for the storage there are soon as many as it can use."""
     all_there = threading.Barrier(4)
-    begun = itertools.count(1)
+    begun, looks = itertools.count(1), itertools.count()
 
     def run(operation: int) -> int:
-        number = next(begun)
-        if number <= 3:
-            threading.Event().wait(0.02)  # the storage's latency
-        elif number <= 7:
+        if 3 < next(begun) <= 7:
             all_there.wait(30)  # breaks if there are not four of them
         return 1
 
-    work_through(range(10), run, first=1, most=4)
+    run_all(range(10), run, min_threads=1, max_threads=4, usage=lambda: Usage(float(next(looks)), 0.0, 0))
     assert next(begun) == 11
 
 
-def test_no_threads_join_those_that_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_threads_join_those_that_are_busy() -> None:
     """What comes from the page cache keeps each thread busy, and more of them would only be in the way."""
-    monkeypatch.setattr(thread_pool.time, "thread_time", thread_pool.time.perf_counter)
-    read = itertools.count(step=64 << 10)  # the file's own table of blocks, say, while what is in them is cached
-    monkeypatch.setattr(thread_pool, "_read_from_disk", lambda: next(read))
     threads: set[str] = set()
 
     def run(operation: int) -> int:
         threads.add(threading.current_thread().name)
         return 8 << 20
 
-    work_through(range(1000), run, first=2, most=8)
+    # From the disk comes the file's own table of blocks, say, while what is in the blocks is cached.
+    run_all(range(1000), run, min_threads=2, max_threads=8, usage=busy_with(64 << 10))
     assert len(threads) <= 2
 
 
-def test_threads_join_those_that_read_from_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_join_those_that_read_from_a_disk() -> None:
     """Also where they are busy all the time, as when they decrypt what they have read."""
-    monkeypatch.setattr(thread_pool.time, "thread_time", thread_pool.time.perf_counter)
-    read = itertools.count(step=8 << 20)
-    monkeypatch.setattr(thread_pool, "_read_from_disk", lambda: next(read))
     all_there = threading.Barrier(4)
     begun = itertools.count(1)
 
@@ -84,7 +86,7 @@ def test_threads_join_those_that_read_from_a_disk(monkeypatch: pytest.MonkeyPatc
             all_there.wait(30)  # breaks if there are not four of them
         return 1 << 20
 
-    work_through(range(100), run, first=1, most=4)
+    run_all(range(100), run, min_threads=1, max_threads=4, usage=busy_with(8 << 20))
     assert next(begun) == 101
 
 
@@ -93,14 +95,31 @@ def test_what_comes_from_a_disk_is_counted_and_what_comes_from_the_page_cache_is
     path = tmp_path / "file"
     path.write_bytes(bytes(4 << 20))
     forget(path)
-    before = thread_pool._read_from_disk()
+    before = thread_usage().disk_bytes
     path.read_bytes()
-    cold = thread_pool._read_from_disk()
+    cold = thread_usage().disk_bytes
     path.read_bytes()
-    assert (cold - before >= 4 << 20, thread_pool._read_from_disk() - cold) == (True, 0)
+    assert (cold - before >= 4 << 20, thread_usage().disk_bytes - cold) == (True, 0)
 
 
-def test_one_operation_that_waits_among_many_that_are_busy_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_on_a_core_is_counted_by_thread() -> None:
+    """Waiting takes none of it; what another thread does is not this one's."""
+    done = threading.Event()
+
+    def work() -> None:
+        while thread_usage().cpu_seconds < 0.05:
+            pass
+        done.set()
+
+    before = thread_usage()
+    threading.Thread(target=work).start()
+    assert done.wait(30)
+    after = thread_usage()
+    assert after.wall_seconds - before.wall_seconds >= 0.05
+    assert after.cpu_seconds - before.cpu_seconds < 0.05
+
+
+def test_one_operation_that_waits_among_many_that_are_busy_shows_nothing() -> None:
     """A thread that was interrupted once, just before it looks (after the 64th), does not wait for the storage."""
     wall = busy = 0.0
     names: set[str] = set()
@@ -111,9 +130,7 @@ def test_one_operation_that_waits_among_many_that_are_busy_shows_nothing(monkeyp
         wall, busy = wall + (10.0 if operation == 63 else 1.0), busy + 1.0
         return 1
 
-    monkeypatch.setattr(thread_pool.time, "perf_counter", lambda: wall)
-    monkeypatch.setattr(thread_pool.time, "thread_time", lambda: busy)
-    work_through(range(100), run, first=1, most=8)
+    run_all(range(100), run, min_threads=1, max_threads=8, usage=lambda: Usage(wall, busy, 0))
     assert len(names) == 1
 
 
@@ -133,7 +150,7 @@ def test_an_error_is_raised_and_ends_the_work(threads: int) -> None:
         return 1
 
     with pytest.raises(EOFError, match="too short"):
-        work_through(range(1000), run, first=threads, most=threads)
+        run_all(range(1000), run, min_threads=threads, max_threads=threads)
     assert next(begun) < 1000 / 2
 
 
@@ -156,7 +173,7 @@ def test_an_interrupt_ends_the_work() -> None:
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
         with pytest.raises(Interrupted):
-            work_through(range(20_000), run, first=1, most=1)
+            run_all(range(20_000), run, min_threads=1, max_threads=1)
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert next(begun) < 20_000

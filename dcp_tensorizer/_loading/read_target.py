@@ -1,0 +1,188 @@
+"""What a load reads for one tensor: a region of a stored tensor, and the tensor that receives it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from .._format.chunks import Region
+from .._format.layout import StoredItem
+from .._memory.tensor_bytes import named_dtype
+from ..errors import MetadataError, ReadError
+from .validate import check_length
+
+__all__ = ["ReadTarget", "can_read_in_place", "read_apart", "target_of"]
+
+logger = logging.getLogger("dcp_tensorizer")
+
+
+@dataclass(slots=True, eq=False)  # two targets that want the same are still two
+class ReadTarget:
+    """A region of a stored tensor, and the tensor that receives it.
+
+    Attributes:
+        key: Its name in the state dict, for messages.
+        item: Where the stored tensor is.
+        shape: The stored tensor's shape.
+        region: What is wanted of the stored tensor; not empty.
+        tensor: Receives the region, and has its shape. Any dtype, device and strides, unless ``in_place``.
+        in_place: The stored bytes can be read into the memory of ``tensor`` as they are.
+        shared: Other ranks most likely read the same bytes.
+    """
+
+    key: str
+    item: StoredItem
+    shape: tuple[int, ...]
+    region: Region
+    tensor: torch.Tensor
+    in_place: bool
+    shared: bool = False
+
+    @classmethod
+    def of(cls, key: str, item: StoredItem, shape: tuple[int, ...], region: Region, tensor: torch.Tensor) -> ReadTarget:
+        """A target that is read in place if its tensor allows that."""
+        return cls(key, item, shape, region, tensor, can_read_in_place(tensor, named_dtype(item.dtype)))
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a stored element."""
+        return named_dtype(self.item.dtype).itemsize
+
+    @property
+    def run(self) -> tuple[int, int] | None:
+        """The bytes of the region in the stored tensor, from the first to after the last, if they are one run."""
+        if self.region.size == self.shape:
+            return 0, self.item.length
+        first, last = self._enclosing_bytes()
+        return (first, last) if last - first == math.prod(self.region.size) * self.itemsize else None
+
+    def _enclosing_bytes(self) -> tuple[int, int]:
+        """The bytes of the stored tensor from the region's first element to its last."""
+        first = last = 0
+        for start, size, extent in zip(self.region.start, self.region.size, self.shape, strict=True):
+            first = first * extent + start
+            last = last * extent + start + size - 1
+        return first * self.itemsize, (last + 1) * self.itemsize
+
+
+def can_read_in_place(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether stored elements of ``dtype`` can be read into a tensor's memory as they are."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.dtype == dtype
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def target_of(
+    path: str, metadata: Metadata, read_item: ReadItem, item: StoredItem, tensor: torch.Tensor, world_size: int
+) -> ReadTarget | None:
+    """What to read for one item of a load plan, after a look that it fits; None if it has no elements.
+
+    Args:
+        path: The checkpoint's, for messages.
+        metadata: The checkpoint's.
+        read_item: The planner's item.
+        item: Where its stored tensor is.
+        tensor: Receives it.
+        world_size: How many ranks load.
+
+    Raises:
+        ReadError: it does not fit the tensor; names the key.
+        MetadataError: the metadata contradicts itself; names the key.
+    """
+    key = read_item.dest_index.fqn
+    region = Region(tuple(read_item.storage_offsets), tuple(read_item.lengths))
+    _check_fit(key, region, named_dtype(item.dtype), tensor)
+    if not math.prod(region.size):
+        return None
+    index = read_item.storage_index
+    entry = metadata.state_dict_metadata[index.fqn]
+    assert isinstance(entry, TensorStorageMetadata)
+    shape = _chunk_shape(path, entry, index)
+    check_length(path, key, item, shape)
+    target = ReadTarget.of(key, item, shape, region, tensor)
+    # Other ranks read the same bytes of a tensor that is replicated, or of which they want other columns.
+    target.shared = world_size > 1 and (region.size == entry.size or target.run is None)
+    return target
+
+
+def _check_fit(key: str, region: Region, stored_dtype: torch.dtype, tensor: torch.Tensor) -> None:
+    if tensor.shape != region.size:
+        raise ReadError(f"{key!r}: stored {region.size} do not fit a target of {tuple(tensor.shape)}")
+    if _is_expanded(tensor):
+        raise ReadError(f"{key!r}: the elements of its target share memory (it is expanded): load into a clone of it")
+    if tensor.dtype == stored_dtype:
+        return
+    if not torch.can_cast(stored_dtype, tensor.dtype):
+        raise ReadError(
+            f"{key!r} is stored as {stored_dtype}, which does not convert to the {tensor.dtype} of its target: "
+            f"load it into a tensor of {stored_dtype}"
+        )
+    logger.warning("%r is stored as %s and is converted to the %s of its target", key, stored_dtype, tensor.dtype)
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor share memory."""
+    if tensor.is_contiguous():
+        return False
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _chunk_shape(path: str, entry: TensorStorageMetadata, index: MetadataIndex) -> tuple[int, ...]:
+    """The shape of the chunk at an index, whose own number is only a hint."""
+    hinted = entry.chunks[index.index : index.index + 1] if index.index is not None else []
+    for chunk in (*hinted, *entry.chunks):
+        if chunk.offsets == index.offset:
+            return tuple(chunk.sizes)
+    raise MetadataError(f"{path} has no chunk of {index.fqn!r} at offset {index.offset}")
+
+
+def read_apart(targets: Sequence[ReadTarget]) -> Sequence[ReadTarget]:
+    """The same targets, but none that shares memory with another one, as tied weights do, is read in place.
+
+    Two reads into the same memory at the same time would mix: a read could check, or decrypt with its own key and
+    nonce, bytes that the other one has put there.
+    """
+    overlapping = _overlapping(targets)
+    if not overlapping:
+        return targets
+    return [replace(target, in_place=False) if target in overlapping else target for target in targets]
+
+
+def _overlapping(targets: Sequence[ReadTarget]) -> set[ReadTarget]:
+    """The targets whose memory another one's overlaps."""
+    in_host_memory = [target for target in targets if _has_host_memory(target)]
+    overlapping: set[ReadTarget] = set()
+    furthest: ReadTarget | None = None
+    furthest_stop = -1
+    for (start, stop), target in sorted(
+        ((_addresses(target.tensor), target) for target in in_host_memory), key=lambda pair: pair[0]
+    ):
+        if start < furthest_stop:
+            assert furthest is not None
+            overlapping |= {furthest, target}
+        if stop > furthest_stop:
+            furthest, furthest_stop = target, stop
+    return overlapping
+
+
+def _has_host_memory(target: ReadTarget) -> bool:
+    return target.in_place or (type(target.tensor) is torch.Tensor and target.tensor.is_cpu)
+
+
+def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
+    """The address of a tensor's first element, and the one after its last element."""
+    first = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return first, first + tensor.nbytes
+    elements = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return first, first + elements * tensor.itemsize

@@ -1,0 +1,115 @@
+"""What a load cost, for logs and for the users' own metrics; and how far a load is that takes long."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["LoadClock", "LoadReport", "Progress", "publish"]
+
+logger = logging.getLogger("dcp_tensorizer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """One load, as one rank sees it. Seconds are wall-clock time.
+
+    Attributes:
+        path: What was loaded, without credentials.
+        load_id: The ``save_id`` of the save that wrote the checkpoint; empty if the checkpoint does not name it.
+        rank: The rank that reports.
+        items: Tensors and objects, or parts of tensors, that this rank loaded.
+        nbytes: Bytes that this rank read for them. Whole blocks are read where they are verified.
+        started_at: When the load began (``time.time()``).
+        seconds: In all, from the first look at the metadata until everything was in its place.
+        plan_seconds: Of these, until the first tensor was read: the metadata, DCP's planning and its collectives, and
+            checks.
+        read_seconds: Of these, reading, verifying and converting.
+    """
+
+    path: str
+    load_id: str
+    rank: int
+    items: int
+    nbytes: int
+    started_at: float
+    seconds: float
+    plan_seconds: float
+    read_seconds: float
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """Bytes that were read in each of ``seconds``, in GB of 10**9 bytes."""
+        return self.nbytes / 1e9 / self.seconds if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: rank {self.rank} loaded {self.items:,} item(s), {self.nbytes / 1e6:,.1f} MB in "
+            f"{self.seconds:.3f} s, {self.gigabytes_per_second:.2f} GB/s (seconds: plan {self.plan_seconds:.3f}, read "
+            f"{self.read_seconds:.3f})"
+        )
+
+
+class LoadClock:
+    """Takes the times of a load, from now on."""
+
+    def __init__(self) -> None:
+        self._started_at = time.time()
+        self._began = self._began_reading = time.perf_counter()
+
+    def begin_reading(self) -> None:
+        """Everything is planned."""
+        self._began_reading = time.perf_counter()
+
+    def report(self, path: str, load_id: str, rank: int, items: int, nbytes: int) -> LoadReport:
+        """The report of a load that ends now."""
+        ended = time.perf_counter()
+        return LoadReport(
+            path=path,
+            load_id=load_id,
+            rank=rank,
+            items=items,
+            nbytes=nbytes,
+            started_at=self._started_at,
+            seconds=ended - self._began,
+            plan_seconds=self._began_reading - self._began,
+            read_seconds=ended - self._began_reading,
+        )
+
+
+def publish(report: LoadReport, on_report: Callable[[LoadReport], object] | None) -> None:
+    """Tells the log, and the user's callback, whose errors only the log gets."""
+    logger.info("%s", report)
+    if on_report is not None:
+        try:
+            on_report(report)
+        except Exception:
+            logger.exception("on_report failed; the load did not")
+
+
+class Progress:
+    """Tells a callback how far a load is, and every few seconds the log.
+
+    Args:
+        path: What is loaded.
+        callback: Called with the bytes that are done and the bytes in all.
+        log_seconds: How often the log is told.
+    """
+
+    def __init__(self, path: str, callback: Callable[[int, int], object] | None, log_seconds: float = 10.0) -> None:
+        self._path = path
+        self._callback = callback
+        self._log_seconds = log_seconds
+        self._began = self._logged_at = time.perf_counter()
+
+    def __call__(self, done: int, total: int) -> None:
+        """By one thread at a time."""
+        if self._callback is not None:
+            self._callback(done, total)
+        now = time.perf_counter()
+        if now - self._logged_at >= self._log_seconds:
+            self._logged_at = now
+            rate = done / 1e9 / max(now - self._began, 1e-9)
+            logger.info("loading %s: %.1f of %.1f GB, %.2f GB/s", self._path, done / 1e9, total / 1e9, rate)

@@ -1,0 +1,150 @@
+"""What is checked before a load changes any target: that the checkpoint is whole, and fits the ranks that load it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from .._format.chunks import Region, covers
+from .._format.layout import StoredItem, metadata_file_name
+from .._format.metadata import item_key
+from .._memory.tensor_bytes import named_dtype
+from .._storage.base import Storage
+from .._threads import in_threads
+from .._torch_compat import local_elements
+from ..errors import MetadataError, NotCommitted, ReadError
+
+__all__ = [
+    "check_chunks",
+    "check_coverage",
+    "check_files",
+    "check_length",
+    "check_own_parts",
+    "check_world_size",
+    "chunk_regions",
+    "not_committed",
+    "stored_item",
+]
+
+
+def not_committed(path: str) -> NotCommitted:
+    """The error for a path that holds no committed checkpoint."""
+    return NotCommitted(
+        f"{path} holds no committed checkpoint: there is no {metadata_file_name()}. The path is wrong, or the save "
+        f"that wrote there never finished."
+    )
+
+
+def stored_item(path: str, metadata: Metadata, index: MetadataIndex) -> StoredItem:
+    """Where the bytes of a chunk or object are.
+
+    Raises:
+        MetadataError: the metadata does not say; names the key.
+    """
+    place = metadata.storage_data["items"].get(item_key(index))
+    if place is None:
+        raise MetadataError(f"{path} has no data for {index.fqn!r} at offset {index.offset}")
+    return StoredItem(*place)
+
+
+def chunk_regions(entry: TensorStorageMetadata) -> list[Region]:
+    """Which regions of a tensor its stored chunks hold."""
+    return [Region(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+
+
+def check_chunks(path: str, key: str, shape: Sequence[int], regions: Sequence[Region]) -> None:
+    """Checks that the stored chunks of a tensor hold each of its elements once.
+
+    Raises:
+        MetadataError: they do not; names the key.
+    """
+    if not covers(shape, regions):
+        held = sum(math.prod(region.size) for region in regions)
+        raise MetadataError(
+            f"{path}: the stored chunks of {key!r} do not make up its {math.prod(shape):,} elements: they hold "
+            f"{held:,}, and a rank's part is missing or there twice"
+        )
+
+
+def check_coverage(path: str, metadata: Metadata, keys: Iterable[str]) -> None:
+    """Checks the chunks of every tensor among ``keys``, as `check_chunks` does."""
+    for key in keys:
+        entry = metadata.state_dict_metadata[key]
+        if isinstance(entry, TensorStorageMetadata):
+            check_chunks(path, key, entry.size, chunk_regions(entry))
+
+
+def check_length(path: str, key: str, item: StoredItem, shape: tuple[int, ...]) -> None:
+    """Checks that a stored tensor has as many bytes as its shape and dtype say.
+
+    Raises:
+        MetadataError: it has not; names the key.
+    """
+    if math.prod(shape) * named_dtype(item.dtype).itemsize != item.length:
+        raise MetadataError(f"{path}: {key!r} of shape {shape} has {item.length:,} bytes stored")
+
+
+def check_world_size(storage: Storage, metadata: Metadata | None, world_size: int) -> None:
+    """Checks that a checkpoint whose ranks each saved for themselves is loaded by as many ranks.
+
+    All ranks of the load look at the same files, so that all of them find the same.
+
+    Args:
+        storage: The checkpoint's directory.
+        metadata: This rank's own, if there is any.
+        world_size: How many ranks load.
+
+    Raises:
+        NotCommitted: not even the first rank's metadata is there.
+        MetadataError: another number of ranks saved it.
+    """
+    if storage.head(metadata_file_name(0)) is None:
+        raise not_committed(storage.path)
+    has_last = storage.head(metadata_file_name(world_size - 1)) is not None
+    if metadata is None or not has_last or storage.head(metadata_file_name(world_size)) is not None:
+        raise MetadataError(
+            f"{storage.path} was saved with use_collectives=False, each rank for itself, by another number of ranks "
+            f"than the {world_size} that load it: load it with as many"
+        )
+
+
+def check_own_parts(path: str, metadata: Metadata, plan: LoadPlan, targets: Mapping[str, Any]) -> None:
+    """Checks that a rank saved for itself all that its targets hold, where it cannot see what other ranks saved.
+
+    Raises:
+        MetadataError: it saved other parts; names the key.
+    """
+    planned: Counter[str] = Counter()
+    for read_item in plan.items:
+        planned[read_item.dest_index.fqn] += math.prod(read_item.lengths)
+    for key, target in targets.items():
+        if not isinstance(metadata.state_dict_metadata.get(key), TensorStorageMetadata):
+            continue
+        needed = local_elements(target)
+        if planned[key] != needed:
+            raise MetadataError(
+                f"{path} holds {planned[key]:,} of the {needed:,} elements of {key!r} that this rank loads: it was "
+                f"saved with use_collectives=False, each rank for itself, with another sharding, or with the ranks in "
+                f"another order; load it as it was saved"
+            )
+
+
+def check_files(storage: Storage, metadata: Metadata, names: Iterable[str]) -> None:
+    """Checks that data files are there, and have the sizes that they were saved with.
+
+    Raises:
+        ReadError: one is missing, or has another size; names it.
+    """
+    ordered = sorted(names)
+    for name, nbytes in zip(ordered, in_threads(storage.head, ordered), strict=True):
+        expected = metadata.storage_data["files"][name]
+        if nbytes != expected:
+            state = "is missing" if nbytes is None else f"has {nbytes:,} bytes instead of {expected:,}"
+            raise ReadError(
+                f"{storage.path}/{name} {state}. The checkpoint is damaged, or is being overwritten: load another one."
+            )

@@ -1,0 +1,62 @@
+"""What the tests of loading share: data files of known tensors, and targets for them."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+
+from dcp_tensorizer._format.chunks import Region
+from dcp_tensorizer._format.encoder import encode
+from dcp_tensorizer._format.layout import StoredItem
+from dcp_tensorizer._format.tensorizer_file import lay_out
+from dcp_tensorizer._loading.read_target import ReadTarget
+from dcp_tensorizer._memory.tensor_bytes import host_bytes
+from dcp_tensorizer._storage.base import Storage
+
+from ...support import sources
+
+Tensors = dict[str, torch.Tensor]
+Items = dict[str, StoredItem]
+
+
+def write_file(storage: Storage, name: str, tensors: Tensors) -> Items:
+    """Makes a data file and says where everything is in it."""
+    described = sources(tensors.items())
+    layout = lay_out(described)
+    sink = storage.create(name, layout.nbytes, sync=False)
+    encoded = encode(layout, [functools.partial(host_bytes, tensor) for tensor in tensors.values()], sink, threads=1)
+    return {
+        source.name: StoredItem(name, source.name, entry.offset, entry.length, source.dtype, "tensor", *hashes)
+        for source, entry, hashes in zip(described, layout.entries, encoded, strict=True)
+    }
+
+
+def whole(tensor: torch.Tensor) -> Region:
+    return Region((0,) * tensor.ndim, tuple(tensor.shape))
+
+
+def target_for(
+    key: str, item: StoredItem, stored: torch.Tensor, tensor: torch.Tensor, region: Region | None = None
+) -> ReadTarget:
+    """Reads a region of a stored tensor, or all of it, into another tensor."""
+    return ReadTarget.of(key, item, tuple(stored.shape), region or whole(stored), tensor)
+
+
+def part(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    return tensor[tuple(slice(a, a + n) for a, n in zip(region.start, region.size, strict=True))]
+
+
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes instead of one-byte elements, some of which cannot be copied from strided memory."""
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+
+
+def flip(path: Path, offset: int) -> None:
+    """Flips one bit of a file."""
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))

@@ -1,0 +1,130 @@
+"""Targets on a (simulated) device: they are exact, and their reads keep to a few slots of pinned memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dcp_tensorizer import ChecksumMismatch, ReadError
+from dcp_tensorizer._format.chunks import Region
+from dcp_tensorizer._format.layout import StoredItem
+from dcp_tensorizer._loading.executor import fetch, limits_of
+from dcp_tensorizer._loading.read_target import ReadTarget
+from dcp_tensorizer._storage.base import Storage
+
+from ...simulated import SimulatedDevice
+from ...support import ALL_DTYPES, dtype_name, filled, same
+from .stored import as_plain, part, target_for, write_file
+
+
+@pytest.fixture
+def device() -> SimulatedDevice:
+    return SimulatedDevice()
+
+
+def landing(
+    key: str, item: StoredItem, stored: torch.Tensor, tensor: torch.Tensor, region: Region | None = None
+) -> ReadTarget:
+    """As for a target on a device: never read in place."""
+    return replace(target_for(key, item, stored, tensor, region), in_place=False)
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
+def test_targets_on_a_device_of_every_dtype_and_layout(
+    storage: Storage, device: SimulatedDevice, dtype: torch.dtype
+) -> None:
+    """Whole tensors and regions, contiguous and not, beside targets on the host, in one read operation."""
+    stored, other = filled(dtype, (9, 14)), filled(dtype, (100,), seed=2)
+    items = write_file(storage, "f", {"t": stored, "o": other})
+    region = Region((2, 3), (5, 8))
+    whole_target = device.declare(filled(dtype, (9, 14), seed=1))
+    columns = device.declare(filled(dtype, (5, 16), seed=1))[:, 3:11]
+    on_host, both = filled(dtype, (100,), seed=1), filled(dtype, (9, 14), seed=1)
+    fetch(
+        storage,
+        [
+            landing("whole", items["t"], stored, whole_target),
+            landing("columns", items["t"], stored, columns, region),
+            target_for("on host", items["o"], other, on_host),
+            target_for("the same on the host", items["t"], stored, both),
+        ],
+        threads=2,
+        verify=True,
+        device=device,
+    )
+    assert same(whole_target, stored)
+    assert same(as_plain(columns), as_plain(part(stored, region)))
+    assert same(on_host, other)
+    assert same(both, stored)
+    assert device.pinned == []
+
+
+def test_elements_for_a_device_are_converted_there(storage: Storage, device: SimulatedDevice) -> None:
+    """A target of another dtype gets the stored values."""
+    stored = torch.arange(1000, dtype=torch.float32)
+    (item,) = write_file(storage, "f", {"t": stored}).values()
+    target = device.declare(torch.zeros(1000, dtype=torch.float64))
+    fetch(storage, [landing("t", item, stored, target)], threads=2, verify=True, device=device)
+    assert target.tolist() == stored.tolist()
+
+
+def test_memory_for_loads_to_a_device_is_bounded(storage: Storage, device: SimulatedDevice) -> None:
+    """Slots go round: many operations, few slots, none read into before its copies are done."""
+    limits = limits_of(storage)._replace(max_scratch_bytes=1 << 16)
+    stored = {f"t{n}": filled(torch.int32, (300, 100), seed=n) for n in range(40)}
+    items = write_file(storage, "f", stored)
+    targets = {key: device.declare(torch.zeros_like(tensor)) for key, tensor in stored.items()}
+    moved = fetch(
+        storage,
+        [landing(key, items[key], tensor, targets[key]) for key, tensor in stored.items()],
+        threads=3,
+        verify=True,
+        device=device,
+        limits=limits,
+    )
+    assert moved >= 40 * 120_000
+    assert [key for key in stored if not same(stored[key], targets[key])] == []
+    assert device.most_pinned <= 5 * (1 << 17)
+    assert device.pinned == []
+
+
+def test_loads_come_after_what_training_has_queued(storage: Storage, device: SimulatedDevice) -> None:
+    """A kernel that fills the targets, queued before the load, does not overwrite what is loaded."""
+    stored = torch.arange(1000)
+    (item,) = write_file(storage, "f", {"t": stored}).values()
+    target = device.declare(torch.zeros(1000, dtype=torch.int64))
+    device.queue(lambda: target.fill_(-1))
+    fetch(storage, [landing("t", item, stored, target)], threads=2, verify=True, device=device)
+    device.run()
+    assert target.tolist() == stored.tolist()
+
+
+def test_a_load_to_a_device_that_fails_leaves_nothing_registered(
+    storage: Storage, device: SimulatedDevice, tmp_path: Path
+) -> None:
+    """Damage is found before it goes to the device, and named."""
+    stored = torch.arange(1000)
+    (item,) = write_file(storage, "f", {"t": stored}).values()
+    content = bytearray((tmp_path / "f").read_bytes())
+    content[item.offset + 100] ^= 1
+    (tmp_path / "f").write_bytes(content)
+    target = device.declare(torch.zeros(1000, dtype=torch.int64))
+    with pytest.raises(ChecksumMismatch, match="'t'"):
+        fetch(storage, [landing("t", item, stored, target)], threads=2, verify=True, device=device)
+    assert target.tolist() == [0] * 1000
+    assert device.pinned == []
+
+
+def test_a_shortage_of_memory_for_slots_is_a_read_error(
+    storage: Storage, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says what for, and how much."""
+    stored = torch.arange(100_000)
+    (item,) = write_file(storage, "f", {"t": stored}).values()
+    target = device.declare(torch.zeros(100_000, dtype=torch.int64))
+    monkeypatch.setattr("dcp_tensorizer._memory.memory_limit._available_memory", lambda: 1 << 16)
+    with pytest.raises(ReadError, match=r"on their way to a GPU.*bytes of memory are available"):
+        fetch(storage, [landing("t", item, stored, target)], threads=2, verify=True, device=device)

@@ -1,0 +1,93 @@
+"""What is said of a load: its report, its log, and its progress."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+
+import pytest
+
+from dcp_tensorizer import LoadReport
+from dcp_tensorizer._loading.report import LoadClock, Progress, publish
+
+REPORT = LoadReport(
+    path="/ckpt",
+    load_id="0" * 32,
+    rank=3,
+    items=1234,
+    nbytes=5_000_000_000,
+    started_at=1e9,
+    seconds=2.5,
+    plan_seconds=0.5,
+    read_seconds=2.0,
+)
+
+
+def test_a_report_says_its_rate() -> None:
+    """Of all its seconds; without any, there is none."""
+    assert REPORT.gigabytes_per_second == 2.0
+    assert dataclasses.replace(REPORT, seconds=0.0).gigabytes_per_second == 0.0
+
+
+def test_a_report_as_a_line_of_a_log() -> None:
+    """Path, rank, amount, time and rate."""
+    assert str(REPORT) == (
+        "/ckpt: rank 3 loaded 1,234 item(s), 5,000.0 MB in 2.500 s, 2.00 GB/s (seconds: plan 0.500, read 2.000)"
+    )
+
+
+def test_a_report_cannot_be_changed() -> None:
+    """It is a record of what was."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        REPORT.nbytes = 1  # type: ignore[misc]
+
+
+def test_the_times_of_a_report_add_up() -> None:
+    """Planning ends where reading begins, and both are within what the test itself measures."""
+    before, begin = time.time(), time.perf_counter()
+    clock = LoadClock()
+    clock.begin_reading()
+    report = clock.report("/ckpt", "id", 1, 2, 3)
+    assert (report.path, report.load_id, report.rank, report.items, report.nbytes) == ("/ckpt", "id", 1, 2, 3)
+    assert before <= report.started_at <= time.time()
+    assert report.seconds == pytest.approx(report.plan_seconds + report.read_seconds)
+    assert 0 <= report.plan_seconds <= report.seconds <= time.perf_counter() - begin
+
+
+def test_a_report_is_logged_and_handed_to_the_user(caplog: pytest.LogCaptureFixture) -> None:
+    """One line at INFO; without a callback only that."""
+    reports: list[LoadReport] = []
+    with caplog.at_level(logging.INFO, "dcp_tensorizer"):
+        publish(REPORT, reports.append)
+        publish(REPORT, None)
+    assert reports == [REPORT]
+    assert [(record.levelname, record.message) for record in caplog.records] == [("INFO", str(REPORT))] * 2
+
+
+def test_an_error_of_the_users_callback_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """With its traceback; nothing is raised."""
+
+    def fail(report: LoadReport) -> None:
+        raise RuntimeError("no dashboard")
+
+    publish(REPORT, fail)
+    (record,) = caplog.records
+    assert (record.levelname, record.message) == ("ERROR", "on_report failed; the load did not")
+    assert "no dashboard" in caplog.text
+
+
+def test_a_long_load_is_logged_while_it_runs(caplog: pytest.LogCaptureFixture) -> None:
+    """Whenever the interval is over; the callback is told every time."""
+    calls: list[tuple[int, int]] = []
+    with caplog.at_level(logging.INFO, "dcp_tensorizer"):
+        often = Progress("/ckpt", lambda done, total: calls.append((done, total)), log_seconds=0.0)
+        seldom = Progress("/ckpt", None, log_seconds=3600.0)
+        for done in (1_000_000_000, 4_000_000_000):
+            often(done, 4_000_000_000)
+            seldom(done, 4_000_000_000)
+    assert calls == [(1_000_000_000, 4_000_000_000), (4_000_000_000, 4_000_000_000)]
+    assert [record.message.rpartition(",")[0] for record in caplog.records] == [
+        "loading /ckpt: 1.0 of 4.0 GB",
+        "loading /ckpt: 4.0 of 4.0 GB",
+    ]

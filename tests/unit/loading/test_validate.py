@@ -1,0 +1,146 @@
+"""What is checked before a load changes any target: each error names what is wrong, and what is whole passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from dcp_tensorizer import MetadataError, NotCommitted, ReadError
+from dcp_tensorizer._loading.validate import (
+    check_chunks,
+    check_coverage,
+    check_files,
+    check_length,
+    check_own_parts,
+    check_world_size,
+    chunk_regions,
+    not_committed,
+    stored_item,
+)
+from dcp_tensorizer._storage.open import open_storage
+
+from ...support import stored_item as make_item
+
+
+def entry(size: tuple[int, ...], *chunks: tuple[tuple[int, ...], tuple[int, ...]]) -> TensorStorageMetadata:
+    """A tensor in chunks: the offsets and the size of each."""
+    made = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in chunks]
+    return TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(size), made)
+
+
+def metadata_of(items: Iterable[Any] = (), files: Iterable[Any] = (), **entries: Any) -> Metadata:
+    return Metadata(entries, storage_data={"items": dict(items), "files": dict(files)})
+
+
+def plan_of(**lengths: tuple[int, ...]) -> LoadPlan:
+    """A plan that reads a region of such a size for each key."""
+    items = [SimpleNamespace(dest_index=MetadataIndex(key), lengths=size) for key, size in lengths.items()]
+    return LoadPlan(items)  # type: ignore[arg-type]
+
+
+def test_no_checkpoint_is_said_with_its_path_and_what_may_be_the_cause() -> None:
+    """For people: it is also a `FileNotFoundError`."""
+    error = not_committed("/ckpt/step5")
+    assert isinstance(error, NotCommitted)
+    assert str(error) == (
+        "/ckpt/step5 holds no committed checkpoint: there is no .metadata. The path is wrong, or the save that wrote "
+        "there never finished."
+    )
+
+
+def test_where_a_chunk_is() -> None:
+    """As the metadata says; if it does not, the key and the offset are named."""
+    item = make_item(24)
+    metadata = metadata_of([(("x", (0, 0)), item.to_tuple()), (("o", None), item.to_tuple())])
+    assert stored_item("/ckpt", metadata, MetadataIndex("x", torch.Size([0, 0]))) == item
+    assert stored_item("/ckpt", metadata, MetadataIndex("o")) == item
+    with pytest.raises(MetadataError, match=r"/ckpt has no data for 'x' at offset torch.Size\(\[1, 0\]\)"):
+        stored_item("/ckpt", metadata, MetadataIndex("x", torch.Size([1, 0])))
+
+
+def test_coverage_is_checked_of_the_tensors_that_are_loaded() -> None:
+    """Of no others, and not of objects; the error says how many elements there are."""
+    metadata = metadata_of(
+        whole=entry((4, 2), ((0, 0), (3, 2)), ((3, 0), (1, 2))),
+        gap=entry((4000, 2), ((0, 0), (3000, 2))),
+        object=BytesStorageMetadata(),
+    )
+    check_coverage("/ckpt", metadata, {"whole", "object"})
+    with pytest.raises(MetadataError) as caught:
+        check_coverage("/ckpt", metadata, {"whole", "gap"})
+    assert str(caught.value) == (
+        "/ckpt: the stored chunks of 'gap' do not make up its 8,000 elements: they hold 6,000, and a rank's part is "
+        "missing or there twice"
+    )
+
+
+def test_chunks_that_overlap_do_not_make_up_a_tensor() -> None:
+    """Although they have as many elements as it."""
+    with pytest.raises(MetadataError, match="'x' do not make up its 4 elements: they hold 4"):
+        check_chunks("/ckpt", "x", (4,), chunk_regions(entry((4,), ((0,), (2,)), ((1,), (2,)))))
+
+
+@pytest.mark.parametrize("nbytes", [39, 41, 0])
+def test_a_tensor_has_as_many_bytes_as_its_shape_says(nbytes: int) -> None:
+    """In its own dtype; the error names key, shape and bytes."""
+    check_length("/ckpt", "x", make_item(40, dtype="float32"), (2, 5))
+    check_length("/ckpt", "x", make_item(2, dtype="bfloat16"), ())
+    with pytest.raises(MetadataError, match=rf"/ckpt: 'x' of shape \(2, 5\) has {nbytes} bytes stored"):
+        check_length("/ckpt", "x", make_item(nbytes, dtype="float32"), (2, 5))
+
+
+@pytest.mark.parametrize("saved", [1, 2, 4])
+def test_ranks_that_saved_each_for_itself_are_as_many_as_load(tmp_path: Path, saved: int) -> None:
+    """Each rank looks at the same files, those that have no metadata of their own too: all find the same."""
+    for rank in range(saved):
+        (tmp_path / f"__{rank}.metadata").touch()
+    storage = open_storage(tmp_path)
+    check_world_size(storage, metadata_of(), saved)
+    for own in (metadata_of(), None):
+        with pytest.raises(MetadataError, match="another number of ranks than the 3 that load it"):
+            check_world_size(storage, own, 3)
+
+
+def test_a_path_without_any_ranks_metadata_is_not_committed(tmp_path: Path) -> None:
+    """And not a checkpoint of another number of ranks."""
+    with pytest.raises(NotCommitted, match="holds no committed checkpoint"):
+        check_world_size(open_storage(tmp_path), None, 2)
+
+
+def test_a_rank_that_saved_for_itself_must_have_saved_all_that_it_loads() -> None:
+    """What it did not save it cannot see: the elements of the plan must be those of the target."""
+    metadata = metadata_of(x=entry((4, 5), ((0, 0), (2, 5))), object=BytesStorageMetadata())
+    check_own_parts("/ckpt", metadata, plan_of(x=(2, 5)), {"x": torch.zeros(2, 5), "object": 5, "new": torch.ones(3)})
+    for size, held in (((1, 5), 5), ((4, 5), 20)):
+        with pytest.raises(MetadataError, match=f"/ckpt holds {held} of the 10 elements of 'x'.*another sharding"):
+            check_own_parts("/ckpt", metadata, plan_of(x=size), {"x": torch.zeros(2, 5)})
+    with pytest.raises(MetadataError, match="holds 0 of the 10 elements of 'x'"):
+        check_own_parts("/ckpt", metadata, plan_of(), {"x": torch.zeros(2, 5)})
+
+
+def test_files_are_there_and_have_their_sizes(tmp_path: Path) -> None:
+    """Only those that are asked for; the error names the first that is not as it was saved."""
+    storage = open_storage(tmp_path)
+    for name in ("a", "b", "c"):
+        (tmp_path / name).write_bytes(bytes(1000))
+    metadata = metadata_of(files=[("a", 1000), ("b", 1000), ("c", 999_999), ("d", 1)])
+    check_files(storage, metadata, {"a", "b"})
+    check_files(storage, metadata, set())
+    with pytest.raises(ReadError, match=r"/c has 1,000 bytes instead of 999,999\. The checkpoint is damaged"):
+        check_files(storage, metadata, {"a", "c", "d"})
+    with pytest.raises(ReadError, match=r"/d is missing\. The checkpoint is damaged"):
+        check_files(storage, metadata, {"d", "b"})
