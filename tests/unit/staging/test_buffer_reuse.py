@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 
 from dcp_tensorizer._staging.stager import StagedSave, StagedStateDict, Stager
 
 from ...support import memory_files
-from ...waiting import WAIT, in_thread, wait_until_inside
+from ...waiting import WAIT, Gate, hold_memory, in_thread, wait_until_inside
 from .staging import inode
 
 
@@ -215,3 +216,30 @@ def test_closing_gives_the_memory_back_when_the_last_staged_tensor_is_gone() -> 
     assert dict(result)["a"].tolist() == [1.0] * 100
     del result
     assert len(memory_files()) == before
+
+
+@pytest.mark.parametrize("what", ["wait_turn", "stage"])
+def test_a_staging_that_has_no_memory_yet_is_waited_for(
+    overlapping: Stager, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """It takes the idle buffer, if that is large enough: before it has, nobody knows which one is free."""
+    gate = Gate()
+    hold_memory(monkeypatch, gate.pass_through)
+    overlapping.take_seconds = 0.0
+    first = overlapping.stage({"a": torch.ones(4)})
+    gate.wait_reached()
+    second: list[StagedStateDict] = []
+    next_one = {
+        "wait_turn": overlapping.wait_turn,
+        "stage": lambda: second.append(overlapping.stage({"a": torch.zeros(4)})),
+    }
+    waiting = in_thread(next_one[what])
+    wait_until_inside(waiting, StagedSave.wait_built)
+    gate.open()
+    waiting.join(WAIT)
+    assert not waiting.is_alive()
+    first.staged_save.wait_copied()
+    assert dict(first)["a"].tolist() == [1.0] * 4
+    for state in second:
+        state.staged_save.wait_copied()
+        assert dict(state)["a"].tolist() == [0.0] * 4

@@ -177,3 +177,76 @@ def test_pickling_takes_the_staged_state_dict(stager: Stager) -> None:
     assert type(copy) is dict
     assert (copy["a"].tolist(), copy["b"]) == ([0, 1, 2], {"c": 1})
     assert result.staged_save.thread is threading.current_thread()
+
+
+def test_a_state_that_is_given_up_early_is_released_when_its_copies_are_made(overlapping: Stager) -> None:
+    """A save that fails while copies are still under way does not have training change what they read."""
+    gate = Gate()
+    result = overlapping.stage({"a": HeldTensor(torch.ones(10), gate.pass_through)})
+    staging = StagingFuture(result)
+    gate.wait_reached()
+    result.staged_save.release()
+    waiting = in_thread(overlapping.wait_released)
+    wait_until_inside(waiting, Stager.wait_released)
+    assert not staging.done()
+    gate.open()
+    waiting.join(WAIT)
+    assert staging.done()
+    assert dict(result)["a"].tolist() == [1.0] * 10
+
+
+def test_shared_tensors_are_released_by_their_save() -> None:
+    """Not by the copies of the others: whoever waits does so until it has written them."""
+    stager = Stager(in_place=True)
+    shared, private = torch.ones(10).share_memory_(), torch.ones(10)
+    result = stager.stage({"shared": shared, "private": private})
+    staged_save, staging = result.staged_save, StagingFuture(result)
+    staged_save.wait_copied()
+    waiting = in_thread(stager.hold_training)
+    wait_until_inside(waiting, StagedSave.wait_released)
+    assert not staging.done()
+    assert staged_save.shared is not None
+    staged_save.release()
+    waiting.join(WAIT)
+    assert staging.done()
+    del result, staging
+    stager.close()
+
+
+def test_a_state_without_shared_tensors_is_released_by_its_copies() -> None:
+    """Also where shared ones would be written in place."""
+    stager = Stager(in_place=True)
+    result = stager.stage({"private": torch.ones(10)})
+    assert result.staged_save.shared is None
+    assert StagingFuture(result).done()
+    del result
+    stager.close()
+
+
+def test_a_save_that_has_taken_the_state_dict_is_the_only_one_to_keep_it(overlapping: Stager) -> None:
+    """A future that somebody keeps does not keep the buffer in use."""
+    staging = StagingFuture(overlapping.stage({"a": torch.ones(10)}))
+    taken = staging.result()
+    staged_save = taken.staged_save  # type: ignore[attr-defined]
+    taken.items()
+    assert staging.result() == {}
+    staged_save.wait_copied()
+    assert not staged_save.over()
+    del taken
+    assert staged_save.over()
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no memory"), StagingError("no memory")], ids=lambda e: type(e).__name__
+)
+def test_the_first_error_is_kept(error: Exception) -> None:
+    """As one that names what happened; all who wait are told at once."""
+    staged_save = StagedSave()
+    staged_save.fail(error)
+    staged_save.fail(ValueError("later"))
+    staged_save.finish()
+    assert staged_save.wait_built()
+    staged_save.wait_released()
+    with pytest.raises(StagingError, match="no memory") as caught:
+        staged_save.wait_copied()
+    assert caught.value is not staged_save.error

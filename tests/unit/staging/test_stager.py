@@ -17,7 +17,7 @@ from dcp_tensorizer._staging.tensor_copy import Copies, GatherLimits
 
 from ...simulated import SimulatedDevice
 from ...support import memory_files
-from ...waiting import WAIT, Gate, hold_memory, in_thread, wait_until_inside
+from ...waiting import WAIT, Gate, HeldTensor, hold_memory, in_thread, wait_until_inside
 from .staging import staged
 
 
@@ -37,6 +37,18 @@ def test_a_failed_staging_keeps_nothing_alive(stager: Stager) -> None:
     gc.collect()
     assert tensor() is None
     assert memory_files() == before
+
+
+def test_a_copy_that_fails_leaves_an_empty_state_dict(stager: Stager) -> None:
+    """Nobody takes half of it for a whole one; the next staging works."""
+
+    def fail() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    result = stager.stage({"a": HeldTensor(torch.ones(10), fail), "b": torch.ones(3)})
+    assert "illegal memory access" in str(result.staged_save.error)
+    assert dict(result) == {}
+    assert staged(stager, {"b": torch.ones(3)})["b"].tolist() == [1.0] * 3
 
 
 def test_an_interrupted_staging_leaves_nothing_behind(stager: Stager) -> None:
@@ -166,6 +178,39 @@ def test_a_state_on_a_device_is_staged_through_pinned_memory(overlap: bool) -> N
     assert device.pinned == []
 
 
+def test_what_training_has_queued_before_is_in_the_copies() -> None:
+    """(Simulated device.) Even where the device does the copies' stream first."""
+    device = SimulatedDevice(free_running=False)
+    stager = Stager(overlap=True, device=device)
+    weight = device.declare(torch.zeros(100_000))
+    device.queue(lambda: weight.fill_(1.0))
+    result = stager.stage({"w": weight})
+    stager.hold_training()
+    device.queue(lambda: weight.fill_(2.0))
+    device.run(training_first=False)
+    result.staged_save.wait_copied()
+    assert set(dict(result)["w"].tolist()) == {1.0}
+    del result
+    stager.close()
+
+
+def test_shared_tensors_hold_training_beyond_the_copies_from_a_device() -> None:
+    """(Simulated device.) A stream that waits for the copies is not enough: the save reads the shared ones later."""
+    device = SimulatedDevice(free_running=False)
+    stager = Stager(overlap=True, in_place=True, device=device)
+    result = stager.stage({"w": device.declare(torch.ones(1000)), "shared": torch.ones(10).share_memory_()})
+    training = in_thread(stager.hold_training)
+    wait_until_inside(training, StagedSave.wait_released)
+    device.run()
+    result.staged_save.wait_copied()
+    assert training.is_alive()
+    result.staged_save.release()
+    training.join(WAIT)
+    assert not training.is_alive()
+    del result
+    stager.close()
+
+
 def test_all_saves_use_one_stream() -> None:
     """(Simulated device.) What a stream has used on the device is used again by that stream only."""
     device = SimulatedDevice()
@@ -251,6 +296,7 @@ def test_copies_that_another_process_makes_are_waited_for(able: bool) -> None:
     result.staged_save.wait_copied()
     assert (set(dict(result)["w"].tolist()), set(dict(result)["host"].tolist())) == ({1.0}, {1.0})
     assert device.pinned == []
+    assert bool(device.crossings) is not able
     training.join(WAIT)
     del result
     stager.close()
