@@ -37,7 +37,7 @@ class SideStream(Protocol):
         """Has what is queued here from now on wait for everything in the calling thread's current stream."""
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Queues copies to the device, from it, or on it. Host memory should be pinned, and must not change meanwhile."""
+        """Queues copies to the device, from it, or on it. Host memory should be pinned, and must not change then."""
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         """Uninitialised bytes on the device, for copies of this stream only."""
@@ -170,7 +170,7 @@ class Cuda:
 
 
 def _forget_error(index: int) -> None:
-    """CUDA reports a call's error once more at the thread's next kernel, and torch would blame that: we run one here."""
+    """CUDA reports a call's error again at the thread's next kernel, which torch would blame: so we run one here."""
     with suppress(RuntimeError):
         torch.zeros(1, device=torch.device("cuda", index))
 

@@ -22,7 +22,15 @@ from .._memory.shared_buffer import aligned
 from .._threads import in_background
 from .._torch_compat import copy_all
 
-__all__ = ["Copies", "GatherLimits", "Pair", "allocation_order", "copy_on_host", "queue_on_device"]
+__all__ = [
+    "DEFAULT_LIMITS",
+    "Copies",
+    "GatherLimits",
+    "Pair",
+    "allocation_order",
+    "copy_on_host",
+    "queue_on_device",
+]
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A staged tensor, and the tensor whose elements it gets."""
