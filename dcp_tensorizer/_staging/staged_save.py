@@ -56,6 +56,7 @@ class StagedSave:
         begun: The save's first hook has been called.
         abandoned: A later save has waited for this one to be taken, in vain. None waits for it again.
         distributed: It was staged by one of several ranks.
+        started_at: ``time.time()`` when staging began.
         stage_seconds: The time that `stage` took.
     """
 
@@ -68,6 +69,7 @@ class StagedSave:
         self.begun = False
         self.abandoned = False
         self.distributed = False
+        self.started_at = 0.0
         self.stage_seconds = 0.0
         # All waiting is on this condition. Its lock may be taken twice by one thread: a signal's handler that closes
         # the writer, and the collector that drops a staged state dict, may interrupt whoever holds it.
