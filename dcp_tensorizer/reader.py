@@ -30,7 +30,7 @@ from ._format.objects import unsafe_globals
 from ._loading.executor import ReadTarget, can_read_in_place, fetch
 from ._loading.metadata_reader import read_metadata
 from ._loading.read_planner import ReadRequest
-from ._memory.garbage import garbage_stays
+from ._memory.garbage import collector_paused
 from ._memory.tensor_bytes import named_dtype
 from ._storage.base import TIMEOUT, Storage
 from ._storage.open import open_storage
@@ -166,7 +166,7 @@ class TensorizerStorageReader(StorageReader):
             MetadataError: the stored chunks of a tensor do not cover it; names the key.
             ReadError: a file is missing or has another size than when it was saved.
         """
-        with garbage_stays():
+        with collector_paused():
             if not self._per_rank:
                 for key in {read_item.storage_index.fqn for read_item in plan.items}:
                     self._check_coverage(key)
@@ -190,7 +190,7 @@ class TensorizerStorageReader(StorageReader):
         started = time.monotonic()
         if self._per_rank:
             self._check_own(plan, getattr(planner, "state_dict", {}))
-        with garbage_stays():
+        with collector_paused():
             stored = [self._stored(read_item.storage_index) for read_item in plan.items]
             blobs = [(i, item) for i, item in zip(plan.items, stored, strict=True) if item.kind != "tensor"]
             tensors = [(i, item) for i, item in zip(plan.items, stored, strict=True) if item.kind == "tensor"]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from .._format.chunks import Region
 from .._format.layout import StoredItem
-from .._memory.garbage import garbage_stays
+from .._memory.garbage import collector_paused
 
 __all__ = [
     "ReadOperation",
@@ -114,7 +114,7 @@ class ReadOperation:
         self.scratch += segment.scratch
 
 
-@garbage_stays()
+@collector_paused()
 def plan_reads(
     requests: Sequence[ReadRequest], *, verify: bool, gap: int, most: int | None = None
 ) -> list[ReadOperation]:

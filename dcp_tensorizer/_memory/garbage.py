@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["count_as_old", "garbage_stays"]
+__all__ = ["age_objects", "collector_paused"]
 
 _AGEINGS = 64
 """Without a full collection in between: some ten saves. Then one may come, for cycles that were aged and died."""
@@ -71,7 +71,7 @@ _collector = _Collector()
 
 
 @contextmanager
-def garbage_stays() -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
     """No collections within it, and what is made counts as old afterwards: a with statement, or a decorator.
 
     Where thousands of objects are made that all live on, the collector goes through them and through all of torch's
@@ -91,7 +91,7 @@ def garbage_stays() -> Iterator[None]:
         _collector.resume(user)
 
 
-def count_as_old() -> None:
-    """What lives now counts as old, as what is made in `garbage_stays` does: for what DCP has made."""
-    with garbage_stays():
+def age_objects() -> None:
+    """What lives now counts as old, as what is made in `collector_paused` does: for what DCP has made."""
+    with collector_paused():
         pass

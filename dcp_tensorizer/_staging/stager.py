@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .._memory.device import CUDA, Device, SideStreams
-from .._memory.garbage import garbage_stays
+from .._memory.garbage import collector_paused
 from .._memory.memory_limit import check_headroom
 from .._memory.shared_buffer import SharedBuffer, aligned
 from .._memory.shared_mappings import SharedMappings
@@ -60,7 +60,7 @@ class _Snapshot:
         """What is copied."""
         return [tensor for number, tensor in enumerate(self.tensors) if number not in self.in_place]
 
-    @garbage_stays()
+    @collector_paused()
     def fill(self, copied: Iterable[torch.Tensor]) -> dict[str, Any]:
         """The staged state dict, once, with the copies of the `sources` in their places."""
         others = iter(copied)
@@ -76,7 +76,7 @@ class Stager:
         threads: How many copy on the host, where torch itself has only one (as ``torchrun`` sets it).
         in_place: Tensors that are in shared memory already are not copied. The save writes them from where they are,
             and the state is released when it has.
-        elsewhere: Makes the copies from devices to a shared buffer in another way; False if it cannot.
+        copy_from_devices: Makes the copies from devices to a shared buffer in another way; False if it cannot.
         overlap: `stage` returns before the staged state dict is there: see `StagedSave.wait_copied` and
             `StagedSave.wait_released`.
         device: Where tensors may be, apart from host memory.
@@ -93,7 +93,7 @@ class Stager:
         cache: bool = True,
         threads: int = 1,
         in_place: bool = False,
-        elsewhere: Callable[[SharedBuffer, Copies], bool] | None = None,
+        copy_from_devices: Callable[[SharedBuffer, Copies], bool] | None = None,
         overlap: bool = False,
         device: Device = CUDA,
         limits: GatherLimits = DEFAULT_LIMITS,
@@ -103,7 +103,7 @@ class Stager:
         self._cache = cache
         self._threads = threads
         self._in_place = in_place
-        self._elsewhere = elsewhere
+        self._copy_from_devices = copy_from_devices
         self._overlap = overlap
         self._device = device
         self._limits = limits
@@ -241,12 +241,12 @@ class Stager:
             tensors = self._allocate(sources, buffer)
             copies = Copies(zip(tensors, sources, strict=True), self._streams, self._threads, self._limits)
             staged_save.copies = copies
-            elsewhere = self._elsewhere if copies.on_device else None
-            if elsewhere is None:
+            copy_from_devices = self._copy_from_devices if copies.on_device else None
+            if copy_from_devices is None:
                 copies.queue_from_devices()
             staged.update(snapshot.fill(tensors))
             staged_save.reach(Progress.BUILT)
-            if elsewhere is not None and not elsewhere(buffer, copies):
+            if copy_from_devices is not None and not copy_from_devices(buffer, copies):
                 copies.queue_from_devices()
             copies.copy_from_host()
             staged_save.reach(Progress.QUEUED)
@@ -261,7 +261,7 @@ class Stager:
         elif staged_save.error is not None:
             staged.clear()
 
-    @garbage_stays()
+    @collector_paused()
     def _allocate(self, sources: Sequence[torch.Tensor], buffer: SharedBuffer) -> list[torch.Tensor]:
         """Memory for a copy of each."""
         tensors: dict[int, torch.Tensor] = {}
@@ -269,7 +269,7 @@ class Stager:
             tensors[number] = buffer.allocate(sources[number].dtype, sources[number].shape)
         return [tensors[number] for number in range(len(sources))]
 
-    @garbage_stays()
+    @collector_paused()
     @torch.no_grad()
     def _snapshot(self, state_dict: Mapping[str, Any]) -> _Snapshot:
         tensors: list[torch.Tensor] = []
@@ -280,7 +280,7 @@ class Stager:
 
     def _pin_for(self, sources: Sequence[torch.Tensor]) -> int | None:
         """The first device that any of these are copied from, by this process."""
-        if self._elsewhere is not None:
+        if self._copy_from_devices is not None:
             return None
         return next((index for tensor in sources if (index := self._device.index_of(tensor)) is not None), None)
 

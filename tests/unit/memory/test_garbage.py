@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dcp_tensorizer._memory.garbage import count_as_old, garbage_stays
+from dcp_tensorizer._memory.garbage import age_objects, collector_paused
 
 from ...waiting import WAIT, in_thread
 
@@ -52,9 +52,9 @@ def collections_while_objects_are_made() -> int:
 
 def test_no_collections_within() -> None:
     """Nor within one in it; afterwards there are."""
-    with garbage_stays():
+    with collector_paused():
         assert collections_while_objects_are_made() == 0
-        with garbage_stays():
+        with collector_paused():
             assert collections_while_objects_are_made() == 0
         assert collections_while_objects_are_made() == 0
     assert collections_while_objects_are_made() > 0
@@ -66,13 +66,13 @@ def test_the_pause_lasts_as_long_as_any_thread_needs_it() -> None:
     inside, leave = threading.Event(), threading.Event()
 
     def first() -> None:
-        with garbage_stays():
+        with collector_paused():
             inside.set()
             assert leave.wait(WAIT)
 
     thread = in_thread(first)
     assert inside.wait(WAIT)
-    with garbage_stays():
+    with collector_paused():
         leave.set()
         thread.join(WAIT)
         assert collections_while_objects_are_made() == 0
@@ -82,7 +82,7 @@ def test_the_pause_lasts_as_long_as_any_thread_needs_it() -> None:
 def test_who_has_no_collector_gets_none() -> None:
     """A trainer that collects the young ones when it likes finds the collector as it left it, and its garbage young."""
     gc.disable()
-    with garbage_stays():
+    with collector_paused():
         assert gc.get_threshold() == THRESHOLDS
         cycle = weakref.ref(_Cycle())
     assert not gc.isenabled()
@@ -95,7 +95,7 @@ def test_who_has_no_collector_gets_none() -> None:
 def test_a_threshold_of_zero_is_no_collector_either() -> None:
     """The other way of switching it off."""
     gc.set_threshold(0)
-    with garbage_stays():
+    with collector_paused():
         cycle = weakref.ref(_Cycle())
     assert gc.get_threshold()[0] == 0
     gc.collect(1)
@@ -104,7 +104,7 @@ def test_a_threshold_of_zero_is_no_collector_either() -> None:
 
 def test_a_trainer_that_switches_it_off_meanwhile_finds_it_off() -> None:
     """On another thread, while a save is under way; what has been made stays young then."""
-    with garbage_stays():
+    with collector_paused():
         in_thread(gc.disable).join(WAIT)
         cycle = weakref.ref(_Cycle())
     assert not gc.isenabled()
@@ -115,7 +115,7 @@ def test_a_trainer_that_switches_it_off_meanwhile_finds_it_off() -> None:
 
 def test_thresholds_that_a_trainer_sets_meanwhile_stay() -> None:
     """They hold at once, and are not replaced by those from before."""
-    with garbage_stays():
+    with collector_paused():
         in_thread(lambda: gc.set_threshold(1000, 5, 5)).join(WAIT)
         assert collections_while_objects_are_made() > 0
     assert gc.get_threshold() == (1000, 5, 5)
@@ -124,7 +124,7 @@ def test_thresholds_that_a_trainer_sets_meanwhile_stay() -> None:
 def test_an_error_ends_the_pause() -> None:
     """As a decorator, too, call after call."""
 
-    @garbage_stays()
+    @collector_paused()
     def fails() -> None:
         assert collections_while_objects_are_made() == 0
         raise KeyError
@@ -145,16 +145,16 @@ def test_an_interruption_ends_the_pause(during: str, monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.setattr(gc, during, interrupt)
         with pytest.raises(KeyboardInterrupt):
-            count_as_old()
+            age_objects()
     assert gc.get_threshold() == THRESHOLDS
-    with garbage_stays():
+    with collector_paused():
         assert collections_while_objects_are_made() == 0
     assert gc.get_threshold() == THRESHOLDS
 
 
 def test_what_was_made_counts_as_old() -> None:
     """So that no collection goes through it a moment later."""
-    with garbage_stays():
+    with collector_paused():
         made = [[number] for number in range(100_000)]
     assert gc.get_count()[0] < 1000
     assert any(old is made for old in gc.get_objects(generation=2))
@@ -163,7 +163,7 @@ def test_what_was_made_counts_as_old() -> None:
 def test_garbage_does_not_become_old() -> None:
     """A step's cycles may hold gigabytes of activations: a collection of old ones may be hours away."""
     cycle = weakref.ref(_Cycle())
-    count_as_old()
+    age_objects()
     assert cycle() is None
 
 
@@ -173,7 +173,7 @@ def test_what_dies_old_is_found() -> None:
     for _ in range(300):
         cycle = _Cycle()
         cycles = [_Cycle() for _ in range(1000)]
-        count_as_old()
+        age_objects()
         dead.append(weakref.ref(cycle))
         del cycle, cycles
     assert dead[0]() is None
@@ -185,7 +185,7 @@ def test_what_a_trainer_has_frozen_stays_frozen(when: str) -> None:
     if when == "before":
         gc.freeze()
     try:
-        with garbage_stays():
+        with collector_paused():
             if when == "meanwhile":
                 in_thread(gc.freeze).join(WAIT)
             frozen = gc.get_freeze_count()

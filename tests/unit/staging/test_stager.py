@@ -265,7 +265,7 @@ def test_copies_that_another_process_makes_are_waited_for(able: bool) -> None:
     device = SimulatedDevice()
     asked, made = threading.Event(), threading.Event()
 
-    def elsewhere(buffer: SharedBuffer, copies: Copies) -> bool:
+    def copy_in_another_process(buffer: SharedBuffer, copies: Copies) -> bool:
         asked.set()
         assert made.wait(WAIT)
         if able:
@@ -275,7 +275,7 @@ def test_copies_that_another_process_makes_are_waited_for(able: bool) -> None:
                 copied.copy_(source)
         return able
 
-    stager = Stager(overlap=True, elsewhere=elsewhere, device=device)
+    stager = Stager(overlap=True, copy_from_devices=copy_in_another_process, device=device)
     weight, host = device.declare(torch.ones(1000)), torch.ones(10)
     result = stager.stage({"w": weight, "host": host})
     changed = threading.Event()
