@@ -32,7 +32,7 @@ from ._loading.validate import (
     not_committed,
     stored_item,
 )
-from ._memory.garbage import garbage_stays
+from ._memory.garbage import collector_paused
 from ._storage.base import TIMEOUT, Storage
 from ._storage.open import open_storage
 from ._storage.redact import Scrubber, redact
@@ -183,7 +183,7 @@ class TensorizerStorageReader(StorageReader):
             ReadError: a file is missing or has another size than when it was saved.
         """
         storage, metadata = self._opened()
-        with garbage_stays():
+        with collector_paused():
             if not self._per_rank:
                 check_coverage(storage.path, metadata, {read_item.storage_index.fqn for read_item in plan.items})
             files = {stored_item(storage.path, metadata, read_item.storage_index).file for read_item in plan.items}
@@ -245,7 +245,7 @@ class TensorizerStorageReader(StorageReader):
         path = storage.path
         if self._per_rank:
             check_own_parts(path, metadata, plan, getattr(planner, "state_dict", {}))
-        with garbage_stays():
+        with collector_paused():
             stored = [(i, stored_item(path, metadata, i.storage_index)) for i in plan.items]
             tensors = [(i, item, planner.resolve_tensor(i).detach()) for i, item in stored if item.kind == "tensor"]
             world_size = _world_size()

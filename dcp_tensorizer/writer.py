@@ -33,7 +33,7 @@ from torch.futures import Future
 from ._format.encoder import BUFFER_BYTES
 from ._format.encryption import encryption_cipher, find_other_key
 from ._format.layout import StoredItem, metadata_file_name
-from ._memory.garbage import count_as_old
+from ._memory.garbage import age_objects
 from ._saving.commit import begin, commit, remove, replaced_files
 from ._saving.failure_counter import FailureCounter
 from ._saving.report import SaveReport
@@ -193,7 +193,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             cache=self._cache,
             threads=self._options.threads,
             in_place=self._staging == "shared",
-            elsewhere=self._handover.snapshot if self._staging == "device" else None,
+            copy_from_devices=self._handover.snapshot if self._staging == "device" else None,
             overlap=self._overlap,
         )
         self._outcomes = FailureCounter(self._max_failures)
@@ -368,7 +368,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         Raises:
             WriteError: it cannot be created, or holds a checkpoint that must not be overwritten.
         """
-        count_as_old()
+        age_objects()
         save = self._save
         try:
             save.storage.make_directory()
@@ -393,7 +393,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Nothing of one save goes into plans: the planner may keep them for the next one."""
-        count_as_old()
+        age_objects()
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

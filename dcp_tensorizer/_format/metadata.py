@@ -13,7 +13,7 @@ import torch.distributed.checkpoint.metadata as dcp_metadata
 import xxhash
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from .._memory.garbage import garbage_stays
+from .._memory.garbage import collector_paused
 from .._torch_compat import layout_by_name
 from ..errors import CheckpointError, MetadataError, UntrustedObject, WriteError
 from .layout import (
@@ -48,7 +48,7 @@ def encode(metadata: Metadata) -> bytes:
     return body + _TRAILER + xxhash.xxh3_128_digest(body)
 
 
-@garbage_stays()
+@collector_paused()
 def decode(data: bytes, path: str) -> Metadata:
     """Checks and reads what `encode` made; ``path`` is for messages."""
     metadata = unpickle(verified(data, path), path)
@@ -64,7 +64,7 @@ def decode(data: bytes, path: str) -> Metadata:
     return metadata
 
 
-@garbage_stays()
+@collector_paused()
 def unpickle(pickled: bytes, path: str, also: Mapping[tuple[str, str], Any] | None = None) -> Metadata:
     """DCP's metadata from a pickle, without running code; ``also`` names what else may be in it, by module and name.
 

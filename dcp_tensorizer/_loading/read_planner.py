@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from .._format.chunks import Region
 from .._format.layout import StoredItem
-from .._memory.garbage import garbage_stays
+from .._memory.garbage import collector_paused
 from .read_target import ReadTarget
 
 __all__ = ["MAX_SCRATCH_BYTES", "MAX_SEGMENTS", "ReadLimits", "ReadOperation", "Segment", "plan_reads"]
@@ -133,7 +133,7 @@ class ReadOperation:
         yield slice(first, len(self.segments))
 
 
-@garbage_stays()
+@collector_paused()
 def plan_reads(targets: Sequence[ReadTarget], limits: ReadLimits, *, verify: bool) -> list[ReadOperation]:
     """Which bytes to read, in the order of files and offsets, no byte twice.
 

@@ -1,7 +1,7 @@
-"""GPUs: the only module that calls ``torch.cuda``. Streams beside training's, events on them, pinned host memory.
+"""GPUs: streams beside training's, events on them, pinned host memory. Only this module calls ``torch.cuda``.
 
-Everything names its device: a thread of its own begins on device 0, and whatever runs there by mistake makes a context
-on another rank's GPU. Nothing here starts CUDA in a process that has not: only tensors on a GPU lead here.
+Every call names its device: a new thread begins on device 0, and whatever runs there by mistake makes a context on
+another rank's GPU. Nothing here starts CUDA in a process that does not use it: only tensors on a GPU lead here.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ class Event(Protocol):
     """A moment in a stream."""
 
     def synchronize(self) -> None:
-        """Returns when the stream has got there."""
+        """Returns when the stream has reached it."""
 
     def wait(self) -> None:
-        """What the calling thread queues from now on, on its current stream, begins after it; returns at once."""
+        """Has the calling thread's current stream wait for it; returns at once."""
 
 
 class SideStream(Protocol):
     """A queue of copies on one device, beside training's."""
 
     def follow(self) -> None:
-        """What is queued here from now on begins after everything in the calling thread's current stream."""
+        """Has what is queued here from now on wait for everything in the calling thread's current stream."""
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Queues copies in either direction, or on the device. Host memory should be pinned; it may not change."""
+        """Queues copies to the device, from it, or on it. Host memory should be pinned, and must not change then."""
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Uninitialised bytes on the device, to be used in this stream's copies only."""
+        """Uninitialised bytes on the device, for copies of this stream only."""
 
     def mark(self) -> Event:
         """The moment when everything that is queued here by now is done."""
@@ -50,7 +50,7 @@ class SideStream(Protocol):
 
 
 class Device(Protocol):
-    """A kind of accelerator. CPU tests have a simulated one, which queues and runs copies when it is told to."""
+    """A kind of accelerator. Tests without one have a simulated one, which runs its queues when it is told to."""
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
         """The number of the device that a tensor is on; None for host memory."""
@@ -59,17 +59,21 @@ class Device(Protocol):
         """A new stream on a device."""
 
     def pin(self, address: int, nbytes: int, index: int) -> Callable[[], None]:
-        """Registers host memory for copies at full speed; returns what undoes it, while the memory is still mapped.
+        """Registers host memory for copies at full speed.
+
+        Returns:
+            What undoes it, to be called while the memory is still mapped.
 
         Raises:
-            StagingError: it is refused; says what to raise.
+            StagingError: it is refused; says which limit to raise.
         """
 
 
 class SideStreams(dict[int, SideStream]):
-    """One stream on each device, made when it is first asked for and kept.
+    """One stream on each device, made when it is first asked for, and then kept.
 
-    Kept, because memory that a stream has used is only used again by the same one, and torch hands out 32 in turn.
+    torch gives memory that one stream has used to the same stream only, and hands out 32 streams in turn: with a new
+    stream for each save, 32 of them would keep memory.
     """
 
     def __init__(self, device: Device) -> None:
@@ -81,7 +85,7 @@ class SideStreams(dict[int, SideStream]):
         return self[index]
 
     def follow(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Whatever is queued from now on, of copies from these, begins after all that training has queued by now."""
+        """Has copies from these, queued from now on, wait for all that training has queued by now."""
         for index in {self.device.index_of(tensor) for tensor in tensors} - {None}:
             self[index].follow()  # type: ignore[index]
 
@@ -99,7 +103,7 @@ class _CudaStream:
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         with self.current(), torch.no_grad():
-            if len(targets) == 1:  # takes every dtype, and lazy views without a temporary copy, as the other does not
+            if len(targets) == 1:  # unlike the other, it takes every dtype, and lazy views without a temporary copy
                 targets[0].copy_(sources[0], non_blocking=True)
             else:
                 copy_all(targets, sources, non_blocking=True)
@@ -109,14 +113,16 @@ class _CudaStream:
             return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", self._index))
 
     def mark(self) -> _CudaEvent:
-        event = torch.cuda.Event(blocking=True)  # who waits for it does not spin on a core that training could use
+        event = torch.cuda.Event(
+            blocking=True
+        )  # a thread that waits for it must not spin on a core that training needs
         with torch.cuda.device(self._index):
             event.record(self._stream)
         return _CudaEvent(event, self._index)
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        # The device first: leaving a stream's context sets the device that was current before it.
+        # The device comes first: a stream's context, when it is left, sets the device that was current before it.
         with torch.cuda.device(self._index), torch.cuda.stream(self._stream):
             yield
 
@@ -164,7 +170,7 @@ class Cuda:
 
 
 def _forget_error(index: int) -> None:
-    """CUDA keeps a call's error for its thread's next kernel, which torch would blame: a kernel of ours takes it."""
+    """CUDA reports a call's error again at the thread's next kernel, which torch would blame: so we run one here."""
     with suppress(RuntimeError):
         torch.zeros(1, device=torch.device("cuda", index))
 

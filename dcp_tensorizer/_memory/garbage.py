@@ -1,55 +1,97 @@
-"""Python's garbage collector, put off while only live objects are made."""
+"""Python's garbage collector, paused while only live objects are made.
+
+The collector is the whole process's, and so the trainer's. Its switch (``gc.disable``), its thresholds and what is
+frozen are left as the trainer has them, whichever thread changes them meanwhile.
+"""
 
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["count_as_old", "garbage_stays"]
+__all__ = ["age_objects", "collector_paused"]
 
 _AGEINGS = 64
 """Without a full collection in between: some ten saves. Then one may come, for cycles that were aged and died."""
 
-_aged = 0
-_full_collections = 0
+
+class _Collector:
+    """Pauses the collector as long as somebody uses the pause, on whatever thread."""
+
+    def __init__(self) -> None:
+        # Taken twice by one thread where the handler of a signal has interrupted it, and saves.
+        self._lock = threading.RLock()
+        self._users: set[object] = set()
+        self._thresholds: tuple[int, int, int] | None = None  # the trainer's, while it is paused
+        self._aged = 0
+        self._full_collections = 0
+
+    def pause(self, user: object) -> None:
+        """Nothing happens where it is paused already, or where the trainer has switched it off."""
+        with self._lock:
+            self._users.add(user)
+            thresholds = gc.get_threshold()
+            if self._thresholds is not None or not gc.isenabled() or not thresholds[0]:
+                return
+            self._thresholds = thresholds
+            gc.set_threshold(0, *thresholds[1:])
+        gc.collect(1)  # the training thread's garbage must not count as old: it may hold on to memory of a GPU
+
+    def resume(self, user: object) -> None:
+        """The last user's end is the end of the pause."""
+        with self._lock:
+            self._users.discard(user)
+            if self._users or self._thresholds is None:
+                return
+            try:
+                if gc.isenabled():
+                    self._age()
+            finally:
+                thresholds, self._thresholds = self._thresholds, None
+                if gc.get_threshold() == (0, *thresholds[1:]):  # else somebody has set others, and they stay
+                    gc.set_threshold(*thresholds)
+
+    def _age(self) -> None:
+        """Makes all objects count as old without a look at them; full collections are further off then.
+
+        What another thread freezes after `gc.get_freeze_count` has been asked and before the thawing is thawed, too.
+        """
+        full = gc.get_stats()[-1]["collections"]
+        if full != self._full_collections:
+            self._aged, self._full_collections = 0, full
+        self._aged += 1
+        if self._aged <= _AGEINGS and gc.get_freeze_count() == 0:  # what the trainer has frozen would thaw
+            gc.freeze()
+            gc.unfreeze()
+
+
+_collector = _Collector()
 
 
 @contextmanager
-def garbage_stays() -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
     """No collections within it, and what is made counts as old afterwards: a with statement, or a decorator.
 
     Where thousands of objects are made that all live on, the collector goes through them and through all of torch's
     for nothing: a third of the time in which 5,000 small tensors are loaded, and a sixth of a second in which a save
-    keeps training from the interpreter. Off, it would count them all the same, and do so in what comes next, DCP's
+    keeps training from the interpreter. If it were only off, it would go through them in what comes next, DCP's
     planning. Not for what takes seconds, since garbage of other threads stays, too.
 
-    Nothing is changed for a trainer that has switched the collector off, to collect when it likes.
+    It is paused by its first threshold, which is 0 meanwhile. Nothing is changed for a trainer that has switched the
+    collector off, to collect when it likes. One that sets the first threshold to 0 in this very time gets back the
+    threshold from before.
     """
-    if not gc.isenabled():
-        yield
-        return
-    gc.collect(1)  # the training thread's garbage must not count as old: it may hold on to memory of a GPU
-    gc.disable()
+    user = object()
     try:
+        _collector.pause(user)
         yield
     finally:
-        _age()
-        gc.enable()
+        _collector.resume(user)
 
 
-def count_as_old() -> None:
-    """What lives now counts as old, as what is made in `garbage_stays` does: for what DCP has made."""
-    with garbage_stays():
+def age_objects() -> None:
+    """What lives now counts as old, as what is made in `collector_paused` does: for what DCP has made."""
+    with collector_paused():
         pass
-
-
-def _age() -> None:
-    """To the oldest generation, from wherever it was, and nothing is looked at; full collections are further off."""
-    global _aged, _full_collections
-    if (full := gc.get_stats()[-1]["collections"]) != _full_collections:
-        _aged, _full_collections = 0, full
-    _aged += 1
-    if _aged <= _AGEINGS and not gc.get_freeze_count():  # what somebody has frozen would thaw
-        gc.freeze()
-        gc.unfreeze()

@@ -66,11 +66,11 @@ class SharedMappings:
             self._descriptors = _own_files()
         for path in (mapping.path, self._descriptors.get((mapping.inode, mapping.path), "")):
             try:
-                found = os.stat(path)
+                status = os.stat(path)
             except OSError:
                 continue
-            if found.st_ino == mapping.inode and stat.S_ISREG(found.st_mode):
-                return SharedFile(path, found.st_dev, found.st_ino)
+            if status.st_ino == mapping.inode and stat.S_ISREG(status.st_mode):
+                return SharedFile(path, status.st_dev, status.st_ino)
         return None
 
 
@@ -91,8 +91,8 @@ def map_shared(file: SharedFile) -> mmap.mmap:
     try:
         fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            found = os.fstat(fd)
-            if (found.st_dev, found.st_ino) != (file.device, file.inode):
+            status = os.fstat(fd)
+            if (status.st_dev, status.st_ino) != (file.device, file.inode):
                 raise FileNotFoundError("its owner has given it up")
             return mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ)
         finally:
@@ -110,13 +110,13 @@ def _shared_mappings() -> list[_Mapping]:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
         return []
-    found = []
+    mappings = []
     for line in lines:
         addresses, permissions, offset, _, inode, *path = line.split(None, 5)
         if permissions.endswith("s") and int(inode):
             start, end = (int(address, 16) for address in addresses.split("-"))
-            found.append(_Mapping(start, end, int(offset, 16), int(inode), path[0] if path else ""))
-    return found
+            mappings.append(_Mapping(start, end, int(offset, 16), int(inode), path[0] if path else ""))
+    return mappings
 
 
 def _own_files() -> dict[tuple[int, str], str]:
@@ -124,12 +124,12 @@ def _own_files() -> dict[tuple[int, str], str]:
 
     By both: /dev/shm and memory files without a name both count their inodes from small numbers.
     """
-    found = {}
+    paths = {}
     for name in os.listdir("/proc/self/fd"):
         try:
             opened, link = os.stat(f"/proc/self/fd/{name}"), os.readlink(f"/proc/self/fd/{name}")
         except OSError:
             continue  # the one that listed them
         if stat.S_ISREG(opened.st_mode):
-            found[opened.st_ino, link] = f"/proc/{os.getpid()}/fd/{name}"
-    return found
+            paths[opened.st_ino, link] = f"/proc/{os.getpid()}/fd/{name}"
+    return paths

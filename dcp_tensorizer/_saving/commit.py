@@ -21,7 +21,7 @@ from .._format.layout import (
     metadata_file_name,
 )
 from .._format.metadata import ItemKey, encode, item_key, verified
-from .._memory.garbage import garbage_stays
+from .._memory.garbage import collector_paused
 from .._storage.base import DirectoryLock, Refused, Storage
 from ..errors import WriteError
 
@@ -90,7 +90,7 @@ def commit(
     save_id = metadata.storage_meta.save_id
     files: dict[str, int] = {}
     places: dict[ItemKey, tuple[Any, ...]] = {}
-    with garbage_stays():
+    with collector_paused():
         for index, item, file_nbytes in items:
             places[item_key(index)] = item.to_tuple()
             if item.file:
@@ -117,7 +117,7 @@ def replaced_files(storage: Storage, rank: int | None) -> set[str]:
     return set()
 
 
-@garbage_stays()
+@collector_paused()
 def _encoded(storage: Storage, metadata: Metadata) -> bytes:
     try:
         return encode(metadata)

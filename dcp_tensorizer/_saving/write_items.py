@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .._format.layout import StoredItem
 from .._format.objects import unsafe_globals
-from .._memory.garbage import garbage_stays
+from .._memory.garbage import collector_paused
 from .._memory.tensor_bytes import check_supported, dtype_name, host_bytes, is_wrapper
 from .._writer_process.messages import FileRequest, TensorSource, WriteDone
 from ..errors import CheckpointError, WriteError
@@ -51,7 +51,7 @@ class Item:
         return dtype_name(self.tensor.dtype)
 
 
-@garbage_stays()
+@collector_paused()
 def resolve(plan: SavePlan, planner: SavePlanner) -> list[Item]:
     """The items of a plan, in its order.
 
@@ -71,7 +71,7 @@ def sources(items: Sequence[Item], place: Callable[[Item], Place]) -> list[Tenso
     ]
 
 
-@garbage_stays()
+@collector_paused()
 def write_results(
     items: Sequence[Item], files: Sequence[FileRequest], done: WriteDone, check: bytes = b""
 ) -> list[WriteResult]:

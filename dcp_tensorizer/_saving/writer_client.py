@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._format.encryption import Cipher
-from .._memory.garbage import garbage_stays
+from .._memory.garbage import collector_paused
 from .._memory.shared_buffer import SharedBuffer, aligned
 from .._memory.shared_mappings import SharedFile, SharedMappings
 from .._memory.tensor_bytes import host_bytes
@@ -88,7 +88,7 @@ class WriterClient:
         buffer = staged_save.buffer if staged_save is not None else None
         if buffer is None or self.process is None or storage.in_process:
             return self._write_here(storage, rank, save_id, items)
-        with garbage_stays():
+        with collector_paused():
             places, shared = self._place(items, buffer, staged_save.shared if staged_save is not None else None)
             located = sources(items, lambda item: places[item.name])
         buffers = [buffer] if self._spill is None else [buffer, self._spill]

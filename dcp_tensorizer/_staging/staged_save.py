@@ -1,12 +1,13 @@
-"""Leases: which buffer a staged state dict is in, which save it belongs to, and when what may happen to either.
+"""The life of a staged state dict: which buffer it is in, which save it belongs to, and when what may happen to either.
 
-Three moments follow one another. The copies are complete, and the save may read them; the state is released, and
-training may change it; the save is over, and the buffer may be written to again.
+Two things go on side by side. The copying goes through the states of `Progress`. The save takes the staged state dict
+at some moment of that, and ends. The buffer may be written to again when both are over.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import enum
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -18,12 +19,24 @@ from .._memory.shared_mappings import SharedMappings
 from ..errors import StagingError
 from .tensor_copy import Copies
 
-__all__ = ["StagedSave", "StagedStateDict", "StagingFuture"]
+__all__ = ["Progress", "StagedSave", "StagedStateDict", "StagingFuture"]
 
-# The save's thread starts when `async_save` returns and takes its staged state dict first of all: a second is a
-# thousand times what that takes, and bounds what a staged state dict that nobody saves can cost.
-_CLAIM_SECONDS = 1.0
 _STEP_SECONDS = 0.02  # between two looks at a thread, whose end wakes nobody
+
+
+class Progress(enum.IntEnum):
+    """How far the copying has come. The states follow one another in this order; an error skips some of them."""
+
+    STAGING = 0
+    """There is no staged state dict yet."""
+    BUILT = 1
+    """The staged state dict is there. Its tensors may still be without their values."""
+    QUEUED = 2
+    """Host memory is copied. What is left, if anything, is copies in the devices' queues."""
+    COPIED = 3
+    """The staged tensors have their values, and the save may read them."""
+    RELEASED = 4
+    """Training may change the state: nothing reads it any more."""
 
 
 class StagedSave:
@@ -32,57 +45,68 @@ class StagedSave:
     A save takes the staged state dict (`StagedStateDict`) first of all. DCP does so on the save's own thread, or in
     PROCESS mode when it pickles it there. The save is over when that thread has ended, or when nothing refers to the
     staged state dict and its tensors any more, whichever is first.
+
+    Attributes:
+        buffer: Where the staged tensors are. None before there is one, and after the stager has taken it back.
+        copies: Those that are under way.
+        error: Why there is nothing to save. The save raises it.
+        shared: Where to find the tensors that are written from training's own memory, until the state is released.
+            None if everything is copied: then the end of the copies releases the state.
+        thread: The save's thread, from the moment when it takes the staged state dict.
+        begun: The save's first hook has been called.
+        abandoned: A later save has waited for this one to be taken, in vain. None waits for it again.
+        distributed: It was staged by one of several ranks.
+        started_at: ``time.time()`` when staging began.
+        stage_seconds: The time that `stage` took.
     """
 
     def __init__(self) -> None:
         self.buffer: SharedBuffer | None = None
+        self.copies: Copies | None = None
         self.error: StagingError | None = None
+        self.shared: SharedMappings | None = None
         self.thread: threading.Thread | None = None
-        self.shared: SharedMappings | None = None  # where to find what is written in place, in shared memory
-        self.in_place = False  # some of it is written from training's own memory, so copies alone do not release it
         self.begun = False
         self.abandoned = False
         self.distributed = False
+        self.started_at = 0.0
         self.stage_seconds = 0.0
-        self._changed = threading.Condition()
-        self._alive = True
-        self._copies: Copies | None = None
-        self._copied = threading.Event()
-        self._twinned = threading.Event()
-        self._queued = threading.Event()
-        self._released = threading.Event()
-        self._staging: weakref.ref[StagingFuture] | None = None
-        self._taken: StagingFuture | None = None
+        # All waiting is on this condition. Its lock may be taken twice by one thread: a signal's handler that closes
+        # the writer, and the collector that drops a staged state dict, may interrupt whoever holds it.
+        self._changed = threading.Condition(threading.RLock())
+        self._progress = Progress.STAGING
+        self._dropped = False  # nothing refers to the staged state dict any more
+        self._future: Callable[[], StagingFuture | None] = _no_future
 
     def attach(self, staged: StagedStateDict) -> None:
         """Ties the staged save to the life of the staged state dict."""
         weakref.finalize(staged, self._drop).atexit = False
 
+    def _drop(self) -> None:
+        with self._changed:
+            self._dropped = True
+            self._changed.notify_all()
+
     # --- copying ------------------------------------------------------------------------------------------------
 
-    def start(self, copies: Copies, make_twin: Callable[[], object]) -> None:
-        """Begins copies, whose place in training's streams is settled, and has the twin made meanwhile."""
-        self._copies = copies
-
-        def meanwhile() -> None:
-            make_twin()
-            self._twinned.set()
-
-        copies.start(meanwhile)
-        self._queued.set()
+    def reach(self, progress: Progress) -> None:
+        """The copying has come so far. It never goes back."""
+        with self._changed:
+            self._progress = max(self._progress, progress)
+            self._changed.notify_all()
 
     def finish(self) -> None:
-        """Waits for the copies that were started, if any were; then the state is released, unless it is `in_place`."""
+        """Waits for the copies that were begun, if any were. Then the state is released, unless some is shared."""
         try:
-            if self._copies is not None:
-                self._copies.wait()
+            if self.copies is not None:
+                self.copies.wait()
         except Exception as error:
             self.fail(error)
-        self._copies = None
-        self._twinned.set()
-        self._queued.set()
-        self._copied.set()
-        if not self.in_place or self.error is not None:
+        self.copies = None
+        with self._changed:
+            still_read = self.shared is not None and self.error is None
+            self.reach(Progress.COPIED)
+        if not still_read:
             self.release()
 
     def fail(self, error: BaseException) -> None:
@@ -95,9 +119,9 @@ class StagedSave:
         )
         self.error = self.error or StagingError(said)
 
-    def wait_twinned(self, timeout: float | None = None) -> bool:
-        """Waits until the twin has been made, if it can be; False if it has not after ``timeout`` seconds."""
-        return self._twinned.wait(timeout)
+    def wait_built(self, timeout: float | None = None) -> bool:
+        """Waits until the staged state dict is there, if it can be; False if it is not after ``timeout`` seconds."""
+        return self._wait_for(Progress.BUILT, timeout)
 
     def wait_copied(self) -> None:
         """Returns when the staged tensors have their values.
@@ -105,33 +129,43 @@ class StagedSave:
         Raises:
             StagingError: they could not be copied.
         """
-        self._copied.wait()
+        self._wait_for(Progress.COPIED)
         if self.error is not None:
             raise StagingError(str(self.error))  # one of its own: a traceback would keep this save's frames alive
+
+    def _wait_for(self, progress: Progress, timeout: float | None = None) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._progress >= progress, timeout)
 
     # --- training may change the state --------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Training may change the state from now on. Idempotent."""
-        with self._changed:
-            first = not self._released.is_set()
-            self._released.set()
-            staging = self._staging() if self._staging is not None else None
-            self._taken = None
-        if first and staging is not None:
-            staging.complete()
+        """The save reads nothing from training's own memory any more. Idempotent.
 
-    def watch(self, staging: StagingFuture) -> None:
+        Training may change the state from now on, or, if copies are still under way, when they are made.
+        """
+        with self._changed:
+            self.shared = None
+            if self._progress != Progress.COPIED:
+                return
+            self.reach(Progress.RELEASED)
+            future = self._future()
+            if self.thread is not None:
+                self._future = _no_future
+        if future is not None:
+            future.complete()
+
+    def watch(self, future: StagingFuture) -> None:
         """Has a future completed on release."""
         with self._changed:
-            self._staging = weakref.ref(staging)
-            released = self._released.is_set()
+            self._future = weakref.ref(future)
+            released = self._progress == Progress.RELEASED
         if released:
-            staging.complete()
+            future.complete()
 
     def wait_released(self) -> None:
         """Returns when training may change the state: when it is released, or the save is over without."""
-        while not self._released.wait(_STEP_SECONDS):
+        while not self._wait_for(Progress.RELEASED, _STEP_SECONDS):
             if self.over():
                 self.release()
 
@@ -140,9 +174,9 @@ class StagedSave:
 
         Where all that is left is copies from a GPU, its streams wait for them and the thread does not.
         """
-        self._queued.wait()
-        copies = self._copies
-        if copies is not None and not self.in_place:
+        self._wait_for(Progress.QUEUED)
+        copies = self.copies
+        if copies is not None and self.shared is None:
             copies.hold()
         else:
             self.wait_released()
@@ -152,33 +186,36 @@ class StagedSave:
     def take(self) -> None:
         """Called when a save takes the staged state dict, on the save's thread."""
         with self._changed:
-            if self.thread is None:
-                self.thread = threading.current_thread()
-                # From here on the save keeps the state dict alive, and this the future that tells of its release.
-                self._taken = self._staging() if self._staging is not None else None
-                if self._taken is not None:
-                    self._taken.let_go()
-                self._changed.notify_all()
+            if self.thread is not None:
+                return
+            self.thread = threading.current_thread()
+            future = self._future()
+            if future is not None:
+                future.let_go()
+                if self._progress < Progress.RELEASED:
+                    # The save keeps the staged state dict alive from here on, and this the future, to complete it.
+                    self._future = lambda: future
+            self._changed.notify_all()
 
     def over(self) -> bool:
         """Whether no save can use the staged state dict any more, and nothing is copied to its buffer."""
-        if not self._copied.is_set():
+        if self._progress < Progress.COPIED:
             return False
         thread = self.thread
         if thread is not None and not thread.is_alive():
             return True
         # No save has a thread of its own here: nobody took the staged state dict, or the thread that asks did, or
         # one that lives on. Then it is over when nothing is left of it.
-        return not self._alive and (self.buffer is None or not self.buffer.in_use)
+        return self._dropped and (self.buffer is None or not self.buffer.in_use)
 
-    def wait_taken(self, timeout: float = _CLAIM_SECONDS) -> bool:
+    def wait_taken(self, timeout: float) -> bool:
         """Waits until a save has taken it, or none can any more; False if neither happened in time.
 
         The time begins when there is something to take.
         """
-        self.wait_twinned()
+        self.wait_built()
         with self._changed:
-            return self._changed.wait_for(lambda: self.thread is not None or not self._alive, timeout)
+            return self._changed.wait_for(lambda: self.thread is not None or self._dropped, timeout)
 
     def wait_over(self, timeout: float | None = None) -> bool:
         """Waits until the save is over; False if it is not after ``timeout`` seconds."""
@@ -188,8 +225,8 @@ class StagedSave:
                 return True  # a save that ran on the thread that asks has returned
             if timeout is not None and timeout <= 0:
                 return False
-            if not self._copied.is_set():
-                self._copied.wait(_STEP_SECONDS)
+            if self._progress < Progress.COPIED:
+                self._wait_for(Progress.COPIED, _STEP_SECONDS)
             elif thread is not None:
                 thread.join(_STEP_SECONDS)
             else:
@@ -197,18 +234,16 @@ class StagedSave:
             timeout = None if timeout is None else timeout - _STEP_SECONDS
         return True
 
-    def _drop(self) -> None:
-        with self._changed:
-            self._alive = False
-            self._changed.notify_all()
-
 
 class StagedStateDict(dict[str, Any]):
     """A staged state dict that knows which thread takes it to save it.
 
-    ``dcp.save`` goes through ``items()`` before anything else, in particular before any collective, and PROCESS mode
-    pickles it; there the save waits until the ones staged before are over. So saves run one at a time, in the order
-    in which they were staged, on every rank the same.
+    ``storage_meta()`` gets no arguments: it could not tell the save of a staged state dict from a ``dcp.save`` of
+    another one that runs on another thread with the same writer. ``items()`` is what DCP calls first on the very dict
+    that it saves, on the save's thread and before any collective (PROCESS mode pickles the dict there instead), so it
+    ties save and dict together, and waits until the ones staged before are over.
+
+    So saves run one at a time, in the order in which they were staged, on every rank the same.
     """
 
     def __init__(
@@ -253,7 +288,7 @@ class StagingFuture(concurrent.futures.Future[dict[str, Any]]):
         if staged is None:
             return {}
         # Until copies are under way, a planner would keep their thread from the interpreter, and training waiting.
-        if not staged.staged_save.wait_twinned(timeout):
+        if not staged.staged_save.wait_built(timeout):
             raise concurrent.futures.TimeoutError
         return staged
 
@@ -265,3 +300,7 @@ class StagingFuture(concurrent.futures.Future[dict[str, Any]]):
         """Training may change the state."""
         with suppress(concurrent.futures.InvalidStateError):  # cancelled, or done
             self.set_result({})
+
+
+def _no_future() -> StagingFuture | None:
+    return None

@@ -1,13 +1,12 @@
 """Staging: a copy of a rank's state dict in shared memory, safe from everything training does next.
 
-`Stager.stage` takes the state dict's structure and marks the moment in the devices' queues, which is all that
-training has to wait for if it overlaps; then it makes a twin whose tensors live in a shared buffer. A buffer is written
-to again when the save that uses it is over: see `StagedSave`.
+`Stager.stage` copies the state dict's structure and marks the moment in the devices' queues. That is all that training
+has to wait for if staging overlaps. Then the staged copy is made, whose tensors live in a shared buffer. A buffer is
+written to again when the save that uses it is over: see `StagedSave`.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,19 +18,22 @@ from typing import Any
 import torch
 
 from .._memory.device import CUDA, Device, SideStreams
-from .._memory.garbage import garbage_stays
+from .._memory.garbage import collector_paused
 from .._memory.memory_limit import check_headroom
 from .._memory.shared_buffer import SharedBuffer, aligned
 from .._memory.shared_mappings import SharedMappings
 from ..errors import StagingError
-from .staged_save import StagedSave, StagedStateDict, StagingFuture
-from .state_tree import OTHER_TENSORS, fill, freeze
-from .tensor_copy import Copies, order
+from .staged_save import Progress, StagedSave, StagedStateDict, StagingFuture
+from .state_tree import copy_structure, fill_tensors
+from .tensor_copy import DEFAULT_LIMITS, Copies, GatherLimits, allocation_order
 
 __all__ = ["Stager", "StagedSave", "StagedStateDict", "StagingFuture"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
+# The save's thread starts when `async_save` returns and takes its staged state dict first of all: a second is a
+# thousand times what that takes, and bounds what a staged state dict that nobody saves can cost.
+_TAKE_SECONDS = 1.0
 # In PROCESS mode the save before may not have been taken because torch is still starting its process. Only a save's
 # own thread waits so long for it, and only once.
 _START_SECONDS = 60.0
@@ -42,31 +44,28 @@ class _Snapshot:
     """A state dict at one moment: everything but the elements of its tensors.
 
     Attributes:
-        content: The state dict, copied but for its tensors.
+        structure: The state dict, copied but for its tensors.
         tensors: The plain tensors in it.
-        shared: Where to find those that are in shared memory already, if they are their own twins.
-        in_place: Their numbers.
+        in_place: The numbers of those that are written from where they are, in shared memory.
+        shared: Where to find these; None if there are none.
     """
 
-    content: dict[str, Any]
+    structure: dict[str, Any]
     tensors: list[torch.Tensor]
-    shared: SharedMappings | None
     in_place: set[int]
+    shared: SharedMappings | None
 
     @property
     def sources(self) -> list[torch.Tensor]:
         """What is copied."""
         return [tensor for number, tensor in enumerate(self.tensors) if number not in self.in_place]
 
-    @garbage_stays()
-    def twin(self, copied: Iterable[torch.Tensor]) -> dict[str, Any]:
-        """The twin, once, from those of the `sources`."""
+    @collector_paused()
+    def fill(self, copied: Iterable[torch.Tensor]) -> dict[str, Any]:
+        """The staged state dict, once, with the copies of the `sources` in their places."""
         others = iter(copied)
-        twins = iter([t if n in self.in_place else next(others) for n, t in enumerate(self.tensors)])
-        content: dict[str, Any] = fill(self.content, twins)
-        if next(twins, None) is not None:
-            raise StagingError(OTHER_TENSORS)
-        return content
+        staged = [t if n in self.in_place else next(others) for n, t in enumerate(self.tensors)]
+        return fill_tensors(self.structure, staged)  # type: ignore[no-any-return]
 
 
 class Stager:
@@ -74,12 +73,18 @@ class Stager:
 
     Args:
         cache: Keep the buffer after a save. Without it, memory is given back between saves, and each save allocates.
-        threads: That copy on the host, where torch itself has only one (as ``torchrun`` sets it).
-        in_place: Tensors that are in shared memory already are not copied: their twins are themselves, and the state
-            is released when the save has written them.
-        elsewhere: Makes the copies from devices to a shared buffer in another way; False if it cannot.
-        overlap: `stage` returns before the twin is made: see `StagedSave.wait_copied` and `StagedSave.wait_released`.
+        threads: How many copy on the host, where torch itself has only one (as ``torchrun`` sets it).
+        in_place: Tensors that are in shared memory already are not copied. The save writes them from where they are,
+            and the state is released when it has.
+        copy_from_devices: Makes the copies from devices to a shared buffer in another way; False if it cannot.
+        overlap: `stage` returns before the staged state dict is there: see `StagedSave.wait_copied` and
+            `StagedSave.wait_released`.
         device: Where tensors may be, apart from host memory.
+        limits: What is gathered on a device before it is copied to the host.
+
+    Attributes:
+        take_seconds: How long a save is waited for that has not taken what was staged for it.
+        start_seconds: How long a later save waits for that, once.
     """
 
     def __init__(
@@ -88,20 +93,24 @@ class Stager:
         cache: bool = True,
         threads: int = 1,
         in_place: bool = False,
-        elsewhere: Callable[[SharedBuffer, Copies], bool] | None = None,
+        copy_from_devices: Callable[[SharedBuffer, Copies], bool] | None = None,
         overlap: bool = False,
         device: Device = CUDA,
+        limits: GatherLimits = DEFAULT_LIMITS,
     ) -> None:
+        self.take_seconds = _TAKE_SECONDS
+        self.start_seconds = _START_SECONDS
         self._cache = cache
         self._threads = threads
         self._in_place = in_place
-        self._elsewhere = elsewhere
+        self._copy_from_devices = copy_from_devices
         self._overlap = overlap
         self._device = device
+        self._limits = limits
         self._streams = SideStreams(device)
         self._saves: list[StagedSave] = []
         self._idle: SharedBuffer | None = None
-        self._warming: Future[SharedBuffer] | None = None
+        self._prewarming: Future[SharedBuffer] | None = None
 
     def prewarm(self, state_dict: Mapping[str, Any]) -> None:
         """Allocates the buffer for state dicts of this size ahead of the first save, in the background.
@@ -110,16 +119,23 @@ class Stager:
             StagingError: memory is short, or a tensor is of a kind that cannot be saved; names the key.
         """
         self._reclaim()
-        sources = self._freeze(state_dict).sources
+        sources = self._snapshot(state_dict).sources
         nbytes = _nbytes(sources)
-        self._settle_warming()
+        self.wait_prewarmed()
         if self._saves or (self._idle is not None and self._idle.fits(nbytes)):
             return
         self._give_back_idle()
         check_headroom(nbytes)
-        self._warming = Future()
-        arguments = nbytes, self._device, self._pin_for(sources), self._warming
-        threading.Thread(target=_warm, args=arguments, name="prewarm", daemon=True).start()
+        self._prewarming = Future()
+        arguments = nbytes, self._device, self._pin_for(sources), self._prewarming
+        threading.Thread(target=_prewarm, args=arguments, name="prewarm", daemon=True).start()
+
+    def wait_prewarmed(self) -> None:
+        """Waits for the buffer that `prewarm` has begun."""
+        prewarming, self._prewarming = self._prewarming, None
+        if prewarming is not None:
+            with suppress(Exception):  # memory has become short since, say; staging says so, if it still is
+                self._idle = prewarming.result()
 
     def wait_turn(self, before: StagedSave | None = None) -> None:
         """Waits until the saves that were staged earlier, all or those before a given one, are over.
@@ -130,7 +146,7 @@ class Stager:
         for staged_save in earlier[: earlier.index(before)] if before in earlier else earlier:
             if staged_save.abandoned:
                 continue
-            if not (staged_save.wait_taken() if before is None else staged_save.wait_taken(_START_SECONDS)):
+            if not staged_save.wait_taken(self.take_seconds if before is None else self.start_seconds):
                 staged_save.abandoned = before is not None
             elif staged_save.thread is not None:
                 staged_save.wait_over()
@@ -138,9 +154,10 @@ class Stager:
     def drain(self, timeout: float | None) -> bool:
         """Waits for the saves that have been started; False if one is not over after ``timeout`` seconds."""
         for staged_save in list(self._saves):
-            if not staged_save.wait_twinned(timeout):
+            if not staged_save.wait_built(timeout):
                 return False
-            if staged_save.wait_taken() and staged_save.thread and not staged_save.wait_over(timeout):
+            taken = staged_save.wait_taken(self.take_seconds) and staged_save.thread is not None
+            if taken and not staged_save.wait_over(timeout):
                 return False
         return True
 
@@ -151,7 +168,7 @@ class Stager:
         collective. The result's `StagedSave` keeps the error, and the save raises it where DCP hands errors round.
 
         Returns:
-            The twin of the state dict, with its ``staged_save``; empty if it could not be made.
+            The staged copy of the state dict, with its ``staged_save``; empty if it could not be made.
         """
         self._reclaim()
         staged_save = StagedSave()
@@ -162,11 +179,11 @@ class Stager:
         staged = StagedStateDict({}, staged_save, self.wait_turn)
         self._saves.append(staged_save)
         try:
-            snapshot = self._freeze(state_dict)
-            staged_save.shared, staged_save.in_place = snapshot.shared, bool(snapshot.in_place)
+            snapshot = self._snapshot(state_dict)
+            staged_save.shared = snapshot.shared
             self._streams.follow(snapshot.sources)
             if self._overlap:
-                if staged_save.in_place:  # whose save may end without having written anything
+                if staged_save.shared is not None:  # its save may end without having written anything
                     threading.Thread(target=staged_save.wait_released, name="release", daemon=True).start()
                 threading.Thread(target=self._copy, args=(snapshot, staged_save, staged), name="stage").start()
             else:
@@ -212,17 +229,27 @@ class Stager:
 
     @torch.no_grad()
     def _copy(self, snapshot: _Snapshot, staged_save: StagedSave, staged: StagedStateDict) -> None:
-        """Makes the twin, and has its tensors filled; what fails is kept as the staged save's error."""
+        """Copies the tensors and builds the staged state dict; what fails is kept as the staged save's error.
+
+        The staged state dict is built while devices copy, and before anything else is waited for: the save plans then.
+        """
         try:
             sources = snapshot.sources
-            buffer, self._idle = self._buffer_for(_nbytes(sources)), None
-            staged_save.buffer = buffer
+            buffer = staged_save.buffer = self._take_buffer(sources)
             if (index := self._pin_for(sources)) is not None:
                 buffer.pin(self._device, index)
-            copied = self._twins(sources, buffer)
-            elsewhere = None if self._elsewhere is None else functools.partial(self._elsewhere, buffer)
-            copies = Copies(zip(copied, sources, strict=True), self._streams, self._threads, elsewhere)
-            staged_save.start(copies, lambda: staged.update(snapshot.twin(copied)))
+            tensors = self._allocate(sources, buffer)
+            copies = Copies(zip(tensors, sources, strict=True), self._streams, self._threads, self._limits)
+            staged_save.copies = copies
+            copy_from_devices = self._copy_from_devices if copies.on_device else None
+            if copy_from_devices is None:
+                copies.queue_from_devices()
+            staged.update(snapshot.fill(tensors))
+            staged_save.reach(Progress.BUILT)
+            if copy_from_devices is not None and not copy_from_devices(buffer, copies):
+                copies.queue_from_devices()
+            copies.copy_from_host()
+            staged_save.reach(Progress.QUEUED)
         except BaseException as error:
             staged_save.fail(error)
             if not self._overlap and not isinstance(error, Exception):
@@ -234,26 +261,26 @@ class Stager:
         elif staged_save.error is not None:
             staged.clear()
 
-    @garbage_stays()
-    def _twins(self, sources: Sequence[torch.Tensor], buffer: SharedBuffer) -> list[torch.Tensor]:
+    @collector_paused()
+    def _allocate(self, sources: Sequence[torch.Tensor], buffer: SharedBuffer) -> list[torch.Tensor]:
         """Memory for a copy of each."""
-        twins: dict[int, torch.Tensor] = {}
-        for number in order(sources, self._device):
-            twins[number] = buffer.allocate(sources[number].dtype, sources[number].shape)
-        return [twins[number] for number in range(len(sources))]
+        tensors: dict[int, torch.Tensor] = {}
+        for number in allocation_order(sources, self._device, self._limits):
+            tensors[number] = buffer.allocate(sources[number].dtype, sources[number].shape)
+        return [tensors[number] for number in range(len(sources))]
 
-    @garbage_stays()
+    @collector_paused()
     @torch.no_grad()
-    def _freeze(self, state_dict: Mapping[str, Any]) -> _Snapshot:
+    def _snapshot(self, state_dict: Mapping[str, Any]) -> _Snapshot:
         tensors: list[torch.Tensor] = []
-        content = {key: freeze(value, str(key), tensors) for key, value in state_dict.items()}
+        structure = {key: copy_structure(value, str(key), tensors) for key, value in state_dict.items()}
         shared = SharedMappings() if self._in_place else None
         in_place = {n for n, t in enumerate(tensors) if shared is not None and shared.locate(t) is not None}
-        return _Snapshot(content, tensors, shared, in_place)
+        return _Snapshot(structure, tensors, in_place, shared if in_place else None)
 
     def _pin_for(self, sources: Sequence[torch.Tensor]) -> int | None:
         """The first device that any of these are copied from, by this process."""
-        if self._elsewhere is not None:
+        if self._copy_from_devices is not None:
             return None
         return next((index for tensor in sources if (index := self._device.index_of(tensor)) is not None), None)
 
@@ -262,24 +289,19 @@ class Stager:
         for staged_save in self._saves:
             with suppress(StagingError):
                 staged_save.wait_copied()
-        self._settle_warming()
+        self.wait_prewarmed()
         for buffer in (self._idle, *(staged_save.buffer for staged_save in self._saves)):
             if buffer is not None:
                 buffer.close()
         self._idle = None
         self._saves.clear()
 
-    def _settle_warming(self) -> None:
-        """Waits for the buffer that `prewarm` has begun."""
-        warming, self._warming = self._warming, None
-        if warming is not None:
-            with suppress(Exception):  # memory has become short since, say; staging says so, if it still is
-                self._idle = warming.result()
-
-    def _buffer_for(self, nbytes: int) -> SharedBuffer:
-        self._settle_warming()
-        buffer = self._idle
-        if buffer is not None and buffer.fits(nbytes):
+    def _take_buffer(self, sources: Sequence[torch.Tensor]) -> SharedBuffer:
+        """The idle buffer, or a new one if that is too small."""
+        nbytes = _nbytes(sources)
+        self.wait_prewarmed()
+        if self._idle is not None and self._idle.fits(nbytes):
+            buffer, self._idle = self._idle, None
             buffer.reset()
             return buffer
         self._give_back_idle()
@@ -294,7 +316,7 @@ class Stager:
     def _reclaim(self) -> None:
         """Takes back the buffers of saves that are over, and keeps the largest."""
         for staged_save in self._saves:
-            staged_save.wait_twinned()  # it takes the idle buffer before that, on a thread of its own
+            staged_save.wait_built()  # it takes the idle buffer before that, on a thread of its own
         for staged_save in [staged_save for staged_save in self._saves if staged_save.over()]:
             self._saves.remove(staged_save)
             spare, staged_save.buffer = staged_save.buffer, None
@@ -304,7 +326,7 @@ class Stager:
                 spare.close()
 
 
-def _warm(nbytes: int, device: Device, index: int | None, future: Future[SharedBuffer]) -> None:
+def _prewarm(nbytes: int, device: Device, index: int | None, future: Future[SharedBuffer]) -> None:
     try:
         buffer = SharedBuffer(nbytes)
         if index is not None:

@@ -10,9 +10,8 @@ import torch
 
 from dcp_tensorizer._memory.device import CUDA
 from dcp_tensorizer._memory.shared_buffer import SharedBuffer
-from dcp_tensorizer._staging import tensor_copy
 from dcp_tensorizer._staging.stager import Stager
-from dcp_tensorizer._staging.tensor_copy import GATHER_BYTES
+from dcp_tensorizer._staging.tensor_copy import DEFAULT_LIMITS, GatherLimits
 
 from ..support import ALL_DTYPES, dtype_name, filled, raw, run_python, same
 from .support import GPU, delay, random_state
@@ -27,12 +26,10 @@ def stager(request: pytest.FixtureRequest) -> Iterator[Stager]:
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("small", [1 << 19, 64], ids=["gathered", "by themselves"])
-def test_every_dtype_and_layout_is_staged_bit_for_bit(
-    stager: Stager, dtype: torch.dtype, small: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("overlap", [False, True], ids=["blocking", "overlapping"])
+def test_every_dtype_and_layout_is_staged_bit_for_bit(dtype: torch.dtype, small: int, overlap: bool) -> None:
     """Contiguous and not, whole and in parts, in pieces of the gathering buffer."""
-    monkeypatch.setattr(tensor_copy, "_SMALL", small)
-    monkeypatch.setattr(tensor_copy, "GATHER_BYTES", 1 << 20)
+    stager = Stager(overlap=overlap, limits=GatherLimits(buffer_bytes=1 << 20, small_bytes=small))
     on_host = filled(dtype, (600, 700))  # up to 6.7 MB; its rows and columns are small ones
     base = on_host.view(torch.uint8).to(GPU).view(dtype)
     state, expected = (
@@ -43,8 +40,10 @@ def test_every_dtype_and_layout_is_staged_bit_for_bit(
         expected |= {"transposed": on_host.t(), "strided": on_host[::2, 1::3], "column": on_host[:, 5]}
     result = stager.stage(state)
     result.staged_save.wait_copied()
-    twin = dict(result)
-    assert [key for key in state if not same(twin[key], expected[key])] == []
+    copied = dict(result)
+    assert [key for key in state if not same(copied[key], expected[key])] == []
+    del result, copied
+    stager.close()
 
 
 def test_lazy_views_are_carried_out(stager: Stager) -> None:
@@ -60,11 +59,11 @@ def test_lazy_views_are_carried_out(stager: Stager) -> None:
 
 @pytest.mark.parametrize("own_stream", [False, True], ids=["default stream", "own stream"])
 def test_no_snapshot_is_torn_in_a_hundred(stager: Stager, own_stream: bool) -> None:
-    """A long kernel changes everything right before and right after; the twin has the values in between."""
+    """A long kernel changes everything right before and right after; the staged copy has the values in between."""
     training = torch.cuda.Stream(GPU) if own_stream else torch.cuda.current_stream(GPU)
     state = {f"large{n}": torch.zeros(2_000_000, device=GPU) for n in range(4)}
     state |= {f"small{n}": torch.zeros(100, device=GPU) for n in range(500)}
-    state |= {"bent": torch.zeros(1000, 1100, device=GPU).t()}
+    state |= {"strided": torch.zeros(1000, 1100, device=GPU).t()}
     torch.cuda.synchronize()
     tensors = list(state.values())
     with torch.cuda.stream(training):
@@ -77,7 +76,7 @@ def test_no_snapshot_is_torn_in_a_hundred(stager: Stager, own_stream: bool) -> N
             torch._foreach_zero_(tensors)
             torch._foreach_add_(tensors, 2.0 * number + 1)
             result.staged_save.wait_copied()
-            wrong = [key for key, twin in dict(result).items() if not bool((twin == 2.0 * number).all())]
+            wrong = [key for key, copied in dict(result).items() if not bool((copied == 2.0 * number).all())]
             assert wrong == [], f"run {number}"
             del result
 
@@ -87,7 +86,7 @@ def test_overlapped_staging_returns_while_the_gpu_is_busy() -> None:
     stager = Stager(overlap=True)
     state = random_state(10, 1_000_000)
     stager.prewarm(state)
-    stager._settle_warming()
+    stager.wait_prewarmed()
     torch.cuda.synchronize()
     for _ in range(20):
         delay()  # a second in all
@@ -104,14 +103,14 @@ def test_overlapped_staging_returns_while_the_gpu_is_busy() -> None:
 
 
 def test_staged_memory_is_pinned_until_it_is_given_back(stager: Stager) -> None:
-    """torch sees the twins as pinned, so that copies to and from them are asynchronous."""
+    """torch sees the staged tensors as pinned, so that copies to and from them are asynchronous."""
     result = stager.stage(random_state(3, 1000))
     result.staged_save.wait_copied()
-    twin = dict(result)["t0"]
-    assert twin.is_pinned()
+    tensor = dict(result)["t0"]
+    assert tensor.is_pinned()
     del result
     stager.close()
-    assert not twin.is_pinned()
+    assert not tensor.is_pinned()
 
 
 def test_memory_that_cannot_be_registered_is_a_warning_and_nothing_else() -> None:
@@ -131,15 +130,15 @@ def test_memory_that_cannot_be_registered_is_a_warning_and_nothing_else() -> Non
 
 def test_device_memory_stays_within_its_bound(stager: Stager) -> None:
     """One buffer, for thousands of small tensors and for a large one that is not contiguous, and for all saves."""
-    state = random_state(3000, 200) | {"bent": torch.rand(8000, 8000, device=GPU).t()}
+    state = random_state(3000, 200) | {"strided": torch.rand(8000, 8000, device=GPU).t()}
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     for _ in range(40):  # more than torch has streams
         result = stager.stage(state)
         result.staged_save.wait_copied()
-        assert torch.cuda.memory_reserved() - before <= GATHER_BYTES + (2 << 20)
-        assert torch.equal(dict(result)["bent"], state["bent"].cpu())
+        assert torch.cuda.memory_reserved() - before <= DEFAULT_LIMITS.buffer_bytes + (2 << 20)
+        assert torch.equal(dict(result)["strided"], state["strided"].cpu())
         del result
 
 

@@ -189,7 +189,7 @@ def test_prewarm_makes_the_buffer_that_the_first_save_uses(tmp_path):
     """The first save after `prewarm` allocates nothing."""
     with TensorizerStorageWriter(tmp_path) as writer:
         writer.prewarm(state_of(1))
-        writer._stager._settle_warming()
+        writer._stager.wait_prewarmed()
         buffer = writer._stager._idle
         dcp.async_save(state_of(1), storage_writer=writer).result()
         writer._stager.wait_turn()
@@ -209,7 +209,7 @@ def test_prewarm_asks_stateful_values(tmp_path):
 
     with TensorizerStorageWriter(tmp_path) as writer:
         writer.prewarm({"app": App()})
-        writer._stager._settle_warming()
+        writer._stager.wait_prewarmed()
         assert writer._stager._idle.nbytes >= 4_000_000
 
 

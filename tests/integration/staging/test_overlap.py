@@ -1,5 +1,8 @@
 """What training may do during a save, by each way of staging: through DCP, in one process, to real files."""
 
+import errno
+import logging
+import os
 import threading
 import types
 from concurrent.futures import Future
@@ -12,13 +15,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from dcp_tensorizer import StagingError, TensorizerStorageReader, TensorizerStorageWriter
-from dcp_tensorizer._saving import writer_client
-from dcp_tensorizer._staging import stager, tensor_copy
-from dcp_tensorizer._staging.tensor_copy import copy_on_host
+
+from ...waiting import WAIT, Gate, HeldTensor, hold_memory, in_thread, wait_until_inside
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-WAIT = 30.0
-SOON = 0.2
 
 
 def loaded(path):
@@ -27,52 +27,46 @@ def loaded(path):
     return set(state["w"].tolist()), set(state["b"].tolist()), state["step"]
 
 
-class Gate:
-    """Holds a function back until it is opened."""
+class HoldingPlanner(DefaultSavePlanner):
+    """Holds the save back when it is about to write: its tensors are asked for then."""
 
-    def __init__(self, function):
-        self.function = function
-        self.reached, self.opened = threading.Event(), threading.Event()
+    def __init__(self):
+        super().__init__()
+        self.gate = Gate()
 
-    def __call__(self, *args, **kwargs):
-        self.reached.set()
-        assert self.opened.wait(WAIT)
-        return self.function(*args, **kwargs)
-
-
-@pytest.fixture
-def copying(monkeypatch):
-    """The copying of host tensors, held back."""
-    gate = Gate(copy_on_host)
-    monkeypatch.setattr(tensor_copy, "copy_on_host", gate)
-    return gate
+    def resolve_data(self, write_item):
+        self.gate.pass_through()
+        return super().resolve_data(write_item)
 
 
 @pytest.fixture
-def writing(monkeypatch):
-    """The writing of files, held back before it begins."""
-    gate = Gate(writer_client.WriterClient.write)
-    monkeypatch.setattr(writer_client.WriterClient, "write", lambda *args: gate(*args))
+def memory(monkeypatch):
+    """The allocation of shared buffers, held back."""
+    gate = Gate()
+    hold_memory(monkeypatch, gate.pass_through)
     return gate
 
 
-def test_by_default_async_save_returns_when_everything_is_copied(tmp_path, writing):
+def test_by_default_async_save_returns_when_everything_is_copied(tmp_path):
     """A plain future; the state changes while nothing is written yet."""
     state = {"w": torch.ones(1000), "b": torch.ones(10), "step": 1}
+    planner = HoldingPlanner()
     with TensorizerStorageWriter(tmp_path) as writer:
-        future = dcp.async_save(state, storage_writer=writer)
+        future = dcp.async_save(state, storage_writer=writer, planner=planner)
         assert isinstance(future, Future)
         with writer.lock():
             state["w"].zero_()
         writer.synchronize_staging()
-        writing.opened.set()
+        planner.gate.open()
         future.result(WAIT)
     assert loaded(tmp_path) == ({1.0}, {1.0}, 1)
 
 
-def test_overlapped_staging_says_when_the_state_may_change(tmp_path, copying):
+def test_overlapped_staging_says_when_the_state_may_change(tmp_path):
     """`async_save` returns before anything is copied; `staging_completion` and `lock` wait for it."""
-    state = {"w": torch.ones(1000), "b": torch.ones(10), "step": 1}
+    copying = Gate()
+    weight = HeldTensor(torch.ones(1000), copying.pass_through)
+    state = {"w": weight, "b": torch.ones(10), "step": 1}
     with TensorizerStorageWriter(tmp_path, overlap_staging=True) as writer:
         response = dcp.async_save(state, storage_writer=writer)
         assert isinstance(response, AsyncSaveResponse)
@@ -80,27 +74,29 @@ def test_overlapped_staging_says_when_the_state_may_change(tmp_path, copying):
 
         def step():
             with writer.lock():
-                state["w"].zero_()
+                weight.zero_()
             stepped.set()
 
-        training = threading.Thread(target=step)
-        training.start()
-        assert copying.reached.wait(WAIT)
-        assert not stepped.wait(SOON)
+        training = in_thread(step)
+        copying.wait_reached()
+        wait_until_inside(training, step)
+        assert not stepped.is_set()
         assert not response.staging_completion.done()
-        copying.opened.set()
+        copying.open()
         assert stepped.wait(WAIT)
         training.join(WAIT)
         response.staging_completion.result(WAIT)
         response.upload_completion.result(WAIT)
     assert loaded(tmp_path) == ({1.0}, {1.0}, 1)
-    assert set(state["w"].tolist()) == {0.0}
+    assert set(weight.plain.tolist()) == {0.0}
 
 
 class Telling(DefaultSavePlanner):
     """Says when it has planned."""
 
-    planned = threading.Event()
+    def __init__(self):
+        super().__init__()
+        self.planned = threading.Event()
 
     def create_local_plan(self):
         plan = super().create_local_plan()
@@ -108,53 +104,61 @@ class Telling(DefaultSavePlanner):
         return plan
 
 
-def test_training_does_not_wait_for_memory(tmp_path, monkeypatch):
+def test_training_does_not_wait_for_memory(tmp_path, memory):
     """`async_save` returns before there is a buffer, and holds containers and objects as they were then."""
-    gate = Gate(stager.SharedBuffer)
-    monkeypatch.setattr(stager, "SharedBuffer", gate)
     region = types.SimpleNamespace(lr=1)
     state = {"w": torch.ones(1000), "b": torch.ones(10), "step": 1, "nested": {"lrs": [1, 2], "region": region}}
     with TensorizerStorageWriter(tmp_path, overlap_staging=True) as writer:
         response = dcp.async_save(state, storage_writer=writer)
-        assert gate.reached.wait(WAIT)
+        memory.wait_reached()
         region.lr = 7
         state["nested"]["lrs"].append(3)
         del state["b"]
-        gate.opened.set()
+        memory.open()
         response.upload_completion.result(WAIT)
     assert loaded(tmp_path) == ({1.0}, {1.0}, 1)
-    found = {"nested": {"lrs": [None, None], "region": None}}
-    dcp.load(found, storage_reader=TensorizerStorageReader(tmp_path, allow_pickle=True))
-    assert (found["nested"]["lrs"], found["nested"]["region"].lr) == ([1, 2], 1)
+    target = {"nested": {"lrs": [None, None], "region": None}}
+    dcp.load(target, storage_reader=TensorizerStorageReader(tmp_path, allow_pickle=True))
+    assert (target["nested"]["lrs"], target["nested"]["region"].lr) == ([1, 2], 1)
 
 
-def test_closing_waits_for_a_save_that_has_no_memory_yet(tmp_path, monkeypatch):
+def test_closing_waits_for_a_save_that_has_no_memory_yet(tmp_path, memory):
     """However long that takes, the save is begun, and it is over when `close` returns."""
-    gate = Gate(stager.SharedBuffer)
-    monkeypatch.setattr(stager, "SharedBuffer", gate)
     state = {"w": torch.ones(1000), "b": torch.ones(10), "step": 1}
     writer = TensorizerStorageWriter(tmp_path, overlap_staging=True)
     response = dcp.async_save(state, storage_writer=writer)
-    closing = threading.Thread(target=writer.close)
-    closing.start()
-    assert gate.reached.wait(WAIT)
-    closing.join(1.5)  # more than a save has for taking what was staged
-    assert closing.is_alive()
-    gate.opened.set()
+    memory.wait_reached()
+    closing = in_thread(writer.close)
+    wait_until_inside(closing, TensorizerStorageWriter.close)
+    memory.open()
     closing.join(WAIT)
-    response.upload_completion.result(SOON)
+    assert response.upload_completion.done()
     assert loaded(tmp_path) == ({1.0}, {1.0}, 1)
 
 
-def test_closing_in_time_abandons_a_save_that_has_no_memory_yet(tmp_path, monkeypatch, caplog):
+class Opening(logging.Handler):
+    """Opens a gate when it is said that a save is abandoned."""
+
+    def __init__(self, gate):
+        super().__init__()
+        self.gate = gate
+
+    def emit(self, record):
+        if "is abandoned" in record.getMessage():
+            self.gate.open()
+
+
+def test_closing_in_time_abandons_a_save_that_has_no_memory_yet(tmp_path, memory):
     """And says so."""
-    gate = Gate(stager.SharedBuffer)
-    monkeypatch.setattr(stager, "SharedBuffer", gate)
     writer = TensorizerStorageWriter(tmp_path, overlap_staging=True)
     response = dcp.async_save({"w": torch.ones(1000)}, storage_writer=writer)
-    threading.Timer(2 * SOON, gate.opened.set).start()
-    writer.close(timeout=SOON)
-    assert "is abandoned" in caplog.text
+    handler = Opening(memory)
+    logging.getLogger("dcp_tensorizer").addHandler(handler)
+    try:
+        writer.close(timeout=0.01)
+    finally:
+        logging.getLogger("dcp_tensorizer").removeHandler(handler)
+    assert memory.opened.is_set()
     with pytest.raises(CheckpointException):
         response.upload_completion.result(WAIT)
 
@@ -163,30 +167,31 @@ def test_no_memory_for_an_overlapped_save_is_its_error(tmp_path, monkeypatch):
     """Training goes on, the future has the cause, and the save after it succeeds."""
     state = {"w": torch.ones(1000), "b": torch.ones(10), "step": 1}
 
-    def refuse(nbytes):
-        raise StagingError("no memory for the staging buffer")
+    def refuse():
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     with TensorizerStorageWriter(tmp_path, overlap_staging=True) as writer:
         with monkeypatch.context() as patch:
-            patch.setattr(stager, "SharedBuffer", refuse)
+            hold_memory(patch, refuse)
             response = dcp.async_save(state, storage_writer=writer)
             with writer.lock():
                 pass
             response.staging_completion.result(WAIT)
-            with pytest.raises(CheckpointException, match="no memory for the staging buffer"):
+            with pytest.raises(CheckpointException, match=r"memory for the staging buffer.*Cannot allocate memory"):
                 response.upload_completion.result(WAIT)
         dcp.async_save(state, storage_writer=writer).upload_completion.result(WAIT)
     assert loaded(tmp_path) == ({1.0}, {1.0}, 1)
 
 
-def test_planning_overlaps_with_copying(tmp_path, copying):
+def test_planning_overlaps_with_copying(tmp_path):
     """The plan is made while nothing is copied yet."""
-    state = {"w": torch.ones(1000), "b": torch.ones(10), "step": 1}
+    copying = Gate()
+    state = {"w": HeldTensor(torch.ones(1000), copying.pass_through), "b": torch.ones(10), "step": 1}
     planner = Telling()
     with TensorizerStorageWriter(tmp_path, overlap_staging=True) as writer:
         response = dcp.async_save(state, storage_writer=writer, planner=planner)
         assert planner.planned.wait(WAIT)
-        copying.opened.set()
+        copying.open()
         response.upload_completion.result(WAIT)
     assert loaded(tmp_path) == ({1.0}, {1.0}, 1)
 
@@ -201,24 +206,22 @@ def test_a_training_loop_with_lock_saves_every_step_as_it_was(tmp_path):
                 state["b"].fill_(step)
             state["step"] = step
             dcp.async_save(state, storage_writer=writer, checkpoint_id=tmp_path / str(step))
-    found = [loaded(tmp_path / str(step)) for step in range(8)]
-    assert found == [({float(step)}, {float(step)}, step) for step in range(8)]
+    saved = [loaded(tmp_path / str(step)) for step in range(8)]
+    assert saved == [({float(step)}, {float(step)}, step) for step in range(8)]
 
 
-def test_an_error_while_copying_fails_the_save_and_releases_training(tmp_path, monkeypatch):
+def test_an_error_while_copying_fails_the_save_and_releases_training(tmp_path):
     """The step goes on, the save's future has the cause, and the next save works."""
     state = {"w": torch.ones(1000), "b": torch.ones(10), "step": 1}
 
-    def fail(pairs, threads):
+    def fail():
         raise RuntimeError("unspecified launch failure")
 
     with TensorizerStorageWriter(tmp_path, overlap_staging=True) as writer:
-        with monkeypatch.context() as patch:
-            patch.setattr(tensor_copy, "copy_on_host", fail)
-            response = dcp.async_save(state, storage_writer=writer)
-            response.staging_completion.result(WAIT)
-            with pytest.raises(CheckpointException) as caught:
-                response.upload_completion.result(WAIT)
+        response = dcp.async_save(state | {"w": HeldTensor(torch.ones(1000), fail)}, storage_writer=writer)
+        response.staging_completion.result(WAIT)
+        with pytest.raises(CheckpointException) as caught:
+            response.upload_completion.result(WAIT)
         error = caught.value.failures[0][0]
         assert isinstance(error, StagingError)
         assert "unspecified launch failure" in str(error)
@@ -247,17 +250,16 @@ def test_closing_waits_for_an_overlapped_save(tmp_path):
 # --- shared memory, in place -----------------------------------------------------------------------------------------
 
 
-def test_shared_tensors_are_written_in_place(tmp_path, copying):
+def test_shared_tensors_are_written_in_place(tmp_path):
     """No copy is made of them, only of the others, and they may be changed when they are written."""
     state = {"w": torch.ones(1000).share_memory_(), "b": torch.ones(10), "step": 1}
-    copying.opened.set()
     with TensorizerStorageWriter(tmp_path, staging="shared") as writer:
         staged = writer.stage(state)
-        twin = dict(staged)
-        assert twin["w"].data_ptr() == state["w"].data_ptr()
-        assert twin["b"].data_ptr() != state["b"].data_ptr()
+        copied = dict(staged)
+        assert copied["w"].data_ptr() == state["w"].data_ptr()
+        assert copied["b"].data_ptr() != state["b"].data_ptr()
         assert staged.staged_save.buffer.nbytes == 4096
-        del staged, twin
+        del staged, copied
         future = dcp.async_save(state, storage_writer=writer)
         with writer.lock():
             state["w"].zero_()
@@ -267,15 +269,16 @@ def test_shared_tensors_are_written_in_place(tmp_path, copying):
     assert loaded(tmp_path) == ({1.0}, {1.0}, 1)
 
 
-def test_shared_tensors_are_released_when_they_are_written(tmp_path, writing):
+def test_shared_tensors_are_released_when_they_are_written(tmp_path):
     """Not before: with overlap, `staging_completion` says so."""
     state = {"w": torch.ones(1000).share_memory_(), "b": torch.ones(10), "step": 1}
+    planner = HoldingPlanner()
     with TensorizerStorageWriter(tmp_path, staging="shared", overlap_staging=True) as writer:
-        response = dcp.async_save(state, storage_writer=writer)
-        assert writing.reached.wait(WAIT)
+        response = dcp.async_save(state, storage_writer=writer, planner=planner)
+        planner.gate.wait_reached()
         assert not response.staging_completion.done()
         state["b"].zero_()  # which was copied
-        writing.opened.set()
+        planner.gate.open()
         response.staging_completion.result(WAIT)
         state["w"].zero_()
         response.upload_completion.result(WAIT)
@@ -311,9 +314,9 @@ def test_many_shared_tensors_need_no_descriptors_of_their_own(tmp_path):
     state |= {f"s{n}": torch.full((3,), float(n)).share_memory_() for n in range(200)}
     with TensorizerStorageWriter(tmp_path, staging="shared") as writer:
         dcp.async_save(state, storage_writer=writer).result(WAIT)
-    found = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
-    dcp.load(found, storage_reader=TensorizerStorageReader(tmp_path))
-    assert [key for key in state if not torch.equal(state[key], found[key])] == []
+    target = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+    dcp.load(target, storage_reader=TensorizerStorageReader(tmp_path))
+    assert [key for key in state if not torch.equal(state[key], target[key])] == []
 
 
 def test_the_ways_of_staging_are_known_ones(tmp_path):

@@ -14,14 +14,14 @@ from dcp_tensorizer._memory import shared_mappings
 from dcp_tensorizer._memory.shared_buffer import SharedBuffer
 from dcp_tensorizer._memory.shared_mappings import SharedFile, SharedMappings, map_shared
 
-from ...support import raw, run_python
+from ...support import raw
 
 
 def seen(tensor: torch.Tensor) -> bytes:
     """The bytes that another mapping of the file shows at the tensor's place."""
-    found = SharedMappings().locate(tensor)
-    assert found is not None
-    file, offset = found
+    place = SharedMappings().locate(tensor)
+    assert place is not None
+    file, offset = place
     mapping = map_shared(file)
     content = mapping[offset : offset + tensor.nbytes]
     mapping.close()
@@ -78,9 +78,9 @@ def test_a_mapping_of_a_part_of_a_file_is_found(tmp_path: Path) -> None:
     with (tmp_path / "f").open("r+b") as file:
         mapping = mmap.mmap(file.fileno(), page, offset=page)
     tensor = torch.frombuffer(mapping, dtype=torch.uint8)[10:20]
-    found = SharedMappings().locate(tensor)
-    assert found is not None
-    assert (found[0].path, found[1]) == (str(tmp_path / "f"), page + 10)
+    place = SharedMappings().locate(tensor)
+    assert place is not None
+    assert (place[0].path, place[1]) == (str(tmp_path / "f"), page + 10)
     assert seen(tensor) == b"b" * 10
 
 
@@ -113,33 +113,3 @@ def test_a_file_that_is_gone_or_another_is_an_error(tmp_path: Path) -> None:
         map_shared(SharedFile(str(path), status.st_dev, status.st_ino + 1))
     with pytest.raises(WriteError, match="keep the tensors"):
         map_shared(SharedFile(str(tmp_path / "missing"), status.st_dev, status.st_ino))
-
-
-def test_another_process_sees_it() -> None:
-    """A process of its own maps it by what `locate` says."""
-    tensor = torch.arange(1000, dtype=torch.int32).share_memory_()
-    found = SharedMappings().locate(tensor)
-    assert found is not None
-    (path, device, inode), offset = found
-    script = """
-import sys
-from dcp_tensorizer._memory.shared_mappings import SharedFile, map_shared
-path, device, inode, offset = sys.argv[1:]
-mapping = map_shared(SharedFile(path, int(device), int(inode)))
-print(sum(mapping[int(offset) : int(offset) + 4000]))
-"""
-    done = run_python(script, path, str(device), str(inode), str(offset))
-    assert int(done.stdout) == sum(raw(tensor))
-
-
-def test_memory_that_torch_shares_by_file_names_is_found() -> None:
-    """Torch's other way of sharing, in a process of its own: its manager lives on with whoever used it."""
-    script = """
-import torch
-from dcp_tensorizer._memory.shared_mappings import SharedMappings, map_shared
-torch.multiprocessing.set_sharing_strategy("file_system")
-tensor = torch.arange(1000, dtype=torch.uint8).share_memory_()
-file, offset = SharedMappings().locate(tensor[10:20])
-print(list(map_shared(file)[offset : offset + 10]), file.path.startswith("/dev/shm/torch_"))
-"""
-    assert run_python(script).stdout.strip() == "[10, 11, 12, 13, 14, 15, 16, 17, 18, 19] True"

@@ -10,8 +10,13 @@ import torch
 
 from dcp_tensorizer._memory.device import SideStreams
 from dcp_tensorizer._memory.shared_buffer import SharedBuffer, aligned
-from dcp_tensorizer._staging import tensor_copy
-from dcp_tensorizer._staging.tensor_copy import GATHER_BYTES, Copies, copy_on_host, order
+from dcp_tensorizer._staging.tensor_copy import (
+    DEFAULT_LIMITS,
+    Copies,
+    GatherLimits,
+    allocation_order,
+    copy_on_host,
+)
 
 from ...simulated import SimulatedDevice
 from ...support import ALL_DTYPES, dtype_name, filled, raw, same
@@ -24,42 +29,43 @@ def following(tensors: Sequence[torch.Tensor], device: SimulatedDevice) -> SideS
     return streams
 
 
-def copied(sources: Sequence[torch.Tensor], device: SimulatedDevice) -> tuple[list[torch.Tensor], SharedBuffer]:
-    """Twins in a shared buffer of their own, with everything copied to them."""
+def copied(
+    sources: Sequence[torch.Tensor], device: SimulatedDevice, limits: GatherLimits = DEFAULT_LIMITS
+) -> tuple[list[torch.Tensor], SharedBuffer]:
+    """Staged tensors in a shared buffer of their own, with everything copied to them."""
     buffer = SharedBuffer(sum(aligned(source.nbytes) for source in sources))
-    twins = {n: buffer.allocate(sources[n].dtype, sources[n].shape) for n in order(sources, device)}
-    copies = Copies([(twins[n], source) for n, source in enumerate(sources)], following(sources, device), 1)
+    order = allocation_order(sources, device, limits)
+    staged = {n: buffer.allocate(sources[n].dtype, sources[n].shape) for n in order}
+    pairs = [(staged[n], source) for n, source in enumerate(sources)]
+    copies = Copies(pairs, following(sources, device), 1, limits)
     copies.start()
     copies.wait()
-    return [twins[n] for n in range(len(sources))], buffer
+    return [staged[n] for n in range(len(sources))], buffer
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
-def test_every_dtype_and_layout_leaves_the_device_as_it_is(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_dtype_and_layout_leaves_the_device_as_it_is(dtype: torch.dtype) -> None:
     """Small tensors and large ones, contiguous and not, gathered and in pieces, bit for bit."""
-    monkeypatch.setattr(tensor_copy, "_SMALL", 200)
-    monkeypatch.setattr(tensor_copy, "GATHER_BYTES", 1024)
     device = SimulatedDevice()
     base = device.declare(filled(dtype, (40, 24)))
     on_host = filled(dtype, (3, 5), seed=1)
     sources = [base, base.t(), base[::2, 1::3], base[0], base[:, 0], base[3, 4], base[:0], on_host, base[:1, :1]]
     sources += [base[n, :5] for n in range(20)]
-    twins, buffer = copied(sources, device)
-    assert [n for n, (a, b) in enumerate(zip(twins, sources, strict=True)) if not same(a, b)] == []
-    del twins
+    staged, buffer = copied(sources, device, GatherLimits(buffer_bytes=1024, small_bytes=200))
+    assert [n for n, (a, b) in enumerate(zip(staged, sources, strict=True)) if not same(a, b)] == []
+    del staged
     buffer.close()
 
 
-def test_conjugate_and_negative_bits_are_carried_out_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conjugate_and_negative_bits_are_carried_out_on_the_device() -> None:
     """Lazy views arrive as the values they stand for, small or large."""
     device = SimulatedDevice()
     values = device.declare(torch.view_as_complex(torch.arange(400.0).view(200, 2)))
     for small in (1 << 20, 8):
-        monkeypatch.setattr(tensor_copy, "_SMALL", small)
-        twins, buffer = copied([values.conj(), values.conj().imag], device)
-        assert raw(twins[0]) == raw(values.conj())
-        assert raw(twins[1]) == raw(values.conj().imag)
-        del twins
+        staged, buffer = copied([values.conj(), values.conj().imag], device, GatherLimits(small_bytes=small))
+        assert raw(staged[0]) == raw(values.conj())
+        assert raw(staged[1]) == raw(values.conj().imag)
+        del staged
         buffer.close()
 
 
@@ -71,44 +77,42 @@ def test_thousands_of_small_tensors_cross_in_a_few_copies() -> None:
     sources: list[torch.Tensor] = []
     for number in range(2000):
         sources += [pool[number * 100 : number * 100 + 50 + number % 50], steps[number]]
-    twins, buffer = copied(sources, device)
-    assert all(torch.equal(a, b) for a, b in zip(twins, sources, strict=True))
+    staged, buffer = copied(sources, device)
+    assert all(torch.equal(a, b) for a, b in zip(staged, sources, strict=True))
     assert len(device.crossings) <= 6
-    assert device.buffers == [GATHER_BYTES]
-    del twins
+    assert device.buffers == [DEFAULT_LIMITS.buffer_bytes]
+    del staged
     buffer.close()
 
 
-def test_memory_on_the_device_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_on_the_device_is_bounded() -> None:
     """One buffer, however large what goes through it."""
-    monkeypatch.setattr(tensor_copy, "GATHER_BYTES", 4096)
-    monkeypatch.setattr(tensor_copy, "_SMALL", 512)
+    limits = GatherLimits(buffer_bytes=4096, small_bytes=512)
     device = SimulatedDevice()
     base = device.declare(torch.arange(64 * 64 * 16, dtype=torch.int32))
-    bent = [base.view(64, 1024).t(), base.view(4, 16, 1024).permute(2, 0, 1), base.view(1, 2, 32768).transpose(1, 2)]
+    strided = [base.view(64, 1024).t(), base.view(4, 16, 1024).permute(2, 0, 1), base.view(1, 2, 32768).transpose(1, 2)]
     small = [base[n * 128 : n * 128 + 100] for n in range(100)]
-    twins, buffer = copied([*bent, *small], device)
-    assert all(torch.equal(a, b) for a, b in zip(twins, [*bent, *small], strict=True))
+    staged, buffer = copied([*strided, *small], device, limits)
+    assert all(torch.equal(a, b) for a, b in zip(staged, [*strided, *small], strict=True))
     assert device.buffers == [4096]
-    del twins
+    del staged
     buffer.close()
 
 
-def test_a_device_that_is_nearly_full_gets_a_smaller_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_nearly_full_gets_a_smaller_buffer() -> None:
     """Down to what the largest small tensor needs; without even that, its own error is raised."""
-    monkeypatch.setattr(tensor_copy, "GATHER_BYTES", 64 << 10)
-    monkeypatch.setattr(tensor_copy, "_SMALL", 1024)
+    limits = GatherLimits(buffer_bytes=64 << 10, small_bytes=1024)
     device = SimulatedDevice()
     base = device.declare(torch.arange(100_000, dtype=torch.int32))
     sources = [base.view(500, 200).t(), *(base[n * 300 : n * 300 + 200] for n in range(100))]
     device.memory = 5000
-    twins, buffer = copied(sources, device)
-    assert all(torch.equal(a, b) for a, b in zip(twins, sources, strict=True))
+    staged, buffer = copied(sources, device, limits)
+    assert all(torch.equal(a, b) for a, b in zip(staged, sources, strict=True))
     assert device.buffers == [4096]
     device.memory = 1000
     with pytest.raises(torch.OutOfMemoryError):
-        copied(sources, device)
-    del twins
+        copied(sources, device, limits)
+    del staged
     buffer.close()
 
 
@@ -123,7 +127,7 @@ def test_what_is_gathered_together_is_of_one_device() -> None:
     kinds = [("second", torch.int8), ("host", torch.int8), ("first", torch.int32), ("second", torch.int32)]
     kinds += [("first", torch.int8), ("host", torch.int32), ("second", torch.int8), ("first", torch.int32)]
     sources = [torch.zeros(on[where], dtype=dtype) for where, dtype in kinds]
-    assert order(sources, Devices()) == [4, 2, 7, 0, 6, 3, 1, 5]
+    assert allocation_order(sources, Devices()) == [4, 2, 7, 0, 6, 3, 1, 5]
 
 
 @pytest.mark.parametrize("training_first", [True, False])
@@ -131,21 +135,21 @@ def test_copies_have_what_was_queued_before_them_and_nothing_after(training_firs
     """A kernel queued before staging shows, whichever stream the device prefers; one after `hold` does not."""
     device = SimulatedDevice(free_running=False)
     weight, small = device.declare(torch.zeros(100_000)), device.declare(torch.zeros(3))
-    bent = device.declare(torch.zeros(400, 400)).t()
+    strided = device.declare(torch.zeros(400, 400)).t()
     buffer = SharedBuffer(1 << 21)
-    twins = [buffer.allocate(t.dtype, t.shape) for t in (small, weight, bent)]
-    device.queue(lambda: [t.fill_(1.0) for t in (weight, small, bent)])  # the step before
-    sources = (small, weight, bent)
-    copies = Copies(list(zip(twins, sources, strict=True)), following(sources, device), 1)
+    staged = [buffer.allocate(t.dtype, t.shape) for t in (small, weight, strided)]
+    device.queue(lambda: [t.fill_(1.0) for t in (weight, small, strided)])  # the step before
+    sources = (small, weight, strided)
+    copies = Copies(list(zip(staged, sources, strict=True)), following(sources, device), 1)
     copies.start()
     copies.hold()
-    device.queue(lambda: [t.fill_(2.0) for t in (weight, small, bent)])  # the step after
-    assert [t.sum().item() for t in (weight, small, bent)] == [0.0, 0.0, 0.0]
+    device.queue(lambda: [t.fill_(2.0) for t in (weight, small, strided)])  # the step after
+    assert [t.sum().item() for t in (weight, small, strided)] == [0.0, 0.0, 0.0]
     device.run(training_first=training_first)
     copies.wait()
-    assert [set(twin.flatten().tolist()) for twin in twins] == [{1.0}] * 3
-    assert [set(t.flatten().tolist()) for t in (weight, small, bent)] == [{2.0}] * 3
-    del twins, copies
+    assert [set(tensor.flatten().tolist()) for tensor in staged] == [{1.0}] * 3
+    assert [set(t.flatten().tolist()) for t in (weight, small, strided)] == [{2.0}] * 3
+    del staged, copies
     buffer.close()
 
 
@@ -153,13 +157,13 @@ def test_what_is_changed_without_holding_is_torn() -> None:
     """The simulation can fail: without `hold`, the step after is in the copies."""
     device = SimulatedDevice(free_running=False)
     weight = device.declare(torch.zeros(100_000))
-    twin = torch.empty(100_000)
-    copies = Copies([(twin, weight)], following([weight], device), 1)
+    tensor = torch.empty(100_000)
+    copies = Copies([(tensor, weight)], following([weight], device), 1)
     copies.start()
     device.queue(lambda: weight.fill_(2.0))
     device.run(training_first=True)
     copies.wait()
-    assert set(twin.tolist()) == {2.0}
+    assert set(tensor.tolist()) == {2.0}
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -169,9 +173,9 @@ def test_host_tensors_are_copied_by_any_number_of_threads(threads: int) -> None:
     torch.set_num_threads(1)
     try:
         sources = [torch.arange(10_000_000, dtype=torch.int32), torch.arange(12).view(3, 4).t(), torch.tensor(5)]
-        twins = [torch.empty(source.shape, dtype=source.dtype) for source in sources]
-        copy_on_host(list(zip(twins, sources, strict=True)), threads)
-        assert all(torch.equal(a, b) for a, b in zip(twins, sources, strict=True))
+        staged = [torch.empty(source.shape, dtype=source.dtype) for source in sources]
+        copy_on_host(list(zip(staged, sources, strict=True)), threads)
+        assert all(torch.equal(a, b) for a, b in zip(staged, sources, strict=True))
     finally:
         torch.set_num_threads(before)
 
@@ -179,8 +183,8 @@ def test_host_tensors_are_copied_by_any_number_of_threads(threads: int) -> None:
 def test_copies_while_the_interpreter_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """When there are no more threads to be had, this one copies everything: a save that is under way is finished."""
     sources = [filled(torch.float32, (1000, 1500), seed) for seed in range(3)]
-    twins = [torch.zeros(1000, 1500) for _ in sources]
+    staged = [torch.zeros(1000, 1500) for _ in sources]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(concurrent.futures.thread, "_shutdown", True)
-    copy_on_host(list(zip(twins, sources, strict=True)), 3)
-    assert all(same(twin, source) for twin, source in zip(twins, sources, strict=True))
+    copy_on_host(list(zip(staged, sources, strict=True)), 3)
+    assert all(same(tensor, source) for tensor, source in zip(staged, sources, strict=True))

@@ -1,0 +1,48 @@
+"""What saves do to the garbage collector of a trainer."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dcp_tensorizer import TensorizerStorageWriter
+
+
+def test_saves_bring_no_full_collection(tmp_path: Path) -> None:
+    """It would go through all of torch's objects, and keep training from the interpreter for a sixth of a second."""
+    state = {f"layers.{number}.weight": torch.ones(2) for number in range(5000)}
+    full = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        full.extend([info] if phase == "start" and info["generation"] == 2 else [])
+
+    with TensorizerStorageWriter(tmp_path) as writer:
+        dcp.async_save(state, storage_writer=writer, no_dist=True).result()
+        gc.collect()
+        gc.callbacks.append(note)
+        try:
+            for _ in range(3):
+                dcp.async_save(state, storage_writer=writer, no_dist=True).result()
+        finally:
+            gc.callbacks.remove(note)
+    assert full == []
+
+
+def test_saves_leave_the_collector_as_it_was(tmp_path: Path) -> None:
+    """Switched on or off, and with the thresholds that the trainer has set."""
+    before = gc.get_threshold()
+    gc.set_threshold(900, 11, 12)
+    gc.disable()
+    try:
+        with TensorizerStorageWriter(tmp_path) as writer:
+            dcp.async_save({"a": torch.ones(2)}, storage_writer=writer, no_dist=True).result()
+            assert (gc.isenabled(), gc.get_threshold()) == (False, (900, 11, 12))
+            gc.enable()
+            dcp.async_save({"a": torch.ones(2)}, storage_writer=writer, no_dist=True).result()
+        assert (gc.isenabled(), gc.get_threshold()) == (True, (900, 11, 12))
+    finally:
+        gc.enable()
+        gc.set_threshold(*before)

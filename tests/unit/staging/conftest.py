@@ -1,0 +1,24 @@
+"""Stagers for the tests of staging, closed after each test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from dcp_tensorizer._staging.stager import Stager
+
+
+@pytest.fixture
+def stager() -> Iterator[Stager]:
+    stager = Stager()
+    yield stager
+    stager.close()
+
+
+@pytest.fixture
+def overlapping() -> Iterator[Stager]:
+    """A stager that returns before it has copied."""
+    stager = Stager(overlap=True)
+    yield stager
+    stager.close()

@@ -1,0 +1,23 @@
+"""What the tests of staging share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from dcp_tensorizer._staging.stager import StagedStateDict, Stager
+
+
+def staged(stager: Stager, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A plain copy of the staged state dict, which no save has taken."""
+    result = stager.stage(state)
+    if result.staged_save.error is not None:
+        raise result.staged_save.error
+    return dict(result)
+
+
+def inode(staged: StagedStateDict) -> int:
+    """Identifies the memory that a staged state dict is in."""
+    assert staged.staged_save.buffer is not None
+    return os.fstat(staged.staged_save.buffer.fd).st_ino

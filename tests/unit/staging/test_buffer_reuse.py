@@ -1,0 +1,245 @@
+"""A buffer is used again when its save is over, and only then; saves run one at a time, in their order."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from dcp_tensorizer._staging.stager import StagedSave, StagedStateDict, Stager
+
+from ...support import memory_files
+from ...waiting import WAIT, Gate, hold_memory, in_thread, wait_until_inside
+from .staging import inode
+
+
+def test_a_save_under_way_is_waited_for(stager: Stager) -> None:
+    """The next turn begins when the thread that took the staged state dict has ended, not before."""
+    first = stager.stage({"a": torch.ones(2)})
+    taken, release, turn = threading.Event(), threading.Event(), threading.Event()
+
+    def save() -> None:
+        first.items()
+        taken.set()
+        assert release.wait(WAIT)
+
+    def wait() -> None:
+        stager.wait_turn()
+        turn.set()
+
+    saving = in_thread(save)
+    assert taken.wait(WAIT)
+    waiting = in_thread(wait)
+    wait_until_inside(waiting, Stager.wait_turn)
+    assert not turn.is_set()
+    release.set()
+    assert turn.wait(WAIT)
+    saving.join(WAIT)
+    waiting.join(WAIT)
+
+
+def test_a_buffer_is_used_again_once_its_save_is_over(stager: Stager) -> None:
+    """Saves of one size, or less, share one memory file, even while the ended thread's state dict still exists."""
+    first = stager.stage({"a": torch.ones(5000)})
+    number = inode(first)
+    in_thread(first.items).join(WAIT)
+    second = stager.stage({"a": torch.zeros(5000)})
+    assert inode(second) == number
+    assert first.staged_save.buffer is None
+    in_thread(second.items).join(WAIT)
+    third = stager.stage({"b": torch.full((10,), 3.0)})
+    assert inode(third) == number
+    assert second.staged_save.buffer is None
+    assert dict(third)["b"].tolist() == [3.0] * 10
+
+
+def test_a_buffer_grows_with_the_state_dict(stager: Stager) -> None:
+    """A larger state dict gets a larger buffer, and the smaller one is given back."""
+    first = stager.stage({"a": torch.ones(10)})
+    assert first.staged_save.buffer is not None
+    assert first.staged_save.buffer.nbytes == 4096
+    small = inode(first)
+    del first
+    before = len(memory_files())
+    second = stager.stage({"a": torch.ones(5120), "b": torch.ones(1, dtype=torch.uint8)})
+    assert second.staged_save.buffer is not None
+    assert second.staged_save.buffer.nbytes == 24576  # 20,480 and 64 bytes, in whole pages
+    assert inode(second) != small
+    assert len(memory_files()) == before
+
+
+def test_without_a_cache_memory_is_given_back_between_saves() -> None:
+    """Each save allocates, and nothing is kept."""
+    stager, before = Stager(cache=False), len(memory_files())
+    first = stager.stage({"a": torch.ones(10)})
+    number = inode(first)
+    in_thread(first.items).join(WAIT)
+    del first
+    second = stager.stage({"a": torch.ones(10)})
+    assert inode(second) != number
+    assert len(memory_files()) == before + 1
+    del second
+    stager.close()
+    assert len(memory_files()) == before
+
+
+def test_a_staged_state_dict_that_no_save_takes_is_neither_overwritten_nor_waited_for(stager: Stager) -> None:
+    """Its buffer is left alone; the next turn comes when a save has had its time to take it, with a new buffer."""
+    stager.take_seconds = 0.01
+    first = stager.stage({"a": torch.ones(4)})
+    waiting = in_thread(stager.wait_turn)
+    waiting.join(WAIT)
+    assert not waiting.is_alive()
+    second = stager.stage({"a": torch.zeros(4)})
+    assert inode(second) != inode(first)
+    assert dict(first)["a"].tolist() == [1.0] * 4
+    assert dict(second)["a"].tolist() == [0.0] * 4
+
+
+def test_a_dropped_staged_state_dict_gives_its_buffer_back_at_once(stager: Stager) -> None:
+    """Nobody waits for a save that cannot come any more."""
+    stager.take_seconds = 2 * WAIT
+    first = stager.stage({"a": torch.ones(4)})
+    number = inode(first)
+    del first
+    waiting = in_thread(stager.wait_turn)
+    waiting.join(WAIT)
+    assert not waiting.is_alive()
+    assert inode(stager.stage({"a": torch.zeros(4)})) == number
+
+
+def test_dropping_a_staged_state_dict_ends_the_wait_for_its_save(stager: Stager) -> None:
+    """Who waits already is told."""
+    stager.take_seconds = 2 * WAIT
+    states = [stager.stage({"a": torch.ones(4)})]
+    waiting = in_thread(stager.wait_turn)
+    wait_until_inside(waiting, StagedSave.wait_taken)
+    states.clear()
+    waiting.join(WAIT)
+    assert not waiting.is_alive()
+
+
+def test_a_tensor_kept_from_a_dropped_staged_state_dict_keeps_the_buffer(stager: Stager) -> None:
+    """A custom save that took the tensors out of the dict still owns their memory."""
+    first = stager.stage({"a": torch.ones(4)})
+    number, tensor = inode(first), dict(first)["a"]
+    del first
+    second = stager.stage({"a": torch.zeros(4)})
+    assert inode(second) != number
+    assert tensor.tolist() == [1.0] * 4
+    del tensor, second
+    assert inode(stager.stage({"a": torch.zeros(4)})) == number
+
+
+def test_saves_run_in_the_order_in_which_they_were_staged(stager: Stager) -> None:
+    """A save whose thread starts first waits for the one that was staged before it."""
+    first, second = stager.stage({"a": torch.ones(1)}), stager.stage({"a": torch.zeros(1)})
+    order: list[str] = []
+    first_began, release = threading.Event(), threading.Event()
+
+    def save_second() -> None:
+        second.items()
+        order.append("second begins")
+
+    def save_first() -> None:
+        first.items()
+        order.append("first begins")
+        first_began.set()
+        assert release.wait(WAIT)
+        order.append("first ends")
+
+    saving_second = in_thread(save_second)
+    wait_until_inside(saving_second, Stager.wait_turn)
+    saving_first = in_thread(save_first)
+    assert first_began.wait(WAIT)
+    wait_until_inside(saving_second, StagedSave.wait_over)
+    release.set()
+    saving_first.join(WAIT)
+    saving_second.join(WAIT)
+    assert order == ["first begins", "first ends", "second begins"]
+
+
+def test_many_saves_from_threads_that_start_in_any_order_keep_theirs(stager: Stager) -> None:
+    """Six staged saves, started last to first: each sees its own values, in order, one at a time."""
+    saves = [stager.stage({"a": torch.full((100,), float(n))}) for n in range(6)]
+    seen: list[float] = []
+    running = threading.Lock()
+
+    def save(staged_state: StagedStateDict) -> None:
+        ((_, tensor),) = staged_state.items()
+        assert running.acquire(blocking=False)
+        seen.append(tensor.sum().item() / 100)
+        running.release()
+
+    threads = [in_thread(lambda s=s: save(s)) for s in reversed(saves)]  # type: ignore[misc]
+    for thread in threads:
+        thread.join(WAIT)
+    assert seen == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_a_save_that_never_starts_does_not_hold_up_the_next(stager: Stager) -> None:
+    """The save after it waits for it once, for as long as a process takes to start, and no later one does."""
+    stager.start_seconds = 0.01
+    lost = stager.stage({"a": torch.ones(1)})
+    later = [stager.stage({"a": torch.full((1,), float(n))}) for n in range(3)]
+    seen: list[float] = []
+
+    def save(state: StagedStateDict) -> None:
+        ((_, tensor),) = state.items()
+        seen.append(tensor.item())
+
+    for state in later:
+        in_thread(lambda state=state: save(state)).join(WAIT)  # type: ignore[misc]
+        stager.start_seconds = 2 * WAIT
+    assert seen == [0.0, 1.0, 2.0]
+    assert lost.staged_save.abandoned
+    assert dict(lost)["a"].tolist() == [1.0]
+
+
+def test_a_save_on_the_asking_thread_is_not_waited_for(stager: Stager) -> None:
+    """Whoever stages and saves on one thread has finished the save when staging again."""
+    first = stager.stage({"a": torch.ones(1)})
+    first.items()
+    stager.wait_turn()
+    assert stager.drain(0.0)
+    second = stager.stage({"a": torch.zeros(1)})
+    assert dict(first)["a"].tolist() == [1.0]
+    assert inode(second) != inode(first)
+
+
+def test_closing_gives_the_memory_back_when_the_last_staged_tensor_is_gone() -> None:
+    """A save that still runs keeps its memory valid; afterwards nothing of it is left."""
+    stager, before = Stager(), len(memory_files())
+    result = stager.stage({"a": torch.ones(100)})
+    stager.close()
+    assert dict(result)["a"].tolist() == [1.0] * 100
+    del result
+    assert len(memory_files()) == before
+
+
+@pytest.mark.parametrize("what", ["wait_turn", "stage"])
+def test_a_staging_that_has_no_memory_yet_is_waited_for(
+    overlapping: Stager, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """It takes the idle buffer, if that is large enough: before it has, nobody knows which one is free."""
+    gate = Gate()
+    hold_memory(monkeypatch, gate.pass_through)
+    overlapping.take_seconds = 0.0
+    first = overlapping.stage({"a": torch.ones(4)})
+    gate.wait_reached()
+    second: list[StagedStateDict] = []
+    next_one = {
+        "wait_turn": overlapping.wait_turn,
+        "stage": lambda: second.append(overlapping.stage({"a": torch.zeros(4)})),
+    }
+    waiting = in_thread(next_one[what])
+    wait_until_inside(waiting, StagedSave.wait_built)
+    gate.open()
+    waiting.join(WAIT)
+    assert not waiting.is_alive()
+    first.staged_save.wait_copied()
+    assert dict(first)["a"].tolist() == [1.0] * 4
+    for state in second:
+        state.staged_save.wait_copied()
+        assert dict(state)["a"].tolist() == [0.0] * 4

@@ -1,0 +1,378 @@
+"""Staging copies everything, or names the key it cannot copy; nothing is shared with the live state dict."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import io
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+from torch.masked import masked_tensor
+from torch.testing._internal.two_tensor import TwoTensor
+
+from dcp_tensorizer import StagingError
+from dcp_tensorizer._staging.stager import Stager
+from dcp_tensorizer._staging.state_tree import copy_structure, fill_tensors
+
+from ...support import ALL_DTYPES, dtype_name, filled, raw, same
+from .staging import staged
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
+def test_every_dtype_in_every_memory_layout_is_copied(stager: Stager, dtype: torch.dtype) -> None:
+    """Bits and shape survive, no memory is shared, and what training writes afterwards does not show."""
+    base = filled(dtype, (6, 8))
+    images = filled(dtype, (2, 3, 4, 5)).view(torch.uint8).view(2, 3, 4, 5, dtype.itemsize)
+    pixels = images.permute(0, 2, 3, 1, 4).contiguous()
+    channels_last = pixels.view(dtype).squeeze(-1).permute(0, 3, 1, 2)
+    state = {
+        "contiguous": base,
+        "transposed": base.t(),
+        "expanded": base[:1].expand(6, 8),
+        "strided": base[::2, 1::3],
+        "offset": base[3:],
+        "channels_last": channels_last,
+        "scalar": base[2, 3],
+        "empty": filled(dtype, (3, 0, 2)),
+        "one": base[:1, :1],
+    }
+    expected = {key: (value.dtype, value.shape, raw(value)) for key, value in state.items()}
+    copied = staged(stager, state)
+    base.view(torch.uint8).bitwise_xor_(1)
+    pixels.bitwise_xor_(1)
+    assert {key: (value.dtype, value.shape, raw(value)) for key, value in copied.items()} == expected
+    assert all(value.is_contiguous() for value in copied.values())
+    assert not {v.data_ptr() for v in copied.values() if v.numel()} & {v.data_ptr() for v in state.values()}
+
+
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128], ids=dtype_name)
+def test_conjugate_and_negative_bits_are_carried_out(stager: Stager, dtype: torch.dtype) -> None:
+    """What a lazily conjugated or negated view stands for is stored, not the memory it looks at."""
+    base = torch.arange(12, dtype=torch.float32).view(6, 2)
+    values = torch.view_as_complex(base).to(dtype)
+    conjugate, negative = values.conj(), values.conj().imag
+    assert conjugate.is_conj()
+    assert negative.is_neg()
+    copied = staged(stager, {"conj": conjugate, "neg": negative, "both": conjugate[::2]})
+    assert not any(value.is_conj() or value.is_neg() for value in copied.values())
+    assert torch.view_as_real(copied["conj"].to(torch.complex64)).tolist() == [[a, -b] for a, b in base.tolist()]
+    assert copied["neg"].tolist() == [-b for _, b in base.tolist()]
+    assert copied["both"].tolist() == [complex(a, -b) for a, b in base.tolist()][::2]
+
+
+def test_only_the_elements_of_a_view_are_copied(stager: Stager) -> None:
+    """Two elements of a large storage take one page."""
+    large = torch.arange(1 << 20)
+    result = stager.stage({"view": large[1000:1002]})
+    assert result.staged_save.buffer is not None
+    assert result.staged_save.buffer.nbytes == 4096
+    assert dict(result)["view"].tolist() == [1000, 1001]
+
+
+def test_each_staged_tensor_has_a_storage_of_its_own(stager: Stager) -> None:
+    """Whoever pickles one moves its own bytes, not the whole buffer."""
+    copied = staged(stager, {"a": torch.ones(3), "b": torch.ones(1000), "c": torch.ones(())})
+    assert [copied[key].untyped_storage().nbytes() for key in "abc"] == [12, 4000, 4]
+    assert [copied[key].storage_offset() for key in "abc"] == [0, 0, 0]
+
+
+def test_parameters_and_results_of_training_become_plain_tensors(stager: Stager) -> None:
+    """Nothing of autograd is staged, and staging leaves the originals as they were."""
+    parameter = torch.nn.Parameter(torch.arange(3.0))
+    result = parameter * 2
+    copied = staged(stager, {"parameter": parameter, "result": result, "buffer": torch.nn.Buffer(torch.ones(2))})
+    assert {key: type(value) for key, value in copied.items()} == dict.fromkeys(copied, torch.Tensor)
+    assert not any(value.requires_grad for value in copied.values())
+    assert copied["result"].tolist() == [0.0, 2.0, 4.0]
+    assert parameter.requires_grad
+    assert result.grad_fn is not None
+
+
+def test_shared_tensors_and_tied_weights_are_copied(stager: Stager) -> None:
+    """Tensors in shared memory are not taken for staged ones; tied weights become two equal copies."""
+    shared = torch.arange(4.0).share_memory_()
+    copied = staged(stager, {"shared": shared, "tied": shared})
+    shared.zero_()
+    assert copied["shared"].tolist() == copied["tied"].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+class Plain:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def test_containers_keep_their_types_and_share_nothing(stager: Stager) -> None:
+    """Dicts, lists, tuples and what else is made of them are built anew around the copies."""
+    tensor = torch.arange(3.0)
+    members: list[Any] = [tensor, [tensor]]
+    stream = io.BytesIO(b"abc")
+    plain = Plain([tensor])
+    state = {
+        "dict": {"inner": {"t": tensor}},
+        "list": members,
+        "tuple": (tensor, 1),
+        "namedtuple": Pair(tensor, (tensor,)),
+        "ordered": collections.OrderedDict([("z", tensor), ("a", 2)]),
+        "default": collections.defaultdict(list, {"t": tensor}),
+        "counter": collections.Counter("aab"),
+        "user": collections.UserDict({"t": tensor}),
+        "proxy": types.MappingProxyType({"t": tensor}),
+        "stream": stream,
+        "plain": plain,
+        "enum": Colour.RED,
+        "level": Level.HIGH,
+        "set": {1, 2},
+        "empty": [{}, [], ()],
+        "atoms": [None, True, 3, 1.5, 2j, "s", b"b", torch.float16, torch.device("cpu"), torch.Size([2])],
+        "integer keys": {0: tensor, 7: "seven"},
+    }
+    copied = staged(stager, state)
+    tensor.zero_()
+    members.append("later")
+    stream.write(b"ZZZ")
+    plain.value.append("later")
+    expected = [0.0, 1.0, 2.0]
+    assert copied["dict"]["inner"]["t"].tolist() == expected
+    assert [copied["list"][0].tolist(), copied["list"][1][0].tolist(), len(copied["list"])] == [expected, expected, 2]
+    assert (copied["tuple"][0].tolist(), copied["tuple"][1], type(copied["tuple"])) == (expected, 1, tuple)
+    assert isinstance(copied["namedtuple"], Pair)
+    assert (copied["namedtuple"].first.tolist(), copied["namedtuple"].second[0].tolist()) == (expected, expected)
+    assert (type(copied["ordered"]), list(copied["ordered"])) == (collections.OrderedDict, ["z", "a"])
+    assert (type(copied["default"]), copied["default"].default_factory) == (collections.defaultdict, list)
+    assert copied["default"]["t"].tolist() == expected
+    assert copied["counter"] == collections.Counter({"a": 2, "b": 1})
+    assert copied["user"]["t"].tolist() == expected
+    assert copied["proxy"]["t"].tolist() == expected
+    assert copied["stream"].getvalue() == b"abc"
+    assert (len(copied["plain"].value), copied["plain"].value[0].tolist()) == (1, expected)
+    assert copied["enum"] is Colour.RED
+    assert copied["level"] is Level.HIGH
+    assert copied["set"] == {1, 2}
+    assert copied["set"] is not state["set"]
+    assert copied["empty"] == [{}, [], ()]
+    assert copied["atoms"] == state["atoms"]
+    assert copied["integer keys"][0].tolist() == expected
+    assert list(copied) == list(state)
+
+
+class Attributes(MutableMapping[str, Any]):
+    """A mapping of the kind that configuration libraries have: not a dict, its contents in an attribute."""
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        self.content = content
+
+    def __getitem__(self, key: str) -> Any:
+        return self.content[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.content[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.content[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.content)
+
+    def __len__(self) -> int:
+        return len(self.content)
+
+
+def test_staging_never_changes_what_it_copies(stager: Stager) -> None:
+    """A mapping that is not a dict keeps its own tensors, and its staged copy others."""
+    tensor = torch.arange(3.0)
+    live = Attributes({"t": tensor, "n": {"t": tensor}})
+    copied = staged(stager, {"mapping": live})
+    assert live["t"] is tensor
+    assert live["n"]["t"] is tensor
+    tensor.zero_()
+    assert copied["mapping"]["t"].tolist() == [0.0, 1.0, 2.0]
+    assert copied["mapping"]["n"]["t"].tolist() == [0.0, 1.0, 2.0]
+
+
+def test_an_empty_state_dict_is_staged(stager: Stager) -> None:
+    """Nothing to copy is no error."""
+    assert staged(stager, {}) == {}
+
+
+def test_staging_is_bit_exact_for_many_small_tensors(stager: Stager) -> None:
+    """2,000 tensors of all dtypes in one buffer, none overlapping another."""
+    state = {f"layer.{n}": filled(ALL_DTYPES[n % len(ALL_DTYPES)], (n % 7, 3), seed=n) for n in range(2000)}
+    copied = staged(stager, state)
+    assert [key for key in state if not same(state[key], copied[key])] == []
+
+
+class Unflattened(torch.Tensor):
+    """A wrapper subclass that does not say what it is made of."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Unflattened:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[return-value]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError("this subclass does nothing")
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.empty(3)
+
+
+def quantised() -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
+def nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+def jagged() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: torch.eye(3).to_sparse(), "sparse_coo"),
+        (lambda: torch.eye(3).to_sparse_csr(), "sparse_csr"),
+        (quantised, "qint8"),
+        (lambda: torch.empty(3, dtype=torch.uint4), "uint4"),
+        (lambda: torch.empty(3, device="meta"), "meta"),
+        (nested, "nested"),
+        (jagged, "jagged"),
+        (lambda: masked_tensor(torch.ones(2), torch.tensor([True, False])), "MaskedTensor"),
+        (lambda: Unflattened(torch.ones(2)), "Unflattened"),
+        (fake, "FakeTensor"),
+        (threading.Lock, "lock"),
+        (lambda: (n for n in range(3)), "generator"),
+        (lambda: Plain(torch.ones(2, requires_grad=True) * 2), "Plain"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "a",
+)
+def test_what_cannot_be_copied_is_an_error_that_names_it(stager: Stager, make: Callable[[], Any], kind: str) -> None:
+    """Never zeros, never silence: the error has the key and the kind, and the next staging works."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, on the making of some of these
+        state = {"model": {"layers": [torch.ones(2), make()]}, "good": torch.ones(2)}
+        result = stager.stage(state)
+    assert dict(result) == {}
+    assert isinstance(result.staged_save.error, StagingError)
+    assert "'model.layers.1'" in str(result.staged_save.error)
+    assert kind in str(result.staged_save.error)
+    assert staged(stager, {"good": torch.ones(2)})["good"].tolist() == [1.0, 1.0]
+
+
+def test_a_wrapper_subclass_is_rebuilt_around_copies(stager: Stager) -> None:
+    """A subclass that can be flattened comes back as itself, its inner tensors copied."""
+    a, b = torch.arange(4.0), -torch.arange(4.0)
+    copied = staged(stager, {"two": TwoTensor(a, b)})["two"]
+    a.zero_()
+    b.zero_()
+    assert type(copied) is TwoTensor
+    assert copied.a.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert copied.b.tolist() == [0.0, -1.0, -2.0, -3.0]
+
+
+def test_wrappers_within_wrappers_are_copied(stager: Stager) -> None:
+    """Flattening goes down to the plain tensors."""
+    inner = torch.arange(2.0)
+    copied = staged(stager, {"n": TwoTensor(TwoTensor(inner, inner), TwoTensor(inner, inner))})["n"]
+    inner.zero_()
+    assert [t.tolist() for t in (copied.a.a, copied.a.b, copied.b.a, copied.b.b)] == [[0.0, 1.0]] * 4
+
+
+def test_what_cannot_be_copied_inside_a_wrapper_is_an_error(stager: Stager) -> None:
+    """The key of the wrapper is named."""
+    with pytest.raises(StagingError, match=r"'w'.*meta"):
+        staged(stager, {"w": TwoTensor(torch.empty(2, device="meta"), torch.empty(2, device="meta"))})
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_dtensors_are_copied(stager: Stager) -> None:
+    """Sharded, replicated, 0-dim, and as parameters: mesh and placements stay, local tensors are new."""
+    mesh = init_device_mesh("cpu", (1,))
+    locals_ = {"sharded": torch.arange(6.0).view(3, 2), "replicated": torch.arange(3.0), "scalar": torch.tensor(7.0)}
+    state: dict[str, Any] = {
+        "sharded": DTensor.from_local(locals_["sharded"], mesh, [Shard(0)]),
+        "replicated": DTensor.from_local(locals_["replicated"], mesh, [Replicate()]),
+        "scalar": DTensor.from_local(locals_["scalar"], mesh, [Replicate()]),
+    }
+    state["parameter"] = torch.nn.Parameter(state["sharded"])
+    copied = staged(stager, state)
+    for local in locals_.values():
+        local.fill_(-1)
+    assert all(isinstance(value, DTensor) for value in copied.values())
+    assert copied["sharded"].placements == (Shard(0),)
+    assert copied["sharded"].device_mesh is mesh
+    assert {key: value.to_local().tolist() for key, value in copied.items()} == {
+        "sharded": [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]],
+        "replicated": [0.0, 1.0, 2.0],
+        "scalar": 7.0,
+        "parameter": [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]],
+    }
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+def test_sharded_tensors_are_copied(stager: Stager) -> None:
+    """FSDP1's tensors come back as themselves, their shards on the CPU and new."""
+    spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu"])  # type: ignore[list-item]
+    tensor = sharded_tensor.full(spec, (4, 2), 3.0)
+    copied = staged(stager, {"sharded": tensor})["sharded"]
+    tensor.local_shards()[0].tensor.zero_()
+    assert type(copied) is sharded_tensor.ShardedTensor
+    assert [shard.tensor.tolist() for shard in copied.local_shards()] == [[[3.0, 3.0]] * 4]
+    assert copied.local_shards()[0].metadata.shard_offsets == [0, 0]
+    assert copied.size() == torch.Size([4, 2])
+
+
+def test_tensors_that_are_others_than_a_moment_ago_are_an_error() -> None:
+    """Too few, too many, or of other shapes and dtypes: never in the wrong places."""
+    a, b = torch.zeros(2, 3), torch.zeros(4)
+    for tensors in ([a], [a, b, b], [b, a], [a, b.double()]):
+        with pytest.raises(StagingError, match="other tensors"):
+            fill_tensors({"a": a, "b": [b]}, tensors)
+    assert fill_tensors({"a": a, "b": [b]}, [a, b])["b"][0] is b
+
+
+def test_tensors_are_listed_in_the_order_in_which_they_are_filled_in() -> None:
+    """Those inside of wrappers and containers, too."""
+    a, b, c = torch.zeros(1), torch.ones(2), torch.ones(2)
+    listed: list[torch.Tensor] = []
+    structure = copy_structure({"a": [a], "w": (TwoTensor(b, c), 3)}, "key", listed)
+    assert [t.data_ptr() for t in listed] == [a.data_ptr(), b.data_ptr(), c.data_ptr()]
+    filled_in = fill_tensors(structure, [t.clone() + 5 for t in listed])
+    assert filled_in["a"][0].tolist() == [5.0]
+    assert (filled_in["w"][0].a.tolist(), filled_in["w"][1]) == ([6.0, 6.0], 3)

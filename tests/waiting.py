@@ -1,0 +1,104 @@
+"""Handshakes between threads, in place of sleeping: what is held back until a test says so, and who waits for it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map
+
+__all__ = ["WAIT", "Gate", "HeldTensor", "hold_memory", "in_thread", "wait_until_inside"]
+
+WAIT = 30.0
+"""Seconds after which something that should have happened has not."""
+
+
+class Gate:
+    """Holds a thread back until it is opened."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def open(self) -> None:
+        self.opened.set()
+
+    def wait_reached(self) -> None:
+        assert self.reached.wait(WAIT), "nobody came to the gate"
+
+    def pass_through(self) -> None:
+        self.reached.set()
+        assert self.opened.wait(WAIT), "nobody opened the gate"
+
+
+class HeldTensor(torch.Tensor):
+    """A tensor in host memory that is not copied before its gate is opened, or whose copying fails."""
+
+    plain: torch.Tensor
+    before_copy: Callable[[], object]
+
+    @staticmethod
+    def __new__(cls, plain: torch.Tensor, before_copy: Callable[[], object]) -> HeldTensor:
+        held: HeldTensor = torch.Tensor._make_subclass(cls, plain)  # type: ignore[assignment]
+        held.plain, held.before_copy = plain, before_copy
+        return held
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._foreach_copy_.default:
+            for tensor in args[1]:
+                if isinstance(tensor, HeldTensor):
+                    tensor.before_copy()
+        result = func(*tree_map(_plain, args), **tree_map(_plain, kwargs or {}))
+        if func is torch.ops.aten.detach.default:  # staging copies what this gives
+            return HeldTensor(result, args[0].before_copy)
+        return result
+
+
+def _plain(value: Any) -> Any:
+    return value.plain if isinstance(value, HeldTensor) else value
+
+
+def hold_memory(monkeypatch: pytest.MonkeyPatch, before: Callable[[], object]) -> None:
+    """Has something called before the system gives memory for a shared buffer."""
+    allocate = os.posix_fallocate
+
+    def held(fd: int, offset: int, length: int) -> None:
+        before()
+        allocate(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", held)
+
+
+def in_thread(target: Callable[[], object]) -> threading.Thread:
+    """Runs something on a thread of its own."""
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    return thread
+
+
+def wait_until_inside(thread: threading.Thread, function: Callable[..., object]) -> None:
+    """Returns when a thread waits inside a function; fails if it ends without."""
+    deadline = time.monotonic() + WAIT
+    while not _waits_inside(thread, function):
+        assert thread.is_alive(), f"it did not wait in {function.__qualname__}"
+        assert time.monotonic() < deadline, f"it is not in {function.__qualname__} yet"
+        time.sleep(0.001)
+
+
+def _waits_inside(thread: threading.Thread, function: Callable[..., object]) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    waits = frame is not None and frame.f_code.co_filename == threading.__file__ and frame.f_code.co_name in _WAITS
+    while waits and frame is not None:
+        if frame.f_code is function.__code__:  # type: ignore[attr-defined]
+            return True
+        frame = frame.f_back
+    return False
+
+
+_WAITS = {"wait", "join", "_wait_for_tstate_lock"}
