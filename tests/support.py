@@ -133,7 +133,7 @@ def on_a_page(content: bytes) -> memoryview:
 
 def sources(tensors: Iterable[tuple[str, torch.Tensor]], kind: str = "tensor") -> tuple[TensorSource, ...]:
     """What a request says of tensors."""
-    return tuple(TensorSource(n, dtype_name(t.dtype), tuple(t.shape), 0, 0, t.nbytes, kind) for n, t in tensors)
+    return tuple(TensorSource(n, dtype_name(t.dtype), tuple(t.shape), t.nbytes, kind) for n, t in tensors)
 
 
 def block_digests(tensor: torch.Tensor) -> bytes:

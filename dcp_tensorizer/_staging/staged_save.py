@@ -43,6 +43,7 @@ class StagedSave:
         self.begun = False
         self.abandoned = False
         self.distributed = False
+        self.started_at = 0.0  # time.time() when staging began
         self.stage_seconds = 0.0
         self._changed = threading.Condition()
         self._alive = True
