@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import torch
 import xxhash
 
@@ -25,6 +26,7 @@ from dcp_tensorizer._writer_process.messages import TensorSource
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "dcp_tensorizer"
+WORKER = "dcp_tensorizer._writer_process.worker"
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -195,6 +197,18 @@ def cached(path: Path, offset: int) -> bool:
         found = residency._ask(offset)
         residency.close()
     return found
+
+
+def writer_process() -> psutil.Process:
+    """The writer process of this process; there must be just one."""
+    (process,) = (child for child in psutil.Process().children() if WORKER in child.cmdline())
+    return process
+
+
+def kill(process: psutil.Process) -> None:
+    """Kills a child, and returns when it is dead; its parent can still ask how it ended."""
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
 
 def memory_files() -> set[int]:

@@ -1,6 +1,5 @@
 """The writer process, from the trainer's side: requests, death, hangs, ends."""
 
-import dataclasses
 import errno
 import os
 import signal
@@ -21,6 +20,7 @@ from dcp_tensorizer._writer_process.messages import (
     FileRequest,
     SnapshotRequest,
     TensorSource,
+    WriteOptions,
     WriteRequest,
 )
 from dcp_tensorizer._writer_process.process import WriterProcess
@@ -61,8 +61,10 @@ def process(processes):
 def request(path, buffer, count=1000, options=None):
     tensor = buffer.allocate(torch.float32, (count,))
     tensor.copy_(torch.arange(count, dtype=torch.float32))
-    source = TensorSource("w", "float32", (count,), buffer.id, buffer.locate(tensor), tensor.nbytes)
-    return WriteRequest(str(path), options or {}, (FileRequest(NAME, (source,)),), (), True, 2, 64 << 20, 60.0)
+    source = TensorSource("w", "float32", (count,), tensor.nbytes, "tensor", buffer.id, buffer.locate(tensor))
+    return WriteRequest(
+        str(path), WriteOptions(options or {}, True, 2, 64 << 20, 60.0), (FileRequest(NAME, (source,)),)
+    )
 
 
 def test_requests_are_written(process, buffer, tmp_path):
@@ -144,9 +146,9 @@ def test_a_process_that_takes_no_request_is_killed(process, buffer, tmp_path):
     os.kill(process.pid, signal.SIGSTOP)
     rescue = threading.Timer(20, os.kill, (process.pid, signal.SIGKILL))
     rescue.start()
-    source = TensorSource("w" * 200, "float32", (1,), buffer.id, 0, 4)
-    large = WriteRequest(str(tmp_path), {}, (FileRequest(NAME, (source,) * 20_000),), (), True, 1, 64 << 20, 60.0)
-    large = dataclasses.replace(large, storage_options={"padding": os.urandom(4 << 20)})
+    source = TensorSource("w" * 200, "float32", (1,), 4, "tensor", buffer.id, 0)
+    padded = WriteOptions({"padding": os.urandom(4 << 20)}, True, 1, 64 << 20, 60.0)
+    large = WriteRequest(str(tmp_path), padded, (FileRequest(NAME, (source,) * 20_000),))
     try:
         with pytest.raises(WriterProcessDied, match="made no progress for 1 s"):
             process.write(large, [buffer], 1)
