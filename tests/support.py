@@ -9,7 +9,7 @@ import resource
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,8 +18,12 @@ import torch
 import xxhash
 
 from dcp_tensorizer._format.chunks import Region
+from dcp_tensorizer._format.encoder import encode
+from dcp_tensorizer._format.encryption import Cipher
 from dcp_tensorizer._format.layout import StoredItem, block_size
+from dcp_tensorizer._format.tensorizer_file import lay_out
 from dcp_tensorizer._loading.read_planner import ReadRequest
+from dcp_tensorizer._memory.tensor_bytes import host_bytes
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.page_cache import Residency
 from dcp_tensorizer._writer_process.messages import TensorSource
@@ -136,6 +140,17 @@ def on_a_page(content: bytes) -> memoryview:
 def sources(tensors: Iterable[tuple[str, torch.Tensor]], kind: str = "tensor") -> tuple[TensorSource, ...]:
     """What a request says of tensors."""
     return tuple(TensorSource(n, dtype_name(t.dtype), tuple(t.shape), t.nbytes, kind) for n, t in tensors)
+
+
+def encrypted_file(
+    tensors: Mapping[str, torch.Tensor], cipher: Cipher, threads: int = 1, part_bytes: int = 1 << 20, **options: bool
+) -> tuple[bytes, dict[str, StoredItem]]:
+    """An encrypted file ``f``, and its items by name; ``options`` are those of a `BufferSink`."""
+    sink = BufferSink(part_bytes, **options)
+    layout = lay_out(sources(tensors.items()), cipher)
+    items = encode(layout, lambda source: host_bytes(tensors[source.name]), sink, threads, file="f")
+    assert len(sink.content) == layout.nbytes
+    return sink.content, {item.name: item for item in items}
 
 
 def block_digests(tensor: torch.Tensor) -> bytes:
