@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tensorizer import EncryptionParams
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -182,6 +183,33 @@ def test_a_copy_is_a_writer_of_its_own(tmp_path):
     with copied:
         dcp.async_save(state_of(4), storage_writer=copied).result()
     assert loaded(tmp_path) == (4.0, 4)
+
+
+def test_a_copy_of_a_closed_writer_is_closed(tmp_path):
+    """It refuses saves as the one that it was made from does."""
+    writer = TensorizerStorageWriter(tmp_path)
+    writer.close()
+    copied = pickle.loads(pickle.dumps(writer))
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(state_of(4), storage_writer=copied)
+    assert "closed" in str(cause(caught))
+
+
+def test_the_repr_shows_path_and_options_but_no_secrets():
+    """Neither those in the URL, nor the storage options' values, nor the key."""
+    secret = "correct-horse-battery"
+    with TensorizerStorageWriter(
+        f"s3://user:hunter2@bucket/run?sig={secret}",
+        storage_options={"secret": secret, "anon": False},
+        encryption=EncryptionParams(b"0123456789abcdef" * 2),
+        on_report=functools.partial(print, "a token of the user's"),
+    ) as writer:
+        shown = repr(writer)
+    assert shown.startswith("TensorizerStorageWriter('s3://bucket/run?sig=***', cache_staged_state_dict=True, ")
+    assert "storage_options=['anon', 'secret'], encryption=True, limits=SaveLimits(" in shown
+    assert not [word for word in (secret, "hunter2", "token", "abcdef") if word in shown]
+    with TensorizerStorageWriter() as writer:
+        assert repr(writer).startswith("TensorizerStorageWriter(None, ")
 
 
 def test_prewarm_makes_the_buffer_that_the_first_save_uses(tmp_path):
