@@ -73,7 +73,7 @@ def check_callable(name: str, value: object) -> None:
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raises `ValueError` unless it is one of a few words."""
     if value not in choices:
-        raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, choices))}")
+        raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, sorted(choices)))}")
 
 
 def check_type(name: str, value: object, kind: type) -> None:

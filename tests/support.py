@@ -39,8 +39,8 @@ with warnings.catch_warnings():
 
 def _plain_dtypes() -> list[torch.dtype]:
     """Every dtype that can be saved: all but torch's own quantised ones, opaque bits, and integers below a byte."""
-    found = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-    plain = {dtype for dtype in found if not re.match(r"torch\.(q|bits|u?int[1-7]$)", str(dtype))}
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    plain = {dtype for dtype in dtypes if not re.match(r"torch\.(q|bits|u?int[1-7]$)", str(dtype))}
     return sorted(plain, key=str)
 
 
@@ -189,13 +189,13 @@ def run_python(script: str, *arguments: str, timeout: float = 60.0) -> subproces
 
 def open_descriptors() -> dict[int, str]:
     """The descriptors of this process and what they refer to."""
-    found = {}
+    targets = {}
     for name in os.listdir("/proc/self/fd"):
         try:
-            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+            targets[int(name)] = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
             continue  # the one that listed them
-    return found
+    return targets
 
 
 def forget(path: Path) -> None:
@@ -209,9 +209,9 @@ def cached(path: Path, offset: int) -> bool:
     """Whether the page cache holds this very byte of a file; asked anew each time."""
     with open(path, "rb") as file:
         residency = Residency(file.fileno())
-        found = residency._ask(offset)
+        is_cached = residency._ask(offset)
         residency.close()
-    return found
+    return is_cached
 
 
 def writer_process() -> psutil.Process:
@@ -229,5 +229,5 @@ def kill(process: psutil.Process) -> None:
 def memory_files() -> set[int]:
     """The inodes of the buffers' memory files that this process has open or mapped."""
     mark = "memfd:dcp_tensorizer"
-    found = {os.stat(f"/proc/self/fd/{fd}").st_ino for fd, target in open_descriptors().items() if mark in target}
-    return found | {int(line.split()[4]) for line in Path("/proc/self/maps").read_text().splitlines() if mark in line}
+    inodes = {os.stat(f"/proc/self/fd/{fd}").st_ino for fd, target in open_descriptors().items() if mark in target}
+    return inodes | {int(line.split()[4]) for line in Path("/proc/self/maps").read_text().splitlines() if mark in line}

@@ -42,7 +42,6 @@ __all__ = [
     "Entry",
     "FileLayout",
     "T",
-    "TensorInfo",
     "lay_out",
 ]
 

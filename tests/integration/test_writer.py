@@ -213,15 +213,18 @@ def test_the_repr_shows_path_and_options_but_no_secrets():
 
 
 def test_prewarm_makes_the_buffer_that_the_first_save_uses(tmp_path):
-    """The first save after `prewarm` allocates nothing."""
+    """The first save after `prewarm` allocates nothing, and neither does another `prewarm` after it."""
+    before, state = memory_files(), {"w": torch.ones(1000)}
     with TensorizerStorageWriter(tmp_path) as writer:
-        writer.prewarm(state_of(1))
-        writer._saver.stager._settle_warming()
-        buffer = writer._saver.stager._idle
-        dcp.async_save(state_of(1), storage_writer=writer).result()
+        writer.prewarm(state)
+        wait_prewarmed()
+        (buffer,) = memory_files() - before
+        dcp.async_save(state, storage_writer=writer).result()
+        assert memory_files() - before == {buffer}
         writer._saver.stager.wait_turn()
-        writer.prewarm(state_of(1))  # takes back the buffer of the save, which is over
-        assert writer._saver.stager._idle is buffer
+        writer.prewarm(state)  # takes back the buffer of the save, which is over
+        wait_prewarmed()
+        assert memory_files() - before == {buffer}
 
 
 def test_prewarm_asks_stateful_values(tmp_path):
@@ -234,10 +237,20 @@ def test_prewarm_asks_stateful_values(tmp_path):
         def load_state_dict(self, state_dict):
             raise AssertionError("nothing is loaded")
 
+    before = memory_files()
     with TensorizerStorageWriter(tmp_path) as writer:
         writer.prewarm({"app": App()})
-        writer._saver.stager._settle_warming()
-        assert writer._saver.stager._idle.nbytes >= 4_000_000
+        wait_prewarmed()
+        (buffer,) = memory_files() - before
+        dcp.async_save({"w": torch.ones(1_000_000)}, storage_writer=writer).result()
+        assert memory_files() - before == {buffer}
+
+
+def wait_prewarmed():
+    """Returns when the memory is ready that `prewarm` allocates in the background."""
+    for thread in threading.enumerate():
+        if thread.name == "prewarm":
+            thread.join()
 
 
 def test_memory_urls_are_written_in_this_process():

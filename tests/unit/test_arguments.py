@@ -104,7 +104,7 @@ def test_choices() -> None:
     """The error lists them."""
     check_choice("staging", "a", ("a", "b"))
     with pytest.raises(ValueError, match=r"^staging='c' is none of 'a', 'b'$"):
-        check_choice("staging", "c", ("a", "b"))
+        check_choice("staging", "c", ("b", "a"))
     with pytest.raises(ValueError, match=r"^staging=\['a'\] is none of"):
         check_choice("staging", ["a"], ("a", "b"))
 

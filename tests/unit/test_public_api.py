@@ -101,9 +101,9 @@ def test_overridden_methods_take_what_torch_passes(ours: type, theirs: type) -> 
         if name.startswith("_"):
             continue
         expected = [p for p in inspect.signature(method).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        found = list(inspect.signature(getattr(ours, name)).parameters.values())
-        assert [p.name for p in found[: len(expected)]] == [p.name for p in expected], name
-        assert not [p for p in found[len(expected) :] if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+        actual = list(inspect.signature(getattr(ours, name)).parameters.values())
+        assert [p.name for p in actual[: len(expected)]] == [p.name for p in expected], name
+        assert not [p for p in actual[len(expected) :] if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
 def test_the_arguments_of_the_writer_are_pinned() -> None:
@@ -129,7 +129,7 @@ def test_the_arguments_of_the_writer_are_pinned() -> None:
     ("arguments", "error", "message"),
     [
         ({"path": 7}, TypeError, "path must be a str or an os.PathLike, and is int"),
-        ({"staging": "disk"}, ValueError, "staging='disk' is none of 'buffer', 'shared', 'device'"),
+        ({"staging": "disk"}, ValueError, "staging='disk' is none of 'buffer', 'device', 'shared'"),
         ({"thread_count": 0}, ValueError, "thread_count=0 must be an int of at least 1, or None"),
         ({"storage_options": ["a"]}, TypeError, "storage_options must be a mapping, or None, and is list"),
         ({"encryption": "key"}, TypeError, "encryption must be tensorizer.EncryptionParams, and is str"),

@@ -26,7 +26,7 @@ from dcp_tensorizer._writer_process.messages import (
 from dcp_tensorizer._writer_process.process import WriterProcess
 from dcp_tensorizer.errors import WriteError, WriterProcessDied
 
-from ...support import open_descriptors
+from ...support import kill, open_descriptors
 
 NAME = data_file_name(0, 0, "a" * 32)
 
@@ -289,9 +289,9 @@ def test_a_process_that_may_use_gpus_sees_the_trainers(monkeypatch, buffer, tmp_
 
 
 def mapped(process):
-    """Whether the process has a trainer's buffer mapped."""
+    """The inodes of the trainer's buffers that the process has mapped."""
     with open(f"/proc/{process.pid}/maps", encoding="ascii") as maps:
-        return "memfd:dcp_tensorizer" in maps.read()
+        return {int(line.split()[4]) for line in maps if "memfd:dcp_tensorizer" in line}
 
 
 def test_a_buffer_that_is_given_back_is_free(process, tmp_path):
@@ -300,13 +300,15 @@ def test_a_buffer_that_is_given_back_is_free(process, tmp_path):
     (tmp_path / "1").mkdir()
     (tmp_path / "2").mkdir()
     process.write(request(tmp_path / "1", kept), [kept, given_back], 60)
+    inode = os.fstat(kept.fd).st_ino
+    assert len(mapped(process)) == 2
     given_back.close()
-    assert process._attached == {kept.id}
+    assert mapped(process) == {inode}
     kept.reset()
     process.write(request(tmp_path / "2", kept), [kept], 60)
-    assert mapped(process)
+    assert mapped(process) == {inode}
     kept.close()
-    assert not mapped(process)
+    assert mapped(process) == set()
 
 
 def test_giving_back_the_buffer_of_a_dead_process_is_no_error(processes, tmp_path):
@@ -315,8 +317,7 @@ def test_giving_back_the_buffer_of_a_dead_process_is_no_error(processes, tmp_pat
     processes.append(process)
     buffer = SharedBuffer(1 << 20)
     process.write(request(tmp_path, buffer), [buffer], 60)
-    process._popen.kill()
-    process._popen.wait()
+    kill(psutil.Process(process.pid))
     buffer.close()
     assert not process.alive
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -329,7 +330,7 @@ def test_after_a_failed_request_a_buffer_that_is_given_back_is_free_too(process,
     with pytest.raises(WriteError):
         process.write(request(tmp_path / "nowhere", buffer), [buffer], 60)
     buffer.close()
-    assert not mapped(process)
+    assert mapped(process) == set()
 
 
 def test_an_interrupted_request_ends_the_process(processes, buffer, tmp_path, monkeypatch):

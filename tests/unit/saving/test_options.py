@@ -63,7 +63,7 @@ def test_limits_that_make_no_sense_are_refused(given: dict[str, Any], error: typ
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"staging": "none"}, ValueError, "staging='none' is none of 'buffer', 'shared', 'device'"),
+        ({"staging": "none"}, ValueError, "staging='none' is none of 'buffer', 'device', 'shared'"),
         ({"thread_count": 0}, ValueError, "thread_count=0 must be an int of at least 1, or None"),
         ({"storage_options": "key=x"}, TypeError, "storage_options must be a mapping, or None, and is str"),
         ({"limits": {"timeout": 5}}, TypeError, "limits must be SaveLimits, and is dict"),
