@@ -211,14 +211,16 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Keeps what is done inside from overtaking the copies that are still running, with ``overlap_staging``::
+        """Makes what is done inside wait for the copies that are still running. It locks nothing.
+
+        To be entered around ``optimizer.step()``, with ``overlap_staging``::
 
             with writer.lock():
                 optimizer.step()
 
-        The name is the one that other checkpointers use, but nothing is locked: several threads may be inside at once,
-        and leaving it does nothing. Entering it waits for the copies. If only copies from a GPU are left, it does not
-        wait for them itself: what is queued inside, on the current stream, does.
+        The name is the one that users of other checkpointers know. Several threads may be inside at once, and leaving
+        does nothing. If all copies that are left come from a GPU, entering returns at once, and what is queued inside,
+        on the current stream, waits for them. Otherwise entering waits until the state may be changed.
         """
         self._saver.stager.hold_training()
         yield
