@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
+from dcp_tensorizer import SaveLimits, TensorizerStorageReader, TensorizerStorageWriter
 
 from .harness import machine, rewrite, store, stored
 from .soak_report import FAILED, FATAL, HANG, SURVIVED, WORLD, render
@@ -169,13 +169,13 @@ def _rank(index: int, plan: list[Save], folder: Path, store_file: Path, journal:
 
     note(**_load(path, mesh))
     sizes: list[dict[str, int]] = []
-    with TensorizerStorageWriter(path, thread_count=1, max_consecutive_failures=None) as writer:
+    with TensorizerStorageWriter(path, thread_count=1, limits=SaveLimits(max_consecutive_failures=None)) as writer:
         for save in plan:
             state = _state(save.step, mesh)
             dist.barrier()
             started = time.monotonic()
             future = dcp.async_save(state, storage_writer=writer, process_group=group)
-            with _fault(save, index, writer, future.done):
+            with _fault(save, index, future.done):
                 committed = _succeeded(future)
             if save.fault in FATAL:
                 os._exit(1)  # a rank that lives on: the job is over
@@ -231,41 +231,42 @@ def _succeeded(future: Any) -> bool:
 
 
 @contextmanager
-def _fault(save: Save, index: int, writer: TensorizerStorageWriter, done: Callable[[], bool]) -> Iterator[None]:
+def _fault(save: Save, index: int, done: Callable[[], bool]) -> Iterator[None]:
     """What befalls this rank while a save is under way."""
     if save.fault == ".metadata refused" and index == 0:
         with _file_size_limit(os.getpid()):
             yield
         return
     if save.fault == "data refused" and index == save.victim:
-        with _file_size_limit(_pid(writer)):
+        with _file_size_limit(_writer_pid()):
             yield
         return
-    thread = threading.Thread(target=_strike, args=(save, index, writer, done), daemon=True)
+    thread = threading.Thread(target=_strike, args=(save, index, done), daemon=True)
     thread.start()
     yield
     thread.join()
 
 
-def _strike(save: Save, index: int, writer: TensorizerStorageWriter, done: Callable[[], bool]) -> None:
+def _strike(save: Save, index: int, done: Callable[[], bool]) -> None:
     time.sleep(save.delay)
     struck = index == save.victim or save.fault.startswith("all ranks")
     if not struck or save.fault == "none":
         return
     if save.fault == "writer killed once":
-        _kill(_pid(writer))
+        _kill(_writer_pid())
     elif save.fault == "writer killed again and again":
         while not done():
-            _kill(_pid(writer))
+            _kill(_writer_pid())
             time.sleep(0.005)
     elif save.fault in FATAL:
         if "writers" in save.fault:
-            _kill(_pid(writer))
+            _kill(_writer_pid())
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _pid(writer: TensorizerStorageWriter) -> int:
-    return writer._process.pid if writer._process is not None else 0
+def _writer_pid() -> int:
+    """This rank's writer process, 0 if there is none."""
+    return next((child.pid for child in psutil.Process().children() if _is_ours(child)), 0)
 
 
 def _kill(pid: int) -> None:

@@ -21,6 +21,7 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from ._saving.options import SaveLimits
     from .reader import TensorizerStorageReader
     from .writer import TensorizerStorageWriter
 
@@ -33,6 +34,7 @@ __all__ = [
     "MetadataError",
     "NotCommitted",
     "ReadError",
+    "SaveLimits",
     "SaveReport",
     "StagingError",
     "TensorizerStorageReader",
@@ -45,13 +47,17 @@ __all__ = [
 
 __version__ = version("dcp_tensorizer")
 
-_ON_USE = {"TensorizerStorageReader": "reader", "TensorizerStorageWriter": "writer"}
+_ON_USE = {
+    "SaveLimits": "_saving.options",
+    "TensorizerStorageReader": "reader",
+    "TensorizerStorageWriter": "writer",
+}
 _MODULES = ("convert", "reader", "writer")
 
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Imports what needs torch when it is first asked for: the writer process does without it."""
+        """Imports what needs torch or numpy when it is first asked for: an import of the package takes no time."""
         if name in _MODULES:
             return import_module(f".{name}", __name__)
         if name in _ON_USE:

@@ -44,7 +44,7 @@ class WriteError(CheckpointError):
 
 
 class WriterProcessDied(WriteError):
-    """The writer process ended in the middle of a save; the message carries its exit and last words."""
+    """The writer process ended in the middle of a save; the message carries its exit and the end of its output."""
 
 
 class ReadError(CheckpointError):
@@ -73,3 +73,8 @@ class UntrustedObject(MetadataError):
 
 class ConversionError(CheckpointError):
     """A checkpoint cannot be brought into another format as asked; the message names the key, and what to do."""
+
+
+def describe(error: BaseException) -> str:
+    """An error as a part of another one's message: ours speak for themselves, others need their type."""
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from ._arguments import check_callable, check_path, check_storage_options, check_thread_count, check_timeout
 from ._format.encryption import Cipher, check_decryption, unlock
 from ._loading.executor import fetch
 from ._loading.metadata_reader import read_metadata
@@ -87,7 +87,12 @@ class TensorizerStorageReader(StorageReader):
         on_report: Callable[[LoadReport], object] | None = None,
     ) -> None:
         super().__init__()
-        _check_arguments(path, storage_options, thread_count, timeout, on_progress=on_progress, on_report=on_report)
+        check_path(path)
+        check_storage_options(storage_options)
+        check_thread_count(thread_count)
+        check_timeout(timeout)
+        check_callable("on_progress", on_progress)
+        check_callable("on_report", on_report)
         if encryption is not None:
             check_decryption(encryption)
         self._path = path
@@ -265,22 +270,3 @@ class TensorizerStorageReader(StorageReader):
 
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def _check_arguments(path: Any, storage_options: Any, thread_count: Any, timeout: Any, **callables: Any) -> None:
-    """Raises `TypeError` or `ValueError` for an argument that makes no sense."""
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"path: must be a str or an os.PathLike, not {type(path).__name__}")
-    if storage_options is not None and not isinstance(storage_options, Mapping):
-        raise TypeError(f"storage_options: must be a mapping, not {type(storage_options).__name__}")
-    if thread_count is not None and (isinstance(thread_count, bool) or not isinstance(thread_count, int)):
-        raise TypeError(f"thread_count={thread_count!r}: must be a number of threads, or None")
-    if thread_count is not None and thread_count < 1:
-        raise ValueError(f"thread_count={thread_count!r}: must be at least 1, or None")
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"timeout={timeout!r}: must be a positive number of seconds")
-    if not (math.isfinite(timeout) and timeout > 0):
-        raise ValueError(f"timeout={timeout!r}: must be a positive number of seconds")
-    for name, value in callables.items():
-        if value is not None and not callable(value):
-            raise TypeError(f"{name}={value!r}: must be callable, or None")

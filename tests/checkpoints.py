@@ -95,7 +95,7 @@ def make_checkpoint(
         by_name = dict(zip(names, own, strict=True))
         files = plan_files(
             (
-                TensorSource(name, dtype_name(t.dtype), tuple(t.shape), 0, 0, t.nbytes, kind)
+                TensorSource(name, dtype_name(t.dtype), tuple(t.shape), t.nbytes, kind)
                 for name, (_, t, kind) in by_name.items()
                 if t.numel()
             ),
@@ -104,19 +104,9 @@ def make_checkpoint(
         )
         contents = functools.partial(_contents, by_name)
         job = FileJob(storage, files, contents, sync=False, threads=1, cipher=cipher)
-        places = {
-            source.name: (file, source, tensor)
-            for request, file in zip(files, job.run().files, strict=True)
-            for source, tensor in zip(request.tensors, file.tensors, strict=True)
-        }
+        places = job.run().places()
         for name, (index, tensor, kind) in by_name.items():
-            stored, nbytes = StoredItem("", "", 0, 0, dtype_name(tensor.dtype), kind, b""), 0
-            if name in places:
-                file, source, result = places[name]
-                nbytes = file.nbytes
-                place = file.name, name, result.offset, result.length, source.dtype, kind
-                stored = StoredItem(*place, result.digests, result.nonce_and_macs)
-            written.append((index, stored, nbytes))
+            written.append((index, *places.get(name, (StoredItem.empty(dtype_name(tensor.dtype), kind), 0))))
     paths = {key: tuple(key.split(".")) for key in described}
     metadata = Metadata(described, paths, storage_meta=StorageMeta(str(path), save_id))
     record = None if cipher is None else cipher.record()

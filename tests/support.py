@@ -9,20 +9,26 @@ import resource
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import torch
 import xxhash
 
+from dcp_tensorizer._format.encoder import encode
+from dcp_tensorizer._format.encryption import Cipher
 from dcp_tensorizer._format.layout import StoredItem, block_size
+from dcp_tensorizer._format.tensorizer_file import lay_out
+from dcp_tensorizer._memory.tensor_bytes import host_bytes
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.page_cache import Residency
 from dcp_tensorizer._writer_process.messages import TensorSource
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "dcp_tensorizer"
+WORKER = "dcp_tensorizer._writer_process.worker"
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -136,8 +142,19 @@ def on_a_page(content: bytes) -> memoryview:
 
 
 def sources(tensors: Iterable[tuple[str, torch.Tensor]], kind: str = "tensor") -> tuple[TensorSource, ...]:
-    """The description of tensors in a write request."""
-    return tuple(TensorSource(n, dtype_name(t.dtype), tuple(t.shape), 0, 0, t.nbytes, kind) for n, t in tensors)
+    """What a request says of tensors."""
+    return tuple(TensorSource(n, dtype_name(t.dtype), tuple(t.shape), t.nbytes, kind) for n, t in tensors)
+
+
+def encrypted_file(
+    tensors: Mapping[str, torch.Tensor], cipher: Cipher, threads: int = 1, part_bytes: int = 1 << 20, **options: bool
+) -> tuple[bytes, dict[str, StoredItem]]:
+    """An encrypted file ``f``, and its items by name; ``options`` are those of a `BufferSink`."""
+    sink = BufferSink(part_bytes, **options)
+    layout = lay_out(sources(tensors.items()), cipher)
+    items = encode(layout, lambda source: host_bytes(tensors[source.name]), sink, threads, file="f")
+    assert len(sink.content) == layout.nbytes
+    return sink.content, {item.name: item for item in items}
 
 
 def block_digests(tensor: torch.Tensor) -> bytes:
@@ -199,6 +216,18 @@ def cached(path: Path, offset: int) -> bool:
         is_cached = residency.holds_page(offset)
         residency.close()
     return is_cached
+
+
+def writer_process() -> psutil.Process:
+    """The writer process of this process; there must be just one."""
+    (process,) = (child for child in psutil.Process().children() if WORKER in child.cmdline())
+    return process
+
+
+def kill(process: psutil.Process) -> None:
+    """Kills a child, and returns when it is dead; its parent can still ask how it ended."""
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
 
 def memory_files() -> set[int]:

@@ -13,7 +13,6 @@ from .layout import StoredItem
 
 __all__ = ["DigestCheck", "Digester", "TensorHashes", "check_digests"]
 
-
 _WORTH_UNLOCKING = 256 << 10  # bytes
 
 
@@ -102,34 +101,37 @@ class DigestCheck:
         return self._hash.digest() == self._expected
 
 
-def check_digests(item: StoredItem, start: int, data: memoryview) -> None:
-    """Compares blocks of an item with their digests.
-
-    Args:
-        item: The item.
-        start: Where in it the blocks begin.
-        data: The blocks: all of them whole, but that the item's last one may be shorter.
-
-    Raises:
-        ChecksumMismatch: naming the bytes of the first damaged block in the item.
-    """
-    step = item.block
-    whole = _digest_of_all(item)
-    if whole and data.nbytes == item.length and _digest(data) == whole:
-        return
-    for number, begin in enumerate(range(0, data.nbytes, step), start // step):
-        if _digest(data[begin : begin + step]) != item.digests[8 * number : 8 * number + 8]:
-            raise ChecksumMismatch(f"bytes {number * step:,} to {number * step + step:,}")
-
-
-def _digest_of_all(item: StoredItem) -> bytes:
-    """The digest of the whole item that stands behind those of its blocks, if there is one."""
-    return item.digests[-(-item.length // item.block) * 8 :]
-
-
 def _digest(data: memoryview) -> bytes:
     if data.nbytes < _WORTH_UNLOCKING:
         return xxhash.xxh3_64_digest(data)  # keeps the interpreter lock
     state = xxhash.xxh3_64()
     state.update(data)  # does not: other threads begin their next reads
     return state.digest()
+
+
+def check_digests(
+    item: StoredItem, start: int, data: memoryview, digest: Callable[[memoryview], bytes] = _digest
+) -> None:
+    """Compares blocks of an item with their digests.
+
+    Args:
+        item: The item.
+        start: Where in it the blocks begin.
+        data: The blocks. Each is whole, except the item's last one, which may be shorter.
+        digest: Gives the digest of some bytes.
+
+    Raises:
+        ChecksumMismatch: naming the bytes of the first damaged block in the item.
+    """
+    step = item.block
+    whole = _digest_of_all(item)
+    if whole and data.nbytes == item.length and digest(data) == whole:
+        return
+    for number, begin in enumerate(range(0, data.nbytes, step), start // step):
+        if digest(data[begin : begin + step]) != item.digests[8 * number : 8 * number + 8]:
+            raise ChecksumMismatch(f"bytes {number * step:,} to {number * step + step:,}")
+
+
+def _digest_of_all(item: StoredItem) -> bytes:
+    """The digest of the whole item that stands behind those of its blocks, if there is one."""
+    return item.digests[-(-item.length // item.block) * 8 :]

@@ -1,136 +1,144 @@
 """Encoding: tensors become the parts of a tensorizer file, hashed on the way, in one pass over memory.
 
-Hashing sets the pace of a save (SHA-256 alone runs at less than a fast disk's speed), and it runs up to twice as fast
-on data that is in the core's own cache. So each thread takes a tensor, goes through it in pieces that stay in that
-cache, and does everything to a piece at once: digest, CRC-32, SHA-256, and the copy into the part it belongs to.
-Complete parts leave for the sink on threads of their own while hashing goes on.
+Hashing sets the pace of a save: SHA-256 alone is slower than a fast disk. It is up to twice as fast on data that is in
+the core's own cache. So each thread takes a tensor, goes through it in pieces that stay in that cache, and does
+everything to a piece at once: digest, CRC-32, SHA-256, and the copy into the part it belongs to. Complete parts go to
+the sink on threads of their own while hashing goes on.
 
-Encrypted, a tensor goes through block by block instead: from where it is, encrypted, into a buffer of a block's size,
+With encryption a tensor goes through block by block: from where it is, encrypted, into a buffer of a block's size,
 digested there, and copied into its part. Its own memory is only read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 import xxhash
 
 from .checksums import Digester, TensorHashes
 from .encryption import Cipher, random_nonce
-from .layout import NONCE_BYTES, block_size
+from .layout import NONCE_BYTES, StoredItem, block_size
 from .part_buffer import Parts, PartSink
-from .tensorizer_file import END, Entry, FileLayout
+from .tensorizer_file import END, Entry, FileLayout, T
 
-__all__ = ["BUFFER_BYTES", "Encoded", "encode"]
+__all__ = ["BUFFER_BYTES", "encode"]
 
 BUFFER_BYTES = 256 << 20
 
 # Half or a quarter of a core's second-level cache. From there CRC-32 and XXH3 run at twice their speed from memory.
 _PIECE = 512 << 10
 
-
-_LEAST_PARTS = 6  # that one thread fills, and one more on its way
-
-
-class Encoded(NamedTuple):
-    """What became of a tensor: see `StoredItem`."""
-
-    digests: bytes
-    nonce_and_macs: bytes = b""
+_MIN_PARTS = 6  # five that one thread fills, and one that is being written
 
 
 def encode(
-    layout: FileLayout,
-    contents: Sequence[Callable[[], memoryview]],
+    layout: FileLayout[T],
+    contents: Callable[[T], memoryview],
     sink: PartSink,
     threads: int,
     buffer_bytes: int = BUFFER_BYTES,
-) -> list[Encoded]:
+    *,
+    file: str = "",
+    piece_bytes: int = _PIECE,
+) -> list[StoredItem]:
     """Writes a complete tensorizer file and closes the sink.
 
     Holds ``3 * threads + sink.concurrency + 2`` parts in memory at most, a block a thread if it encrypts, and what is
-    asked of ``contents``: one tensor's bytes a thread. A sink that takes parts in their order costs another pass over
-    memory, in which what is encrypted is encrypted once more: a tensor's hashes, or its MACs, precede its bytes in the
-    file.
+    asked of ``contents``: one tensor's bytes a thread. A sink that takes parts in their order only costs another pass
+    over memory: a tensor's hashes precede its bytes in the file. Encrypted tensors are then encrypted twice, because
+    their MACs precede them too.
 
     Args:
         layout: Of the file.
-        contents: Give the tensors' bytes, in the layout's order.
+        contents: Gives a tensor's bytes.
         sink: Where to; aborted when anything fails.
         threads: Hashing threads.
         buffer_bytes: Memory for parts, of which six are the least. Where more do not fit, fewer threads hash, and
             fewer parts are written at once.
+        file: The file's name, for the items.
+        piece_bytes: Bytes that are hashed and copied at once.
 
     Returns:
-        For each tensor its digests, and if it is encrypted its nonce_and_macs.
+        The tensors as they are stored, in file order.
 
     Raises:
         OSError: the sink failed.
     """
-    room = max(_LEAST_PARTS, buffer_bytes // sink.part_bytes)
+    room = max(_MIN_PARTS, buffer_bytes // sink.part_bytes)
     threads = max(1, min(threads, (room - 3) // 3))
     filling = 3 * threads + 2
     writing = min(sink.concurrency, room - filling)
     try:
         with ThreadPoolExecutor(writing, thread_name_prefix="parts") as io:
             parts = Parts(layout.nbytes, sink, io, filling + writing)
-            encoding = _Encoding(layout, contents, parts, threads)
-            encoded = encoding.run_in_order() if sink.in_order else encoding.run()
+            encoding = _Encoding(layout, contents, parts, threads, file, piece_bytes)
+            items = encoding.run_in_order() if sink.in_order else encoding.run()
             parts.finish()
         sink.complete()
     except BaseException:
         sink.abort()
         raise
-    return encoded
+    return items
 
 
-class _Encoding:
+class _Encoding(Generic[T]):
     def __init__(
-        self, layout: FileLayout, contents: Sequence[Callable[[], memoryview]], parts: Parts, threads: int
+        self,
+        layout: FileLayout[T],
+        contents: Callable[[T], memoryview],
+        parts: Parts,
+        threads: int,
+        file: str,
+        piece_bytes: int,
     ) -> None:
         self._layout = layout
         self._contents = contents
         self._parts = parts
         self._threads = threads
-        self._encoded = [Encoded(b"")] * len(contents)
-        # With fewer tensors than threads, the slowest hash of a tensor gets a thread of its own, and the blocks of an
-        # encrypted one are spread over all that are free.
-        self._apart: ThreadPoolExecutor | None = None
+        self._file = file
+        self._piece_bytes = piece_bytes
+        self._items: list[StoredItem | None] = [None] * len(layout.entries)
+        # Threads that would have nothing to do, with fewer tensors than threads. Each tensor's SHA-256, its slowest
+        # hash, gets one to itself, and the blocks of an encrypted tensor are spread over all of them.
+        self._helpers: ThreadPoolExecutor | None = None
 
-    def run(self) -> list[Encoded]:
+    def run(self) -> list[StoredItem]:
+        """Hashes or encrypts with all threads, each of which fills parts on the way."""
         entries = self._layout.entries
         self._parts.fill(0, np.frombuffer(self._layout.head, dtype=np.uint8))
         numbers = iter(range(len(entries)))
         with ThreadPoolExecutor(self._threads, thread_name_prefix="hash") as pool:
             if len(entries) < self._threads:
-                self._apart = pool
+                self._helpers = pool
             # Each takes the next tensor when it has done one: in file order, so that few parts are incomplete.
             workers = [pool.submit(self._work, numbers) for _ in range(min(self._threads, len(entries)))]
             for worker in workers:
                 worker.result()
-        self._parts.fill(self._layout.nbytes - len(END), np.frombuffer(END, dtype=np.uint8))
-        return self._encoded
+        return self._end()
 
-    def run_in_order(self) -> list[Encoded]:
+    def run_in_order(self) -> list[StoredItem]:
         """Hashes or encrypts ahead, with all threads, and fills the parts from first to last, with this one."""
         entries = self._layout.entries
         self._parts.fill(0, np.frombuffer(self._layout.head, dtype=np.uint8))
         with ThreadPoolExecutor(self._threads, thread_name_prefix="hash") as pool:
             if len(entries) < self._threads:
-                self._apart = pool
-            ahead = [pool.submit(self._encode, number, fill=False) for number in range(len(entries))]
+                self._helpers = pool
+            headers = [pool.submit(self._encode, number, fill=False) for number in range(len(entries))]
             try:
                 for number, entry in enumerate(entries):
-                    self._parts.fill(entry.header_offset, ahead[number].result())
+                    self._parts.fill(entry.header_offset, headers[number].result())
                     self._fill_data(number)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
+        return self._end()
+
+    def _end(self) -> list[StoredItem]:
         self._parts.fill(self._layout.nbytes - len(END), np.frombuffer(END, dtype=np.uint8))
-        return self._encoded
+        return [item for item in self._items if item is not None]
 
     def _work(self, numbers: Iterator[int]) -> None:
         try:
@@ -143,49 +151,55 @@ class _Encoding:
 
     def _encode(self, number: int, *, fill: bool) -> np.ndarray:
         """Hashes or encrypts a tensor, into its parts if they are to be filled on the way; returns its header."""
-        entry, data = self._layout.entries[number], self._contents[number]()
+        entry = self._layout.entries[number]
+        data = self._contents(entry.tensor)
         assert data.nbytes == entry.length
         if self._layout.cipher is None:
-            header, self._encoded[number] = self._hash(entry, data, fill=fill)
+            header = self._hash(number, data, fill=fill)
         else:
-            job = _Encryption.of(self._layout.cipher, entry, data, random_nonce(), fill=fill)
-            header, self._encoded[number] = self._encrypt(job)
+            header = self._encrypt(number, _Encryption.of(self._layout.cipher, entry, data, random_nonce(), fill=fill))
         return np.frombuffer(header, dtype=np.uint8)
 
     def _fill_data(self, number: int) -> None:
         """Fills a tensor's parts from first to last, when it has been hashed, or encrypted, ahead."""
-        entry, data = self._layout.entries[number], self._contents[number]()
+        entry, item = self._layout.entries[number], self._items[number]
+        data = self._contents(entry.tensor)
         if self._layout.cipher is None:
             self._parts.fill(entry.offset, np.frombuffer(data, dtype=np.uint8))
         else:
-            # The same bytes once more: the nonce makes them so.
-            nonce = self._encoded[number].nonce_and_macs[:NONCE_BYTES]
+            # The same bytes once more, because it is the same nonce.
+            assert item is not None
+            nonce = item.nonce_and_macs[:NONCE_BYTES]
             self._encrypt_blocks(_Encryption.of(self._layout.cipher, entry, data, nonce, fill=True))
 
-    def _hash(self, entry: Entry, data: memoryview, *, fill: bool) -> tuple[bytes, Encoded]:
-        """One tensor's header, and what becomes of it; its bytes go into their parts on the way, if they are to."""
+    def _hash(self, number: int, data: memoryview, *, fill: bool) -> bytes:
+        """Hashes one tensor and keeps its item; returns its header. Its bytes go into their parts with ``fill``."""
+        entry = self._layout.entries[number]
         digester = Digester(block_size(data.nbytes))
         hashes = TensorHashes(entry.header, digester)
-        apart = self._apart.submit(hashes.sha256.update, data) if self._apart is not None else None
+        sha256 = self._helpers.submit(hashes.sha256.update, data) if self._helpers is not None else None
         array = np.frombuffer(data, dtype=np.uint8)
-        for start in range(0, data.nbytes, _PIECE):
-            hashes.update(data[start : start + _PIECE], sha256=apart is None)
+        for start in range(0, data.nbytes, self._piece_bytes):
+            stop = start + self._piece_bytes
+            hashes.update(data[start:stop], sha256=sha256 is None)
             if fill:
-                self._parts.fill(entry.offset + start, array[start : start + _PIECE])
-        if apart is not None:
-            apart.result()
-        return entry.with_hashes(hashes.crc32, hashes.sha256.digest()), Encoded(digester.digests())
+                self._parts.fill(entry.offset + start, array[start:stop])
+        if sha256 is not None:
+            sha256.result()
+        self._items[number] = self._item(entry, digester.digests())
+        return entry.with_hashes(hashes.crc32, hashes.sha256.digest())
 
-    def _encrypt(self, job: _Encryption) -> tuple[bytes, Encoded]:
-        """Encrypts one tensor; returns its header, and what becomes of it."""
-        helpers = []
-        if self._apart is not None:
-            helpers = [self._apart.submit(self._encrypt_blocks, job) for _ in job.macs[1 : self._threads]]
+    def _encrypt(self, number: int, job: _Encryption) -> bytes:
+        """Encrypts one tensor and keeps its item; returns its header."""
+        others = []
+        if self._helpers is not None:
+            others = [self._helpers.submit(self._encrypt_blocks, job) for _ in job.macs[1 : self._threads]]
         self._encrypt_blocks(job)
-        for helper in helpers:
-            helper.result()
+        for other in others:
+            other.result()
         nonce_and_macs = job.nonce + b"".join(job.macs)
-        return job.entry.with_macs(nonce_and_macs), Encoded(b"".join(job.digests), nonce_and_macs)
+        self._items[number] = self._item(job.entry, b"".join(job.digests), nonce_and_macs)
+        return job.entry.with_macs(nonce_and_macs)
 
     def _encrypt_blocks(self, job: _Encryption) -> None:
         """Takes one block after the other, in order, until there are no more; several threads do so at once."""
@@ -203,12 +217,17 @@ class _Encoding:
             self._parts.fail(error)
             raise
 
+    def _item(self, entry: Entry[T], digests: bytes, nonce_and_macs: bytes = b"") -> StoredItem:
+        tensor = entry.tensor
+        place = self._file, tensor.name, entry.offset, entry.length
+        return StoredItem(*place, tensor.dtype, tensor.kind, digests, nonce_and_macs)
+
 
 class _Encryption(NamedTuple):
     """One tensor that is being encrypted: its blocks' numbers, which threads share, and what is known of them."""
 
     cipher: Cipher
-    entry: Entry
+    entry: Entry[Any]
     data: memoryview
     nonce: bytes
     numbers: Iterator[int]
@@ -217,6 +236,6 @@ class _Encryption(NamedTuple):
     fill: bool
 
     @classmethod
-    def of(cls, cipher: Cipher, entry: Entry, data: memoryview, nonce: bytes, *, fill: bool) -> _Encryption:
+    def of(cls, cipher: Cipher, entry: Entry[Any], data: memoryview, nonce: bytes, *, fill: bool) -> _Encryption:
         count = -(-entry.length // entry.block)
         return cls(cipher, entry, data, nonce, iter(range(count)), [b""] * count, [b""] * count, fill)

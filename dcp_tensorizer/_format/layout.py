@@ -76,6 +76,11 @@ class StoredItem(NamedTuple):
     nonce_and_macs: bytes = b""
     """Of an encrypted item: the nonce of its first block (it counts up from there), then each block's MAC."""
 
+    @classmethod
+    def empty(cls, dtype: str, kind: str = "tensor") -> StoredItem:
+        """An item without bytes, which is in no file."""
+        return cls("", "", 0, 0, dtype, kind, b"")
+
     @property
     def block(self) -> int:
         """Bytes in each block but the last."""

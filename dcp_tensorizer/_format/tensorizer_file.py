@@ -2,9 +2,9 @@
 
 A file's layout follows from the names, dtypes and shapes of its tensors alone, so it is known before a byte has been
 hashed: parts of a file can be made in any order and by several threads. The files are byte for byte those that
-``tensorizer.TensorSerializer`` writes (the tests compare them), but that headers are padded, so that the data is
-aligned; which hashes each tensor in two passes over memory with several queued tasks a tensor. Here every byte is
-fetched from memory once (see `_encoder`).
+``tensorizer.TensorSerializer`` writes (the tests compare them), with one difference: headers are padded, so that the
+data is aligned. That class hashes each tensor in two passes over memory, with several queued tasks a tensor. Here every
+byte is fetched from memory once (see `encoder`).
 
     head      magic, version, flags, bytes and number of tensors, then an index in a region of 256 KiB
     entries   for each tensor a header (name, dtype, shape, CRC-32 and SHA-256 of header and data, padding), then the
@@ -21,7 +21,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -41,6 +41,7 @@ __all__ = [
     "VERSIONED_INDEX",
     "Entry",
     "FileLayout",
+    "T",
     "lay_out",
 ]
 
@@ -92,11 +93,15 @@ class TensorInfo(Protocol):
         """``parameter`` or ``buffer`` of a module; anything else is a tensor of a state dict."""
 
 
+T = TypeVar("T", bound=TensorInfo)
+
+
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Generic[T]):
     """One tensor in a file.
 
     Attributes:
+        tensor: The tensor, as `lay_out` was given it.
         header_offset: First byte of its header in the file.
         header: The header as it is hashed: with zeros in place of the hashes.
         padding: Zeros in it before the length of the data.
@@ -106,6 +111,7 @@ class Entry:
         block: Bytes of data that are encrypted at once; 0 in a plain file.
     """
 
+    tensor: T
     header_offset: int
     header: bytes
     hashes_offset: int
@@ -120,7 +126,7 @@ class Entry:
         return self.header[: self.hashes_offset] + _hashes(crc32, sha256) + self.header[end:]
 
     def with_macs(self, nonce_and_macs: bytes) -> bytes:
-        """The header of an encrypted tensor as it is stored; ``seal`` as in `StoredItem`."""
+        """The header of an encrypted tensor as it is stored; ``nonce_and_macs`` as in `StoredItem`."""
         header = bytearray(self.header)
         end = len(header) - _LENGTH.size - self.padding
         macs = end - (len(nonce_and_macs) - NONCE_BYTES)
@@ -131,77 +137,90 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class FileLayout:
+class FileLayout(Generic[T]):
     """A file: its first bytes, its entries in order, its size, and what encrypts it; `END` follows the last entry."""
 
     head: bytes
-    entries: tuple[Entry, ...]
+    entries: tuple[Entry[T], ...]
     nbytes: int
     cipher: Cipher | None = None
 
 
 def lay_out(
-    tensors: Sequence[TensorInfo],
-    cipher: Cipher | None = None,
-    capacity: int = INDEX_CAPACITY,
-    alignment: int = ALIGNMENT,
-) -> FileLayout:
+    tensors: Sequence[T], cipher: Cipher | None = None, capacity: int = INDEX_CAPACITY, alignment: int = ALIGNMENT
+) -> FileLayout[T]:
     """Where everything goes in the file of some tensors.
 
     Args:
         tensors: In file order; names are unique, and in an encrypted file none has zero bytes.
         cipher: Of an encrypted file; its headers say what the key was derived from.
         capacity: Bytes for the index; every release of tensorizer reads more than it writes.
-        alignment: Of the data in the file. ``TensorSerializer`` has none, that is 1.
+        alignment: Of the data in the file. ``TensorSerializer`` has none, that is 1: the tests compare files with it.
 
     Raises:
         ValueError: the index does not hold so many names.
     """
     position = len(MAGIC) + HEAD.size + capacity
-    entries = []
-    index: list[tuple[int, bytes]] = []
-    version = _PLAIN if cipher is None else ENCRYPTED
+    index: list[tuple[_Description, Entry[T]]] = []
     for tensor in tensors:
-        name, dtype = tensor.name.encode(), _dtype_name(tensor.dtype)
-        is_long = any(extent >> 32 for extent in tensor.shape)
-        version = max(version, LONG if is_long else _OPAQUE if b"\0" in dtype else _PLAIN)
-        shape = struct.pack(f"<B{len(tensor.shape)}{'Q' if is_long else 'I'}", len(tensor.shape), *tensor.shape)
-        kind = _KINDS.get(tensor.kind, _STATE_DICT)
-        described = name, kind, dtype, shape
-        block = 0 if cipher is None else block_size(tensor.nbytes, encrypted=True)
-        proof = _hashes(0, b"") if cipher is None else _NO_HASHES + _crypt_info(cipher.derivation, tensor.nbytes, block)
-        header, hashes_offset, padding = _header(described, proof, tensor.nbytes, position % alignment, alignment)
-        entry = Entry(position, header, hashes_offset, position + len(header), tensor.nbytes, padding, block)
-        entries.append(entry)
-        index.append((LONG if is_long else _PLAIN, _index_entry(described, entry)))
+        description = _describe(tensor)
+        entry = _entry(tensor, description, position, cipher, alignment)
+        index.append((description, entry))
         position = entry.offset + entry.length
-    is_versioned = version == LONG
-    listing = b"".join((struct.pack("<I", v) if is_versioned else b"") + record for v, record in index)
-    if len(listing) > capacity:
-        raise ValueError(f"{len(tensors):,} names do not fit into the index of one tensorizer file")
-    flags = (VERSIONED_INDEX | (ENCRYPTED_FLAG if cipher is not None else 0)) if is_versioned else 0
-    total = sum(entry.length for entry in entries)
-    head = MAGIC + HEAD.pack(version, flags.to_bytes(32, "little"), total, len(entries), capacity)
-    return FileLayout(head + listing.ljust(capacity, b"\0"), tuple(entries), position + len(END), cipher)
+    return FileLayout(
+        _head(index, cipher is not None, capacity), tuple(entry for _, entry in index), position + len(END), cipher
+    )
 
 
-_Described = tuple[bytes, int, bytes, bytes]  # name, kind, dtype, shape
+class _Description(NamedTuple):
+    """A tensor as headers and the index describe it, and the least data version that has room for its shape."""
+
+    name: bytes
+    kind: int
+    dtype: bytes
+    shape: bytes
+    version: int
 
 
-def _header(
-    described_as: _Described, proof: bytes, length: int, position: int, alignment: int
-) -> tuple[bytes, int, int]:
-    """A tensor's header, where the hashes or what is there instead go, and how many bytes align the data behind it.
+def _describe(tensor: TensorInfo) -> _Description:
+    is_long = any(extent >> 32 for extent in tensor.shape)
+    shape = struct.pack(f"<B{len(tensor.shape)}{'Q' if is_long else 'I'}", len(tensor.shape), *tensor.shape)
+    kind = _KINDS.get(tensor.kind, _STATE_DICT)
+    return _Description(
+        tensor.name.encode(), kind, _dtype_name(tensor.dtype), shape, version=LONG if is_long else _PLAIN
+    )
+
+
+def _entry(tensor: T, description: _Description, position: int, cipher: Cipher | None, alignment: int) -> Entry[T]:
+    """A tensor whose header begins at a position.
 
     Readers find the length of the data at the header's end, so that there may be anything before it.
     """
-    name, kind, dtype, shape = described_as
+    name, kind, dtype, shape, _ = description
     described = name + struct.pack("<B", len(dtype)) + dtype + shape
+    block = 0 if cipher is None else block_size(tensor.nbytes, encrypted=True)
+    proof = _hashes(0, b"") if cipher is None else _NO_HASHES + _crypt_info(cipher.derivation, tensor.nbytes, block)
     hashes_offset = START.size + len(described)
     nbytes = hashes_offset + len(proof) + _LENGTH.size
     padding = -(position + nbytes) % alignment
     start = START.pack(nbytes + padding, 0, kind, len(name))
-    return start + described + proof + bytes(padding) + _LENGTH.pack(length), hashes_offset, padding
+    header = start + described + proof + bytes(padding) + _LENGTH.pack(tensor.nbytes)
+    return Entry(tensor, position, header, hashes_offset, position + len(header), tensor.nbytes, padding, block)
+
+
+def _head(index: Sequence[tuple[_Description, Entry[T]]], is_encrypted: bool, capacity: int) -> bytes:
+    """The bytes before the first entry."""
+    version = ENCRYPTED if is_encrypted else _PLAIN
+    for description, _ in index:
+        version = max(version, description.version, _OPAQUE if b"\0" in description.dtype else _PLAIN)
+    is_versioned = version == LONG
+    listing = b"".join(_index_entry(description, entry, is_versioned) for description, entry in index)
+    if len(listing) > capacity:
+        raise ValueError(f"{len(index):,} names do not fit into the index of one tensorizer file")
+    flags = (VERSIONED_INDEX | (ENCRYPTED_FLAG if is_encrypted else 0)) if is_versioned else 0
+    total = sum(entry.length for _, entry in index)
+    head = MAGIC + HEAD.pack(version, flags.to_bytes(32, "little"), total, len(index), capacity)
+    return head + listing.ljust(capacity, b"\0")
 
 
 def _hashes(crc32: int, sha256: bytes) -> bytes:
@@ -220,10 +239,11 @@ def _crypt_info(derivation: Derivation | None, nbytes: int, block: int) -> bytes
     return _LENGTH.pack(len(body)) + body
 
 
-def _index_entry(described_as: _Described, entry: Entry) -> bytes:
-    name, kind, dtype, shape = described_as
+def _index_entry(description: _Description, entry: Entry[T], is_versioned: bool) -> bytes:
+    name, kind, dtype, shape, version = description
     return b"".join(
         (
+            struct.pack("<I", version) if is_versioned else b"",
             struct.pack("<H", len(name)),
             name,
             struct.pack("<BB", kind, len(dtype)),

@@ -29,10 +29,10 @@ __all__ = ["begin", "commit", "leftovers", "remove", "replaced_files"]
 
 
 def begin(storage: Storage, timeout: float) -> DirectoryLock:
-    """Claims a directory for a save, on the coordinator, before any rank writes; removes what dead saves left there.
+    """Locks a directory for a save, on the coordinator, before any rank writes; removes what dead saves left there.
 
-    A save belongs to its coordinator: files that no metadata names, in a directory where no coordinator has a save
-    under way, can never become part of a checkpoint.
+    A save belongs to its coordinator. Where no coordinator has a save under way, files that no metadata names can never
+    become part of a checkpoint.
 
     Raises:
         WriteError: the directory cannot be opened, or another save cleans up there for longer than ``timeout`` seconds.

@@ -1,4 +1,4 @@
-"""Which saves were committed, as the coordinator sees it: so that a failure is said even if its future is dropped."""
+"""Counts the saves that were not committed, so that a failure is reported even if its future is dropped."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ class FailureCounter:
 
     def begin(self, path: str) -> None:
         """A save begins, so the one before is over."""
-        self.settle()
+        self.end()
         self._current = _Current(path)
 
     def set_coordinator(self, is_coordinator: bool) -> None:
+        """Says whether this rank is the coordinator, from now on."""
         self._is_coordinator = is_coordinator
 
     def failed(self, error: BaseException) -> None:
@@ -55,8 +56,8 @@ class FailureCounter:
             self._last_committed, self._current = self._current.path, None
         self._failures = 0
 
-    def settle(self) -> None:
-        """The current save, if there is one, is over."""
+    def end(self) -> None:
+        """The current save, if there is one, is over: unless it was committed, it counts as failed."""
         current, self._current = self._current, None
         if current is not None and self._coordinates():
             self._failures += 1
@@ -74,5 +75,5 @@ class FailureCounter:
     def _coordinates(self) -> bool:
         if self._is_coordinator is not None:
             return self._is_coordinator
-        # A save that failed before DCP said so: its coordinator is rank 0.
+        # A save that failed before DCP named its coordinator: that is rank 0.
         return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0

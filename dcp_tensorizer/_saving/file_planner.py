@@ -10,7 +10,6 @@ from .._writer_process.messages import FileRequest, TensorSource
 
 __all__ = ["plan_files", "stored_names"]
 
-
 _MAX_NAME = 1024  # longer ones would fill a file's index with a few entries
 
 
@@ -28,12 +27,16 @@ def stored_names(keys: Sequence[str]) -> list[str]:
 
 
 def plan_files(
-    sources: Iterable[TensorSource], rank: int, save_id: str, max_file_bytes: int = UNLIMITED
+    sources: Iterable[TensorSource],
+    rank: int,
+    save_id: str,
+    max_file_bytes: int = UNLIMITED,
+    index_capacity: int = INDEX_CAPACITY,
 ) -> tuple[FileRequest, ...]:
     """Distributes tensors over files.
 
     Another file begins when the index of a tensorizer file is full, or with the tensor that would make it hold more
-    than ``max_file_bytes``, which a tensor by itself may.
+    than ``max_file_bytes``. A tensor that is larger than that has a file to itself.
     """
     files: list[list[TensorSource]] = []
     room = nbytes = 0
@@ -41,7 +44,7 @@ def plan_files(
         entry = index_entry_size(source.name, len(source.shape))
         if entry > room or nbytes + source.nbytes > max_file_bytes:
             files.append([])
-            room, nbytes = INDEX_CAPACITY, 0
+            room, nbytes = index_capacity, 0
         files[-1].append(source)
         room -= entry
         nbytes += source.nbytes

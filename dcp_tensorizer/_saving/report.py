@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-__all__ = ["SaveReport"]
+if TYPE_CHECKING:
+    from .writer_client import Written
+
+__all__ = ["Reports", "SaveReport", "SaveTimes"]
+
+logger = logging.getLogger("dcp_tensorizer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +28,8 @@ class SaveReport:
         nbytes: Bytes of tensors and objects that this rank wrote.
         files: Data files that this rank wrote.
         attempts: 1, or 2 when the writer process died and a fresh one wrote everything once more.
+        started_at: When staging began, or a save that stages nothing (``time.time()``).
+        seconds: From then until it was durable.
         stage_seconds: In `stage`: what training waited for. 0 for a synchronous save.
         plan_seconds: In DCP's planning and its collectives.
         resolve_seconds: In this process, from the finished plan to the request and from the answer to the results.
@@ -33,6 +45,8 @@ class SaveReport:
     nbytes: int
     files: int
     attempts: int
+    started_at: float
+    seconds: float
     stage_seconds: float
     plan_seconds: float
     resolve_seconds: float
@@ -40,6 +54,11 @@ class SaveReport:
     write_seconds: float
     commit_seconds: float | None
     durable_at: float
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """`nbytes` in `seconds`, in units of 10^9 bytes a second."""
+        return self.nbytes / 1e9 / self.seconds if self.seconds > 0 else 0.0
 
     def __str__(self) -> str:
         commit = "" if self.commit_seconds is None else f", commit {self.commit_seconds:.3f}"
@@ -49,3 +68,79 @@ class SaveReport:
             f"(seconds: stage {self.stage_seconds:.3f}, plan {self.plan_seconds:.3f}, resolve "
             f"{self.resolve_seconds:.3f}, hash {self.hash_seconds:.3f}, write {self.write_seconds:.3f}{commit})"
         )
+
+
+class SaveTimes:
+    """Takes the times of a save that begins now, and makes its report.
+
+    Args:
+        started_at: When its staging began (``time.time()``); None if it stages nothing.
+        stage_seconds: What training waited for.
+    """
+
+    def __init__(self, started_at: float | None = None, stage_seconds: float = 0.0) -> None:
+        self._started_at = time.time() if started_at is None else started_at
+        self._stage_seconds = stage_seconds
+        self._began = self._planned = time.perf_counter()
+        self._commit_began = 0.0
+
+    def planned(self) -> None:
+        """The plan is finished."""
+        self._planned = time.perf_counter()
+
+    def written(self, *, path: str, save_id: str, rank: int, nbytes: int, written: Written) -> SaveReport:
+        """The report of a rank whose data is durable now."""
+        done, now = written.done, time.time()
+        return SaveReport(
+            path=path,
+            save_id=save_id,
+            rank=rank,
+            nbytes=nbytes,
+            files=len(done.files),
+            attempts=written.attempts,
+            started_at=self._started_at,
+            seconds=max(0.0, now - self._started_at),
+            stage_seconds=self._stage_seconds,
+            plan_seconds=self._planned - self._began,
+            resolve_seconds=max(0.0, time.perf_counter() - self._planned - done.seconds),
+            hash_seconds=done.hash_seconds,
+            write_seconds=done.write_seconds,
+            commit_seconds=None,
+            durable_at=now,
+        )
+
+    def commit_begins(self) -> None:
+        """All ranks have written, and the commit is next."""
+        self._commit_began = time.perf_counter()
+
+    def committed(self, report: SaveReport) -> SaveReport:
+        """The report of a save that is committed now, from that of its data."""
+        now = time.time()
+        return dataclasses.replace(
+            report,
+            commit_seconds=time.perf_counter() - self._commit_began,
+            durable_at=now,
+            seconds=max(0.0, now - report.started_at),
+        )
+
+
+class Reports:
+    """Takes each save's report to the log and to the user.
+
+    Attributes:
+        last: The last one.
+    """
+
+    def __init__(self, on_report: Callable[[SaveReport], object] | None) -> None:
+        self._on_report = on_report
+        self.last: SaveReport | None = None
+
+    def publish(self, report: SaveReport) -> None:
+        """Logs a report, and gives it to the user's function, whose failure is logged and fails nothing."""
+        self.last = report
+        logger.info("%s", report)
+        if self._on_report is not None:
+            try:
+                self._on_report(report)
+            except Exception:
+                logger.exception("on_report failed; the save did not")

@@ -1,10 +1,10 @@
-"""The items of a save: what DCP's plan asks for, resolved to tensors and objects, and what becomes of each."""
+"""The items of a save: what DCP's plan asks for, as tensors and objects, and what DCP is told of each."""
 
 from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,19 +15,17 @@ from torch.distributed.checkpoint.storage import WriteResult
 from .._format.layout import StoredItem
 from .._format.objects import unsafe_globals
 from .._memory.garbage import collector_paused
+from .._memory.shared_mappings import SharedFile
 from .._memory.tensor_bytes import check_supported, dtype_name, host_bytes, is_wrapper
-from .._writer_process.messages import FileRequest, TensorSource, WriteDone
-from ..errors import CheckpointError, WriteError
+from .._writer_process.messages import TensorSource, WriteDone
+from ..errors import CheckpointError, WriteError, describe
 from .file_planner import stored_names
 
-__all__ = ["Item", "ObjectCheck", "resolve", "sources", "write_results"]
+__all__ = ["Item", "ObjectCheck", "resolve", "write_results"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
 _LOOKED_THROUGH = 4 << 20  # bytes of an object; more would keep the interpreter from training for a tenth of a second
-
-Place = tuple[int, int]
-"""Number of a shared buffer, offset in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +48,16 @@ class Item:
     def dtype(self) -> str:
         return dtype_name(self.tensor.dtype)
 
+    @property
+    def has_bytes(self) -> bool:
+        """Items without bytes are not written: tensorizer cannot read some of them back."""
+        return self.tensor.numel() > 0
+
+    def source(self, memory: int | SharedFile | None = None, offset: int = 0) -> TensorSource:
+        """What is to be written, and where it is."""
+        tensor = self.tensor
+        return TensorSource(self.name, self.dtype, tuple(tensor.shape), tensor.nbytes, self.kind, memory, offset)
+
 
 @collector_paused()
 def resolve(plan: SavePlan, planner: SavePlanner) -> list[Item]:
@@ -62,35 +70,16 @@ def resolve(plan: SavePlan, planner: SavePlanner) -> list[Item]:
     return [Item(item.index, name, *_resolve(item, planner)) for item, name in zip(plan.items, names, strict=True)]
 
 
-def sources(items: Sequence[Item], place: Callable[[Item], Place]) -> list[TensorSource]:
-    """What is to be written. Items without elements are not: tensorizer cannot read some of them back."""
-    return [
-        TensorSource(i.name, i.dtype, tuple(i.tensor.shape), *place(i), i.tensor.nbytes, i.kind)
-        for i in items
-        if i.tensor.numel()
-    ]
-
-
 @collector_paused()
-def write_results(
-    items: Sequence[Item], files: Sequence[FileRequest], done: WriteDone, check: bytes = b""
-) -> list[WriteResult]:
+def write_results(items: Sequence[Item], done: WriteDone, check: bytes = b"") -> list[WriteResult]:
     """What DCP carries to the coordinator: for each item its place and the size of the file that it is in.
 
     Behind them the ``check`` value of the key (`Cipher.check_value`), the same for each item.
     """
-    written = {
-        source.name: (file.name, file.nbytes, tensor)
-        for request, file in zip(files, done.files, strict=True)
-        for source, tensor in zip(request.tensors, file.tensors, strict=True)
-    }
+    places = done.places()
     results = []
     for item in items:
-        stored, file_nbytes = StoredItem("", "", 0, 0, item.dtype, item.kind, b""), 0
-        if item.name in written:
-            file, file_nbytes, tensor = written[item.name]
-            place = file, item.name, tensor.offset, tensor.length
-            stored = StoredItem(*place, item.dtype, item.kind, tensor.digests, tensor.nonce_and_macs)
+        stored, file_nbytes = places.get(item.name) or (StoredItem.empty(item.dtype, item.kind), 0)
         results.append(WriteResult(item.index, stored.length, (stored.to_tuple(), file_nbytes, check)))
     return results
 
@@ -133,7 +122,7 @@ def _resolve(item: WriteItem, planner: SavePlanner) -> tuple[str, torch.Tensor]:
     except CheckpointError:
         raise
     except Exception as error:
-        raise WriteError(f"{key!r} cannot be saved: {type(error).__name__}: {error}") from error
+        raise WriteError(f"{key!r} cannot be saved: {describe(error)}") from error
 
 
 def _blob(data: object) -> torch.Tensor:

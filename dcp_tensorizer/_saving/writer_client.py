@@ -1,14 +1,12 @@
-"""Handing a rank's items over to its writer process, which reads them where they were staged; or writing them here."""
+"""The way from a rank's items to durable files: through the writer process, or written by this process itself."""
 
 from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from .._format.encryption import Cipher
 from .._memory.garbage import collector_paused
 from .._memory.shared_buffer import SharedBuffer, aligned
 from .._memory.shared_mappings import SharedFile, SharedMappings
@@ -17,89 +15,82 @@ from .._staging.staged_save import StagedSave
 from .._staging.tensor_copy import Copies
 from .._storage.base import Storage
 from .._writer_process.gpu_ipc import export, withdraw
-from .._writer_process.messages import FileRequest, WriteDone, WriteRequest
+from .._writer_process.messages import FileRequest, TensorSource, WriteDone, WriteOptions, WriteRequest
 from .._writer_process.process import WriterProcess
 from .._writer_process.write_job import FileJob
 from ..errors import WriteError, WriterProcessDied
 from .file_planner import plan_files
-from .write_items import Item, sources
+from .write_items import Item
 
-__all__ = ["WriterClient", "Options", "Written"]
+__all__ = ["WriterClient", "Written"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
 
-@dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
-class Options:
-    """How files are written: see `TensorizerStorageWriter`."""
-
-    storage_options: Mapping[str, Any]
-    sync: bool
-    threads: int
-    buffer_bytes: int
-    timeout: float
-    cipher: Cipher | None
-
-
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What became of a rank's items."""
+    """What became of a rank's items, and how many times they were written."""
 
-    files: tuple[FileRequest, ...]
     done: WriteDone
     attempts: int = 1
 
 
 class WriterClient:
-    """One rank's way from staged items to durable files, and the writer process at the end of it."""
+    """Writes one rank's items, and keeps the writer process that does it.
 
-    def __init__(self, options: Options, *, devices: bool = False) -> None:
+    Args:
+        options: How files are written.
+        devices: Let the process see the trainer's GPUs.
+        start: Starts the process.
+    """
+
+    def __init__(
+        self, options: WriteOptions, *, devices: bool = False, start: Callable[..., WriterProcess] = WriterProcess
+    ) -> None:
         self._options = options
         self._devices = devices
-        self._spill: SharedBuffer | None = None
-        self._by_handles = True
+        self._start = start
+        self._process: WriterProcess | None = None
+        self._extra: SharedBuffer | None = None  # for tensors that the planner made anew
+        self._can_snapshot = True
         self._closed = False
-        self.process: WriterProcess | None = None
 
-    def living_process(self) -> WriterProcess:
-        """The writer process, started if there is none or it has died.
+    def ensure_process(self) -> WriterProcess:
+        """The writer process; it is started if there is none, or if it has died.
 
         Raises:
-            WriterProcessDied: it was ended with `close`.
+            WriterProcessDied: it was ended with `close`, or cannot be started.
         """
         if self._closed:
             raise WriterProcessDied("the writer is closed, and its process has ended")
-        if self.process is None or not self.process.alive:
-            if self.process is not None:
-                self.process.close()
-            self.process = WriterProcess(devices=self._devices)
-        return self.process
+        if self._process is None or not self._process.alive:
+            if self._process is not None:
+                self._process.close()
+            self._process = self._start(devices=self._devices)
+        return self._process
 
     def write(
         self, storage: Storage, rank: int, save_id: str, items: Sequence[Item], staged_save: StagedSave | None
     ) -> Written:
-        """Writes the items: what was staged, in the writer process; what was not, or cannot be seen there, here.
+        """Writes the items, in the writer process if they were staged and it can reach the storage.
 
-        If the process dies, a fresh one writes everything once more, for the staged buffer is still there.
+        Where nothing was staged, or the storage is this process's own memory, this process writes them. If the writer
+        process dies, a fresh one writes everything once more: the staged buffer is still there.
 
         Raises:
             WriteError: nothing of it is left behind.
         """
-        buffer = staged_save.buffer if staged_save is not None else None
-        if buffer is None or self.process is None or storage.in_process:
+        if staged_save is None or staged_save.buffer is None or self._process is None or storage.in_process:
             return self._write_here(storage, rank, save_id, items)
         with collector_paused():
-            places, shared = self._place(items, buffer, staged_save.shared if staged_save is not None else None)
-            located = sources(items, lambda item: places[item.name])
-        buffers = [buffer] if self._spill is None else [buffer, self._spill]
+            sources = self._locate(items, staged_save.buffer, staged_save.shared)
+        buffers = [staged_save.buffer] if self._extra is None else [staged_save.buffer, self._extra]
         for attempt in (1, 2):
             # Another try has files of its own: what the process that died had sent may arrive later.
-            files = plan_files(located, rank, save_id if attempt == 1 else uuid.uuid4().hex, storage.max_file_bytes)
+            files = plan_files(sources, rank, save_id if attempt == 1 else uuid.uuid4().hex, storage.max_file_bytes)
+            request = WriteRequest(storage.location, self._options, files)
             try:
-                done = self.living_process().write(
-                    self._request(storage, files, shared), buffers, self._options.timeout
-                )
-                return Written(files, done, attempt)
+                return Written(self.ensure_process().write(request, buffers, self._options.timeout), attempt)
             except WriterProcessDied as error:
                 _remove(storage, files)
                 if self._closed:
@@ -110,96 +101,79 @@ class WriterClient:
         raise AssertionError("unreachable")
 
     def snapshot(self, buffer: SharedBuffer, copies: Copies) -> bool:
-        """Has the writer process copy what is on GPUs to their twins in a shared buffer; False if it could not."""
-        if not self._by_handles:
+        """Has the writer process copy what is on GPUs to its place in a shared buffer; False if it could not."""
+        if not self._can_snapshot:
             return False
         pairs = copies.on_device
         try:
-            request, _kept = export(pairs, [buffer.locate(twin) or 0 for twin, _ in pairs], buffer.id, copies.streams)
+            request, _kept = export(pairs, [buffer.locate(copy) or 0 for copy, _ in pairs], buffer.id, copies.streams)
             try:
-                self.living_process().snapshot(request, [buffer], self._options.timeout)
+                self.ensure_process().snapshot(request, [buffer], self._options.timeout)
             except BaseException:
                 withdraw(request.storages)
                 raise
         except WriteError as error:
-            # What has been refused will be again, to no purpose; a process may die only once.
-            self._by_handles = isinstance(error, WriterProcessDied)
+            # A refusal will be repeated, so it is not asked again. A death may not be.
+            self._can_snapshot = isinstance(error, WriterProcessDied)
             logger.warning("the writer process could not copy from the GPU, the trainer does: %s", str(error))
             return False
         return True
 
     def close(self) -> None:
-        """Ends the writer process and gives the memory back. Idempotent."""
+        """Ends the writer process. Idempotent."""
         self._closed = True
-        if self.process is not None:
-            self.process.close()
+        if self._process is not None:
+            self._process.close()
 
     def free(self) -> None:
         """Gives the memory back, when no save uses it any more."""
-        spill, self._spill = self._spill, None
-        if spill is not None:
-            spill.close()
+        extra, self._extra = self._extra, None
+        if extra is not None:
+            extra.close()
 
     def _write_here(self, storage: Storage, rank: int, save_id: str, items: Sequence[Item]) -> Written:
         tensors = {item.name: item.tensor for item in items}
-        files = plan_files(sources(items, lambda item: (-1, 0)), rank, save_id, storage.max_file_bytes)
+        sources = [item.source() for item in items if item.has_bytes]
         job = FileJob(
             storage,
-            files,
-            lambda s: host_bytes(tensors[s.name]),
+            plan_files(sources, rank, save_id, storage.max_file_bytes),
+            lambda source: host_bytes(tensors[source.name]),
             sync=self._options.sync,
             threads=self._options.threads,
             buffer_bytes=self._options.buffer_bytes,
             cipher=self._options.cipher,
         )
-        return Written(files, job.run())
+        return Written(job.run())
 
-    def _place(
-        self, items: Sequence[Item], buffer: SharedBuffer, shared: SharedMappings | None
-    ) -> tuple[dict[str, tuple[int, int]], tuple[SharedFile, ...]]:
-        """Where each item's bytes are in shared memory; those that the planner made anew are copied there."""
-        places: dict[str, tuple[int, int]] = {}
-        files: dict[SharedFile, int] = {}
+    def _locate(self, items: Sequence[Item], buffer: SharedBuffer, shared: SharedMappings | None) -> list[TensorSource]:
+        """Finds each item's bytes in shared memory. Tensors that the planner made anew are copied there."""
+        places: dict[str, tuple[int | SharedFile, int]] = {}
         made = []
         for item in items:
             offset = buffer.locate(item.tensor)
             if offset is not None:
                 places[item.name] = buffer.id, offset
-            elif shared is not None and (found := shared.locate(item.tensor)) is not None:
-                file, offset = found
-                places[item.name] = -1 - files.setdefault(file, len(files)), offset
+            elif shared is not None and (place := shared.locate(item.tensor)) is not None:
+                places[item.name] = place
             else:
                 made.append(item)
-        needed = sum(aligned(item.tensor.nbytes) for item in made)
-        if self._spill is not None and (not needed or not self._spill.fits(needed)):
-            self._spill.close()
-            self._spill = None
-        if needed:
-            self._spill = self._spill or SharedBuffer(needed)
-            self._spill.reset()
+        extra = self._extra_buffer(sum(aligned(item.tensor.nbytes) for item in made))
         for item in made:
-            if item.tensor.numel():
-                assert self._spill is not None
-                copied = self._spill.allocate(item.tensor.dtype, item.tensor.shape)
+            if item.has_bytes and extra is not None:
+                copied = extra.allocate(item.tensor.dtype, item.tensor.shape)
                 copied.copy_(item.tensor)
-                places[item.name] = self._spill.id, self._spill.locate(copied) or 0
-        return places, tuple(files)
+                places[item.name] = extra.id, extra.locate(copied) or 0
+        return [item.source(*places[item.name]) for item in items if item.has_bytes]
 
-    def _request(
-        self, storage: Storage, files: tuple[FileRequest, ...], shared: tuple[SharedFile, ...]
-    ) -> WriteRequest:
-        return WriteRequest(
-            path=storage.location,
-            storage_options=self._options.storage_options,
-            files=files,
-            buffers=(),
-            sync=self._options.sync,
-            threads=self._options.threads,
-            buffer_bytes=self._options.buffer_bytes,
-            timeout=self._options.timeout,
-            cipher=self._options.cipher,
-            shared=shared,
-        )
+    def _extra_buffer(self, nbytes: int) -> SharedBuffer | None:
+        """A buffer with room for so many bytes, the one of the save before if it fits; None if none are needed."""
+        if self._extra is not None and (not nbytes or not self._extra.fits(nbytes)):
+            self._extra.close()
+            self._extra = None
+        if nbytes:
+            self._extra = self._extra or SharedBuffer(nbytes)
+            self._extra.reset()
+        return self._extra
 
 
 def _remove(storage: Storage, files: Sequence[FileRequest]) -> None:

@@ -108,7 +108,7 @@ class _Blocks:
 class _TensorSection:
     """A tensor with its header, which holds tensorizer's hashes of both; of an encrypted one, nonce and MACs."""
 
-    def __init__(self, stored: Stored, entry: Entry) -> None:
+    def __init__(self, stored: Stored, entry: Entry[Stored]) -> None:
         self.start, self.stop = entry.header_offset, entry.offset + entry.length
         self._stored = stored
         self._entry = entry

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from .._format.layout import data_file_rank, is_data_file_name, is_metadata_file_name, is_temporary_file_name
 from .._saving.commit import leftovers
 from .._storage.base import DirectoryLock, FileInfo, Storage
-from ..errors import CheckpointError, NotCommitted
+from ..errors import CheckpointError, NotCommitted, describe
 from .checkpoint_view import read_parts, view_checkpoint
 
 __all__ = ["Listed", "Removal", "collect", "find", "plan_collection"]
@@ -138,8 +138,7 @@ def collect(removal: Removal) -> Removal:
         finally:
             lock.release()
     except Exception as error:
-        cause = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        return replace(removal, files=(), kept=storage.scrub(f"cannot remove: {cause}"), failed=True)
+        return replace(removal, files=(), kept=storage.scrub(f"cannot remove: {describe(error)}"), failed=True)
     return replace(removal, files=(), kept=reason) if reason else removal
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 __all__ = ["Channel"]
 
-
 _HEADER = struct.Struct("<QI")  # length of the pickle, number of descriptors
 
 

@@ -31,8 +31,8 @@ def export(
     """Makes handles to tensors on GPUs.
 
     Args:
-        pairs: Twins in the buffer, and the tensors that they get the elements of.
-        offsets: Of the twins in the buffer, in bytes.
+        pairs: Copies in the buffer, and the tensors that they get the elements of.
+        offsets: Of the copies in the buffer, in bytes.
         buffer: Its number.
         streams: For each GPU, a stream whose next work comes after everything that the tensors have to wait for;
             which is waited for here.
@@ -96,7 +96,7 @@ class Snapshots:
             with suppress(StagingError):  # it is slower then
                 self._unpin[request.buffer] = self._streams.device.pin(address, len(memory), request.device)
         storages = [rebuild_cuda_tensor(*arguments).untyped_storage() for arguments in request.storages]
-        pairs = [(_twin(tensor, memory), _open(tensor, storages[tensor.storage])) for tensor in request.tensors]
+        pairs = [(_copy_in(tensor, memory), _open(tensor, storages[tensor.storage])) for tensor in request.tensors]
         self._streams.follow(source for _, source in pairs)
         with torch.no_grad():
             copies = Copies(pairs, self._streams, 1)
@@ -134,7 +134,7 @@ def _open(tensor: DeviceTensor, storage: torch.UntypedStorage) -> torch.Tensor:
     return negated_view(opened) if tensor.is_neg else opened
 
 
-def _twin(tensor: DeviceTensor, memory: mmap.mmap) -> torch.Tensor:
+def _copy_in(tensor: DeviceTensor, memory: mmap.mmap) -> torch.Tensor:
     dtype = named_dtype(tensor.dtype)
     count = torch.Size(tensor.shape).numel()
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=tensor.offset).view(tensor.shape)

@@ -1,8 +1,8 @@
-"""The messages between a trainer and its writer process, and the socket that carries them.
+"""The messages between a trainer and its writer process.
 
 Only offsets into shared memory cross, never tensors: a request stays small, and one descriptor serves any number
-of tensors. Both ends are the same installation on the same machine, so frames are plain pickles. What there is one of
-for each tensor is a tuple, which pickles in a tenth of the time of a dataclass: the trainer's lock is held meanwhile.
+of tensors. Records that exist once for each tensor are tuples. They pickle in a tenth of the time of a dataclass, and
+the trainer's interpreter lock is held meanwhile.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .._format.encryption import Cipher
+from .._format.layout import StoredItem
 from .._memory.shared_mappings import SharedFile
 
 __all__ = [
@@ -27,27 +28,28 @@ __all__ = [
     "Request",
     "SnapshotRequest",
     "SnapshotTaken",
-    "TensorResult",
     "TensorSource",
     "WriteDone",
     "WriteFailed",
+    "WriteOptions",
     "WriteRequest",
 ]
 
 
 class TensorSource(NamedTuple):
-    """A tensor to be written: C-contiguous bytes at an offset of a shared buffer, or of a shared file.
-
-    ``buffer`` is the number of the buffer; of the request's shared files, the first is -1, the second -2.
-    """
+    """A tensor to be written, and where its bytes are, in C order."""
 
     name: str
+    """Its name in the file."""
     dtype: str
     shape: tuple[int, ...]
-    buffer: int
-    offset: int
     nbytes: int
     kind: str = "tensor"
+    """See `StoredItem.kind`."""
+    memory: int | SharedFile | None = None
+    """The number of a shared buffer, or a file that the trainer maps; None where nothing crosses to a process."""
+    offset: int = 0
+    """First byte in that memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,27 @@ class FileRequest:
 
     name: str
     tensors: tuple[TensorSource, ...]
+
+
+@dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
+class WriteOptions:
+    """How files are written.
+
+    Attributes:
+        storage_options: Passed to the fsspec filesystem.
+        sync: Make files and directory durable.
+        threads: Hashing threads.
+        buffer_bytes: Memory for the parts of a file that are being made.
+        timeout: Seconds after which a wait for the storage is given up.
+        cipher: Encrypts everything.
+    """
+
+    storage_options: Mapping[str, Any]
+    sync: bool
+    threads: int
+    buffer_bytes: int
+    timeout: float
+    cipher: Cipher | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,33 +127,18 @@ class WriteRequest:
     """Write ``files`` below ``path`` and make them durable. Buffers not in ``buffers`` are let go."""
 
     path: str
-    storage_options: Mapping[str, Any]
+    options: WriteOptions
     files: tuple[FileRequest, ...]
-    buffers: tuple[BufferInfo, ...]
-    sync: bool
-    threads: int
-    buffer_bytes: int
-    timeout: float
-    cipher: Cipher | None = None
-    shared: tuple[SharedFile, ...] = ()
-
-
-class TensorResult(NamedTuple):
-    """Where a tensor's bytes are in its file, their digests, and the nonce and MACs if they are encrypted."""
-
-    offset: int
-    length: int
-    digests: bytes
-    nonce_and_macs: bytes = b""
+    buffers: tuple[BufferInfo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class FileResult:
-    """A file that is complete, and durable where that was asked for; results in the request's order."""
+    """A file that is complete, and durable where that was asked for, and where its tensors are in it."""
 
     name: str
     nbytes: int
-    tensors: tuple[TensorResult, ...]
+    tensors: tuple[StoredItem, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +181,10 @@ class WriteDone:
     """Until all hashes were known; it writes meanwhile."""
     write_seconds: float
     """In write calls and fsync."""
+
+    def places(self) -> dict[str, tuple[StoredItem, int]]:
+        """Where each tensor is, by its name, and the size of its file."""
+        return {item.name: (item, file.nbytes) for file in self.files for item in file.tensors}
 
 
 @dataclass(frozen=True, slots=True)

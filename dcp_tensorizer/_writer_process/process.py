@@ -40,7 +40,7 @@ __all__ = ["WriterProcess"]
 
 _END_SECONDS = 5.0  # an idle process ends in milliseconds; this is for one that is in the middle of a write
 _DETACH_SECONDS = 5.0  # an idle process does it in a millisecond
-_STDERR_TAIL = 4000
+_OUTPUT_TAIL = 4000  # bytes
 
 
 class SharedBuffer(Protocol):
@@ -80,7 +80,7 @@ class WriterProcess:
             raise WriterProcessDied(f"the writer process cannot be started: {error}") from error
         self._channel = Channel(ours)
         self._attached: set[int] = set()
-        self._sent: set[int] = set()  # those that it may have mapped
+        self._sent: set[int] = set()  # buffers that it may have mapped, also by a request that failed
         self._lock = threading.Lock()
         self._end = weakref.finalize(self, _end, self._popen, self._channel, self._stderr, os.getpid())
 
@@ -150,7 +150,7 @@ class WriterProcess:
             idle = self._lock.acquire(blocking=False)  # then it has nothing to finish, and may still be importing
             _stop(self._popen, self._channel, 0.0 if idle else timeout)
             if not idle:
-                self._lock.acquire()  # whoever waited for it has read its last words
+                self._lock.acquire()  # whoever waited for it has read its output
             self._channel.close()
             self._stderr.close()
             self._lock.release()
@@ -164,7 +164,7 @@ class WriterProcess:
         except TimeoutError:
             raise self._hung(timeout) from None
         except (EOFError, OSError):
-            raise WriterProcessDied(self._obituary()) from None
+            raise WriterProcessDied(self._cause_of_death()) from None
         except BaseException:  # a KeyboardInterrupt: the answer would be taken for that to the next request
             self._popen.kill()
             self._popen.wait()
@@ -207,7 +207,8 @@ class WriterProcess:
                 raise EOFError
         return False
 
-    def _obituary(self) -> str:
+    def _cause_of_death(self) -> str:
+        """How it ended, and the end of its output."""
         try:
             code = self._popen.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -215,9 +216,9 @@ class WriterProcess:
             code = self._popen.wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         self._stderr.seek(0, os.SEEK_END)
-        self._stderr.seek(max(0, self._stderr.tell() - _STDERR_TAIL))
-        words = self._stderr.read().decode(errors="replace").strip()
-        return f"the writer process (pid {self.pid}) {how}" + (f"; its last words:\n{words}" if words else "")
+        self._stderr.seek(max(0, self._stderr.tell() - _OUTPUT_TAIL))
+        output = self._stderr.read().decode(errors="replace").strip()
+        return f"the writer process (pid {self.pid}) {how}" + (f"; the end of its output:\n{output}" if output else "")
 
 
 def _start(theirs: socket.socket, output: IO[bytes], devices: bool) -> subprocess.Popen[bytes]:

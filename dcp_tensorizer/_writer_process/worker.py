@@ -2,13 +2,12 @@
 
 It is started as ``python -m dcp_tensorizer._writer_process.worker``.
 
-It shares no interpreter with the trainer, so hashing and writing never hold the trainer's interpreter lock; it runs
-at low priority, ignores the terminal's signals (the trainer decides when to stop), and ends with its trainer.
+It shares no interpreter with the trainer, so hashing and writing never hold the trainer's interpreter lock. It runs at
+low priority, ignores the terminal's signals (the trainer decides when to stop), and ends with its trainer.
 """
 
 from __future__ import annotations
 
-import functools
 import mmap
 import os
 import select
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from .._memory.shared_mappings import SharedFile, attach, map_shared
 from .._storage.open import open_storage
-from ..errors import CheckpointError
+from ..errors import describe
 from .channel import Channel
 from .messages import (
     Answer,
@@ -48,20 +47,21 @@ if TYPE_CHECKING:
 
 __all__ = ["SpareCores"]
 
-# What a save costs a busy machine does not depend on its priority, only how long it takes. So where all cores are busy
-# it gets a tenth of one for each thread. Where some are to spare it needs none of a busy one: beside a training loop on
-# one of two cores, 10 cost the loop 7% of its speed, and 19 cost 1-5% at the same throughput.
+# Where all cores are busy, a save takes the same CPU time from training whatever its priority is; the priority decides
+# only how long the save takes. There each thread gets a tenth of a core. Where cores are idle, a save needs nothing of
+# a busy one: beside a training loop on one of two cores, a niceness of 10 cost the loop 7% of its speed, and 19 cost
+# 1-5%, at the same throughput.
 _NICENESS_BUSY = 10  # also lowers the I/O priority, which follows it unless set apart
 _NICENESS_SPARE = 19
-_SPARE = 0.75  # cores that are idle or this process's: two threads get less where all are busy
-_LOOK_SECONDS = 0.1
-_LOOKS = 3  # in a row: where two trainers keep two cores busy, one look in some hundreds sees one of them idle
+_MIN_SPARE_CORES = 0.75  # idle, or used by this process: two threads get less than that where all cores are busy
+_SAMPLE_SECONDS = 0.1
+_MIN_SAMPLES = 3  # in a row: where two trainers keep two cores busy, one sample in some hundreds sees an idle core
 _PROGRESS_SECONDS = 1.0
 _ABANDON_SECONDS = 20.0  # for removing what was written, while a whole staged state is kept in memory for nobody
 
 
 class SpareCores:
-    """How many cores were idle, or busy with this process, on average between two looks.
+    """How many cores were idle, or busy with this process, on average between two samples.
 
     Args:
         machine: Gives the first line of ``/proc/stat``: ticks in several states, added up over cores.
@@ -71,15 +71,16 @@ class SpareCores:
     def __init__(self, machine: Callable[[], str], own: Callable[[], float]) -> None:
         self._machine = machine
         self._own = own
-        self._before = self._look()
+        self._before = self._sample()
 
     def since_last(self) -> float:
-        before, self._before = self._before, self._look()
+        """Since the last call, or since this was made; 0 if no time has passed."""
+        before, self._before = self._before, self._sample()
         total, idle, own = (now - earlier for now, earlier in zip(self._before, before, strict=True))
         seconds = total / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
         return (idle / os.sysconf("SC_CLK_TCK") + own) / seconds if seconds > 0 else 0.0
 
-    def _look(self) -> tuple[float, float, float]:
+    def _sample(self) -> tuple[float, float, float]:
         ticks = [int(field) for field in self._machine().split()[1:9]]
         return sum(ticks), sum(ticks[3:5]), self._own()  # idle, and idle with I/O under way
 
@@ -89,7 +90,7 @@ def _first_line_of_stat() -> str:
         return stat.readline()
 
 
-def _tasks() -> set[int]:
+def _thread_ids() -> set[int]:
     """The threads of this process."""
     return {int(name) for name in os.listdir("/proc/self/task")}
 
@@ -100,7 +101,7 @@ class _Worker:
         self._snapshots = snapshots
         self._sending = threading.Lock()
         self._buffers: dict[int, mmap.mmap] = {}
-        self._shared: dict[int, mmap.mmap] = {}
+        self._shared: dict[SharedFile, mmap.mmap] = {}
         self._mapping = threading.Lock()
         self._job: FileJob | None = None
         self._connection: object = None
@@ -117,8 +118,7 @@ class _Worker:
             except EOFError:
                 return
             except Exception as error:
-                message = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-                answer = WriteFailed(message, traceback.format_exc())
+                answer = WriteFailed(describe(error), traceback.format_exc())
             self._send(answer)
 
     def abandon(self) -> None:
@@ -154,55 +154,63 @@ class _Worker:
         return SnapshotTaken()
 
     def _write(self, request: WriteRequest) -> WriteDone:
-        storage = open_storage(request.path, request.storage_options, request.timeout)
+        options = request.options
+        storage = open_storage(request.path, options.storage_options, options.timeout)
         self._connection = storage.connection
         job = FileJob(
             storage,
             request.files,
-            functools.partial(self._bytes, request.shared),
-            sync=request.sync,
-            threads=request.threads,
-            buffer_bytes=request.buffer_bytes,
-            cipher=request.cipher,
+            self._bytes,
+            sync=options.sync,
+            threads=options.threads,
+            buffer_bytes=options.buffer_bytes,
+            cipher=options.cipher,
         )
         self._job = job
         if sys.platform == "linux":
-            threading.Thread(target=self._give_way, args=(job, _tasks()), name="priority", daemon=True).start()
+            arguments = job, _thread_ids()
+            threading.Thread(target=self._use_spare_cores, args=arguments, name="priority", daemon=True).start()
         try:
             return job.run()
         finally:
             self._job = None
             self._shared.clear()
 
-    def _bytes(self, shared: Sequence[SharedFile], source: TensorSource) -> memoryview:
-        memory = self._buffers[source.buffer] if source.buffer >= 0 else self._map(shared, -1 - source.buffer)
+    def _bytes(self, source: TensorSource) -> memoryview:
+        match source.memory:
+            case SharedFile() as file:
+                memory = self._map(file)
+            case int(buffer):
+                memory = self._buffers[buffer]
+            case None:
+                raise ValueError(f"{source.name!r} is in no memory that crosses to this process")
         return memoryview(memory)[source.offset : source.offset + source.nbytes]
 
-    def _map(self, shared: Sequence[SharedFile], number: int) -> mmap.mmap:
+    def _map(self, file: SharedFile) -> mmap.mmap:
         """Maps a file when the first tensor in it is written, for as long as the request takes."""
         with self._mapping:
-            if number not in self._shared:
-                self._shared[number] = map_shared(shared[number])
-            return self._shared[number]
+            if file not in self._shared:
+                self._shared[file] = map_shared(file)
+            return self._shared[file]
 
     def _send(self, message: object) -> None:
         with self._sending, suppress(EOFError):
             self._channel.send(message)
 
-    def _give_way(self, job: FileJob, others: set[int]) -> None:
-        """Takes the job's threads out of the way of training, once there are seen to be cores to spare.
+    def _use_spare_cores(self, job: FileJob, others: set[int]) -> None:
+        """Lowers the priority of a job's threads further, as soon as there are seen to be idle cores for them.
 
-        The job's own, which end with it: a priority that was lowered is not raised again without privileges.
+        Only that of the job's own threads, which end with it: without privileges a priority cannot be raised again.
         """
         spare = SpareCores(_first_line_of_stat, time.process_time)
-        seen = 0
+        samples = 0
         while self._job is job:
-            time.sleep(_LOOK_SECONDS)
-            seen = seen + 1 if spare.since_last() >= _SPARE else 0
-            if seen == _LOOKS:
-                for task in _tasks() - others:
+            time.sleep(_SAMPLE_SECONDS)
+            samples = samples + 1 if spare.since_last() >= _MIN_SPARE_CORES else 0
+            if samples == _MIN_SAMPLES:
+                for thread in _thread_ids() - others:
                     with suppress(OSError):  # it has ended
-                        os.setpriority(os.PRIO_PROCESS, task, _NICENESS_SPARE)
+                        os.setpriority(os.PRIO_PROCESS, thread, _NICENESS_SPARE)
                 return
 
     def _report_progress(self) -> None:
@@ -213,11 +221,11 @@ class _Worker:
                 self._send(Progress(job.bytes_written))
 
 
-def _end_with(trainer: int, abandon: Callable[[], None]) -> None:
+def _exit_with_trainer(trainer: int, abandon: Callable[[], None]) -> None:
     """Ends this process as soon as the trainer is gone, whatever it is doing.
 
-    A pidfd rather than the socket alone: a forked DataLoader worker can hold the socket open after the trainer's
-    death; and rather than PR_SET_PDEATHSIG, which follows the thread that started us.
+    It watches a pidfd. The end of the socket is not enough: a forked DataLoader worker can hold it open after the
+    trainer's death. PR_SET_PDEATHSIG follows the thread that started us, and not the process.
     """
     poll = select.poll()
     poll.register(trainer, select.POLLIN)
@@ -245,7 +253,7 @@ def main(arguments: Sequence[str]) -> None:
         snapshots = Snapshots()
     worker = _Worker(Channel(socket.socket(fileno=channel_fd)), snapshots)
     if trainer >= 0:
-        threading.Thread(target=_end_with, args=(trainer, worker.abandon), name="trainer", daemon=True).start()
+        threading.Thread(target=_exit_with_trainer, args=(trainer, worker.abandon), name="trainer", daemon=True).start()
     worker.serve()
 
 

@@ -1,8 +1,7 @@
-"""One rank's files of one save, written all of them or none: in the writer process, or where there is none, here."""
+"""The files that one rank writes in one save: all of them or none. It runs in the writer process or in the trainer."""
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -11,8 +10,8 @@ from .._format.encoder import BUFFER_BYTES, encode
 from .._format.encryption import Cipher
 from .._format.tensorizer_file import lay_out
 from .._storage.base import Sink, Storage
-from ..errors import CheckpointError, WriteError
-from .messages import FileRequest, FileResult, TensorResult, TensorSource, WriteDone
+from ..errors import WriteError, describe
+from .messages import FileRequest, FileResult, TensorSource, WriteDone
 
 __all__ = ["FileJob"]
 
@@ -76,8 +75,7 @@ class FileJob:
             return WriteDone(tuple(results), seconds, seconds - closing, writing + closing)
         except Exception as error:
             self.remove()
-            cause = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-            message = f"cannot write {self._storage.path}/{name}: {cause}"
+            message = f"cannot write {self._storage.path}/{name}: {describe(error)}"
             raise WriteError(self._storage.scrub(message)) from self._storage.cause(error)
 
     def remove(self) -> None:
@@ -90,10 +88,5 @@ class FileJob:
         layout = lay_out(file.tensors, self._cipher)
         sink = self._storage.create(file.name, layout.nbytes, sync=self._sync)
         self._sinks.append(sink)
-        contents = [functools.partial(self._contents, source) for source in file.tensors]
-        encoded = encode(layout, contents, sink, self._threads, self._buffer_bytes)
-        results = (
-            TensorResult(entry.offset, entry.length, *tensor)
-            for entry, tensor in zip(layout.entries, encoded, strict=True)
-        )
-        return FileResult(file.name, layout.nbytes, tuple(results))
+        written = encode(layout, self._contents, sink, self._threads, self._buffer_bytes, file=file.name)
+        return FileResult(file.name, layout.nbytes, tuple(written))

@@ -20,6 +20,7 @@ from dcp_tensorizer import (
     MetadataError,
     NotCommitted,
     ReadError,
+    SaveLimits,
     StagingError,
     TensorizerStorageReader,
     TensorizerStorageWriter,
@@ -169,7 +170,7 @@ def _loads(rank, folder):
 
 def _saves(rank, folder):
     failures = {}
-    with TensorizerStorageWriter(max_consecutive_failures=None) as writer:
+    with TensorizerStorageWriter(limits=SaveLimits(max_consecutive_failures=None)) as writer:
         job = Job(rank, folder, writer)
         for kind, make in KINDS.items():
             failures[kind] = attempt(lambda kind=kind, make=make: job.save(kind, job.with_odd(make())))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.utils.data import DataLoader
 
-from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter, WriterProcessDied
+from dcp_tensorizer import SaveLimits, TensorizerStorageReader, TensorizerStorageWriter, WriterProcessDied
 
 from .ranks import attempt, eventually, kill_self, run_ranks, workers
 from .training import assert_same
@@ -49,7 +49,7 @@ def _kill_writers(rank, folder):
     """Saves while the victim's writer process is signalled, killed when idle, killed when writing, and killed twice."""
     victim = rank.index == VICTIM
     pids = []
-    with TensorizerStorageWriter(max_consecutive_failures=None, thread_count=1) as writer:
+    with TensorizerStorageWriter(limits=SaveLimits(max_consecutive_failures=None), thread_count=1) as writer:
 
         def save(name, seed, size=100):
             return dcp.async_save(

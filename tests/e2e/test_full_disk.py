@@ -22,7 +22,7 @@ JOB = """
 import json, os, shutil, sys
 import torch
 import torch.distributed.checkpoint as dcp
-from dcp_tensorizer import TensorizerStorageWriter
+from dcp_tensorizer import SaveLimits, TensorizerStorageWriter
 
 disk, copy, case, page = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
 
@@ -39,7 +39,7 @@ def sizes(path):
     return {name: os.stat(os.path.join(path, name)).st_size for name in os.listdir(path)}
 
 path = os.path.join(disk, "checkpoint")
-with TensorizerStorageWriter(path, max_consecutive_failures=None) as writer:
+with TensorizerStorageWriter(path, limits=SaveLimits(max_consecutive_failures=None)) as writer:
     first = saved(writer, 1)
     before = sizes(path)
     (data,) = (size for name, size in before.items() if name.endswith(".tensors"))

@@ -11,7 +11,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_tensorizer import NotCommitted, ReadError, TensorizerStorageReader, TensorizerStorageWriter, WriteError
+from dcp_tensorizer import (
+    NotCommitted,
+    ReadError,
+    SaveLimits,
+    TensorizerStorageReader,
+    TensorizerStorageWriter,
+    WriteError,
+)
 
 from ..proxy import Fault, s3_proxy
 from ..servers import SECRET
@@ -128,7 +135,7 @@ def test_the_extra_memory_is_bounded(s3, proxy, prefix):
     bound = 64 * MIB
     size = 200 * MIB
     with TensorizerStorageWriter(
-        url, storage_options=s3.options(proxy.endpoint), buffer_bytes=bound, thread_count=1
+        url, storage_options=s3.options(proxy.endpoint), limits=SaveLimits(buffer_bytes=bound), thread_count=1
     ) as writer:
         dcp.async_save(_state(1, SMALL), storage_writer=writer).result()  # imports and connections
         (worker,) = workers()
@@ -269,7 +276,8 @@ def test_a_writer_process_killed_in_mid_upload(s3, proxy, prefix):
 
 def _die_in_mid_upload(rank, url, options, with_writer):
     """A trainer that is killed while its writer process uploads."""
-    writer = TensorizerStorageWriter(url, storage_options=options, timeout=50.0)  # requests are repeated after 5 s
+    limits = SaveLimits(timeout=50.0)  # requests are repeated after 5 s
+    writer = TensorizerStorageWriter(url, storage_options=options, limits=limits)
     dcp.async_save(_state(2), storage_writer=writer)
     (worker,) = workers()
     assert eventually(lambda: Path(os.environ["UPLOADING"]).exists())

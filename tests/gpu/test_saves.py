@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._writer_process.process import WriterProcess
 
+from ..support import writer_process
 from .support import GPU, WAIT, delay, gpu_devices_open, load_into, random_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -59,8 +60,7 @@ def test_the_writer_process_has_no_context(tmp_path: Path) -> None:
     """It holds no GPU memory: it has not even opened a GPU."""
     with TensorizerStorageWriter(tmp_path) as writer:
         dcp.async_save(random_state(3, 1000), storage_writer=writer).result(WAIT)
-        assert writer._process is not None
-        assert gpu_devices_open(writer._process.pid) == []
+        assert gpu_devices_open(writer_process().pid) == []
 
 
 def test_device_staging_makes_a_context_in_the_writer_process_and_no_copy_here(
@@ -73,8 +73,7 @@ def test_device_staging_makes_a_context_in_the_writer_process_and_no_copy_here(
         staged.staged_save.wait_copied()
         assert torch.equal(dict(staged)["t1"], state["t1"].cpu())
         assert not dict(staged)["t1"].is_pinned()
-        assert writer._process is not None
-        assert gpu_devices_open(writer._process.pid) != []
+        assert gpu_devices_open(writer_process().pid) != []
         del staged
     assert "could not copy from the GPU" not in caplog.text
 

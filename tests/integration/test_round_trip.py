@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
+from dcp_tensorizer import SaveLimits, TensorizerStorageReader, TensorizerStorageWriter
 
 from ..support import ALL_DTYPES, dtype_name, filled, same
 
@@ -63,7 +63,7 @@ ZOO = {
 
 @pytest.fixture(scope="module")
 def writer():
-    with TensorizerStorageWriter(max_consecutive_failures=None) as writer:
+    with TensorizerStorageWriter(limits=SaveLimits(max_consecutive_failures=None)) as writer:
         yield writer
 
 

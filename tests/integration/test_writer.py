@@ -2,9 +2,8 @@
 
 import functools
 import gc
-import os
 import pickle
-import signal
+import subprocess
 import threading
 from pathlib import Path
 
@@ -12,14 +11,15 @@ import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tensorizer import EncryptionParams
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from dcp_tensorizer import StagingError, TensorizerStorageReader, TensorizerStorageWriter, WriteError
-from dcp_tensorizer._saving import writer_client
-from dcp_tensorizer._writer_process import process as process_module
+from dcp_tensorizer import SaveLimits, StagingError, TensorizerStorageReader, TensorizerStorageWriter, WriteError
+from dcp_tensorizer._saving.writer_client import WriterClient
+from dcp_tensorizer._writer_process.process import WriterProcess
 
-from ..support import memory_files
+from ..support import kill, memory_files, writer_process
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -97,12 +97,12 @@ def test_what_the_planner_makes_is_saved(tmp_path):
         for value in (8.0, 6.0):  # the second save uses the memory of the first
             state = {"w": torch.full((1000,), value), "z": torch.full((5,), 1 + 2j), "plain": torch.ones(3)}
             dcp.async_save(state, storage_writer=writer, planner=Halving()).result()
-            found = {"w": torch.zeros(1000, dtype=torch.float16), "z": torch.zeros(5, dtype=torch.complex64)}
-            found["plain"] = torch.zeros(3)
-            dcp.load(found, storage_reader=TensorizerStorageReader(tmp_path))
-            assert found["w"].tolist() == [value / 2] * 1000
-            assert found["z"].tolist() == [1 - 2j] * 5
-            assert found["plain"].tolist() == [1.0] * 3
+            target = {"w": torch.zeros(1000, dtype=torch.float16), "z": torch.zeros(5, dtype=torch.complex64)}
+            target["plain"] = torch.zeros(3)
+            dcp.load(target, storage_reader=TensorizerStorageReader(tmp_path))
+            assert target["w"].tolist() == [value / 2] * 1000
+            assert target["z"].tolist() == [1 - 2j] * 5
+            assert target["plain"].tolist() == [1.0] * 3
 
 
 def test_use_after_close(tmp_path):
@@ -125,8 +125,8 @@ def test_closing_gives_up_a_save_that_hangs(tmp_path, monkeypatch):
     others = set(psutil.Process().children())  # what multiprocessing keeps for the tests before this one
     writer = TensorizerStorageWriter(tmp_path)
     dcp.async_save(state_of(1), storage_writer=writer).result()
-    monkeypatch.setattr(writer._process, "close", functools.partial(writer._process.close, 0.5))
-    os.kill(writer._process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(WriterProcess, "close", functools.partialmethod(WriterProcess.close, 0.5))
+    writer_process().suspend()
     future = dcp.async_save(state_of(2), storage_writer=writer)
     writer.close(timeout=0.2)
     with pytest.raises(CheckpointException) as caught:
@@ -162,7 +162,7 @@ def test_failures_in_a_row_end_a_job_that_drops_its_futures(tmp_path, limit):
     """The save after three failed ones raises from `async_save` itself; with no limit it never does."""
     blocked = tmp_path / "file"
     blocked.write_text("not a directory")
-    with TensorizerStorageWriter(blocked / "checkpoint", max_consecutive_failures=limit) as writer:
+    with TensorizerStorageWriter(blocked / "checkpoint", limits=SaveLimits(max_consecutive_failures=limit)) as writer:
         for _ in range(3):
             future = dcp.async_save(state_of(1), storage_writer=writer)
             with pytest.raises(CheckpointException):
@@ -185,16 +185,46 @@ def test_a_copy_is_a_writer_of_its_own(tmp_path):
     assert loaded(tmp_path) == (4.0, 4)
 
 
+def test_a_copy_of_a_closed_writer_is_closed(tmp_path):
+    """It refuses saves as the one that it was made from does."""
+    writer = TensorizerStorageWriter(tmp_path)
+    writer.close()
+    copied = pickle.loads(pickle.dumps(writer))
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(state_of(4), storage_writer=copied)
+    assert "closed" in str(cause(caught))
+
+
+def test_the_repr_shows_path_and_options_but_no_secrets():
+    """Neither those in the URL, nor the storage options' values, nor the key."""
+    secret = "correct-horse-battery"
+    with TensorizerStorageWriter(
+        f"s3://user:hunter2@bucket/run?sig={secret}",
+        storage_options={"secret": secret, "anon": False},
+        encryption=EncryptionParams(b"0123456789abcdef" * 2),
+        on_report=functools.partial(print, "a token of the user's"),
+    ) as writer:
+        shown = repr(writer)
+    assert shown.startswith("TensorizerStorageWriter('s3://bucket/run?sig=***', cache_staged_state_dict=True, ")
+    assert "storage_options=['anon', 'secret'], encryption=True, limits=SaveLimits(" in shown
+    assert not [word for word in (secret, "hunter2", "token", "abcdef") if word in shown]
+    with TensorizerStorageWriter() as writer:
+        assert repr(writer).startswith("TensorizerStorageWriter(None, ")
+
+
 def test_prewarm_makes_the_buffer_that_the_first_save_uses(tmp_path):
-    """The first save after `prewarm` allocates nothing."""
+    """The first save after `prewarm` allocates nothing, and neither does another `prewarm` after it."""
+    before, state = memory_files(), {"w": torch.ones(1000)}
     with TensorizerStorageWriter(tmp_path) as writer:
-        writer.prewarm(state_of(1))
-        writer._stager.wait_prewarmed()
-        buffer = writer._stager._idle
-        dcp.async_save(state_of(1), storage_writer=writer).result()
-        writer._stager.wait_turn()
-        writer.prewarm(state_of(1))  # takes back the buffer of the save, which is over
-        assert writer._stager._idle is buffer
+        writer.prewarm(state)
+        wait_prewarmed()
+        (buffer,) = memory_files() - before
+        dcp.async_save(state, storage_writer=writer).result()
+        assert memory_files() - before == {buffer}
+        writer._saver.stager.wait_turn()
+        writer.prewarm(state)  # takes back the buffer of the save, which is over
+        wait_prewarmed()
+        assert memory_files() - before == {buffer}
 
 
 def test_prewarm_asks_stateful_values(tmp_path):
@@ -207,10 +237,20 @@ def test_prewarm_asks_stateful_values(tmp_path):
         def load_state_dict(self, state_dict):
             raise AssertionError("nothing is loaded")
 
+    before = memory_files()
     with TensorizerStorageWriter(tmp_path) as writer:
         writer.prewarm({"app": App()})
-        writer._stager.wait_prewarmed()
-        assert writer._stager._idle.nbytes >= 4_000_000
+        wait_prewarmed()
+        (buffer,) = memory_files() - before
+        dcp.async_save({"w": torch.ones(1_000_000)}, storage_writer=writer).result()
+        assert memory_files() - before == {buffer}
+
+
+def wait_prewarmed():
+    """Returns when the memory is ready that `prewarm` allocates in the background."""
+    for thread in threading.enumerate():
+        if thread.name == "prewarm":
+            thread.join()
 
 
 def test_memory_urls_are_written_in_this_process():
@@ -227,9 +267,9 @@ def test_without_a_cache_a_save_keeps_no_memory(tmp_path):
         for value in (1, 2):
             future = dcp.async_save(state_of(value), storage_writer=writer)
             future.result()
-            writer._stager.wait_turn()
+            writer._saver.stager.wait_turn()
             assert memory_files() == before
-            maps = Path(f"/proc/{writer._process.pid}/maps").read_text()
+            maps = Path(f"/proc/{writer_process().pid}/maps").read_text()
             assert "memfd:dcp_tensorizer" not in maps
             assert loaded(tmp_path) == (float(value), value)
 
@@ -237,7 +277,7 @@ def test_without_a_cache_a_save_keeps_no_memory(tmp_path):
 def test_saves_that_nobody_staged_do_not_clean_up_after_each_other(tmp_path, monkeypatch):
     """A synchronous save on another thread, to the same path, while one writes: what that wrote is not left over."""
     writing, go_on = threading.Event(), threading.Event()
-    write = writer_client.WriterClient.write
+    write = WriterClient.write
 
     def wait(*args):
         written = write(*args)
@@ -246,7 +286,7 @@ def test_saves_that_nobody_staged_do_not_clean_up_after_each_other(tmp_path, mon
             assert go_on.wait(30)
         return written
 
-    monkeypatch.setattr(writer_client.WriterClient, "write", wait)
+    monkeypatch.setattr(WriterClient, "write", wait)
     with TensorizerStorageWriter(tmp_path) as writer:
         first = threading.Thread(target=dcp.save, args=(state_of(1),), kwargs={"storage_writer": writer}, name="first")
         first.start()
@@ -275,10 +315,9 @@ def test_a_writer_process_that_cannot_be_started_again(tmp_path, monkeypatch):
     """Staging does not fail for it, which would leave the other ranks waiting: the save does, and names the path."""
     with TensorizerStorageWriter(tmp_path) as writer:
         dcp.async_save(state_of(1), storage_writer=writer).result()
-        writer._process._popen.kill()
-        writer._process._popen.wait()
+        kill(writer_process())
         with monkeypatch.context() as patch:
-            patch.setattr(process_module, "_start", refuse_to_start)
+            patch.setattr(subprocess, "Popen", refuse_to_start)
             with pytest.raises(CheckpointException) as caught:
                 dcp.async_save(state_of(2), storage_writer=writer).result()
         assert f"the save to {tmp_path} failed twice: the writer process cannot be started" in str(cause(caught))
@@ -286,5 +325,5 @@ def test_a_writer_process_that_cannot_be_started_again(tmp_path, monkeypatch):
     assert loaded(tmp_path) == (3.0, 3)
 
 
-def refuse_to_start(*args):
+def refuse_to_start(*args, **options):
     raise OSError(11, "Resource temporarily unavailable")

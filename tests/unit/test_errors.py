@@ -1,4 +1,4 @@
-"""The exception tree."""
+"""The exception tree, and errors as a part of other errors' messages."""
 
 import pickle
 
@@ -14,3 +14,10 @@ def test_errors_survive_pickling(name):
     assert type(error) is getattr(errors, name)
     assert str(error) == "rank 3: no space on /data"
     assert isinstance(error, errors.CheckpointError)
+
+
+def test_errors_of_ours_speak_for_themselves_and_others_need_their_type():
+    """A ``KeyError`` has nothing but the key for a message."""
+    assert errors.describe(errors.WriteError("no space on /data")) == "no space on /data"
+    assert errors.describe(KeyError("w")) == "KeyError: 'w'"
+    assert errors.describe(OSError(28, "No space left on device")) == "OSError: [Errno 28] No space left on device"

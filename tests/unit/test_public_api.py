@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import pickle
+import re
+from typing import Any
 
 import pytest
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -20,6 +22,7 @@ from dcp_tensorizer import (
     MetadataError,
     NotCommitted,
     ReadError,
+    SaveLimits,
     SaveReport,
     StagingError,
     TensorizerStorageReader,
@@ -56,6 +59,7 @@ def test_exported_names_are_pinned() -> None:
         "MetadataError",
         "NotCommitted",
         "ReadError",
+        "SaveLimits",
         "SaveReport",
         "StagingError",
         "TensorizerStorageReader",
@@ -99,9 +103,47 @@ def test_overridden_methods_take_what_torch_passes(ours: type, theirs: type) -> 
         if name.startswith("_"):
             continue
         expected = [p for p in inspect.signature(method).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        found = list(inspect.signature(getattr(ours, name)).parameters.values())
-        assert [p.name for p in found[: len(expected)]] == [p.name for p in expected], name
-        assert not [p for p in found[len(expected) :] if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+        actual = list(inspect.signature(getattr(ours, name)).parameters.values())
+        assert [p.name for p in actual[: len(expected)]] == [p.name for p in expected], name
+        assert not [p for p in actual[len(expected) :] if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
+def test_the_arguments_of_the_writer_are_pinned() -> None:
+    """Their order too: only the path may be given without its name."""
+    parameters = inspect.signature(TensorizerStorageWriter).parameters.values()
+    assert [(p.name, p.default) for p in parameters] == [
+        ("path", None),
+        ("cache_staged_state_dict", True),
+        ("staging", "buffer"),
+        ("overlap_staging", False),
+        ("overwrite", True),
+        ("sync_files", True),
+        ("thread_count", None),
+        ("storage_options", None),
+        ("encryption", None),
+        ("on_report", None),
+        ("limits", SaveLimits()),
+    ]
+    assert [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY] == ["path"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"path": 7}, TypeError, "path must be a str or an os.PathLike, and is int"),
+        ({"staging": "disk"}, ValueError, "staging='disk' is none of 'buffer', 'device', 'shared'"),
+        ({"thread_count": 0}, ValueError, "thread_count=0 must be an int of at least 1, or None"),
+        ({"storage_options": ["a"]}, TypeError, "storage_options must be a mapping, or None, and is list"),
+        ({"encryption": "key"}, TypeError, "encryption must be tensorizer.EncryptionParams, and is str"),
+        ({"on_report": "print"}, TypeError, "on_report must be callable, or None, and is str"),
+        ({"limits": 600.0}, TypeError, "limits must be SaveLimits, and is float"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_the_writer_checks_its_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    """Each error names the argument, the value and what is allowed, and no process is started."""
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        TensorizerStorageWriter(**arguments)
 
 
 def test_the_writer_is_a_stager_and_a_storage_writer() -> None:
@@ -152,7 +194,7 @@ def test_not_committed_is_a_file_not_found_error() -> None:
 
 @pytest.mark.parametrize(
     "cls",
-    [TensorizerStorageReader, TensorizerStorageWriter, LoadReport, SaveReport, *EXCEPTIONS],
+    [TensorizerStorageReader, TensorizerStorageWriter, LoadReport, SaveLimits, SaveReport, *EXCEPTIONS],
     ids=lambda c: c.__name__,
 )
 def test_everything_public_is_documented(cls: type) -> None:

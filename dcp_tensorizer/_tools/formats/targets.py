@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import functools
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -138,10 +137,10 @@ def _write_tensorizer_file(storage: Storage, name: str, tensors: Sequence[Stored
     sources = [_source(t.key, t)._replace(kind=_module_kind(t, options)) for t in tensors]
     capacity = max(INDEX_CAPACITY, sum(index_entry_size(s.name, len(s.shape)) for s in sources))
     layout = lay_out(sources, capacity=capacity)
-    contents = [functools.partial(_bytes_of, tensor) for tensor in tensors]
+    by_key = {tensor.key: tensor for tensor in tensors}
     try:
         sink = storage.create(name, layout.nbytes, sync=True)
-        encode(layout, contents, sink, _threads(tensors))
+        encode(layout, lambda source: _bytes_of(by_key[source.name]), sink, _threads(tensors))
     except OSError as error:
         raise WriteError(storage.scrub(f"cannot write {storage.path}/{name}: {error}")) from error
 
@@ -236,7 +235,7 @@ def _write_dcp_tensorizer(
     names = dict(zip([*tensors, *objects], stored_names([*tensors, *objects]), strict=True))
     keys = {name: key for key, name in names.items()}
     sources = [_source(names[key], tensor) for key, tensor in tensors.items() if tensor.nbytes]
-    sources += [TensorSource(names[k], "uint8", (o.nbytes,), 0, 0, o.nbytes, "object") for k, o in objects.items()]
+    sources += [TensorSource(names[k], "uint8", (o.nbytes,), o.nbytes, "object") for k, o in objects.items()]
 
     def bytes_of(source: TensorSource) -> memoryview:
         key = keys[source.name]
@@ -245,24 +244,12 @@ def _write_dcp_tensorizer(
     with new_directory(path, storage_options, f"__*_{save_id}.tensors") as storage, _locked(storage):
         files = plan_files(sources, 0, save_id, storage.max_file_bytes)
         threads = _threads(list(tensors.values()))
-        done = FileJob(storage, files, bytes_of, sync=True, threads=threads).run()
-        places = {
-            keys[source.name]: (file, source, tensor)
-            for request, file in zip(files, done.files, strict=True)
-            for source, tensor in zip(request.tensors, file.tensors, strict=True)
-        }
+        places = FileJob(storage, files, bytes_of, sync=True, threads=threads).run().places()
         written = []
         for key, entry in _described(contents).items():
             offset = torch.Size([0] * len(entry.size)) if isinstance(entry, TensorStorageMetadata) else None
-            stored = StoredItem("", "", 0, 0, dtype_name(tensors[key].dtype) if key in tensors else "", "tensor", b"")
-            nbytes = 0
-            if key in places:
-                file, source, tensor = places[key]
-                nbytes = file.nbytes
-                stored = StoredItem(
-                    file.name, source.name, tensor.offset, tensor.length, source.dtype, source.kind, tensor.digests
-                )
-            written.append((MetadataIndex(key, offset), stored, nbytes))
+            empty = StoredItem.empty(dtype_name(tensors[key].dtype) if key in tensors else "")
+            written.append((MetadataIndex(key, offset), *places.get(names[key], (empty, 0))))
         metadata = Metadata(
             _described(contents),
             contents.paths,
@@ -351,7 +338,7 @@ def _check_lists(contents: CheckpointView) -> None:
 
 
 def _source(name: str, tensor: StoredTensor) -> TensorSource:
-    return TensorSource(name, dtype_name(tensor.dtype), tensor.shape, 0, 0, tensor.nbytes)
+    return TensorSource(name, dtype_name(tensor.dtype), tensor.shape, tensor.nbytes)
 
 
 def _bytes_of(tensor: StoredTensor) -> memoryview:

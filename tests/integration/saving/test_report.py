@@ -1,6 +1,7 @@
 """What a save cost: the report, its log record, and the callback."""
 
 import logging
+import time
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ NBYTES = 4000 + 8
 def test_each_save_is_reported_once(tmp_path, caplog):
     """The report counts this save's bytes, files and seconds, and is given to the callback, the log and the writer."""
     reports = []
+    before = time.time()
     with (
         caplog.at_level(logging.INFO, "dcp_tensorizer"),
         TensorizerStorageWriter(tmp_path, on_report=reports.append) as writer,
@@ -29,15 +31,21 @@ def test_each_save_is_reported_once(tmp_path, caplog):
     assert min(report.stage_seconds, report.plan_seconds, report.hash_seconds, report.write_seconds) > 0
     assert report.commit_seconds is not None
     assert (tmp_path / ".metadata").stat().st_mtime <= report.durable_at + 1
+    assert before <= report.started_at <= report.durable_at <= time.time()
+    assert report.seconds == report.durable_at - report.started_at >= report.stage_seconds
+    assert report.gigabytes_per_second == NBYTES / 1e9 / report.seconds
     assert [r.getMessage() for r in caplog.records if "rank 0 wrote" in r.getMessage()] == [str(report)]
 
 
 def test_a_synchronous_save_has_no_staging(tmp_path):
     """`dcp.save` writes from the tensors themselves, so that nothing is staged."""
     with TensorizerStorageWriter(tmp_path) as writer:
+        before = time.time()
         dcp.save(STATE, storage_writer=writer)
         assert writer.last_report is not None
+        assert before <= writer.last_report.started_at <= time.time()
         assert writer.last_report.stage_seconds == 0
+        assert writer.last_report.seconds >= writer.last_report.write_seconds
         assert writer.last_report.nbytes == NBYTES
 
 

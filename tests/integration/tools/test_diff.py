@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_tensorizer._format.layout import StoredItem
 from dcp_tensorizer._saving.commit import commit
 from dcp_tensorizer._saving.file_planner import plan_files
 from dcp_tensorizer._storage.open import open_storage
@@ -122,13 +121,11 @@ def save_wrapper(path: Path, chunks: list[bytes]) -> None:
     storage.make_directory()
     written = []
     for rank, content in enumerate(chunks):
-        source = TensorSource("w", "uint8", (len(content),), 0, 0, len(content), "wrapper")
+        source = TensorSource("w", "uint8", (len(content),), len(content), "wrapper")
         files = plan_files([source], rank, "a" * 32)
         job = FileJob(storage, files, lambda _, content=content: memoryview(content), sync=False, threads=1)  # type: ignore[misc]
-        (file,) = job.run().files
-        (found,) = file.tensors
-        item = StoredItem(file.name, "w", found.offset, found.length, "uint8", "wrapper", found.digests)
-        written.append((MetadataIndex("w", torch.Size([2 * rank])), item, file.nbytes))
+        (place,) = job.run().places().values()
+        written.append((MetadataIndex("w", torch.Size([2 * rank])), *place))
     regions = [ChunkStorageMetadata(torch.Size([2 * rank]), torch.Size([2])) for rank in range(len(chunks))]
     described = {"w": TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([2 * len(chunks)]), regions)}
     metadata = Metadata(described, {"w": ("w",)}, storage_meta=StorageMeta(str(path), "a" * 32))

@@ -1,6 +1,5 @@
 """The writer process, from the trainer's side: requests, death, hangs, ends."""
 
-import dataclasses
 import errno
 import os
 import signal
@@ -21,12 +20,13 @@ from dcp_tensorizer._writer_process.messages import (
     FileRequest,
     SnapshotRequest,
     TensorSource,
+    WriteOptions,
     WriteRequest,
 )
 from dcp_tensorizer._writer_process.process import WriterProcess
 from dcp_tensorizer.errors import WriteError, WriterProcessDied
 
-from ...support import open_descriptors
+from ...support import kill, open_descriptors
 
 NAME = data_file_name(0, 0, "a" * 32)
 
@@ -61,8 +61,10 @@ def process(processes):
 def request(path, buffer, count=1000, options=None):
     tensor = buffer.allocate(torch.float32, (count,))
     tensor.copy_(torch.arange(count, dtype=torch.float32))
-    source = TensorSource("w", "float32", (count,), buffer.id, buffer.locate(tensor), tensor.nbytes)
-    return WriteRequest(str(path), options or {}, (FileRequest(NAME, (source,)),), (), True, 2, 64 << 20, 60.0)
+    source = TensorSource("w", "float32", (count,), tensor.nbytes, "tensor", buffer.id, buffer.locate(tensor))
+    return WriteRequest(
+        str(path), WriteOptions(options or {}, True, 2, 64 << 20, 60.0), (FileRequest(NAME, (source,)),)
+    )
 
 
 def test_requests_are_written(process, buffer, tmp_path):
@@ -144,9 +146,9 @@ def test_a_process_that_takes_no_request_is_killed(process, buffer, tmp_path):
     os.kill(process.pid, signal.SIGSTOP)
     rescue = threading.Timer(20, os.kill, (process.pid, signal.SIGKILL))
     rescue.start()
-    source = TensorSource("w" * 200, "float32", (1,), buffer.id, 0, 4)
-    large = WriteRequest(str(tmp_path), {}, (FileRequest(NAME, (source,) * 20_000),), (), True, 1, 64 << 20, 60.0)
-    large = dataclasses.replace(large, storage_options={"padding": os.urandom(4 << 20)})
+    source = TensorSource("w" * 200, "float32", (1,), 4, "tensor", buffer.id, 0)
+    padded = WriteOptions({"padding": os.urandom(4 << 20)}, True, 1, 64 << 20, 60.0)
+    large = WriteRequest(str(tmp_path), padded, (FileRequest(NAME, (source,) * 20_000),))
     try:
         with pytest.raises(WriterProcessDied, match="made no progress for 1 s"):
             process.write(large, [buffer], 1)
@@ -287,9 +289,9 @@ def test_a_process_that_may_use_gpus_sees_the_trainers(monkeypatch, buffer, tmp_
 
 
 def mapped(process):
-    """Whether the process has a trainer's buffer mapped."""
+    """The inodes of the trainer's buffers that the process has mapped."""
     with open(f"/proc/{process.pid}/maps", encoding="ascii") as maps:
-        return "memfd:dcp_tensorizer" in maps.read()
+        return {int(line.split()[4]) for line in maps if "memfd:dcp_tensorizer" in line}
 
 
 def test_a_buffer_that_is_given_back_is_free(process, tmp_path):
@@ -298,13 +300,15 @@ def test_a_buffer_that_is_given_back_is_free(process, tmp_path):
     (tmp_path / "1").mkdir()
     (tmp_path / "2").mkdir()
     process.write(request(tmp_path / "1", kept), [kept, given_back], 60)
+    inode = os.fstat(kept.fd).st_ino
+    assert len(mapped(process)) == 2
     given_back.close()
-    assert process._attached == {kept.id}
+    assert mapped(process) == {inode}
     kept.reset()
     process.write(request(tmp_path / "2", kept), [kept], 60)
-    assert mapped(process)
+    assert mapped(process) == {inode}
     kept.close()
-    assert not mapped(process)
+    assert mapped(process) == set()
 
 
 def test_giving_back_the_buffer_of_a_dead_process_is_no_error(processes, tmp_path):
@@ -313,8 +317,7 @@ def test_giving_back_the_buffer_of_a_dead_process_is_no_error(processes, tmp_pat
     processes.append(process)
     buffer = SharedBuffer(1 << 20)
     process.write(request(tmp_path, buffer), [buffer], 60)
-    process._popen.kill()
-    process._popen.wait()
+    kill(psutil.Process(process.pid))
     buffer.close()
     assert not process.alive
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -327,7 +330,7 @@ def test_after_a_failed_request_a_buffer_that_is_given_back_is_free_too(process,
     with pytest.raises(WriteError):
         process.write(request(tmp_path / "nowhere", buffer), [buffer], 60)
     buffer.close()
-    assert not mapped(process)
+    assert mapped(process) == set()
 
 
 def test_an_interrupted_request_ends_the_process(processes, buffer, tmp_path, monkeypatch):

@@ -2,42 +2,53 @@
 
 from __future__ import annotations
 
-import functools
 import io
+import mmap
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorizer import TensorDeserializer, TensorSerializer
 
-from dcp_tensorizer._format import encoder, part_buffer
 from dcp_tensorizer._format.encoder import encode
+from dcp_tensorizer._format.layout import StoredItem
 from dcp_tensorizer._format.tensorizer_file import ALIGNMENT, lay_out
 from dcp_tensorizer._memory.tensor_bytes import host_bytes
+from dcp_tensorizer._writer_process.messages import TensorSource
 
 from ...support import ALL_DTYPES, BufferSink, block_digests, dtype_name, filled, raw, same, sources
 
 Tensors = list[tuple[str, torch.Tensor]]
 
 
+def bytes_of(tensors: Tensors) -> Callable[[TensorSource], memoryview]:
+    """What `encode` asks for a tensor's bytes."""
+    by_name = dict(tensors)
+    return lambda source: host_bytes(by_name[source.name])
+
+
 def encoded(
-    tensors: Tensors, threads: int = 1, part_bytes: int = 1 << 20, *, in_order: bool = False, alignment: int = 1
+    tensors: Tensors, threads: int = 1, sink: BufferSink | None = None, *, alignment: int = 1, **options: Any
 ) -> bytes:
-    """A whole file, with its digests checked; not aligned, because stock tensorizer's are not."""
-    sink = BufferSink(part_bytes, in_order=in_order)
+    """A whole file, with its items checked; not aligned, because stock tensorizer's are not."""
+    sink = sink or BufferSink(1 << 20)
     layout = lay_out(sources(tensors), alignment=alignment)
-    found = encode(layout, [lambda t=tensor: host_bytes(t) for _, tensor in tensors], sink, threads)  # type: ignore[misc]
+    items = encode(layout, bytes_of(tensors), sink, threads, file="f", **options)
     assert (sink.closed, sink.aborted) == (True, False)
-    assert found == [(block_digests(tensor), b"") for _, tensor in tensors]
     content = sink.content
     assert sink.bytes_written == len(content) == layout.nbytes
-    for (_, tensor), entry in zip(tensors, layout.entries, strict=True):
-        assert content[entry.offset : entry.offset + entry.length] == raw(tensor)
-        assert entry.offset % alignment == 0
+    assert len(items) == len(tensors)
+    for (name, tensor), item in zip(tensors, items, strict=True):
+        place = "f", name, item.offset, tensor.nbytes
+        assert item == StoredItem(*place, dtype_name(tensor.dtype), "tensor", block_digests(tensor))
+        assert content[item.offset : item.offset + item.length] == raw(tensor)
+        assert item.offset % alignment == 0
     return content
 
 
@@ -140,7 +151,7 @@ shapes = st.lists(st.integers(1, 40), max_size=3).map(tuple)
     tensors=st.lists(st.tuples(st.sampled_from(ALL_DTYPES), shapes), max_size=12),
     threads=st.integers(1, 5),
     part_bytes=st.sampled_from([4096, 8192, 1 << 16, 1 << 20]),
-    piece=st.sampled_from([1, 7, 64, 4096, 1 << 19]),
+    piece=st.sampled_from([7, 64, 4096, 1 << 19]),
     in_order=st.booleans(),
 )
 def test_threads_parts_and_pieces_change_nothing(
@@ -148,16 +159,14 @@ def test_threads_parts_and_pieces_change_nothing(
 ) -> None:
     """Whatever the number of threads, the sizes of parts and pieces and the order of parts, the file is the same."""
     named = [(f"t{n}", filled(dtype, shape, seed=n)) for n, (dtype, shape) in enumerate(tensors)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encoder, "_PIECE", max(piece, 64))
-        assert encoded(named, threads, part_bytes, in_order=in_order) == stock(named)
+    assert encoded(named, threads, BufferSink(part_bytes, in_order=in_order), piece_bytes=piece) == stock(named)
 
 
 def test_a_large_tensor_is_hashed_by_two_threads() -> None:
     """With fewer tensors than threads, and with more."""
     large = [("large", filled(torch.float32, (1 << 20,)))]
     assert encoded(large, 1) == encoded(large, 2) == encoded(large, 4) == stock(large)
-    assert encoded(large, 2, in_order=True) == stock(large)
+    assert encoded(large, 2, BufferSink(1 << 20, in_order=True)) == stock(large)
 
 
 class FailingSink(BufferSink):
@@ -182,7 +191,7 @@ def test_a_failing_sink_fails_the_encoding_and_is_aborted(limit: int, threads: i
     sink = FailingSink(limit, in_order=in_order)
     tensors = [(f"{n}", torch.zeros(100_000)) for n in range(10)]
     with pytest.raises(OSError, match="No space left on device") as caught:
-        encode(lay_out(sources(tensors)), [lambda t=tensor: host_bytes(t) for _, tensor in tensors], sink, threads)  # type: ignore[misc]
+        encode(lay_out(sources(tensors)), bytes_of(tensors), sink, threads)
     assert caught.value.errno == 28
     assert (sink.closed, sink.aborted) == (False, True)
     assert set(threading.enumerate()) <= before
@@ -194,25 +203,34 @@ def test_a_tensor_that_cannot_be_had_fails_the_encoding(threads: int, in_order: 
     """Its error comes out, also while other threads wait for memory."""
     sink = BufferSink(4096, in_order=in_order)
     tensors = [(f"{n}", torch.zeros(10_000)) for n in range(20)]
+    described = sources(tensors)
 
-    def gone() -> Any:
-        raise KeyError("gone")
-
-    suppliers = [gone if n == 7 else (lambda t=tensor: host_bytes(t)) for n, (_, tensor) in enumerate(tensors)]  # type: ignore[misc]
-    with pytest.raises(KeyError, match="gone"):
-        encode(lay_out(sources(tensors)), suppliers, sink, threads)
+    del tensors[7:8]
+    with pytest.raises(KeyError, match="7"):
+        encode(lay_out(described), bytes_of(tensors), sink, threads)
     assert (sink.closed, sink.aborted) == (False, True)
 
 
+class AddressSink(BufferSink):
+    """Keeps where the parts were in memory: every buffer that is made is kept to the end, and holds some part."""
+
+    def __init__(self, part_bytes: int, *, in_order: bool = False) -> None:
+        super().__init__(part_bytes, in_order=in_order)
+        self.addresses: set[int] = set()
+
+    def put_part(self, number: int, data: memoryview) -> None:
+        super().put_part(number, data)
+        self.addresses.add(np.frombuffer(data, dtype=np.uint8).ctypes.data)
+
+
 @pytest.mark.parametrize("in_order", [False, True])
-def test_the_memory_for_parts_is_bounded(monkeypatch: pytest.MonkeyPatch, in_order: bool) -> None:
+def test_the_memory_for_parts_is_bounded(in_order: bool) -> None:
     """However slow the sink is, and however many parts a file has."""
-    made = []
-    real = part_buffer._new_buffer
-    monkeypatch.setattr(part_buffer, "_new_buffer", lambda nbytes: made.append(nbytes) or real(nbytes))
+    sink = AddressSink(4096, in_order=in_order)
     tensors = [(f"{n}", filled(torch.uint8, (n * 997 % 50_000 + 1,))) for n in range(200)]
-    assert encoded(tensors, threads=3, part_bytes=4096, in_order=in_order) == stock(tensors)
-    assert len(made) <= 3 * 3 + BufferSink.concurrency + 2
+    assert encoded(tensors, 3, sink) == stock(tensors)
+    assert 1 <= len(sink.addresses) <= 3 * 3 + BufferSink.concurrency + 2
+    assert {address % mmap.PAGESIZE for address in sink.addresses} == {0}
 
 
 @pytest.mark.parametrize(("parts", "most"), [(1, 1), (9, 4), (1000, 32)])
@@ -234,24 +252,17 @@ def test_parts_in_flight_are_as_many_as_the_memory_allows(parts: int, most: int)
     lock = threading.Lock()
     sink = Counting(4096)
     tensor = filled(torch.uint8, (1 << 20,))
-    layout = lay_out(sources([("t", tensor)]), alignment=1)
-    encode(layout, [lambda: host_bytes(tensor)], sink, threads=1, buffer_bytes=parts * 4096)
-    assert sink.content == stock([("t", tensor)])
+    assert encoded([("t", tensor)], 1, sink, buffer_bytes=parts * 4096) == stock([("t", tensor)])
     assert 1 <= sink.deepest <= most
 
 
 @pytest.mark.parametrize(("threads", "parts"), [(1, 6), (4, 7), (16, 32), (16, 60)])
-def test_no_more_parts_are_made_than_fit(monkeypatch: pytest.MonkeyPatch, threads: int, parts: int) -> None:
+def test_no_more_parts_are_made_than_fit(threads: int, parts: int) -> None:
     """With many threads and little memory, fewer hash; six parts are the least."""
-    made = []
-    real = part_buffer._new_buffer
-    monkeypatch.setattr(part_buffer, "_new_buffer", lambda nbytes: made.append(nbytes) or real(nbytes))
     tensors = [(f"{n}", filled(torch.uint8, (40_000,))) for n in range(100)]
-    sink = BufferSink(4096)
-    contents = [functools.partial(host_bytes, tensor) for _, tensor in tensors]
-    encode(lay_out(sources(tensors), alignment=1), contents, sink, threads, buffer_bytes=parts * 4096)
-    assert sink.content == stock(tensors)
-    assert len(made) <= parts
+    sink = AddressSink(4096)
+    assert encoded(tensors, threads, sink, buffer_bytes=parts * 4096) == stock(tensors)
+    assert 1 <= len(sink.addresses) <= parts
 
 
 def test_nothing_more_is_sent_when_a_part_has_failed() -> None:
@@ -268,5 +279,5 @@ def test_nothing_more_is_sent_when_a_part_has_failed() -> None:
     sink = Failing(4096)
     tensor = filled(torch.uint8, (1 << 20,))
     with pytest.raises(OSError, match="no"):
-        encode(lay_out(sources([("t", tensor)])), [lambda: host_bytes(tensor)], sink, threads=2)
+        encode(lay_out(sources([("t", tensor)])), bytes_of([("t", tensor)]), sink, threads=2)
     assert (sink.puts, sink.aborted) == (1, True)

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_tensorizer._format.layout import (
+    ENCRYPTED_VERSION,
+    FORMAT_VERSION,
     StoredItem,
     block_size,
     data_file_name,
@@ -24,6 +26,11 @@ from ...support import ALL_DTYPES, dtype_name, filled, sources
 SAVE = "0123456789abcdef" * 2
 PROLOGUE = 5 + 4 + 32 + 8 + 8 + 8 + 8
 """Bytes before the index in a tensorizer file."""
+
+
+def test_format_versions_are_pinned() -> None:
+    """Plain checkpoints keep the version that older releases read; encrypted ones have one that those refuse."""
+    assert (FORMAT_VERSION, ENCRYPTED_VERSION) == (1, 2)
 
 
 @given(st.integers(1, 1 << 44))
@@ -95,9 +102,15 @@ def test_a_stored_item_is_a_plain_tuple() -> None:
     item = StoredItem("f", "n", 1, 2, "uint8", "tensor", b"d")
     assert item.to_tuple() == ("f", "n", 1, 2, "uint8", "tensor", b"d")
     assert type(item.to_tuple()) is tuple
-    sealed = item._replace(nonce_and_macs=b"s")
-    assert sealed.to_tuple() == (*item.to_tuple(), b"s")
-    assert [StoredItem(*kept.to_tuple()) for kept in (item, sealed)] == [item, sealed]
+    encrypted = item._replace(nonce_and_macs=b"s")
+    assert encrypted.to_tuple() == (*item.to_tuple(), b"s")
+    assert [StoredItem(*kept.to_tuple()) for kept in (item, encrypted)] == [item, encrypted]
+
+
+def test_an_item_without_bytes_is_in_no_file() -> None:
+    """Its dtype and kind are kept all the same."""
+    assert StoredItem.empty("int8", "object") == ("", "", 0, 0, "int8", "object", b"", b"")
+    assert StoredItem.empty("int8").kind == "tensor"
 
 
 def index_length(name: str, tensor: torch.Tensor) -> int:

@@ -100,26 +100,26 @@ def test_contents_that_make_no_sense_are_refused(change):
         decode(encode(dataclasses.replace(metadata_of(), storage_data=content)), "x")
 
 
-SEALED = (*ITEM, bytes(24 + 16))
+ENCRYPTED_ITEM = (*ITEM, bytes(24 + 16))
 CHECK = bytes(56)
 
 
 def encrypted_content(**change):
     """What an encrypted checkpoint of one item has in its metadata."""
     content = {"format": FORMAT, "version": ENCRYPTED_VERSION, "save_id": "s", "files": {ITEM[0]: 300_008}}
-    content |= {"items": {("w", (0,)): SEALED}, "encryption": {"derivation": None, "check": CHECK}} | change
+    content |= {"items": {("w", (0,)): ENCRYPTED_ITEM}, "encryption": {"derivation": None, "check": CHECK}} | change
     return {key: value for key, value in content.items() if value is not None}
 
 
 def test_encrypted_checkpoints_have_a_version_of_their_own(tmp_path):
     """Releases that know nothing of encryption refuse them; what is said of the key comes back as it was."""
     record = {"derivation": (1, 8192, 2, b"sixteen of salt."), "check": CHECK}
-    (item,) = (StoredItem(*SEALED),)
+    (item,) = (StoredItem(*ENCRYPTED_ITEM),)
     storage = open_storage(tmp_path)
     commit(storage, metadata_of(), [(INDEX, item, 300_008)], rank=None, sync=True, encryption=record)
-    found = read_metadata(storage).storage_data
-    assert found == encrypted_content(encryption=record)
-    assert found["version"] == 2
+    content = read_metadata(storage).storage_data
+    assert content == encrypted_content(encryption=record)
+    assert content["version"] == 2
 
 
 @pytest.mark.parametrize(
@@ -134,8 +134,8 @@ def test_encrypted_checkpoints_have_a_version_of_their_own(tmp_path):
         {"items": {("w", (0,)): ITEM}},
         {"items": {("w", (0,)): (*ITEM, b"")}},
         {"items": {("w", (0,)): (*ITEM, None)}},
-        {"items": {("w", (0,)): (*ITEM, SEALED[-1][:-1])}},
-        {"items": {("w", (0,)): (*ITEM, SEALED[-1] + bytes(16))}},
+        {"items": {("w", (0,)): (*ITEM, ENCRYPTED_ITEM[-1][:-1])}},
+        {"items": {("w", (0,)): (*ITEM, ENCRYPTED_ITEM[-1] + bytes(16))}},
         {"version": FORMAT_VERSION},
     ],
     ids=repr,

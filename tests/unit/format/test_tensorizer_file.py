@@ -1,28 +1,16 @@
-"""Layouts are those of stock tensorizer, byte for byte; digests find every damage; objects are judged by torch."""
+"""Layouts are those of stock tensorizer; `test_encoder` compares whole files with it, byte for byte."""
 
 from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
-import xxhash
-from hypothesis import given
-from hypothesis import strategies as st
 from tensorizer import TensorSerializer
 
-from dcp_tensorizer import ChecksumMismatch
-from dcp_tensorizer._format import checksums
-from dcp_tensorizer._format import layout as layout_module
-from dcp_tensorizer._format.checksums import DigestCheck, Digester, check_digests
-from dcp_tensorizer._format.layout import StoredItem, block_size
 from dcp_tensorizer._format.tensorizer_file import lay_out
 from dcp_tensorizer._writer_process.messages import TensorSource
-
-from ...support import filled, stored_item
 
 
 def test_dimensions_of_over_32_bits_are_laid_out_as_tensorizer_does() -> None:
@@ -32,12 +20,12 @@ def test_dimensions_of_over_32_bits_are_laid_out_as_tensorizer_does() -> None:
     serializer = TensorSerializer(io.BytesIO())
     serializer.write_state_dict(tensors)
     header = serializer._file_header
-    layout = lay_out(
-        [
-            TensorSource("before", "float32", (2, 3), 0, 0, 24),
-            TensorSource("huge", "uint8", tuple(huge.shape), 0, 0, huge.numel()),
-        ]
-    )
+    described = [
+        TensorSource("before", "float32", (2, 3), 24),
+        TensorSource("huge", "uint8", tuple(huge.shape), huge.numel()),
+    ]
+    layout = lay_out(described)
+    assert [entry.tensor for entry in layout.entries] == described
     assert header.version_number == 2
     serializer.close()
     index = layout.head[5 + struct.calcsize("<I32sQ8xQQ") :]
@@ -52,127 +40,4 @@ def test_dimensions_of_over_32_bits_are_laid_out_as_tensorizer_does() -> None:
 def test_too_many_names_are_refused() -> None:
     """An index that overflows is an error here and never a damaged file."""
     with pytest.raises(ValueError, match="3,000 names"):
-        lay_out([TensorSource(f"{'x' * 80}{number}", "uint8", (1,), 0, 0, 1) for number in range(3000)])
-
-
-# --- digests ---------------------------------------------------------------------------------------------------------
-
-
-def digests_of(content: bytes | bytearray) -> bytes:
-    digester = Digester(block_size(len(content)))
-    digester.update(memoryview(content))
-    return digester.digests()
-
-
-def item_of(content: bytes | bytearray) -> StoredItem:
-    return stored_item(len(content), digests=digests_of(content))
-
-
-def test_digests_are_those_of_the_blocks() -> None:
-    """8 bytes for each block, XXH3-64, big-endian, in order; of more than one, then of all."""
-    data = bytes(range(256)) * 1000
-    step = block_size(len(data))
-    expected = [xxhash.xxh3_64_intdigest(data[start : start + step]) for start in range(0, len(data), step)]
-    expected.append(xxhash.xxh3_64_intdigest(data))
-    assert [n for (n,) in struct.iter_unpack(">Q", digests_of(data))] == expected
-    assert digests_of(b"") == b""
-    assert digests_of(b"one block") == xxhash.xxh3_64_digest(b"one block")
-
-
-@contextmanager
-def small_blocks() -> Iterator[None]:
-    """Blocks of 16 bytes, so that a few bytes have several."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout_module, "_MIN_BLOCK", 16)
-        yield
-
-
-def some_blocks(content: bytes, data: st.DataObject) -> tuple[StoredItem, int]:
-    """An item, and where some block of it begins, from which on a test reads it."""
-    item = item_of(content)
-    return item, item.block * data.draw(st.integers(0, (len(content) - 1) // item.block))
-
-
-@given(st.binary(min_size=1, max_size=300), st.lists(st.integers(1, 100), max_size=10))
-def test_digests_do_not_depend_on_the_pieces(content: bytes, sizes: list[int]) -> None:
-    """However the bytes arrive, the blocks are the same."""
-    with small_blocks():
-        digester = Digester(block_size(len(content)))
-        rest = memoryview(content)
-        for size in [*sizes, len(content)]:
-            digester.update(rest[:size])
-            rest = rest[size:]
-        assert digester.digests() == digests_of(content)
-
-
-@given(st.binary(min_size=1, max_size=200), st.data())
-def test_every_flipped_bit_is_found_in_its_block(content: bytes, data: st.DataObject) -> None:
-    """The first damaged block is named by its bytes in the tensor, also when only some blocks are checked."""
-    with small_blocks():
-        item, first = some_blocks(content, data)
-        check_digests(item, first, memoryview(content)[first:])
-        bit = data.draw(st.integers(8 * first, 8 * len(content) - 1))
-        damaged = bytearray(content)
-        damaged[bit // 8] ^= 1 << bit % 8
-        start = bit // 8 // item.block * item.block
-        with pytest.raises(ChecksumMismatch, match=rf"^bytes {start:,} to {start + item.block:,}$"):
-            check_digests(item, first, memoryview(damaged)[first:])
-
-
-@given(st.binary(min_size=1, max_size=200), st.data())
-def test_pieces_are_checked_like_the_whole(content: bytes, data: st.DataObject) -> None:
-    """However the blocks arrive, all of them or some, they match unless a bit is flipped."""
-    with small_blocks():
-        item, first = some_blocks(content, data)
-        arriving = bytearray(content[first:])
-        bit = data.draw(st.none() | st.integers(0, 8 * len(arriving) - 1))
-        if bit is not None:
-            arriving[bit // 8] ^= 1 << bit % 8
-        check = DigestCheck(item, first, len(arriving))
-        rest = memoryview(arriving)
-        while rest.nbytes:
-            size = data.draw(st.integers(1, rest.nbytes))
-            check.update(rest[:size])
-            rest = rest[size:]
-        assert check.matches() == (bit is None)
-
-
-def test_every_bit_of_a_small_tensor_counts() -> None:
-    """All 8 * 300 single-bit errors are found."""
-    content = bytearray(filled(torch.uint8, (300,)).numpy().tobytes())
-    item = item_of(content)
-    for bit in range(8 * len(content)):
-        content[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(ChecksumMismatch):
-            check_digests(item, 0, memoryview(content))
-        content[bit // 8] ^= 1 << bit % 8
-
-
-def test_missing_digests_are_a_mismatch() -> None:
-    """Metadata with fewer digests than blocks verifies nothing."""
-    with pytest.raises(ChecksumMismatch):
-        check_digests(stored_item(3), 0, memoryview(b"abc"))
-
-
-def test_a_whole_item_is_checked_by_one_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And by those of its blocks where that one does not match, to name the damaged block; never by one alone."""
-    content = bytearray(filled(torch.uint8, (1_000_000,)).numpy().tobytes())
-    item = item_of(content)
-    step = block_size(len(content))
-    calls: list[int] = []
-
-    def digest(data: memoryview, whole: Callable[[memoryview], bytes] = checksums._digest) -> bytes:
-        calls.append(data.nbytes)
-        return whole(data)
-
-    monkeypatch.setattr(checksums, "_digest", digest)
-    check_digests(item, 0, memoryview(content))
-    assert calls == [len(content)]
-    content[5 * step] ^= 1
-    with pytest.raises(ChecksumMismatch, match=rf"^bytes {5 * step:,} to {6 * step:,}$"):
-        check_digests(item, 0, memoryview(content))
-    with pytest.raises(ChecksumMismatch):
-        check_digests(item._replace(digests=b""), 0, memoryview(content))
-
-
-# --- objects and bytes -----------------------------------------------------------------------------------------------
+        lay_out([TensorSource(f"{'x' * 80}{number}", "uint8", (1,), 1) for number in range(3000)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import torch
@@ -23,14 +22,10 @@ Items = dict[str, StoredItem]
 
 def write_file(storage: Storage, name: str, tensors: Tensors) -> Items:
     """Makes a data file and says where everything is in it."""
-    described = sources(tensors.items())
-    layout = lay_out(described)
+    layout = lay_out(sources(tensors.items()))
     sink = storage.create(name, layout.nbytes, sync=False)
-    encoded = encode(layout, [functools.partial(host_bytes, tensor) for tensor in tensors.values()], sink, threads=1)
-    return {
-        source.name: StoredItem(name, source.name, entry.offset, entry.length, source.dtype, "tensor", *hashes)
-        for source, entry, hashes in zip(described, layout.entries, encoded, strict=True)
-    }
+    items = encode(layout, lambda source: host_bytes(tensors[source.name]), sink, threads=1, file=name)
+    return {item.name: item for item in items}
 
 
 def whole(tensor: torch.Tensor) -> Region:

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tensorizer import TensorDeserializer
 
 from dcp_tensorizer._format import layout as layout_module
-from dcp_tensorizer._format.chunks import Region, covers, regions_of_range
-from dcp_tensorizer._format.encoder import encode
-from dcp_tensorizer._format.layout import INDEX_CAPACITY, StoredItem, block_size, index_entry_size, is_data_file_name
-from dcp_tensorizer._format.tensorizer_file import lay_out
+from dcp_tensorizer._format.chunks import Region
+from dcp_tensorizer._format.layout import StoredItem, block_size
 from dcp_tensorizer._loading.read_planner import (
     MAX_SCRATCH_BYTES,
     MAX_SEGMENTS,
@@ -32,13 +27,9 @@ from dcp_tensorizer._loading.read_planner import (
     plan_reads,
 )
 from dcp_tensorizer._loading.read_target import ReadTarget
-from dcp_tensorizer._memory.tensor_bytes import host_bytes
-from dcp_tensorizer._saving import file_planner
-from dcp_tensorizer._saving.file_planner import plan_files, stored_names
 from dcp_tensorizer._storage.base import ReadTuning
-from dcp_tensorizer._writer_process.messages import TensorSource
 
-from ...support import BufferSink, filled, same
+from ...strategies import regions
 
 SAVE = "0" * 32
 FILES = [f"__{rank}_0_{SAVE}.tensors" for rank in range(3)]
@@ -175,12 +166,6 @@ def longest_run_for_nothing(requests: Sequence[ReadTarget], operations: Sequence
 
 
 # --- strategies ------------------------------------------------------------------------------------------------------
-
-
-@st.composite
-def regions(draw: st.DrawFn, shape: Sequence[int]) -> Region:
-    bounds = [sorted(draw(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)))) for n in shape]
-    return Region(tuple(a for a, _ in bounds), tuple(b - a + 1 for a, b in bounds))
 
 
 @st.composite
@@ -348,157 +333,8 @@ def test_nothing_wanted_is_nothing_read() -> None:
     assert plan_reads([], ReadLimits(0), verify=True) == []
 
 
-@st.composite
-def partitions(draw: st.DrawFn, whole: Region, depth: int = 4) -> list[Region]:
-    """Regions that fill one: it is cut in two again and again, along one dimension or another; a part may be empty."""
-    if not depth or not whole.size or draw(st.booleans()):
-        return [whole]
-    dim = draw(st.integers(0, len(whole.size) - 1))
-    at = draw(st.integers(0, whole.size[dim]))
-    parts = []
-    for begin, end in ((0, at), (at, whole.size[dim])):
-        start, size = list(whole.start), list(whole.size)
-        start[dim], size[dim] = start[dim] + begin, end - begin
-        parts += draw(partitions(Region(tuple(start), tuple(size)), depth - 1))
-    return parts
-
-
-@given(data=st.data(), shape=st.lists(st.integers(1, 6), max_size=3).map(tuple))
-def test_a_partition_covers_and_nothing_else_does(data: st.DataObject, shape: tuple[int, ...]) -> None:
-    """Compared with counting how often each element is there: for partitions, and for what is damaged in them."""
-    chunks = data.draw(partitions(Region((0,) * len(shape), shape)))
-    assert covers(shape, chunks)
-    number = data.draw(st.integers(0, len(chunks) - 1))
-    changed = chunks[:number] + data.draw(st.lists(regions(shape), max_size=2)) + chunks[number + 1 :]
-    times = np.zeros(shape, dtype=int)
-    for chunk in changed:
-        times[tuple(slice(a, a + n) for a, n in zip(chunk.start, chunk.size, strict=True))] += 1
-    assert covers(shape, changed) == bool((times == 1).all())
-
-
-def test_chunks_outside_their_tensor_do_not_cover() -> None:
-    """However many elements they hold."""
-    assert not covers((4,), [Region((0,), (2,)), Region((4,), (2,))])
-    assert not covers((2, 2), [Region((-1, 0), (2, 2))])
-
-
-def test_nothing_is_covered_by_nothing() -> None:
-    """A tensor without elements needs no chunks, and may have some without elements."""
-    assert covers((0, 3), [])
-    assert covers((0, 3), [Region((0, 0), (0, 3))])
-    assert not covers((1, 3), [])
-
-
 def test_zero_dimensional_tensors_are_read_straight() -> None:
     """A 0-dim tensor is one element, in one direct segment."""
     request = request_of((), Region((), ()), itemsize=8, in_place=True, at=24)
     (operation,) = check_plan([request], verify=True, bounds=REAL)
     assert [(s.start, s.stop, s.target_offset) for s in operation.segments] == [(0, 8, 0)]
-
-
-# --- regions --------------------------------------------------------------------------------------------------------
-
-
-@given(st.data())
-def test_boxes_of_a_range_cover_it_exactly_and_in_order(data: st.DataObject) -> None:
-    """The regions' elements, one after the other, are the elements of the range; regions are few."""
-    shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=4)))
-    count = math.prod(shape)
-    start, stop = sorted(data.draw(st.tuples(st.integers(0, count), st.integers(0, count))))
-    elements = np.arange(count).reshape(shape)
-    found = list(regions_of_range(start, stop, shape))
-    parts = [elements[tuple(slice(a, a + n) for a, n in zip(b.start, b.size, strict=True))] for b in found]
-    assert np.concatenate([part.reshape(-1) for part in parts] or [[]]).tolist() == list(range(start, stop))
-    assert len(found) <= max(1, 2 * len(shape) - 1)
-
-
-@given(st.data())
-def test_intersections_are_those_of_sets(data: st.DataObject) -> None:
-    """The intersection of two regions holds exactly the elements that both hold; None if there are none."""
-    shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=3)))
-    a, b = data.draw(regions(shape)), data.draw(regions(shape))
-    elements = np.arange(math.prod(shape)).reshape(shape)
-
-    def members(region: Region | None) -> set[int]:
-        if region is None:
-            return set()
-        return set(elements[tuple(slice(s, s + n) for s, n in zip(region.start, region.size, strict=True))].reshape(-1))
-
-    assert members(a.intersect(b)) == members(a) & members(b)
-
-
-# --- names and files -------------------------------------------------------------------------------------------------
-
-any_text = st.text(st.characters(codec=None), max_size=8)
-
-
-@given(st.lists(any_text | st.sampled_from(["", "\0", "\x1ea", "__item_0__", "__item_1__", "__item_1___", "a"])))
-def test_stored_names_are_unique_and_storable(keys: list[str]) -> None:
-    """Whatever the keys, each item has a name of its own that tensorizer can hold."""
-    names = stored_names(keys)
-    assert len(names) == len(keys)
-    assert len(set(names)) == len(names)
-    assert all(0 < len(name.encode()) <= 1100 and not name.startswith("\x1e") for name in names)
-
-
-def test_ordinary_keys_are_stored_under_their_own_names() -> None:
-    """Stock tensorizer then finds the tensors of a model under the keys of its state dict."""
-    keys = ["model.layers.0.weight", "a/b", "\N{SNOWMAN}", "nul\0", "x" * 1024]
-    assert stored_names(keys) == keys
-
-
-def test_keys_that_tensorizer_cannot_hold_get_short_names() -> None:
-    """Empty, overlong, unencodable, taken and specially marked keys are stored under a number."""
-    keys = ["", "x" * 1025, "\ud800", "\x1epath", "a", "a"]
-    assert stored_names(keys) == ["__item_0__", "__item_1__", "__item_2__", "__item_3__", "a", "__item_5__"]
-
-
-def source(name: str, *, ndim: int = 1, dtype: str = "uint8") -> TensorSource:
-    return TensorSource(name, dtype, (1,) * ndim, 0, 0, getattr(torch, dtype).itemsize)
-
-
-@given(st.lists(st.tuples(st.integers(1, 1024), st.integers(0, 60)), max_size=80), st.integers(0, 99_999))
-def test_files_hold_all_sources_in_order_and_no_index_overflows(sizes: list[tuple[int, int]], rank: int) -> None:
-    """A rank's shard continues in a further file exactly when the index of one is full."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(file_planner, "INDEX_CAPACITY", 4096)
-        sources = [source("n" * length, ndim=ndim) for length, ndim in sizes]
-        files = plan_files(sources, rank, SAVE)
-    assert [s for file in files for s in file.tensors] == sources
-    assert [file.name for file in files] == [f"__{rank}_{n}_{SAVE}.tensors" for n in range(len(files))]
-    used = [[index_entry_size(s.name, len(s.shape)) for s in file.tensors] for file in files]
-    assert all(sum(entries) <= 4096 for entries in used)
-    assert all(sum(a) + b[0] > 4096 for a, b in itertools.pairwise(used))
-
-
-def test_3000_tensors_with_long_names_fit_their_files(tmp_path: Path) -> None:
-    """Every file is as full as the plan makes it, and stock tensorizer opens it."""
-    dtypes = ["uint8", "float8_e4m3fnuz", "bfloat16", "complex64"]
-    sources = [source(f"{n:0180}", ndim=n % 4, dtype=dtypes[n % 4]) for n in range(3000)]
-    files = plan_files(sources, 0, SAVE)
-    assert len(files) == 4
-    assert all(is_data_file_name(file.name) for file in files)
-    file = max(files, key=lambda file: len(file.tensors))
-    tensors = [(s.name, filled(getattr(torch, s.dtype), s.shape, seed=n)) for n, s in enumerate(file.tensors)]
-    layout = lay_out(file.tensors)
-    sink = BufferSink()
-    encode(layout, [functools.partial(host_bytes, tensor) for _, tensor in tensors], sink, threads=1)
-    path = tmp_path / "full.tensors"
-    path.write_bytes(sink.content)
-    with TensorDeserializer(path, device="cpu", verify_hash=True) as loaded:
-        assert all(same(loaded[name], tensor) for name, tensor in tensors)
-        assert len(loaded) == len(tensors)
-
-
-def test_a_file_holds_no_more_bytes_than_it_should() -> None:
-    """A tensor that would make it too large begins another file; one that is too large alone has one to itself."""
-    sizes = [4, 4, 2, 100, 1, 9, 1]
-    sources = [TensorSource(str(n), "uint8", (size,), 0, 0, size) for n, size in enumerate(sizes)]
-    files = plan_files(sources, 0, SAVE, 10)
-    assert [[source.nbytes for source in file.tensors] for file in files] == [[4, 4, 2], [100], [1, 9], [1]]
-
-
-def test_nothing_to_write_is_no_file() -> None:
-    """A rank without data writes no data file."""
-    assert plan_files([], 0, SAVE) == ()
-    assert INDEX_CAPACITY == 256 * 1024

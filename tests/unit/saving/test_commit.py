@@ -54,10 +54,10 @@ def test_what_is_committed_can_be_read(storage):
     """Entries, planner data, files and places come back as they were."""
     name = data_file_name(0, 0, "a" * 32)
     commit_file(storage, name)
-    found = read_metadata(storage)
-    assert found.state_dict_metadata == metadata_of().state_dict_metadata
-    assert found.planner_data == {"w": ("w",)}
-    assert found.storage_data == {
+    metadata = read_metadata(storage)
+    assert metadata.state_dict_metadata == metadata_of().state_dict_metadata
+    assert metadata.planner_data == {"w": ("w",)}
+    assert metadata.storage_data == {
         "format": FORMAT,
         "version": FORMAT_VERSION,
         "save_id": "s",

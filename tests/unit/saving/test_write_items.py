@@ -16,8 +16,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from dcp_tensorizer import StagingError, WriteError
 from dcp_tensorizer._format.layout import StoredItem
-from dcp_tensorizer._saving.write_items import ObjectCheck, resolve, sources, write_results
-from dcp_tensorizer._writer_process.messages import FileRequest, FileResult, TensorResult, WriteDone
+from dcp_tensorizer._saving.write_items import ObjectCheck, resolve, write_results
+from dcp_tensorizer._writer_process.messages import FileResult, TensorSource, WriteDone
 
 from ...support import same
 
@@ -98,13 +98,12 @@ def test_items_without_elements_are_not_written_but_reported() -> None:
     state = {"empty": torch.empty(0, 3, dtype=torch.float8_e4m3fn), "full": torch.ones(2, 2)}
     plan, planner = planned(state)
     items = resolve(plan, planner)
-    listed = sources(items, lambda item: (5, 64))
-    assert [(s.name, s.dtype, s.shape, s.buffer, s.offset, s.nbytes, s.kind) for s in listed] == [
-        ("full", "float32", (2, 2), 5, 64, 16, "tensor")
+    assert [item.source(5, 64) for item in items if item.has_bytes] == [
+        TensorSource("full", "float32", (2, 2), 16, "tensor", memory=5, offset=64)
     ]
-    request = (FileRequest("file", tuple(listed)),)
-    done = WriteDone((FileResult("file", 300_000, (TensorResult(262_200, 16, b"12345678"),)),), 0.0, 0.0, 0.0)
-    results = {result.index.fqn: result for result in write_results(items, request, done)}
+    stored = StoredItem("file", "full", 262_200, 16, "float32", "tensor", b"12345678")
+    done = WriteDone((FileResult("file", 300_000, (stored,)),), 0.0, 0.0, 0.0)
+    results = {result.index.fqn: result for result in write_results(items, done)}
     assert results["empty"].storage_data == (("", "", 0, 0, "float8_e4m3fn", "tensor", b""), 0, b"")
     assert results["full"].storage_data == (
         ("file", "full", 262_200, 16, "float32", "tensor", b"12345678"),
@@ -119,15 +118,18 @@ def test_results_of_several_files_find_their_items() -> None:
     """Each item gets the place in its own file, whatever the order of files and items."""
     plan, planner = planned({name: torch.full((3,), number) for number, name in enumerate("abcd")})
     items = resolve(plan, planner)
-    listed = sources(items, lambda item: (0, 0))
-    request = (FileRequest("f0", tuple(listed[:3])), FileRequest("f1", tuple(listed[3:])))
+    stored = {
+        item.name: StoredItem(f"f{n // 3}", item.name, n, 12, "float32", "tensor", bytes([n] * 8))
+        for n, item in enumerate(items)
+    }
+    names = [item.name for item in items]
     files = (
-        FileResult("f0", 1000, tuple(TensorResult(n, 12, bytes([n] * 8)) for n in range(3))),
-        FileResult("f1", 2000, (TensorResult(9, 12, b"9" * 8),)),
+        FileResult("f1", 2000, (stored[names[3]],)),
+        FileResult("f0", 1000, tuple(stored[name] for name in reversed(names[:3]))),
     )
-    results = write_results(items, request, WriteDone(files, 0.0, 0.0, 0.0))
+    results = write_results(items, WriteDone(files, 0.0, 0.0, 0.0))
     places = [(StoredItem(*r.storage_data[0]).file, StoredItem(*r.storage_data[0]).offset) for r in results]
-    assert places == [("f0", 0), ("f0", 1), ("f0", 2), ("f1", 9)]
+    assert places == [("f0", 0), ("f0", 1), ("f0", 2), ("f1", 3)]
     assert [r.storage_data[1] for r in results] == [1000, 1000, 1000, 2000]
     assert [r.index for r in results] == [item.index for item in items]
 

@@ -1,8 +1,8 @@
-"""Handing over to the writer process: what is tried again, and what is not."""
+"""The way to the writer process: what is tried again, and what is not."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,9 +11,9 @@ from dcp_tensorizer import WriteError, WriterProcessDied
 from dcp_tensorizer._memory.device import SideStreams
 from dcp_tensorizer._memory.shared_buffer import SharedBuffer
 from dcp_tensorizer._saving import writer_client
-from dcp_tensorizer._saving.writer_client import Options, WriterClient
+from dcp_tensorizer._saving.writer_client import WriterClient
 from dcp_tensorizer._staging.tensor_copy import Copies
-from dcp_tensorizer._writer_process.messages import SnapshotRequest
+from dcp_tensorizer._writer_process.messages import SnapshotRequest, WriteOptions
 
 from ...simulated import SimulatedDevice
 
@@ -22,6 +22,7 @@ class Refusing:
     """A writer process that answers one snapshot after the other with the errors it is given."""
 
     alive = True
+    closed = False
 
     def __init__(self, errors: list[WriteError]) -> None:
         self.errors = errors
@@ -30,7 +31,7 @@ class Refusing:
         raise self.errors.pop(0)
 
     def close(self) -> None:
-        """Nothing runs."""
+        self.closed = True
 
 
 @pytest.fixture
@@ -40,12 +41,10 @@ def buffer() -> Iterator[SharedBuffer]:
     buffer.close()
 
 
-def handover(process: Any) -> WriterClient:
-    made = WriterClient(
-        Options({}, sync=True, threads=1, buffer_bytes=1 << 28, timeout=10.0, cipher=None), devices=True
-    )
-    made.process = process
-    return made
+def client_of(start: Callable[..., Any]) -> WriterClient:
+    """A client whose process is whatever ``start`` returns."""
+    options = WriteOptions({}, sync=True, threads=1, buffer_bytes=1 << 28, timeout=10.0)
+    return WriterClient(options, devices=True, start=start)
 
 
 def test_a_snapshot_that_was_refused_is_not_tried_again(
@@ -57,17 +56,34 @@ def test_a_snapshot_that_was_refused_is_not_tried_again(
     monkeypatch.setattr(writer_client, "withdraw", withdrawn.extend)
     process = Refusing([WriterProcessDied("died"), WriteError("no GPU memory"), WriteError("never asked for")])
     copies = Copies([], SideStreams(SimulatedDevice()), 1)
-    made = handover(process)
-    assert [made.snapshot(buffer, copies) for _ in range(4)] == [False] * 4
+    client = client_of(lambda **options: process)
+    assert [client.snapshot(buffer, copies) for _ in range(4)] == [False] * 4
     assert [str(error) for error in process.errors] == ["never asked for"]
     assert withdrawn == [("a handle",)] * 2
     assert len(caplog.records) == 2
 
 
-def test_a_closed_one_starts_no_process(buffer: SharedBuffer) -> None:
+def test_a_closed_client_starts_no_process() -> None:
     """What still ran when it was closed must not leave a process behind."""
-    made = handover(None)
-    made.close()
+    started: list[dict[str, Any]] = []
+    client = client_of(lambda **options: started.append(options))
+    client.close()
     with pytest.raises(WriterProcessDied, match="closed"):
-        made.living_process()
-    assert made.process is None
+        client.ensure_process()
+    assert started == []
+
+
+def test_a_process_that_died_is_replaced() -> None:
+    """A living one is kept; a dead one is closed, and another is started in the same way."""
+    started: list[Refusing] = []
+
+    def start(**options: Any) -> Refusing:
+        assert options == {"devices": True}
+        started.append(Refusing([]))
+        return started[-1]
+
+    client = client_of(start)
+    assert [client.ensure_process() for _ in range(3)] == [started[0]] * 3
+    started[0].alive = False
+    assert client.ensure_process() is started[1]
+    assert [process.closed for process in started] == [True, False]

@@ -44,9 +44,9 @@ def test_tensors_arrive_as_they_are() -> None:
     values = torch.view_as_complex(base.view(200, 2))
     sources += [base[3:50], base.view(20, 20).t(), base[7], values.conj(), values.conj().imag]
     buffer = SharedBuffer(sum(aligned(source.nbytes) for source in sources))
-    twins = [buffer.allocate(source.dtype, source.shape) for source in sources]
-    offsets = [buffer.locate(twin) or 0 for twin in twins]
-    request, kept = export(list(zip(twins, sources, strict=True)), offsets, buffer.id, streams())
+    copies = [buffer.allocate(source.dtype, source.shape) for source in sources]
+    offsets = [buffer.locate(copy) or 0 for copy in copies]
+    request, kept = export(list(zip(copies, sources, strict=True)), offsets, buffer.id, streams())
     assert len(request.storages) == len(kept) == len(ALL_DTYPES) + 1
     with mmap.mmap(buffer.fd, buffer.nbytes) as memory:
         device = SimulatedDevice()
@@ -59,16 +59,16 @@ def test_tensors_arrive_as_they_are() -> None:
         assert len(device.pinned) == 1
         snapshots.keep(set())
         assert device.pinned == []
-    assert [n for n, (a, b) in enumerate(zip(twins, sources, strict=True)) if not same(a, b)] == []
-    del twins
+    assert [n for n, (a, b) in enumerate(zip(copies, sources, strict=True)) if not same(a, b)] == []
+    del copies
     buffer.close()
 
 
 def test_what_is_sent_is_not_what_training_has() -> None:
     """Torch changes the storage that it is given: that is an alias, which keeps the memory for as long as it lives."""
     source = torch.arange(1000)
-    twin = torch.empty_like(source)
-    _, (alias,) = export([(twin, source)], [0], 1, streams())
+    copy = torch.empty_like(source)
+    _, (alias,) = export([(copy, source)], [0], 1, streams())
     assert alias.untyped_storage()._cdata != source.untyped_storage()._cdata
     assert alias.data_ptr() == source.data_ptr()
     del source

@@ -24,7 +24,7 @@ from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._writer_process.messages import FileRequest, TensorSource
 from dcp_tensorizer._writer_process.write_job import FileJob
 
-from ...support import block_digests, file_size_limit, filled, raw, same, sources
+from ...support import block_digests, dtype_name, file_size_limit, filled, raw, same, sources
 
 NAMES = [data_file_name(0, number, "a" * 32) for number in range(3)]
 
@@ -75,9 +75,12 @@ def test_all_files_are_written_and_described(storage: Storage, tmp_path: Path, s
         stored = storage.read(file.name)
         assert stored is not None
         assert (len(stored), storage.head(file.name)) == (file.nbytes, file.nbytes)
-        for place, tensor in zip(file.tensors, content.values(), strict=True):
-            assert stored[place.offset : place.offset + place.length] == raw(tensor)
-            assert place.digests == block_digests(tensor)
+        assert [(item.file, item.name) for item in file.tensors] == [(file.name, name) for name in content]
+        for item in file.tensors:
+            tensor = content[item.name]
+            assert stored[item.offset : item.offset + item.length] == raw(tensor)
+            assert (item.dtype, item.kind) == (dtype_name(tensor.dtype), "tensor")
+            assert item.digests == block_digests(tensor)
         with TensorDeserializer(io.BytesIO(stored), device="cpu", verify_hash=True) as loaded:
             assert all(same(loaded[name], tensor) for name, tensor in content.items())
     assert work.bytes_written == sum(file.nbytes for file in done.files)
@@ -108,7 +111,7 @@ def test_what_a_disk_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_missing_tensor_fails_the_job(tmp_path: Path) -> None:
     """An error before anything is written is told in the same way."""
-    source = TensorSource("gone", "float32", (1,), 0, 0, 4)
+    source = TensorSource("gone", "float32", (1,), 4)
 
     def gone(source: TensorSource) -> memoryview:
         raise KeyError(source.name)

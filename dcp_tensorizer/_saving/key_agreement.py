@@ -1,0 +1,43 @@
+"""The encryption keys of a save: every rank must have the same one, or nobody could load the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch.distributed.checkpoint.storage import WriteResult
+
+from .._format.encryption import Cipher, find_other_key
+from .._format.layout import StoredItem
+from .._storage.base import Storage
+from ..errors import WriteError
+
+__all__ = ["agree_on_key"]
+
+
+def agree_on_key(
+    cipher: Cipher | None, results: Sequence[Sequence[WriteResult]], storage: Storage
+) -> dict[str, Any] | None:
+    """What ``.metadata`` says of the key; None for a checkpoint that is not encrypted.
+
+    Args:
+        cipher: The coordinator's.
+        results: What each rank has written, as `write_items.write_results` gives it.
+        storage: The checkpoint's directory.
+
+    Raises:
+        WriteError: a rank has another key. The save's files are removed.
+    """
+    checks = ((rank, part[0].storage_data[2]) for rank, part in enumerate(results) if part)
+    other = find_other_key(cipher, checks)
+    if other is None:
+        return None if cipher is None else cipher.record()
+    for name in {StoredItem(*r.storage_data[0]).file for part in results for r in part} - {""}:
+        with suppress(Exception):
+            storage.remove(name)
+    raise WriteError(
+        f"rank {other} has another encryption key than the coordinator, or only one of them has any: give every "
+        f"rank's writer the same EncryptionParams, made on one rank and sent to the others, or made of one passphrase "
+        f"and one salt: EncryptionParams.from_string(passphrase, salt=...)"
+    )

@@ -1,0 +1,115 @@
+"""The options of a writer, checked when they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from .._arguments import check_choice, check_count, check_storage_options, check_thread_count, check_timeout, check_type
+from .._format.encoder import BUFFER_BYTES
+from .._format.encryption import encryption_cipher
+from .._storage.base import TIMEOUT
+from .._threads import cores
+from .._writer_process.messages import WriteOptions
+
+if TYPE_CHECKING:
+    from .._format.encryption import EncryptionParams
+
+__all__ = ["SaveLimits", "SaveOptions", "Staging", "check_options"]
+
+Staging = Literal["buffer", "shared", "device"]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveLimits:
+    """How long a save may wait, how much memory it may take, and how many may fail.
+
+    Attributes:
+        timeout: Seconds after which a wait for the storage is given up: a write that makes no progress, or another
+            save's clean-up of the same directory. Requests to S3 and SFTP servers that stay silent for a tenth of
+            that are tried again.
+        buffer_bytes: Memory, in the writer process, for the parts of a file that are being made or sent. With less of
+            it, fewer parts are in flight.
+        max_consecutive_failures: From that many failed saves in a row on, ``stage()`` raises on the coordinator, so
+            that a job that looks at no future does not train on without checkpoints. None for never.
+
+    Raises:
+        TypeError: one of them is not a number.
+        ValueError: one of them is not positive, or the timeout is not finite.
+    """
+
+    timeout: float = TIMEOUT
+    buffer_bytes: int = BUFFER_BYTES
+    max_consecutive_failures: int | None = 3
+
+    def __post_init__(self) -> None:
+        check_timeout(self.timeout)
+        check_count("buffer_bytes", self.buffer_bytes)
+        check_count("max_consecutive_failures", self.max_consecutive_failures, optional=True)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class SaveOptions:
+    """All options of a writer: see `TensorizerStorageWriter`. Its ``repr`` shows no secrets."""
+
+    cache: bool
+    staging: Staging
+    overlap_staging: bool
+    overwrite: bool
+    write: WriteOptions
+    limits: SaveLimits
+
+    def __repr__(self) -> str:
+        """As the arguments of a writer: of the storage options their names, of encryption whether."""
+        shown = {
+            "cache_staged_state_dict": self.cache,
+            "staging": self.staging,
+            "overlap_staging": self.overlap_staging,
+            "overwrite": self.overwrite,
+            "sync_files": self.write.sync,
+            "thread_count": self.write.threads,
+            "storage_options": sorted(self.write.storage_options),
+            "encryption": self.write.cipher is not None,
+            "limits": self.limits,
+        }
+        return ", ".join(f"{name}={value!r}" for name, value in shown.items())
+
+
+def check_options(
+    *,
+    cache: bool,
+    staging: Staging,
+    overlap_staging: bool,
+    overwrite: bool,
+    sync_files: bool,
+    thread_count: int | None,
+    storage_options: Mapping[str, Any] | None,
+    encryption: EncryptionParams | None,
+    limits: SaveLimits,
+) -> SaveOptions:
+    """The options of a writer, from its arguments.
+
+    Raises:
+        TypeError: an argument is of a wrong type.
+        ValueError: an argument has a value that is not allowed, or two of them exclude each other.
+        WriteError: there is a key, and no libsodium.
+    """
+    check_choice("staging", staging, get_args(Staging))
+    check_thread_count(thread_count)
+    check_storage_options(storage_options)
+    check_type("limits", limits, SaveLimits)
+    if encryption is not None and staging == "shared":
+        raise ValueError(
+            "staging='shared' and encryption exclude each other: what is encrypted can be read twice, and if it "
+            "changed in between, its key would be spent on two texts"
+        )
+    write = WriteOptions(
+        storage_options=dict(storage_options or {}),
+        sync=sync_files,
+        threads=thread_count or min(4, cores()),
+        buffer_bytes=limits.buffer_bytes,
+        timeout=limits.timeout,
+        cipher=None if encryption is None else encryption_cipher(encryption),
+    )
+    return SaveOptions(cache, staging, overlap_staging, overwrite, write, limits)

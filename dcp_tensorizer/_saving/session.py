@@ -1,0 +1,313 @@
+"""The session of a save: what one rank does in each of DCP's hooks, from the first to the last."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import logging
+import multiprocessing
+import os
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+
+from .._format.layout import StoredItem, metadata_file_name
+from .._staging.stager import StagedSave, StagedStateDict, Stager
+from .._storage.base import DirectoryLock, Storage
+from .._storage.open import open_storage
+from .._storage.redact import redact
+from .._threads import in_background
+from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
+from .commit import begin, commit, remove, replaced_files
+from .failure_counter import FailureCounter
+from .key_agreement import agree_on_key
+from .options import SaveOptions
+from .report import Reports, SaveReport, SaveTimes
+from .write_items import Item, ObjectCheck, resolve, write_results
+from .writer_client import WriterClient, Written
+
+__all__ = ["SaveSession", "Saver"]
+
+logger = logging.getLogger("dcp_tensorizer")
+
+_CLOSED = "the writer is closed: make a new one, or close it after the last save"
+
+
+class Saver:
+    """What the saves of one writer share: the staging buffer, the writer process, and what is known of past saves.
+
+    Args:
+        options: Of the writer.
+        on_report: Called with the report of each save.
+        closed: The writer has been closed, and starts no process.
+
+    Attributes:
+        options: Of the writer.
+        stager: Has the buffers that saves are written from.
+        client: Has them written.
+        failures: Knows which saves failed.
+        reports: Takes what they cost to the user.
+        objects: Warns of objects that will not load.
+        closed: The writer has been closed.
+    """
+
+    def __init__(
+        self, options: SaveOptions, on_report: Callable[[SaveReport], object] | None, *, closed: bool = False
+    ) -> None:
+        self.options = options
+        self.client = WriterClient(options.write, devices=options.staging == "device")
+        self.stager = Stager(
+            cache=options.cache,
+            threads=options.write.threads,
+            in_place=options.staging == "shared",
+            copy_from_devices=self.client.snapshot if options.staging == "device" else None,
+            overlap=options.overlap_staging,
+        )
+        self.failures = FailureCounter(options.limits.max_consecutive_failures)
+        self.reports = Reports(on_report)
+        self.objects = ObjectCheck()
+        self.closed = closed
+        self._connection: object = None  # to the storage of the last save, kept for the next one
+
+    def stage(self, state_dict: dict[str, Any]) -> StagedStateDict:
+        """Copies a state dict into the staging buffer, once the saves before are over.
+
+        Raises:
+            WriteError: on the coordinator, when too many saves in a row were not committed.
+        """
+        self.stager.wait_turn()
+        self.failures.end()
+        self.failures.check()
+        if self.closed:
+            return self.stager.refuse(StagingError(_CLOSED))
+        with suppress(WriterProcessDied):  # it cannot be started now; the save will say more about it
+            self.client.ensure_process()
+        started_at, started = time.time(), time.perf_counter()
+        staged = self.stager.stage(state_dict)
+        staged.staged_save.started_at = started_at
+        staged.staged_save.stage_seconds = time.perf_counter() - started
+        if staged.staged_save.error is not None:
+            logger.error("staging failed, and so will the save: %s", str(staged.staged_save.error))
+        return staged
+
+    def begin(
+        self, path: str | os.PathLike[str] | None, staged_save: StagedSave | None, error: StagingError | None = None
+    ) -> SaveSession:
+        """Begins a save, inside the step in which DCP hands errors to all ranks.
+
+        Args:
+            path: Where to save.
+            staged_save: What was staged for it; None if it writes from the tensors themselves.
+            error: Of the staging, where that was done in another process.
+
+        Raises:
+            StagingError: this rank could not stage its state dict.
+            WriteError: there is no path, or the writer is closed.
+        """
+        self.failures.begin(redact(str(path)))
+        try:
+            if error := error or (None if staged_save is None else staged_save.error):
+                # An error of this save's own: a traceback keeps frames alive, and they keep the tensors.
+                raise StagingError(str(error))
+            storage = self._open(path, staged_save)
+        except CheckpointError as failure:
+            self.failures.failed(failure)
+            raise
+        self._connection = storage.connection
+        return SaveSession(self, storage, staged_save)
+
+    def close(self, timeout: float | None) -> None:
+        """Waits for the save under way, then ends the writer process. Whoever calls has still to call `free`."""
+        if not self.stager.drain(timeout):
+            logger.error("the save under way was not over after %s s and is abandoned", timeout)
+        self.closed = True
+        self.client.close()
+        self.failures.end()
+
+    def free(self) -> None:
+        """Gives the memory and the connection back."""
+        self.client.free()
+        self.stager.close()
+        self._connection = None
+
+    def _open(self, path: str | os.PathLike[str] | None, staged_save: StagedSave | None) -> Storage:
+        if self.closed:
+            raise WriteError(_CLOSED)
+        if staged_save is not None and staged_save.distributed and not torch.distributed.is_initialized():
+            raise WriteError(
+                f"the process group was destroyed before the save to {redact(str(path))} had begun: each rank "
+                f"would save alone, over the others. Close the writer before destroy_process_group()."
+            )
+        if path is None:
+            raise WriteError("nowhere to save: give the writer a path, or the save a checkpoint_id")
+        return open_storage(path, self.options.write.storage_options, self.options.limits.timeout)
+
+
+class SaveSession:
+    """One save, as one rank sees it, from DCP's first hook to its last; all of them run on the save's thread.
+
+    Attributes:
+        id: Identifies the save.
+        storage: The checkpoint's directory.
+    """
+
+    def __init__(self, saver: Saver, storage: Storage, staged_save: StagedSave | None) -> None:
+        self.id = uuid.uuid4().hex
+        self.storage = storage
+        self._saver = saver
+        self._staged_save = staged_save
+        self._times = (
+            SaveTimes() if staged_save is None else SaveTimes(staged_save.started_at, staged_save.stage_seconds)
+        )
+        self._rank = 0
+        self._is_coordinator = True
+        self._use_collectives = True
+        self._lock: DirectoryLock | None = None
+        self._report: SaveReport | None = None
+        self._replaced: concurrent.futures.Future[set[str]] | None = None
+
+    @property
+    def _commits(self) -> bool:
+        return self._is_coordinator or not self._use_collectives
+
+    @property
+    def _metadata_rank(self) -> int | None:
+        return None if self._use_collectives else self._rank
+
+    def set_up(self, *, rank: int, is_coordinator: bool, use_collectives: bool) -> None:
+        """Takes this rank's part in the save."""
+        self._rank = rank
+        self._is_coordinator = is_coordinator
+        self._use_collectives = use_collectives
+        self._saver.failures.set_coordinator(is_coordinator)
+
+    def prepare(self) -> None:
+        """Creates the directory; the coordinator locks it, and removes what dead saves left there.
+
+        Raises:
+            WriteError: it cannot be created, or holds a checkpoint that must not be overwritten.
+        """
+        try:
+            self.storage.make_directory()
+            self._check_overwrite()
+            if not self._use_collectives:  # each rank is its own coordinator, and none knows what the others leave
+                self._lock = self.storage.lock_directory()
+                self._lock.share(self._saver.options.limits.timeout)
+            elif self._is_coordinator:
+                self._lock = begin(self.storage, self._saver.options.limits.timeout)
+            if not self._use_collectives and self.storage.head(metadata_file_name()) is not None:
+                raise WriteError(
+                    f"{self.storage.path} holds a checkpoint of all ranks, which every load would take for the one "
+                    f"that is saved here without collectives: remove that, or save to another path"
+                )
+        except CheckpointError as error:
+            self._fail(error)
+            raise
+
+    def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        """Writes this rank's items and makes them durable.
+
+        Raises:
+            WriteError: naming path, rank and, where known, key; nothing of this rank's is left behind.
+        """
+        saver = self._saver
+        self._times.planned()
+        try:
+            items, written = self._write(plan, planner)
+        except CheckpointError as error:
+            self._fail(error)
+            raise type(error)(f"rank {self._rank}: {error}") from error
+        finally:
+            if self._staged_save is not None:
+                self._staged_save.release()
+                saver.stager.written(self._staged_save)
+            if not saver.options.cache:
+                saver.client.free()
+        saver.objects.check(items)
+        cipher = saver.options.write.cipher
+        results = write_results(items, written.done, b"" if cipher is None else cipher.check_value())
+        self._report = self._times.written(
+            path=self.storage.path,
+            save_id=self.id,
+            rank=self._rank,
+            nbytes=sum(item.tensor.nbytes for item in items),
+            written=written,
+        )
+        if not self._commits:
+            saver.reports.publish(self._report)
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commits the save, on the coordinator (without collectives: every rank its own part).
+
+        Raises:
+            WriteError: it is not committed, and what was committed before is untouched.
+        """
+        saver = self._saver
+        self._times.commit_begins()
+        try:
+            self._commit(metadata, results)
+        except CheckpointError as error:
+            self._fail(error)
+            raise
+        saver.failures.committed()
+        assert self._report is not None and self._replaced is not None, "write comes first"
+        saver.reports.publish(self._times.committed(self._report))
+        # It takes a quarter of a second for 2 GB, and not on another thread: whoever waited may copy the directory.
+        remove(self.storage, self._replaced.result())
+        self.end()
+
+    def end(self) -> None:
+        """Lets others clean up where it was saved. Idempotent."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def _check_overwrite(self) -> None:
+        """Raises `WriteError` where there is a checkpoint that must not be replaced."""
+        if self._commits and not self._saver.options.overwrite:
+            name = metadata_file_name(self._metadata_rank)
+            if self.storage.head(name) is not None:
+                raise WriteError(f"{self.storage.path} holds a checkpoint already, and overwrite=False")
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[Item], Written]:
+        if self._staged_save is not None:
+            self._staged_save.wait_copied()
+        items = resolve(plan, planner)
+        if self._commits:
+            self._replaced = in_background(functools.partial(replaced_files, self.storage, self._metadata_rank))
+        return items, self._saver.client.write(self.storage, self._rank, self.id, items, self._staged_save)
+
+    def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        saver = self._saver
+        meta = StorageMeta(checkpoint_id=self.storage.path, save_id=self.id)
+        places = ((r.index, StoredItem(*r.storage_data[0]), r.storage_data[1]) for part in results for r in part)
+        _check_trainer_lives(self.storage)
+        encryption = agree_on_key(saver.options.write.cipher, results, self.storage)
+        commit(
+            self.storage,
+            dataclasses.replace(metadata, storage_meta=meta),
+            places,
+            rank=self._metadata_rank,
+            sync=saver.options.write.sync,
+            overwrite=saver.options.overwrite,
+            encryption=encryption,
+        )
+
+    def _fail(self, error: CheckpointError) -> None:
+        self._saver.failures.failed(error)
+        self.end()
+
+
+def _check_trainer_lives(storage: Storage) -> None:
+    """In PROCESS mode: a save whose trainer has died must not be committed late."""
+    trainer = multiprocessing.parent_process()
+    if trainer is not None and multiprocessing.current_process().daemon and not trainer.is_alive():
+        raise WriteError(f"the trainer (pid {trainer.pid}) is gone: its save to {storage.path} is not committed")

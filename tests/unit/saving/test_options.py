@@ -1,0 +1,106 @@
+"""A writer's options: what is refused, and what their ``repr`` shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+from typing import Any
+
+import pytest
+from tensorizer import EncryptionParams
+
+from dcp_tensorizer import SaveLimits
+from dcp_tensorizer._saving.options import SaveOptions, check_options
+from dcp_tensorizer._threads import cores
+
+KEY = bytes(range(32))
+
+
+def options(**given: Any) -> SaveOptions:
+    """Those of a writer that is given nothing else."""
+    defaults: dict[str, Any] = {
+        "cache": True,
+        "staging": "buffer",
+        "overlap_staging": False,
+        "overwrite": True,
+        "sync_files": True,
+        "thread_count": None,
+        "storage_options": None,
+        "encryption": None,
+        "limits": SaveLimits(),
+    }
+    return check_options(**defaults | given)
+
+
+def test_limits_are_pinned_and_cannot_be_changed() -> None:
+    """Ten minutes, 256 MiB, three failures."""
+    limits = SaveLimits()
+    assert dataclasses.astuple(limits) == (600.0, 268_435_456, 3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        limits.timeout = 1.0  # type: ignore[misc]
+    assert pickle.loads(pickle.dumps(SaveLimits(5.0, 6, None))) == SaveLimits(5.0, 6, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"timeout": 0}, ValueError, "timeout=0 must be more than 0 seconds"),
+        ({"timeout": math.inf}, ValueError, "timeout=inf must be .* finite"),
+        ({"timeout": "600"}, TypeError, "timeout must be a number of seconds, and is str"),
+        ({"buffer_bytes": 0}, ValueError, "buffer_bytes=0 must be an int of at least 1"),
+        ({"buffer_bytes": 1e9}, TypeError, "buffer_bytes must be an int of at least 1, and is float"),
+        ({"max_consecutive_failures": 0}, ValueError, "max_consecutive_failures=0 must be .* or None"),
+        ({"max_consecutive_failures": "3"}, TypeError, "max_consecutive_failures must be .* or None, and is str"),
+    ],
+)
+def test_limits_that_make_no_sense_are_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    """When they are made, and not when a save meets them."""
+    with pytest.raises(error, match=message):
+        SaveLimits(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"staging": "none"}, ValueError, "staging='none' is none of 'buffer', 'device', 'shared'"),
+        ({"thread_count": 0}, ValueError, "thread_count=0 must be an int of at least 1, or None"),
+        ({"storage_options": "key=x"}, TypeError, "storage_options must be a mapping, or None, and is str"),
+        ({"limits": {"timeout": 5}}, TypeError, "limits must be SaveLimits, and is dict"),
+        ({"encryption": KEY}, TypeError, "encryption must be tensorizer.EncryptionParams, and is bytes"),
+        ({"encryption": EncryptionParams(KEY), "staging": "shared"}, ValueError, "'shared' and encryption exclude"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    """Each error names the argument and what is allowed."""
+    with pytest.raises(error, match=message):
+        options(**given)
+
+
+def test_threads_are_as_many_as_there_are_cores_up_to_four() -> None:
+    """Unless a number is given."""
+    assert options().write.threads == min(4, cores())
+    assert options(thread_count=7).write.threads == 7
+
+
+def test_storage_options_are_copied() -> None:
+    """Whoever changes them afterwards changes no save."""
+    given = {"anon": True}
+    made = options(storage_options=given)
+    given["anon"] = False
+    assert made.write.storage_options == {"anon": True}
+
+
+def test_the_repr_shows_everything_but_secrets() -> None:
+    """Of the storage options the names alone, of the encryption whether there is one."""
+    made = options(
+        thread_count=2,
+        storage_options={"secret": "hunter2-hunter2", "key": "AKIA123456"},
+        encryption=EncryptionParams(KEY),
+        limits=SaveLimits(timeout=5.0),
+    )
+    assert repr(made) == (
+        "cache_staged_state_dict=True, staging='buffer', overlap_staging=False, overwrite=True, sync_files=True, "
+        "thread_count=2, storage_options=['key', 'secret'], encryption=True, "
+        "limits=SaveLimits(timeout=5.0, buffer_bytes=268435456, max_consecutive_failures=3)"
+    )

@@ -1,0 +1,89 @@
+"""Reports of saves: what they count, and whom they reach."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+
+import pytest
+
+from dcp_tensorizer import SaveReport
+from dcp_tensorizer._saving.report import Reports, SaveTimes
+from dcp_tensorizer._saving.writer_client import Written
+from dcp_tensorizer._writer_process.messages import FileResult, WriteDone
+
+WRITTEN = Written(WriteDone((FileResult("f0", 5, ()), FileResult("f1", 6, ())), 4.0, 1.5, 2.5), attempts=2)
+
+
+def report(times: SaveTimes) -> SaveReport:
+    return times.written(path="/c", save_id="s", rank=3, nbytes=4_000_000_000, written=WRITTEN)
+
+
+def test_a_staged_save_is_timed_from_its_staging() -> None:
+    """The seconds of staging are in the whole, on the clock that the user reads."""
+    started = time.time() - 100
+    times = SaveTimes(started, 2.0)
+    times.planned()
+    made = report(times)
+    assert (made.path, made.save_id, made.rank, made.files, made.attempts) == ("/c", "s", 3, 2, 2)
+    assert (made.started_at, made.stage_seconds) == (started, 2.0)
+    assert (made.hash_seconds, made.write_seconds, made.commit_seconds) == (1.5, 2.5, None)
+    assert made.seconds == made.durable_at - started >= 100
+    assert made.plan_seconds >= 0
+    assert made.resolve_seconds == 0  # the writer process says that it took four seconds
+    assert made.gigabytes_per_second == 4.0 / made.seconds
+
+
+def test_a_save_that_stages_nothing_is_timed_from_its_first_hook() -> None:
+    """It begins when its times are first taken."""
+    before = time.time()
+    made = report(SaveTimes())
+    assert before <= made.started_at <= made.durable_at <= time.time()
+    assert made.stage_seconds == 0
+
+
+def test_a_commit_takes_its_own_time_and_ends_the_save() -> None:
+    """Everything else stays as it was when the data was durable."""
+    times = SaveTimes(time.time() - 10, 1.0)
+    data = report(times)
+    times.commit_begins()
+    made = times.committed(data)
+    assert made.commit_seconds is not None
+    assert made.commit_seconds >= 0
+    assert made.durable_at >= data.durable_at
+    assert made.seconds == made.durable_at - made.started_at >= 10
+    same = {"commit_seconds": None, "durable_at": data.durable_at, "seconds": data.seconds}
+    assert dataclasses.replace(made, **same) == data  # type: ignore[arg-type]
+
+
+def test_a_clock_that_was_set_back_gives_no_negative_time() -> None:
+    """Nor a speed that makes no sense."""
+    made = report(SaveTimes(time.time() + 1000, 0.0))
+    assert made.seconds == 0
+    assert made.gigabytes_per_second == 0
+
+
+def test_a_report_reaches_log_and_user(caplog: pytest.LogCaptureFixture) -> None:
+    """And the last one is kept."""
+    received: list[SaveReport] = []
+    reports = Reports(received.append)
+    assert reports.last is None
+    made = report(SaveTimes())
+    with caplog.at_level(logging.INFO, "dcp_tensorizer"):
+        reports.publish(made)
+    assert received == [made] == [reports.last]
+    assert caplog.messages == [str(made)]
+    assert str(made).startswith("/c: rank 3 wrote 4,000.0 MB in 2 file(s), 2 attempts (seconds: stage 0.000, plan ")
+
+
+def test_a_user_who_fails_fails_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """The exception is logged."""
+
+    def fail(report: SaveReport) -> None:
+        raise RuntimeError("metrics are down")
+
+    reports = Reports(fail)
+    reports.publish(report(SaveTimes()))
+    assert reports.last is not None
+    assert "metrics are down" in caplog.text
