@@ -19,7 +19,7 @@ from .._storage.redact import redact
 from .._tools import retention
 from .._tools.checkpoint_view import read_parts, unlock_parts, view_checkpoint
 from .._tools.diff import diff as compare
-from .._tools.formats.sources import FORMATS, open_two
+from .._tools.formats.registry import FORMATS, open_two
 from .._tools.inspect import inspect_checkpoint
 from .._tools.verify import verify as verify_files
 from ..convert import Options

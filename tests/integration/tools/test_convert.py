@@ -37,8 +37,8 @@ from dcp_tensorizer._storage.stream import StreamStorage
 from dcp_tensorizer._tools import chunk_reader
 from dcp_tensorizer._tools.checkpoint_view import blocks_of
 from dcp_tensorizer._tools.chunk_reader import whole
-from dcp_tensorizer._tools.formats import targets, torch_file
-from dcp_tensorizer._tools.formats.sources import FORMATS, open_checkpoint
+from dcp_tensorizer._tools.formats import dcp_tensorizer as targets, safetensors, torch_file
+from dcp_tensorizer._tools.formats.registry import FORMATS, open_checkpoint
 from dcp_tensorizer._tools.retention import collect, find, plan_collection
 from dcp_tensorizer.convert import Options, convert
 
@@ -526,10 +526,10 @@ def test_views_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         chunk_reader, "fetch", lambda storage, parts, **how: [reads.append(1), fetch(storage, parts, **how)]
     )
-    monkeypatch.setattr(targets, "blocks_of", lambda stored: blocks_of(stored, 1000))
+    monkeypatch.setattr(safetensors, "blocks_of", lambda stored, n: blocks_of(stored, 1000))
     convert(tmp_path / "a.pt", tmp_path / "b.safetensors", "safetensors")
     assert len(reads) == 2
-    assert chunk_reader._last_strided._elements is None
+    assert chunk_reader.STRIDED.is_empty
     assert same(tensors_of(tmp_path / "b.safetensors")["x"], tensor.contiguous())
 
 
@@ -538,8 +538,8 @@ def test_views_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_tensorizer_files_are_verified(tmp_path: Path, to: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the CRC-32 in each tensor's header, however it is read."""
     if by == "a block at a time":
-        monkeypatch.setattr(targets, "blocks_of", lambda stored: blocks_of(stored, 1000))
-        monkeypatch.setattr(torch_file, "blocks_of", lambda stored: blocks_of(stored, 1000))
+        monkeypatch.setattr(safetensors, "blocks_of", lambda stored, n: blocks_of(stored, 1000))
+        monkeypatch.setattr(torch_file, "blocks_of", lambda stored, n: blocks_of(stored, 1000))
     state = {"good": filled(torch.bfloat16, (50, 40)), "bad": filled(torch.float32, (50, 40)), "none": torch.ones(0)}
     serializer = TensorSerializer(tmp_path / "a")
     serializer.write_state_dict(state)

@@ -23,7 +23,7 @@ from dcp_tensorizer._saving.file_planner import plan_files
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tools import diff as diff_module
 from dcp_tensorizer._tools.diff import Change, Difference, diff
-from dcp_tensorizer._tools.formats.sources import open_checkpoint
+from dcp_tensorizer._tools.formats.registry import open_checkpoint
 from dcp_tensorizer._writer_process.messages import TensorSource
 from dcp_tensorizer._writer_process.write_job import FileJob
 
