@@ -1,4 +1,4 @@
-"""What the results of the commands look like: tables for people, or one JSON document for scripts."""
+"""The results of the commands: tables for people, or one JSON document for scripts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .terminal import Screen, count, size
 __all__ = ["show_checkpoint", "show_difference", "show_listing", "show_removals", "show_verified"]
 
 
-def show_listing(screen: Screen, found: Sequence[Listed], storage: Storage) -> None:
+def show_listing(screen: Screen, checkpoints: Sequence[Listed], storage: Storage) -> None:
     """Checkpoints below a directory."""
     if screen.as_json:
         screen.json(
@@ -33,7 +33,7 @@ def show_listing(screen: Screen, found: Sequence[Listed], storage: Storage) -> N
                     "objects": listed.objects,
                     "leftover_bytes": sum(file.nbytes for file in listed.leftovers),
                 }
-                for listed in found
+                for listed in checkpoints
             ]
         )
         return
@@ -48,19 +48,19 @@ def show_listing(screen: Screen, found: Sequence[Listed], storage: Storage) -> N
                 "-" if listed.ranks is None else str(listed.ranks),
                 "-" if listed.tensors is None else f"{listed.tensors:,}",
             ]
-            for listed in found
+            for listed in checkpoints
         ),
     )
-    if not found:
+    if not checkpoints:
         screen.line(f"no checkpoints below {storage.path}")
 
 
-def show_checkpoint(screen: Screen, found: dict[str, Any], chunks: bool) -> None:
-    """What `inspect_checkpoint` found; ``chunks``: where each is, and not the tensors that they make up."""
+def show_checkpoint(screen: Screen, described: dict[str, Any], chunks: bool) -> None:
+    """What `inspect_checkpoint` gives; ``chunks``: a line for each chunk, and not for each tensor."""
     if screen.as_json:
-        screen.json(found)
+        screen.json(described)
         return
-    tensors, objects = found["tensors"], found["objects"]
+    tensors, objects = described["tensors"], described["objects"]
     (_show_chunks if chunks else _show_tensors)(screen, tensors)
     screen.table(
         ["object", "type", "value", ">size"],
@@ -72,20 +72,20 @@ def show_checkpoint(screen: Screen, found: dict[str, Any], chunks: bool) -> None
             [name.removeprefix("by_"), ">tensors", ">elements", ">size"],
             (
                 [key, f"{total['tensors']:,}", f"{total['elements']:,}", size(total["bytes"])]
-                for key, total in found[name].items()
+                for key, total in described[name].items()
             ),
             title=title,
         )
     screen.table(
         ["file", ">rank", ">size"],
-        ([file["file"], str(file["rank"]), size(file["bytes"])] for file in found["files"]),
+        ([file["file"], str(file["rank"]), size(file["bytes"])] for file in described["files"]),
         title="Files",
     )
     total = sum(tensor["bytes"] for tensor in tensors)
     screen.line("")
     screen.line(
         f"{count(len(tensors), 'tensor')} of {size(total)} and {count(len(objects), 'object')}, "
-        f"saved by {count(found['ranks'], 'rank')}"
+        f"saved by {count(described['ranks'], 'rank')}"
     )
 
 
@@ -124,40 +124,40 @@ def _show_tensors(screen: Screen, tensors: Sequence[dict[str, Any]]) -> None:
     )
 
 
-def show_verified(screen: Screen, found: Verified, storage: Storage, full: bool) -> None:
-    """What `verify` found in a checkpoint."""
-    rate = found.nbytes / 1e9 / max(found.seconds, 1e-9)
+def show_verified(screen: Screen, verified: Verified, storage: Storage, full: bool) -> None:
+    """What `verify` says of a checkpoint."""
+    rate = verified.nbytes / 1e9 / max(verified.seconds, 1e-9)
     if screen.as_json:
         screen.json(
             {
                 "path": storage.path,
-                "ok": not found.damages,
+                "ok": not verified.damages,
                 "full": full,
-                "files": found.files,
-                "items": found.items,
-                "bytes": found.nbytes,
-                "seconds": found.seconds,
-                "damages": [damage._asdict() for damage in found.damages],
+                "files": verified.files,
+                "items": verified.items,
+                "bytes": verified.nbytes,
+                "seconds": verified.seconds,
+                "damages": [damage._asdict() for damage in verified.damages],
             }
         )
         return
-    for name, damages in itertools.groupby(found.damages, lambda damage: damage.file):
+    for name, damages in itertools.groupby(verified.damages, lambda damage: damage.file):
         rows = [["(the file)" if d.key is None else d.key, f"{d.offset:,}", d.what] for d in damages]
         screen.table(["damaged", ">at", "what"], rows, title=f"{storage.path}/{name}")
-    if found.damages:
+    if verified.damages:
         screen.line("")
     screen.line(
-        f"{'DAMAGED' if found.damages else 'ok'}: {count(found.files, 'file')}, {count(found.items, 'item')}, "
-        f"{size(found.nbytes)} in {found.seconds:.1f} s ({rate:.2f} GB/s)"
-        + (f", {count(len(found.damages), 'damage')}" if found.damages else ""),
-        "bold red" if found.damages else "bold green",
+        f"{'DAMAGED' if verified.damages else 'ok'}: {count(verified.files, 'file')}, {count(verified.items, 'item')}, "
+        f"{size(verified.nbytes)} in {verified.seconds:.1f} s ({rate:.2f} GB/s)"
+        + (f", {count(len(verified.damages), 'damage')}" if verified.damages else ""),
+        "bold red" if verified.damages else "bold green",
     )
 
 
-def show_difference(screen: Screen, found: Difference) -> None:
-    """What `diff` found."""
+def show_difference(screen: Screen, difference: Difference) -> None:
+    """How two checkpoints differ."""
     if screen.as_json:
-        screen.json(dataclasses.asdict(found))
+        screen.json(dataclasses.asdict(difference))
         return
     screen.table(
         ["changed", "what", ">elements", ">differing", ">largest", ">relative"],
@@ -170,22 +170,23 @@ def show_difference(screen: Screen, found: Difference) -> None:
                 terminal.number(change.largest),
                 terminal.number(change.relative),
             ]
-            for change in found.changed
+            for change in difference.changed
         ),
     )
-    screen.table(["only in A"], ([key] for key in found.removed))
-    screen.table(["only in B"], ([key] for key in found.added))
+    screen.table(["only in A"], ([key] for key in difference.removed))
+    screen.table(["only in B"], ([key] for key in difference.added))
+    keys = f"{difference.same:,} keys the same, {len(difference.changed):,} changed"
+    only = f"{len(difference.removed):,} only in A, {len(difference.added):,} only in B"
     screen.line(
-        f"{'different' if found else 'the same'}: {found.same:,} keys the same, {len(found.changed):,} changed, "
-        f"{len(found.removed):,} only in A, {len(found.added):,} only in B ({size(found.nbytes)} read)",
-        "bold yellow" if found else "bold green",
+        f"{'different' if difference else 'the same'}: {keys}, {only} ({size(difference.nbytes)} read)",
+        "bold yellow" if difference else "bold green",
     )
 
 
 def show_removals(screen: Screen, removals: Sequence[Removal], storage: Storage, dry_run: bool) -> None:
     """What was removed below a directory, or would be."""
-    gone = [removal for removal in removals if not removal.kept]
-    total = sum(removal.nbytes for removal in gone)
+    removed = [removal for removal in removals if not removal.kept]
+    total = sum(removal.nbytes for removal in removed)
     if screen.as_json:
         screen.json(
             {
@@ -218,8 +219,8 @@ def show_removals(screen: Screen, removals: Sequence[Removal], storage: Storage,
             for r in removals
         ),
     )
-    checkpoints = sum(removal.whole for removal in gone)
-    others = len(gone) - checkpoints
+    checkpoints = sum(removal.whole for removal in removed)
+    others = len(removed) - checkpoints
     screen.line(
         f"{count(checkpoints, 'checkpoint')} and leftovers in {count(others, 'directory')} {verb}: {size(total)}"
     )

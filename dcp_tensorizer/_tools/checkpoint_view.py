@@ -35,6 +35,7 @@ __all__ = [
     "StoredObject",
     "StoredTensor",
     "blocks_of",
+    "data_files",
     "plain_tensor",
     "read_parts",
     "unlock_parts",
@@ -174,6 +175,11 @@ def _check_ranks(storage: Storage, count: int) -> None:
                 f"{storage.path} lacks {metadata_file_name(count)}, the metadata of rank {count}, although there is "
                 f"{name}: the save never finished, or files were lost"
             )
+
+
+def data_files(parts: Mapping[int | None, Metadata]) -> dict[str, int]:
+    """The names of a checkpoint's data files, and the bytes in each (see `read_parts`)."""
+    return {name: nbytes for part in parts.values() for name, nbytes in part.storage_data["files"].items()}
 
 
 def unlock_parts(

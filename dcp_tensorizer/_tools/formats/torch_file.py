@@ -239,8 +239,8 @@ def _loaded(stored: StoredObject, path: str) -> Any:
         ) from None
     if _tensors_in(value):  # whose elements nothing would fill in
         raise ConversionError(
-            f"{stored.key!r} in {path} is a {type(value).__name__} with tensors in it, which cannot be converted: leave "
-            f"it out, or load and save it"
+            f"{stored.key!r} in {path} is a {type(value).__name__} with tensors in it, which cannot be converted: "
+            f"leave it out, or load and save it"
         )
     return value
 
