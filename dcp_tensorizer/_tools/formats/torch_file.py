@@ -199,9 +199,7 @@ def write(
     """
     with new_file(path, storage_options) as (storage, name):
         records = _records(view)
-        size = _Output()
-        _write_archive(records, size, block_bytes)
-        with written_file(storage, name, size.position) as write_piece:
+        with written_file(storage, name, archive_size(records)) as write_piece:
             _write_archive(records, _Output(write_piece), block_bytes)
 
 
@@ -268,6 +266,13 @@ class _Output:
 
     def flush(self) -> None:
         """Nothing is kept back."""
+
+
+def archive_size(records: Mapping[str, bytes | StoredTensor]) -> int:
+    """The size of the archive of some records; no tensor is read."""
+    output = _Output()
+    _write_archive(records, output, BLOCK)
+    return output.position
 
 
 def _write_archive(records: Mapping[str, bytes | StoredTensor], output: _Output, block_bytes: int) -> None:
