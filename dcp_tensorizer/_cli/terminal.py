@@ -41,7 +41,7 @@ class Screen:
     def error(self, text: str) -> None:
         self._err.print(Text.assemble(("error: ", "bold red"), _visible(text)), soft_wrap=True)
 
-    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str | Text]], title: str = "") -> None:
+    def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:
         """Prints a table; a column whose name begins with ``>`` is of numbers."""
         table = Table(box=None, pad_edge=False, header_style="bold", title_style="bold", title_justify="left")
         for name in columns:
@@ -49,7 +49,7 @@ class Screen:
             justify: Literal["left", "right"] = "right" if is_number else "left"
             table.add_column(name.lstrip(">"), justify=justify, no_wrap=is_number, overflow="fold")
         for row in rows:
-            table.add_row(*(Text(_visible(cell)) if isinstance(cell, str) else cell for cell in row))
+            table.add_row(*(Text(_visible(_cell(value))) for value in row))
         if table.row_count:
             if title:
                 self._out.print()
@@ -67,10 +67,8 @@ class Screen:
             yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def size(nbytes: int | None) -> str:
+def size(nbytes: int) -> str:
     """Bytes, as disks are sold: ``1.5 GB``."""
-    if nbytes is None:
-        return "-"
     if nbytes < 1000:
         return f"{nbytes} B"
     value, units = nbytes / 1000, ["kB", "MB", "GB", "TB", "PB"]
@@ -106,9 +104,11 @@ def ranks(numbers: Iterable[int | None]) -> str:
     return ", ".join(map(str, known[:_MAX_NAMED_RANKS])) + (", ..." if len(known) > _MAX_NAMED_RANKS else "")
 
 
-def number(value: float | None) -> str:
+def _cell(value: object) -> str:
     """A count in full, a difference in three digits, which are enough to judge it by."""
-    return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _visible(text: str) -> str:

@@ -20,37 +20,15 @@ __all__ = ["show_checkpoint", "show_difference", "show_listing", "show_removals"
 def show_listing(screen: Screen, checkpoints: Sequence[Listed], storage: Storage) -> None:
     """Checkpoints below a directory."""
     if screen.as_json:
-        screen.json(
-            [
-                {
-                    "path": listed.path,
-                    "step": listed.step,
-                    "state": listed.state,
-                    "saved": listed.saved,
-                    "bytes": listed.nbytes,
-                    "ranks": listed.ranks,
-                    "tensors": listed.tensors,
-                    "objects": listed.objects,
-                    "leftover_bytes": sum(file.nbytes for file in listed.leftovers),
-                }
-                for listed in checkpoints
-            ]
-        )
+        names = ("path", "step", "state", "saved", "nbytes", "ranks", "tensors", "objects")
+        leftovers = [{"leftover_bytes": sum(file.nbytes for file in listed.leftovers)} for listed in checkpoints]
+        screen.json([_fields(listed, *names) | left for listed, left in zip(checkpoints, leftovers, strict=True)])
         return
-    screen.table(
-        ["checkpoint", "state", "saved", ">size", ">ranks", ">tensors"],
-        (
-            [
-                _below(listed, storage),
-                listed.state,
-                terminal.moment(listed.saved),
-                size(listed.nbytes),
-                "-" if listed.ranks is None else str(listed.ranks),
-                "-" if listed.tensors is None else f"{listed.tensors:,}",
-            ]
-            for listed in checkpoints
-        ),
+    rows = (
+        [_below(c, storage), c.state, terminal.moment(c.saved), size(c.nbytes), c.ranks and str(c.ranks), c.tensors]
+        for c in checkpoints
     )
+    screen.table(["checkpoint", "state", "saved", ">size", ">ranks", ">tensors"], rows)
     if not checkpoints:
         screen.line(f"no checkpoints below {storage.path}")
 
@@ -62,25 +40,14 @@ def show_checkpoint(screen: Screen, described: dict[str, Any], chunks: bool) -> 
         return
     tensors, objects = described["tensors"], described["objects"]
     (_show_chunks if chunks else _show_tensors)(screen, tensors)
-    screen.table(
-        ["object", "type", "value", ">size"],
-        ([o["key"], o["type"], o["value"], size(o["bytes"])] for o in objects),
-        title="Objects",
-    )
-    for title, name in (("By dtype", "by_dtype"), ("By key", "by_key")):
-        screen.table(
-            [name.removeprefix("by_"), ">tensors", ">elements", ">size"],
-            (
-                [key, f"{total['tensors']:,}", f"{total['elements']:,}", size(total["bytes"])]
-                for key, total in described[name].items()
-            ),
-            title=title,
-        )
-    screen.table(
-        ["file", ">rank", ">size"],
-        ([file["file"], str(file["rank"]), size(file["bytes"])] for file in described["files"]),
-        title="Files",
-    )
+    rows = ([o["key"], o["type"], o["value"], size(o["bytes"])] for o in objects)
+    screen.table(["object", "type", "value", ">size"], rows, title="Objects")
+    for title, column in (("By dtype", "dtype"), ("By key", "key")):
+        totals = described[f"by_{column}"].items()
+        rows = ([name, total["tensors"], total["elements"], size(total["bytes"])] for name, total in totals)
+        screen.table([column, ">tensors", ">elements", ">size"], rows, title=title)
+    rows = ([file["file"], str(file["rank"]), size(file["bytes"])] for file in described["files"])
+    screen.table(["file", ">rank", ">size"], rows, title="Files")
     total = sum(tensor["bytes"] for tensor in tensors)
     screen.line("")
     screen.line(
@@ -90,67 +57,55 @@ def show_checkpoint(screen: Screen, described: dict[str, Any], chunks: bool) -> 
 
 
 def _show_chunks(screen: Screen, tensors: Sequence[dict[str, Any]]) -> None:
-    screen.table(
-        ["tensor", "from", "shape", ">bytes", "file", ">at"],
-        (
-            [
-                tensor["key"],
-                terminal.shape(chunk["offset"]) if chunk["offset"] else "-",
-                terminal.shape(chunk["shape"]),
-                size(chunk["bytes"]),
-                chunk["file"] or "-",
-                "-" if chunk["file"] is None else f"{chunk['file_offset']:,}",
-            ]
-            for tensor in tensors
-            for chunk in tensor["chunks"]
-        ),
+    rows = (
+        [
+            tensor["key"],
+            terminal.shape(chunk["offset"]) if chunk["offset"] else None,
+            terminal.shape(chunk["shape"]),
+            size(chunk["bytes"]),
+            chunk["file"],
+            chunk["file_offset"],
+        ]
+        for tensor in tensors
+        for chunk in tensor["chunks"]
     )
+    screen.table(["tensor", "from", "shape", ">bytes", "file", ">at"], rows)
 
 
 def _show_tensors(screen: Screen, tensors: Sequence[dict[str, Any]]) -> None:
-    screen.table(
-        ["tensor", "shape", "dtype", ">size", ">chunks", "ranks"],
-        (
-            [
-                tensor["key"],
-                terminal.shape(tensor["shape"]),
-                tensor["dtype"],
-                size(tensor["bytes"]),
-                str(len(tensor["chunks"])),
-                terminal.ranks(chunk["rank"] for chunk in tensor["chunks"]),
-            ]
-            for tensor in tensors
-        ),
+    rows = (
+        [
+            tensor["key"],
+            terminal.shape(tensor["shape"]),
+            tensor["dtype"],
+            size(tensor["bytes"]),
+            str(len(tensor["chunks"])),
+            terminal.ranks(chunk["rank"] for chunk in tensor["chunks"]),
+        ]
+        for tensor in tensors
     )
+    screen.table(["tensor", "shape", "dtype", ">size", ">chunks", "ranks"], rows)
 
 
 def show_verified(screen: Screen, verified: Verified, storage: Storage, full: bool) -> None:
     """What `verify` says of a checkpoint."""
-    rate = verified.nbytes / 1e9 / max(verified.seconds, 1e-9)
+    damages = verified.damages
     if screen.as_json:
-        screen.json(
-            {
-                "path": storage.path,
-                "ok": not verified.damages,
-                "full": full,
-                "files": verified.files,
-                "items": verified.items,
-                "bytes": verified.nbytes,
-                "seconds": verified.seconds,
-                "damages": [damage._asdict() for damage in verified.damages],
-            }
-        )
+        result = {"path": storage.path, "ok": not damages, "full": full}
+        result |= _fields(verified, "files", "items", "nbytes", "seconds")
+        screen.json(result | {"damages": [damage._asdict() for damage in damages]})
         return
-    for name, damages in itertools.groupby(verified.damages, lambda damage: damage.file):
-        rows = [["(the file)" if d.key is None else d.key, f"{d.offset:,}", d.what] for d in damages]
+    for name, in_file in itertools.groupby(damages, lambda damage: damage.file):
+        rows = (["(the file)" if d.key is None else d.key, d.offset, d.what] for d in in_file)
         screen.table(["damaged", ">at", "what"], rows, title=f"{storage.path}/{name}")
-    if verified.damages:
+    if damages:
         screen.line("")
+    rate = verified.nbytes / 1e9 / max(verified.seconds, 1e-9)
     screen.line(
-        f"{'DAMAGED' if verified.damages else 'ok'}: {count(verified.files, 'file')}, {count(verified.items, 'item')}, "
+        f"{'DAMAGED' if damages else 'ok'}: {count(verified.files, 'file')}, {count(verified.items, 'item')}, "
         f"{size(verified.nbytes)} in {verified.seconds:.1f} s ({rate:.2f} GB/s)"
-        + (f", {count(len(verified.damages), 'damage')}" if verified.damages else ""),
-        "bold red" if verified.damages else "bold green",
+        + (f", {count(len(damages), 'damage')}" if damages else ""),
+        "bold red" if damages else "bold green",
     )
 
 
@@ -159,20 +114,18 @@ def show_difference(screen: Screen, difference: Difference) -> None:
     if screen.as_json:
         screen.json(dataclasses.asdict(difference))
         return
-    screen.table(
-        ["changed", "what", ">elements", ">differing", ">largest", ">relative"],
-        (
-            [
-                change.key,
-                change.what if change.elements is not None else f"{change.what}: {change.before} -> {change.after}",
-                terminal.number(change.elements),
-                terminal.number(change.differing),
-                terminal.number(change.largest),
-                terminal.number(change.relative),
-            ]
-            for change in difference.changed
-        ),
+    rows = (
+        [
+            change.key,
+            change.what if change.elements is not None else f"{change.what}: {change.before} -> {change.after}",
+            change.elements,
+            change.differing,
+            change.largest,
+            change.relative,
+        ]
+        for change in difference.changed
     )
+    screen.table(["changed", "what", ">elements", ">differing", ">largest", ">relative"], rows)
     screen.table(["only in A"], ([key] for key in difference.removed))
     screen.table(["only in B"], ([key] for key in difference.added))
     keys = f"{difference.same:,} keys the same, {len(difference.changed):,} changed"
@@ -188,42 +141,34 @@ def show_removals(screen: Screen, removals: Sequence[Removal], storage: Storage,
     removed = [removal for removal in removals if not removal.kept]
     total = sum(removal.nbytes for removal in removed)
     if screen.as_json:
-        screen.json(
-            {
-                "dry_run": dry_run,
-                "bytes": total,
-                "removals": [
-                    {
-                        "path": removal.listed.path,
-                        "whole": removal.whole,
-                        "files": [file.name for file in removal.files],
-                        "bytes": removal.nbytes,
-                        "kept": removal.kept or None,
-                        "failed": removal.failed,
-                    }
-                    for removal in removals
-                ],
-            }
-        )
+        described = [
+            {"path": removal.listed.path, "files": [file.name for file in removal.files], "kept": removal.kept or None}
+            | _fields(removal, "whole", "nbytes", "failed")
+            for removal in removals
+        ]
+        screen.json({"dry_run": dry_run, "bytes": total, "removals": described})
         return
-    verb = "would be removed" if dry_run else "removed"
-    screen.table(
-        ["path", "what", ">size", ""],
-        (
-            [
-                _below(r.listed, storage),
-                "checkpoint" if r.whole else "leftovers",
-                size(r.nbytes),
-                r.kept and f"kept: {r.kept}",
-            ]
-            for r in removals
-        ),
+    rows = (
+        [
+            _below(removal.listed, storage),
+            "checkpoint" if removal.whole else "leftovers",
+            size(removal.nbytes),
+            removal.kept and f"kept: {removal.kept}",
+        ]
+        for removal in removals
     )
+    screen.table(["path", "what", ">size", ""], rows)
     checkpoints = sum(removal.whole for removal in removed)
     others = len(removed) - checkpoints
+    verb = "would be removed" if dry_run else "removed"
     screen.line(
         f"{count(checkpoints, 'checkpoint')} and leftovers in {count(others, 'directory')} {verb}: {size(total)}"
     )
+
+
+def _fields(record: Any, *names: str) -> dict[str, Any]:
+    """Attributes for a JSON document, in which ``nbytes`` is called ``bytes``."""
+    return {"bytes" if name == "nbytes" else name: getattr(record, name) for name in names}
 
 
 def _below(listed: Listed, storage: Storage) -> str:
