@@ -247,17 +247,13 @@ class _Output:
     """A file that is written from front to back, or whose size is only looked for."""
 
     def __init__(self, write_piece: Callable[[memoryview], None] | None = None) -> None:
-        self._write_piece = write_piece
+        self.write_piece = write_piece
         self.position = 0
-
-    @property
-    def is_real(self) -> bool:
-        return self._write_piece is not None
 
     def write(self, data: bytes | memoryview) -> int:
         piece = memoryview(data)
-        if self._write_piece is not None:
-            self._write_piece(piece)
+        if self.write_piece is not None:
+            self.write_piece(piece)
         self.position += piece.nbytes
         return piece.nbytes
 
@@ -284,10 +280,10 @@ def _write_archive(records: Mapping[str, bytes | StoredTensor], output: _Output,
             with archive.open(entry, "w", force_zip64=True) as record:
                 if isinstance(content, bytes):
                     record.write(content)
-                elif output.is_real:
+                elif output.write_piece is not None:
                     for region in blocks_of(content, block_bytes):
                         record.write(host_bytes(content.read(region)))
                 else:
                     output.position += content.nbytes
-            if isinstance(content, StoredTensor):  # of which nothing may have been written
+            if isinstance(content, StoredTensor):  # nothing was written if only the size is looked for
                 entry.file_size = entry.compress_size = content.nbytes
