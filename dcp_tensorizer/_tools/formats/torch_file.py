@@ -37,6 +37,7 @@ _ALIGNMENT = 64  # of tensors in the file, as torch.save has it
 # padding, and one for 64-bit sizes. Readers skip extra fields whose tag they do not know.
 _BEFORE_DATA = 30 + 4 + 20
 _PADDING_TAG = 0x4246
+_HAS_DESCRIPTOR = 0x8  # the flag of an entry that is followed by its CRC-32 and its size
 
 
 # --- reading -------------------------------------------------------------------------------------------------------
@@ -95,7 +96,7 @@ def load_fake(file: FileRange, path: str) -> Any:
 
 
 def _check_archive(file: IO[bytes], path: str) -> None:
-    """The elements of tensors must lie in the file as they are."""
+    """The elements of tensors must lie in the file as they are, and where torch looks for them."""
     is_archive = file.read(4) == b"PK\3\4"
     file.seek(0)
     if not is_archive:
@@ -110,6 +111,10 @@ def _check_archive(file: IO[bytes], path: str) -> None:
         raise ConversionError(f"{path} is compressed: load and save it once more")
     if b"big" in orders:
         raise ConversionError(f"{path} is of a big-endian machine: load and save it once more on this one")
+    # With this record, torch counts with a descriptor behind each record, and does not look where the next one is.
+    is_counted = any(name.endswith("/.format_version") for name in archive.namelist())
+    if is_counted and any(info.file_size and not info.flag_bits & _HAS_DESCRIPTOR for info in archive.infolist()):
+        raise ConversionError(f"{path} is packed again, and not as torch.save does it: load and save it once more")
 
 
 def _unsafe_globals_in(file: FileRange) -> str:

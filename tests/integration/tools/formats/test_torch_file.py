@@ -71,9 +71,9 @@ def test_a_torch_file_that_holds_no_state_dict(tmp_path: Path) -> None:
         convert(tmp_path / "a.pt", tmp_path / "b", "dcp_tensorizer")
 
 
-@pytest.mark.parametrize("how", ["compressed", "big-endian"])
+@pytest.mark.parametrize("how", ["compressed", "big-endian", "packed again"])
 def test_torch_files_that_do_not_hold_the_elements_as_they_are(tmp_path: Path, how: str) -> None:
-    """An archive that somebody compressed, or a machine with the other byte order wrote, is no source."""
+    """An archive that somebody compressed or packed again, or that is of the other byte order, is no source."""
     torch.save({"x": filled(torch.float32, (1000,))}, tmp_path / "stock.pt")
     form = zipfile.ZIP_DEFLATED if how == "compressed" else zipfile.ZIP_STORED
     with zipfile.ZipFile(tmp_path / "stock.pt") as stock, zipfile.ZipFile(tmp_path / "a.pt", "w", form) as out:
