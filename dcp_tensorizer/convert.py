@@ -23,8 +23,8 @@ import torch
 from ._format.chunks import Region
 from ._format.encryption import check_decryption
 from ._tools.checkpoint_view import CheckpointView, Path, StoredObject, StoredTensor
-from ._tools.formats.sources import FORMATS, open_checkpoint
-from ._tools.formats.targets import TARGETS, Options
+from ._tools.formats.common import Options
+from ._tools.formats.registry import FORMATS, TARGETS, open_checkpoint
 from .errors import ConversionError, ReadError, WriteError
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["FORMATS", "Converted", "Options", "convert"]
 
 _Value = TypeVar("_Value", StoredTensor, StoredObject)
+_Progress = Callable[[int, int], object]
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def convert(
     options: Options | None = None,
     storage_options: Mapping[str, Any] | None = None,
     encryption: DecryptionParams | None = None,
-    on_progress: Callable[[int, int], object] = lambda done, total: None,
+    on_progress: _Progress = lambda done, total: None,
 ) -> Converted:
     """Converts a checkpoint of any of the `FORMATS` into any other; what is at ``target`` then is whole, or nothing.
 
@@ -79,57 +80,54 @@ def convert(
         CheckpointError: ``source`` is damaged, or ``target`` cannot be written; nothing is left there.
     """
     started = time.monotonic()
-    how = options or Options()
+    options = options or Options()
     if to not in TARGETS:
         raise ConversionError(f"{to!r} is none of the formats {', '.join(FORMATS)}")
     if encryption is not None:
         check_decryption(encryption)
-    contents = open_checkpoint(source, storage_options or {}, how.source_format, encryption)
-    found = contents.format
-    contents = _selected(contents, how)
-    TARGETS[to].check(contents, how)
-    total = sum(tensor.nbytes for tensor in contents.tensors.values())
-    contents = _counted(contents, total, on_progress)
+    view = open_checkpoint(source, storage_options or {}, options.source_format, encryption)
+    source_format = view.format
+    view = _select(view, options)
+    TARGETS[to].check(view, options)
     try:
-        TARGETS[to].write(contents, os.fspath(target), storage_options or {}, how)
+        TARGETS[to].write(_with_progress(view, on_progress), os.fspath(target), storage_options or {}, options)
     except WriteError as error:
         if isinstance(error.__cause__, ReadError):  # it was the source
             raise error.__cause__ from error.__cause__.__cause__
         raise
-    return Converted(found, len(contents.tensors), len(contents.objects), total, time.monotonic() - started)
+    return Converted(source_format, len(view.tensors), len(view.objects), view.nbytes, time.monotonic() - started)
 
 
-def _selected(contents: CheckpointView, how: Options) -> CheckpointView:
+def _select(view: CheckpointView, options: Options) -> CheckpointView:
     """What is to be converted, under its new names and in its new dtypes."""
-    tensors = {t.key: t for t in (_renamed(t, how) for t in contents.tensors.values() if _matches(t.key, how))}
-    objects = {o.key: o for o in (_renamed(o, how) for o in contents.objects.values() if _matches(o.key, how))}
-    before = [key for key in (*contents.tensors, *contents.objects) if _matches(key, how)]
-    if not before:
-        raise ConversionError(f"{contents.path} has no key that matches {', '.join(how.select)}")
-    if len(tensors.keys() | objects.keys()) < len(before):
-        raise ConversionError(f"without the prefix {how.strip_prefix!r}, two keys of {contents.path} are the same")
-    if how.strip_prefix and not any(key.startswith(how.strip_prefix) for key in before):
-        raise ConversionError(f"no key of {contents.path} that is to be converted begins with {how.strip_prefix!r}")
+    selected = [key for key in (*view.tensors, *view.objects) if _matches(key, options)]
+    prefix = options.strip_prefix
+    tensors = {t.key: t for t in (_renamed(view.tensors[k], prefix) for k in selected if k in view.tensors)}
+    objects = {o.key: o for o in (_renamed(view.objects[k], prefix) for k in selected if k in view.objects)}
+    if not selected:
+        raise ConversionError(f"{view.path} has no key that matches {', '.join(options.select)}")
+    if len(tensors.keys() | objects.keys()) < len(selected):
+        raise ConversionError(f"without the prefix {prefix!r}, two keys of {view.path} are the same")
+    if prefix and not any(key.startswith(prefix) for key in selected):
+        raise ConversionError(f"no key of {view.path} that is to be converted begins with {prefix!r}")
     for stored in objects.values():
         if stored.is_tensor:
             raise ConversionError(
                 f"{stored.key!r} is a tensor of a subclass, which only its own class can take apart: leave it out"
             )
-    return replace(
-        contents, tensors={key: _cast(tensor, how.dtype) for key, tensor in tensors.items()}, objects=objects
-    )
+    return replace(view, tensors={k: _cast(tensor, options.dtype) for k, tensor in tensors.items()}, objects=objects)
 
 
-def _matches(key: str, how: Options) -> bool:
-    return not how.select or any(fnmatch.fnmatchcase(key, pattern) for pattern in how.select)
+def _matches(key: str, options: Options) -> bool:
+    return not options.select or any(fnmatch.fnmatchcase(key, pattern) for pattern in options.select)
 
 
-def _renamed(value: _Value, how: Options) -> _Value:
-    if not how.strip_prefix or not value.key.startswith(how.strip_prefix):
+def _renamed(value: _Value, prefix: str) -> _Value:
+    if not prefix or not value.key.startswith(prefix):
         return value
-    path = _stripped(value.path, how.strip_prefix)
+    path = _stripped(value.path, prefix)
     if not path or not ".".join(map(str, path)):
-        raise ConversionError(f"nothing is left of the key {value.key!r} without the prefix {how.strip_prefix!r}")
+        raise ConversionError(f"nothing is left of the key {value.key!r} without the prefix {prefix!r}")
     return replace(value, key=".".join(map(str, path)), path=path)
 
 
@@ -153,7 +151,8 @@ def _cast(tensor: StoredTensor, dtype: torch.dtype | None) -> StoredTensor:
     return replace(tensor, dtype=dtype, read=read, chunks=())
 
 
-def _counted(contents: CheckpointView, total: int, on_progress: Callable[[int, int], object]) -> CheckpointView:
+def _with_progress(view: CheckpointView, on_progress: _Progress) -> CheckpointView:
+    total = view.nbytes
     counting = threading.Lock()
     done = 0
 
@@ -168,4 +167,4 @@ def _counted(contents: CheckpointView, total: int, on_progress: Callable[[int, i
 
         return replace(tensor, read=read)
 
-    return replace(contents, tensors={key: counted(tensor) for key, tensor in contents.tensors.items()})
+    return replace(view, tensors={key: counted(tensor) for key, tensor in view.tensors.items()})

@@ -26,12 +26,12 @@ from dcp_tensorizer._format.layout import StoredItem
 from dcp_tensorizer._memory.tensor_bytes import host_bytes
 from dcp_tensorizer._saving.commit import commit
 from dcp_tensorizer._saving.file_planner import plan_files, stored_names
+from dcp_tensorizer._saving.write_items import Item, write_results
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tools.chunk_reader import whole
+from dcp_tensorizer._tools.formats.registry import open_checkpoint
 from dcp_tensorizer._writer_process.messages import TensorSource
 from dcp_tensorizer._writer_process.write_job import FileJob
-
-from .support import dtype_name
 
 ODD = {
     "half": [Region((0, 0), (3, 4)), Region((3, 0), (2, 4))],
@@ -71,13 +71,13 @@ def make_checkpoint(
     storage = open_storage(path, options)
     storage.make_directory()
     save_id = uuid.uuid4().hex
-    items: dict[int, list[tuple[MetadataIndex, torch.Tensor, str]]] = {}
+    values: dict[int, list[tuple[MetadataIndex, torch.Tensor, str]]] = {}
     described: dict[str, Any] = {}
     for key, tensor in tensors.items():
         regions = (chunks or {}).get(key, [whole(tensor.shape)])
         for rank, region in enumerate(regions, first):
             part = tensor[tuple(slice(a, a + n) for a, n in zip(region.start, region.size, strict=True))]
-            items.setdefault(rank, []).append((MetadataIndex(key, torch.Size(region.start)), part, "tensor"))
+            values.setdefault(rank, []).append((MetadataIndex(key, torch.Size(region.start)), part, "tensor"))
         described[key] = TensorStorageMetadata(
             TensorProperties(tensor.dtype),
             tensor.shape,
@@ -87,26 +87,17 @@ def make_checkpoint(
         stream = io.BytesIO()
         torch.save(value, stream)
         blob = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
-        items.setdefault(first, []).append((MetadataIndex(key), blob, "object"))
+        values.setdefault(first, []).append((MetadataIndex(key), blob, "object"))
         described[key] = BytesStorageMetadata()
     written = []
-    for rank, own in items.items():
+    for rank, own in values.items():
         names = stored_names([index.fqn for index, _, _ in own])
-        by_name = dict(zip(names, own, strict=True))
-        files = plan_files(
-            (
-                TensorSource(name, dtype_name(t.dtype), tuple(t.shape), t.nbytes, kind)
-                for name, (_, t, kind) in by_name.items()
-                if t.numel()
-            ),
-            rank,
-            save_id,
-        )
-        contents = functools.partial(_contents, by_name)
-        job = FileJob(storage, files, contents, sync=False, threads=1, cipher=cipher)
-        places = job.run().places()
-        for name, (index, tensor, kind) in by_name.items():
-            written.append((index, *places.get(name, (StoredItem.empty(dtype_name(tensor.dtype), kind), 0))))
+        items = [Item(index, name, kind, tensor) for (index, tensor, kind), name in zip(own, names, strict=True)]
+        contents = {item.name: item.tensor for item in items}
+        files = plan_files((item.source() for item in items if item.has_bytes), rank, save_id)
+        job = FileJob(storage, files, functools.partial(_bytes_of, contents), sync=False, threads=1, cipher=cipher)
+        for result in write_results(items, job.run()):
+            written.append((result.index, StoredItem(*result.storage_data[0]), result.storage_data[1]))
     paths = {key: tuple(key.split(".")) for key in described}
     metadata = Metadata(described, paths, storage_meta=StorageMeta(str(path), save_id))
     record = None if cipher is None else cipher.record()
@@ -114,5 +105,10 @@ def make_checkpoint(
     return Path(path)
 
 
-def _contents(own: Mapping[str, tuple[MetadataIndex, torch.Tensor, str]], source: TensorSource) -> memoryview:
-    return host_bytes(own[source.name][1])
+def _bytes_of(contents: Mapping[str, torch.Tensor], source: TensorSource) -> memoryview:
+    return host_bytes(contents[source.name])
+
+
+def tensors_of(path: str | Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint of any format."""
+    return {key: tensor.read_all() for key, tensor in open_checkpoint(path, {}).tensors.items()}

@@ -1,7 +1,7 @@
 """``dcp-tensorizer``: look at checkpoints, verify, compare, convert and collect them.
 
-Each command reads its arguments, calls the module that does the work, and shows what came of it. Exit codes: 0, fine;
-1, damaged or different; 2, not done: a mistake in the command, nothing at the path, or no way to write. No command runs
+Each command reads its arguments, calls the module that does the work, and shows the result. Exit codes: 0, fine; 1,
+damaged or different; 2, not done: a mistake in the command, nothing at the path, or no way to write. No command runs
 code from a checkpoint.
 """
 
@@ -17,9 +17,9 @@ import typer
 from .._storage.open import open_storage
 from .._storage.redact import redact
 from .._tools import retention
-from .._tools.checkpoint_view import read_parts, unlock_parts, view_checkpoint
+from .._tools.checkpoint_view import data_files, read_parts, unlock_parts, view_checkpoint
 from .._tools.diff import diff as compare
-from .._tools.formats.sources import FORMATS, open_two
+from .._tools.formats.registry import FORMATS, open_two
 from .._tools.inspect import inspect_checkpoint
 from .._tools.verify import verify as verify_files
 from ..convert import Options
@@ -56,7 +56,7 @@ _NOT_DONE = 2
 
 
 def _command(damaged: int = _DAMAGED) -> Callable[[Callable[..., int]], None]:
-    """A command that ends with the exit code it returns, and without a traceback for what users can mend.
+    """A command that ends with the exit code it returns, and without a traceback for what users can fix.
 
     Args:
         damaged: The exit code where it fails because the checkpoint is damaged.
@@ -77,7 +77,7 @@ def _command(damaged: int = _DAMAGED) -> Callable[[Callable[..., int]], None]:
 
 
 def _is_damage(error: CheckpointError) -> bool:
-    """Whether what was read is not what was saved, and not a server, a key or permissions what is missing."""
+    """Whether the checkpoint itself is the cause, and not a server, a key or permissions."""
     if isinstance(error, NotCommitted | UntrustedObject):
         return False
     gone = isinstance(error, ReadError) and isinstance(error.__cause__, EOFError | FileNotFoundError)
@@ -93,8 +93,7 @@ def ls(
     """List the checkpoints below a path, newest first."""
     screen = Screen(as_json=as_json)
     storage = open_storage(path, read_options(storage_option))
-    found = retention.find(storage)
-    show_listing(screen, found, storage)
+    show_listing(screen, retention.find(storage), storage)
     return 0
 
 
@@ -112,11 +111,10 @@ def inspect(
     screen = Screen(as_json=as_json)
     storage = open_storage(checkpoint, read_options(storage_option))
     parts = read_parts(storage)
-    files = {name: nbytes for part in parts.values() for name, nbytes in part.storage_data["files"].items()}
     key = read_key(key_file, passphrase_file)
     ciphers = None if key is None else unlock_parts(storage, parts, key)
-    found = inspect_checkpoint(view_checkpoint(storage, parts, ciphers), files, pattern)
-    show_checkpoint(screen, found, chunks)
+    view = view_checkpoint(storage, parts, ciphers)
+    show_checkpoint(screen, inspect_checkpoint(view, data_files(parts), pattern), chunks)
     return 0
 
 
@@ -133,9 +131,9 @@ def verify(
     screen = Screen(as_json=as_json)
     storage = open_storage(checkpoint, read_options(storage_option))
     with screen.progress("verifying") as progress:
-        found = verify_files(storage, read_parts(storage), full=full, progress=progress)
-    show_verified(screen, found, storage, full)
-    return _DAMAGED if found.damages else 0
+        verified = verify_files(storage, read_parts(storage), full=full, progress=progress)
+    show_verified(screen, verified, storage, full)
+    return _DAMAGED if verified.damages else 0
 
 
 @_command(damaged=_NOT_DONE)
@@ -151,9 +149,9 @@ def diff(
     screen = Screen(as_json=as_json)
     options, key = read_options(storage_option), read_key(key_file, passphrase_file)
     with screen.progress("comparing") as progress:
-        found = compare(*open_two((before, after), options, key), progress)
-    show_difference(screen, found)
-    return _DIFFERENT if found else 0
+        difference = compare(*open_two((before, after), options, key), progress)
+    show_difference(screen, difference)
+    return _DIFFERENT if difference else 0
 
 
 @_command()
@@ -187,7 +185,7 @@ def convert(
     screen = Screen(as_json=as_json)
     if split is not None and tensor_parallel == 1:
         raise typer.BadParameter("is for --tensor-parallel N, into how many files to split", param_hint="--split")
-    how = Options(
+    conversion = Options(
         select=select or (),
         strip_prefix=strip_prefix,
         dtype=read_dtype(dtype),
@@ -198,22 +196,22 @@ def convert(
         buffers=(*Options.buffers, *(buffer or ())),
     )
     with screen.progress("converting") as progress:
-        done = convert_checkpoint(
+        converted = convert_checkpoint(
             source,
             target,
             to,
-            options=how,
+            options=conversion,
             storage_options=read_options(storage_option),
             encryption=read_key(key_file, passphrase_file),
             on_progress=progress,
         )
     if as_json:
-        screen.json(dataclasses.asdict(done))
+        screen.json(dataclasses.asdict(converted))
     else:
-        objects = f" and {count(done.objects, 'object')}" if done.objects else ""
+        objects = f" and {count(converted.objects, 'object')}" if converted.objects else ""
         screen.line(
-            f"{redact(target)}: {count(done.tensors, 'tensor')}{objects}, {size(done.nbytes)}, "
-            f"from {done.source_format} to {to} in {done.seconds:.1f} s"
+            f"{redact(target)}: {count(converted.tensors, 'tensor')}{objects}, {size(converted.nbytes)}, "
+            f"from {converted.source_format} to {to} in {converted.seconds:.1f} s"
         )
     return 0
 
@@ -234,8 +232,8 @@ def gc(
     """Remove old checkpoints, and what dead saves have left; never the newest committed one."""
     screen = Screen(as_json=as_json)
     storage = open_storage(path, read_options(storage_option))
-    found = retention.find(storage)
-    planned = retention.plan_collection(found, keep, None if older_than is None else read_seconds(older_than))
+    seconds = None if older_than is None else read_seconds(older_than)
+    planned = retention.plan_collection(retention.find(storage), keep, seconds)
     removals = planned if dry_run else [retention.collect(removal) for removal in planned]
     show_removals(screen, removals, storage, dry_run)
     return _NOT_DONE if any(removal.failed for removal in removals) else 0

@@ -46,7 +46,7 @@ StorageOptions = Annotated[
 
 
 def read_options(given: list[str] | None) -> dict[str, Any]:
-    """``KEY=VALUE``s, each value JSON if it can be read so."""
+    """``KEY=VALUE`` pairs; a value may be JSON."""
     options = {}
     for option in given or []:
         key, equals, text = option.partition("=")
@@ -72,10 +72,10 @@ def read_key(key_file: Path | None, passphrase_file: Path | None) -> DecryptionP
 
 
 def read_dtype(name: str | None) -> torch.dtype | None:
-    found = getattr(torch, name or "", None)
-    if name is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+    dtype = getattr(torch, name or "", None)
+    if name is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise typer.BadParameter(f"{name!r} is no floating-point dtype of torch", param_hint="--dtype")
-    return found
+    return dtype
 
 
 def read_split(file: str | None) -> dict[str, int]:
@@ -92,18 +92,18 @@ def read_split(file: str | None) -> dict[str, int]:
 
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-_SPANS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
 def read_nbytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
-    if match is None or match[2] not in _UNITS or not (found := int(float(match[1]) * _UNITS[match[2]])):
+    if match is None or match[2] not in _UNITS or not (nbytes := int(float(match[1]) * _UNITS[match[2]])):
         raise typer.BadParameter(f"{text!r} is no size like 5GB", param_hint="--shard-size")
-    return found
+    return nbytes
 
 
 def read_seconds(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip().lower())
     if match is None:
         raise typer.BadParameter(f"{text!r} is no age like 12h or 7d", param_hint="--older-than")
-    return float(match[1]) * _SPANS[match[2]]
+    return float(match[1]) * _SECONDS[match[2]]

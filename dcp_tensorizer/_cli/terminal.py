@@ -1,14 +1,15 @@
-"""How the command line's results look: tables that fit a terminal, and are whole in a pipe."""
+"""The command line's output: tables that fit a terminal, and are never cut in a pipe."""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -17,8 +18,8 @@ from rich.text import Text
 
 __all__ = ["Screen", "count", "size"]
 
-_PIPE = 1 << 16  # columns: nothing is cut or folded where a program reads
-_MANY = 4  # ranks that are named one by one
+_PIPE_COLUMNS = 1 << 16  # nothing is cut or folded where a program reads
+_MAX_NAMED_RANKS = 4
 
 
 class Screen:
@@ -26,10 +27,9 @@ class Screen:
 
     def __init__(self, *, as_json: bool) -> None:
         self.as_json = as_json
-        self._out = Console(highlight=False, markup=False, emoji=False)
-        if not self._out.is_terminal:
-            self._out = Console(highlight=False, markup=False, emoji=False, width=_PIPE)
-        self._err = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        plain = functools.partial(Console, highlight=False, markup=False, emoji=False)
+        self._out = plain() if plain().is_terminal else plain(width=_PIPE_COLUMNS)
+        self._err = plain(stderr=True)
 
     def json(self, value: Any) -> None:
         # In ASCII: names of files may be no text that can be encoded.
@@ -41,20 +41,15 @@ class Screen:
     def error(self, text: str) -> None:
         self._err.print(Text.assemble(("error: ", "bold red"), _visible(text)), soft_wrap=True)
 
-    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str | Text]], title: str = "") -> None:
+    def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:
         """Prints a table; a column whose name begins with ``>`` is of numbers."""
         table = Table(box=None, pad_edge=False, header_style="bold", title_style="bold", title_justify="left")
         for name in columns:
-            number = name.startswith(">")
-            table.add_column(
-                name.lstrip(">"),
-                justify="right" if number else "left",
-                no_wrap=number,
-                overflow="fold",
-                ratio=None,
-            )
+            is_number = name.startswith(">")
+            justify: Literal["left", "right"] = "right" if is_number else "left"
+            table.add_column(name.lstrip(">"), justify=justify, no_wrap=is_number, overflow="fold")
         for row in rows:
-            table.add_row(*(Text(_visible(cell)) if isinstance(cell, str) else cell for cell in row))
+            table.add_row(*(Text(_visible(_cell(value))) for value in row))
         if table.row_count:
             if title:
                 self._out.print()
@@ -64,32 +59,23 @@ class Screen:
     @contextmanager
     def progress(self, doing: str) -> Iterator[Any]:
         """A bar, on a terminal; gives a function to be called with what is done and what there is to do."""
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-        )
+        description = TextColumn("{task.description}")
+        columns = description, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
         bar = Progress(*columns, console=self._err, transient=True, disable=not self._err.is_terminal or self.as_json)
         with bar:
             task = bar.add_task(doing, total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def size(nbytes: int | None) -> str:
+def size(nbytes: int) -> str:
     """Bytes, as disks are sold: ``1.5 GB``."""
-    if nbytes is None:
-        return "-"
-    value, units = float(nbytes), ["B", "kB", "MB", "GB", "TB", "PB"]
+    if nbytes < 1000:
+        return f"{nbytes} B"
+    value, units = nbytes / 1000, ["kB", "MB", "GB", "TB", "PB"]
     while value >= 999.5 and len(units) > 1:
         value /= 1000
         units.pop(0)
-    return (
-        f"{nbytes} B"
-        if units[0] == "B"
-        else f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {units[0]}"
-    )
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {units[0]}"
 
 
 def count(number: int, noun: str) -> str:
@@ -110,21 +96,23 @@ def shape(extents: Sequence[int]) -> str:
 
 def ranks(numbers: Iterable[int | None]) -> str:
     """``0-3``, or ``0, 2``."""
-    found = sorted({number for number in numbers if number is not None})
-    if not found:
+    known = sorted({number for number in numbers if number is not None})
+    if not known:
         return "-"
-    if len(found) > 1 and found[-1] - found[0] == len(found) - 1:
-        return f"{found[0]}-{found[-1]}"
-    return ", ".join(map(str, found[:_MANY])) + (", ..." if len(found) > _MANY else "")
+    if len(known) > 1 and known[-1] - known[0] == len(known) - 1:
+        return f"{known[0]}-{known[-1]}"
+    return ", ".join(map(str, known[:_MAX_NAMED_RANKS])) + (", ..." if len(known) > _MAX_NAMED_RANKS else "")
 
 
-def number(value: float | None) -> str:
+def _cell(value: object) -> str:
     """A count in full, a difference in three digits, which are enough to judge it by."""
-    return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _visible(text: str) -> str:
-    """Keys come from a checkpoint, and could hold what a terminal would take for orders."""
+    """Escapes what is not printable: keys come from a checkpoint, and could control the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
 

@@ -1,4 +1,4 @@
-"""What the results of the commands look like: tables for people, or one JSON document for scripts."""
+"""The results of the commands: tables for people, or one JSON document for scripts."""
 
 from __future__ import annotations
 
@@ -17,212 +17,158 @@ from .terminal import Screen, count, size
 __all__ = ["show_checkpoint", "show_difference", "show_listing", "show_removals", "show_verified"]
 
 
-def show_listing(screen: Screen, found: Sequence[Listed], storage: Storage) -> None:
+def show_listing(screen: Screen, checkpoints: Sequence[Listed], storage: Storage) -> None:
     """Checkpoints below a directory."""
     if screen.as_json:
-        screen.json(
-            [
-                {
-                    "path": listed.path,
-                    "step": listed.step,
-                    "state": listed.state,
-                    "saved": listed.saved,
-                    "bytes": listed.nbytes,
-                    "ranks": listed.ranks,
-                    "tensors": listed.tensors,
-                    "objects": listed.objects,
-                    "leftover_bytes": sum(file.nbytes for file in listed.leftovers),
-                }
-                for listed in found
-            ]
-        )
+        names = ("path", "step", "state", "saved", "nbytes", "ranks", "tensors", "objects")
+        leftovers = [{"leftover_bytes": sum(file.nbytes for file in listed.leftovers)} for listed in checkpoints]
+        screen.json([_fields(listed, *names) | left for listed, left in zip(checkpoints, leftovers, strict=True)])
         return
-    screen.table(
-        ["checkpoint", "state", "saved", ">size", ">ranks", ">tensors"],
-        (
-            [
-                _below(listed, storage),
-                listed.state,
-                terminal.moment(listed.saved),
-                size(listed.nbytes),
-                "-" if listed.ranks is None else str(listed.ranks),
-                "-" if listed.tensors is None else f"{listed.tensors:,}",
-            ]
-            for listed in found
-        ),
+    rows = (
+        [_below(c, storage), c.state, terminal.moment(c.saved), size(c.nbytes), c.ranks and str(c.ranks), c.tensors]
+        for c in checkpoints
     )
-    if not found:
+    screen.table(["checkpoint", "state", "saved", ">size", ">ranks", ">tensors"], rows)
+    if not checkpoints:
         screen.line(f"no checkpoints below {storage.path}")
 
 
-def show_checkpoint(screen: Screen, found: dict[str, Any], chunks: bool) -> None:
-    """What `inspect_checkpoint` found; ``chunks``: where each is, and not the tensors that they make up."""
+def show_checkpoint(screen: Screen, described: dict[str, Any], chunks: bool) -> None:
+    """What `inspect_checkpoint` gives; ``chunks``: a line for each chunk, and not for each tensor."""
     if screen.as_json:
-        screen.json(found)
+        screen.json(described)
         return
-    tensors, objects = found["tensors"], found["objects"]
+    tensors, objects = described["tensors"], described["objects"]
     (_show_chunks if chunks else _show_tensors)(screen, tensors)
-    screen.table(
-        ["object", "type", "value", ">size"],
-        ([o["key"], o["type"], o["value"], size(o["bytes"])] for o in objects),
-        title="Objects",
-    )
-    for title, name in (("By dtype", "by_dtype"), ("By key", "by_key")):
-        screen.table(
-            [name.removeprefix("by_"), ">tensors", ">elements", ">size"],
-            (
-                [key, f"{total['tensors']:,}", f"{total['elements']:,}", size(total["bytes"])]
-                for key, total in found[name].items()
-            ),
-            title=title,
-        )
-    screen.table(
-        ["file", ">rank", ">size"],
-        ([file["file"], str(file["rank"]), size(file["bytes"])] for file in found["files"]),
-        title="Files",
-    )
+    rows = ([o["key"], o["type"], o["value"], size(o["bytes"])] for o in objects)
+    screen.table(["object", "type", "value", ">size"], rows, title="Objects")
+    for title, column in (("By dtype", "dtype"), ("By key", "key")):
+        totals = described[f"by_{column}"].items()
+        rows = ([name, total["tensors"], total["elements"], size(total["bytes"])] for name, total in totals)
+        screen.table([column, ">tensors", ">elements", ">size"], rows, title=title)
+    rows = ([file["file"], str(file["rank"]), size(file["bytes"])] for file in described["files"])
+    screen.table(["file", ">rank", ">size"], rows, title="Files")
     total = sum(tensor["bytes"] for tensor in tensors)
     screen.line("")
     screen.line(
         f"{count(len(tensors), 'tensor')} of {size(total)} and {count(len(objects), 'object')}, "
-        f"saved by {count(found['ranks'], 'rank')}"
+        f"saved by {count(described['ranks'], 'rank')}"
     )
 
 
 def _show_chunks(screen: Screen, tensors: Sequence[dict[str, Any]]) -> None:
-    screen.table(
-        ["tensor", "from", "shape", ">bytes", "file", ">at"],
-        (
-            [
-                tensor["key"],
-                terminal.shape(chunk["offset"]) if chunk["offset"] else "-",
-                terminal.shape(chunk["shape"]),
-                size(chunk["bytes"]),
-                chunk["file"] or "-",
-                "-" if chunk["file"] is None else f"{chunk['file_offset']:,}",
-            ]
-            for tensor in tensors
-            for chunk in tensor["chunks"]
-        ),
+    rows = (
+        [
+            tensor["key"],
+            terminal.shape(chunk["offset"]) if chunk["offset"] else None,
+            terminal.shape(chunk["shape"]),
+            size(chunk["bytes"]),
+            chunk["file"],
+            chunk["file_offset"],
+        ]
+        for tensor in tensors
+        for chunk in tensor["chunks"]
     )
+    screen.table(["tensor", "from", "shape", ">bytes", "file", ">at"], rows)
 
 
 def _show_tensors(screen: Screen, tensors: Sequence[dict[str, Any]]) -> None:
-    screen.table(
-        ["tensor", "shape", "dtype", ">size", ">chunks", "ranks"],
-        (
-            [
-                tensor["key"],
-                terminal.shape(tensor["shape"]),
-                tensor["dtype"],
-                size(tensor["bytes"]),
-                str(len(tensor["chunks"])),
-                terminal.ranks(chunk["rank"] for chunk in tensor["chunks"]),
-            ]
-            for tensor in tensors
-        ),
+    rows = (
+        [
+            tensor["key"],
+            terminal.shape(tensor["shape"]),
+            tensor["dtype"],
+            size(tensor["bytes"]),
+            str(len(tensor["chunks"])),
+            terminal.ranks(chunk["rank"] for chunk in tensor["chunks"]),
+        ]
+        for tensor in tensors
     )
+    screen.table(["tensor", "shape", "dtype", ">size", ">chunks", "ranks"], rows)
 
 
-def show_verified(screen: Screen, found: Verified, storage: Storage, full: bool) -> None:
-    """What `verify` found in a checkpoint."""
-    rate = found.nbytes / 1e9 / max(found.seconds, 1e-9)
+def show_verified(screen: Screen, verified: Verified, storage: Storage, full: bool) -> None:
+    """What `verify` says of a checkpoint."""
+    damages = verified.damages
     if screen.as_json:
-        screen.json(
-            {
-                "path": storage.path,
-                "ok": not found.damages,
-                "full": full,
-                "files": found.files,
-                "items": found.items,
-                "bytes": found.nbytes,
-                "seconds": found.seconds,
-                "damages": [damage._asdict() for damage in found.damages],
-            }
-        )
+        result = {"path": storage.path, "ok": not damages, "full": full}
+        result |= _fields(verified, "files", "items", "nbytes", "seconds")
+        screen.json(result | {"damages": [damage._asdict() for damage in damages]})
         return
-    for name, damages in itertools.groupby(found.damages, lambda damage: damage.file):
-        rows = [["(the file)" if d.key is None else d.key, f"{d.offset:,}", d.what] for d in damages]
+    for name, in_file in itertools.groupby(damages, lambda damage: damage.file):
+        rows = (["(the file)" if d.key is None else d.key, d.offset, d.what] for d in in_file)
         screen.table(["damaged", ">at", "what"], rows, title=f"{storage.path}/{name}")
-    if found.damages:
+    if damages:
         screen.line("")
+    rate = verified.nbytes / 1e9 / max(verified.seconds, 1e-9)
     screen.line(
-        f"{'DAMAGED' if found.damages else 'ok'}: {count(found.files, 'file')}, {count(found.items, 'item')}, "
-        f"{size(found.nbytes)} in {found.seconds:.1f} s ({rate:.2f} GB/s)"
-        + (f", {count(len(found.damages), 'damage')}" if found.damages else ""),
-        "bold red" if found.damages else "bold green",
+        f"{'DAMAGED' if damages else 'ok'}: {count(verified.files, 'file')}, {count(verified.items, 'item')}, "
+        f"{size(verified.nbytes)} in {verified.seconds:.1f} s ({rate:.2f} GB/s)"
+        + (f", {count(len(damages), 'damage')}" if damages else ""),
+        "bold red" if damages else "bold green",
     )
 
 
-def show_difference(screen: Screen, found: Difference) -> None:
-    """What `diff` found."""
+def show_difference(screen: Screen, difference: Difference) -> None:
+    """How two checkpoints differ."""
     if screen.as_json:
-        screen.json(dataclasses.asdict(found))
+        screen.json(dataclasses.asdict(difference))
         return
-    screen.table(
-        ["changed", "what", ">elements", ">differing", ">largest", ">relative"],
-        (
-            [
-                change.key,
-                change.what if change.elements is not None else f"{change.what}: {change.before} -> {change.after}",
-                terminal.number(change.elements),
-                terminal.number(change.differing),
-                terminal.number(change.largest),
-                terminal.number(change.relative),
-            ]
-            for change in found.changed
-        ),
+    rows = (
+        [
+            change.key,
+            change.what if change.elements is not None else f"{change.what}: {change.before} -> {change.after}",
+            change.elements,
+            change.differing,
+            change.largest,
+            change.relative,
+        ]
+        for change in difference.changed
     )
-    screen.table(["only in A"], ([key] for key in found.removed))
-    screen.table(["only in B"], ([key] for key in found.added))
+    screen.table(["changed", "what", ">elements", ">differing", ">largest", ">relative"], rows)
+    screen.table(["only in A"], ([key] for key in difference.removed))
+    screen.table(["only in B"], ([key] for key in difference.added))
+    keys = f"{difference.same:,} keys the same, {len(difference.changed):,} changed"
+    only = f"{len(difference.removed):,} only in A, {len(difference.added):,} only in B"
     screen.line(
-        f"{'different' if found else 'the same'}: {found.same:,} keys the same, {len(found.changed):,} changed, "
-        f"{len(found.removed):,} only in A, {len(found.added):,} only in B ({size(found.nbytes)} read)",
-        "bold yellow" if found else "bold green",
+        f"{'different' if difference else 'the same'}: {keys}, {only} ({size(difference.nbytes)} read)",
+        "bold yellow" if difference else "bold green",
     )
 
 
 def show_removals(screen: Screen, removals: Sequence[Removal], storage: Storage, dry_run: bool) -> None:
     """What was removed below a directory, or would be."""
-    gone = [removal for removal in removals if not removal.kept]
-    total = sum(removal.nbytes for removal in gone)
+    removed = [removal for removal in removals if not removal.kept]
+    total = sum(removal.nbytes for removal in removed)
     if screen.as_json:
-        screen.json(
-            {
-                "dry_run": dry_run,
-                "bytes": total,
-                "removals": [
-                    {
-                        "path": removal.listed.path,
-                        "whole": removal.whole,
-                        "files": [file.name for file in removal.files],
-                        "bytes": removal.nbytes,
-                        "kept": removal.kept or None,
-                        "failed": removal.failed,
-                    }
-                    for removal in removals
-                ],
-            }
-        )
+        described = [
+            {"path": removal.listed.path, "files": [file.name for file in removal.files], "kept": removal.kept or None}
+            | _fields(removal, "whole", "nbytes", "failed")
+            for removal in removals
+        ]
+        screen.json({"dry_run": dry_run, "bytes": total, "removals": described})
         return
-    verb = "would be removed" if dry_run else "removed"
-    screen.table(
-        ["path", "what", ">size", ""],
-        (
-            [
-                _below(r.listed, storage),
-                "checkpoint" if r.whole else "leftovers",
-                size(r.nbytes),
-                r.kept and f"kept: {r.kept}",
-            ]
-            for r in removals
-        ),
+    rows = (
+        [
+            _below(removal.listed, storage),
+            "checkpoint" if removal.whole else "leftovers",
+            size(removal.nbytes),
+            removal.kept and f"kept: {removal.kept}",
+        ]
+        for removal in removals
     )
-    checkpoints = sum(removal.whole for removal in gone)
-    others = len(gone) - checkpoints
+    screen.table(["path", "what", ">size", ""], rows)
+    checkpoints = sum(removal.whole for removal in removed)
+    others = len(removed) - checkpoints
+    verb = "would be removed" if dry_run else "removed"
     screen.line(
         f"{count(checkpoints, 'checkpoint')} and leftovers in {count(others, 'directory')} {verb}: {size(total)}"
     )
+
+
+def _fields(record: Any, *names: str) -> dict[str, Any]:
+    """Attributes for a JSON document, in which ``nbytes`` is called ``bytes``."""
+    return {"bytes" if name == "nbytes" else name: getattr(record, name) for name in names}
 
 
 def _below(listed: Listed, storage: Storage) -> str:

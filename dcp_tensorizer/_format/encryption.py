@@ -1,7 +1,7 @@
 """Encryption at rest: tensorizer's keys, and libsodium's secretbox, which tensorizer's files are encrypted with.
 
-The only module that imports tensorizer, for its classes of parameters, and libnacl, through which it finds libsodium;
-both only where there is a key.
+It imports tensorizer for its classes of parameters, and libnacl, through which it finds libsodium; both only where
+there is a key.
 
 Each block of an item is encrypted by itself, with XSalsa20, and authenticated with Poly1305. tensorizer encrypts
 tensors where they are and decrypts them afterwards; here blocks are encrypted into a buffer, so that nobody ever finds

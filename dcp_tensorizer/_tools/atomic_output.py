@@ -6,7 +6,7 @@ import fnmatch
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,7 +21,7 @@ from .._storage.open import open_storage
 from .._storage.redact import redact
 from ..errors import ConversionError, NotCommitted, WriteError
 
-__all__ = ["beside", "new_directory", "new_file", "shown_path", "write_stream"]
+__all__ = ["beside", "new_directory", "new_file", "shown_path", "written_file"]
 
 
 def beside(path: str, options: Mapping[str, Any]) -> tuple[Storage, str]:
@@ -50,13 +50,13 @@ def _is_url(path: str) -> bool:
 
 @contextmanager
 def new_directory(path: str, options: Mapping[str, Any], files: str) -> Iterator[Storage]:
-    """A directory that gets its name when everything is in it; off local disks, that loses its files if that fails.
+    """A directory that gets its name when everything is in it; on other storage, its files are removed after a failure.
 
     Args:
         path: Its path, or URL.
         options: For the fsspec filesystem of a URL.
-        files: What the names of the files are like that will be written, but for the one that completes the
-            result; as in a shell. What else is there after a failure, somebody else has put there.
+        files: A pattern, as in a shell, of the names that will be written, without the one that completes the result.
+            After a failure, only files of such names are removed: others are somebody else's.
 
     Raises:
         ConversionError: there is something at the path, or a file system begins there.
@@ -89,7 +89,7 @@ def new_directory(path: str, options: Mapping[str, Any], files: str) -> Iterator
 
 @contextmanager
 def new_file(path: str, options: Mapping[str, Any]) -> Iterator[tuple[Storage, str]]:
-    """A file that gets its name when it is complete; off local disks, a sink's file appears so by itself.
+    """A file that gets its name when it is complete; on other storage, a file appears only then anyway.
 
     Raises:
         ConversionError: there is something at the path.
@@ -105,8 +105,9 @@ def new_file(path: str, options: Mapping[str, Any]) -> Iterator[tuple[Storage, s
         yield storage, name
 
 
-def write_stream(storage: Storage, name: str, nbytes: int, pieces: Iterable[memoryview]) -> None:
-    """Writes a file of ``nbytes`` bytes that come in order.
+@contextmanager
+def written_file(storage: Storage, name: str, nbytes: int) -> Iterator[Callable[[memoryview], None]]:
+    """Writes a file of ``nbytes`` bytes: gives a function that takes them in order, piece by piece.
 
     Raises:
         WriteError: it cannot be written; there is none then.
@@ -119,10 +120,14 @@ def write_stream(storage: Storage, name: str, nbytes: int, pieces: Iterable[memo
         with ThreadPoolExecutor(sink.concurrency, thread_name_prefix="parts") as io:
             parts = Parts(nbytes, sink, io, sink.concurrency + 2)
             offset = 0
-            for piece in pieces:
+
+            def write_piece(piece: memoryview) -> None:
+                nonlocal offset
                 if piece.nbytes:
                     parts.fill(offset, np.frombuffer(piece, dtype=np.uint8))
                     offset += piece.nbytes
+
+            yield write_piece
             parts.finish()
         sink.complete()
     except OSError as error:
@@ -135,7 +140,7 @@ def write_stream(storage: Storage, name: str, nbytes: int, pieces: Iterable[memo
 
 @contextmanager
 def _renamed(path: Path) -> Iterator[Path]:
-    """A name beside ``path`` for what takes its place at the end, or goes if that is not reached."""
+    """A name beside ``path`` for what is renamed to it at the end, or removed after a failure."""
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

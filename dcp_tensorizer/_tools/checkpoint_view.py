@@ -1,11 +1,12 @@
 """What a checkpoint holds, whatever its format: its tensors, where the bytes of their chunks lie, and its objects.
 
 Tensors are whole here, however they were sharded: any region of one is put together from the chunks that it touches. So
-whoever reads by regions needs memory for a region, and not for a tensor or a checkpoint.
+reading by regions needs memory for a region, and not for a tensor or a checkpoint.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,11 +35,12 @@ __all__ = [
     "StoredObject",
     "StoredTensor",
     "blocks_of",
-    "view_checkpoint",
+    "data_files",
     "plain_tensor",
     "read_parts",
     "unlock_parts",
     "value_path",
+    "view_checkpoint",
 ]
 
 BLOCK = 32 << 20
@@ -49,7 +51,7 @@ Path = tuple[str | int, ...]
 
 
 class NonStringKey(str):
-    """A key of a dict that is no string, by its name: DCP's formats have only names, ``torch.save`` files keep it.
+    """The name of a dict's key that is no string: DCP's formats have only the name, ``torch.save`` files have the key.
 
     Attributes:
         value: The key.
@@ -69,7 +71,7 @@ class StoredTensor:
 
     Attributes:
         read: Gives a region of it, in C order on the CPU. Raises `ReadError`.
-        chunks: Where it is; empty if that is not for others to know.
+        chunks: Where it is; empty if its stored bytes are not its elements.
     """
 
     key: str
@@ -83,15 +85,19 @@ class StoredTensor:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def read_all(self) -> torch.Tensor:
+        """All of it; raises `ReadError`."""
+        return self.read(whole(self.shape))
+
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
     """A value that is not a tensor, or a tensor of a subclass that only its own class can take apart.
 
     Attributes:
-        read: Gives what ``torch.save`` made of it; of a tensor in several chunks, of one after the other. Raises
+        read: Gives what ``torch.save`` made of it; of a tensor in several chunks, what it made of each, joined. Raises
             `ReadError`.
-        item: Where that, or the first chunk, is; None if that is not for others to know.
+        item: Where that, or the first chunk, is; None in other formats.
     """
 
     key: str
@@ -117,8 +123,13 @@ class CheckpointView:
     @property
     def paths(self) -> dict[str, Path]:
         """Where each value is in the nested state dict."""
-        found = {key: tensor.path for key, tensor in self.tensors.items()}
-        return found | {key: stored.path for key, stored in self.objects.items()}
+        values: list[StoredTensor | StoredObject] = [*self.tensors.values(), *self.objects.values()]
+        return {value.key: value.path for value in values}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 def blocks_of(tensor: StoredTensor, nbytes: int = BLOCK) -> Iterator[Region]:
@@ -152,7 +163,7 @@ def read_parts(storage: Storage) -> dict[int | None, Metadata]:
 
 
 def _check_ranks(storage: Storage, count: int) -> None:
-    """Looks for files of ranks from ``count`` on: the metadata of that rank is lost, or was not yet committed."""
+    """Fails if there are files of a rank from ``count`` on: its metadata is lost, or was not yet committed."""
     known = {metadata_file_name(rank) for rank in range(count)}
     for name in (file.name for file in storage.listing()[0]):
         is_others = data_file_rank(name) >= count if is_data_file_name(name) else is_metadata_file_name(name)
@@ -161,6 +172,11 @@ def _check_ranks(storage: Storage, count: int) -> None:
                 f"{storage.path} lacks {metadata_file_name(count)}, the metadata of rank {count}, although there is "
                 f"{name}: the save never finished, or files were lost"
             )
+
+
+def data_files(parts: Mapping[int | None, Metadata]) -> dict[str, int]:
+    """The names of a checkpoint's data files, and the bytes in each (see `read_parts`)."""
+    return {name: nbytes for part in parts.values() for name, nbytes in part.storage_data["files"].items()}
 
 
 def unlock_parts(
@@ -175,7 +191,7 @@ def unlock_parts(
     last: Cipher | None = None
     for rank, part in parts.items():
         record = part.storage_data.get("encryption")
-        if last is None or record is None or not last.opens(record["check"]):  # to make one of a passphrase takes long
+        if last is None or record is None or not last.opens(record["check"]):  # deriving one from a passphrase is slow
             last = unlock(key, record, storage.path)
         ciphers[rank] = last
     return ciphers
@@ -200,10 +216,10 @@ def view_checkpoint(
     for rank, metadata in parts.items():
         cipher = (ciphers or {}).get(rank)
         for key, entry in metadata.state_dict_metadata.items():
-            found = _Value(value_path(metadata, key), entry, _chunks(storage, metadata, key, entry, cipher))
-            first = stored.setdefault(key, found)
-            if first.is_like(found):
-                first.chunks.update(found.chunks | first.chunks)
+            value = _Value(value_path(metadata, key), entry, _chunks(storage, metadata, key, entry, cipher))
+            first = stored.setdefault(key, value)
+            if first.is_same_tensor(value):
+                first.chunks.update(value.chunks | first.chunks)
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, StoredObject] = {}
     for key, value in stored.items():
@@ -212,12 +228,12 @@ def view_checkpoint(
             check_chunks(storage.path, key, value.entry.size, [chunk.region for chunk in chunks])
             dtypes = [chunk.item.dtype for chunk in chunks if chunk.item.length]
             dtype = named_dtype(dtypes[0]) if dtypes else value.entry.properties.dtype
-            tensors[key] = _tensor(storage, key, value.path, dtype, (tuple(value.entry.size), chunks))
+            read = functools.partial(read_region, storage, key, dtype, chunks, verify=True)
+            tensors[key] = StoredTensor(key, value.path, dtype, tuple(value.entry.size), read, chunks)
         else:
             nbytes = sum(chunk.item.length for chunk in chunks)
-            objects[key] = StoredObject(
-                key, value.path, nbytes, _object_reader(storage, key, chunks), chunks[0].item if chunks else None
-            )
+            read_object = functools.partial(_read_object, storage, key, chunks)
+            objects[key] = StoredObject(key, value.path, nbytes, read_object, chunks[0].item if chunks else None)
     return CheckpointView(storage.path, "dcp_tensorizer", tensors, objects)
 
 
@@ -234,8 +250,8 @@ class _Value:
         kinds = {chunk.item.kind for chunk in self.chunks.values()}
         return isinstance(self.entry, TensorStorageMetadata) and kinds <= {"tensor"}
 
-    def is_like(self, other: _Value) -> bool:
-        """Whether another rank may have stored chunks of the same tensor, and not one of its own by the same key."""
+    def is_same_tensor(self, other: _Value) -> bool:
+        """Whether another rank may have stored chunks of the same tensor, and not a tensor of its own by this key."""
         if not isinstance(self.entry, TensorStorageMetadata) or not isinstance(other.entry, TensorStorageMetadata):
             return False
         return self.entry.size == other.entry.size
@@ -262,24 +278,10 @@ def plain_tensor(
     count = math.prod(shape)
     if strides is not None and count:
         count = strides[1] + 1 + sum((n - 1) * step for n, step in zip(shape, strides[0], strict=True))
-    item = StoredItem(*place[:1], key, place[1], count * dtype.itemsize, dtype_name(dtype), "tensor", b"")
+    item = StoredItem(place[0], key, place[1], count * dtype.itemsize, dtype_name(dtype), "tensor", b"")
     chunk = Chunk(whole(shape), item, strides)
-
-    def read(region: Region) -> torch.Tensor:
-        return read_region(storage, key, dtype, [chunk], region, verify=False)
-
+    read = functools.partial(read_region, storage, key, dtype, [chunk], verify=False)
     return StoredTensor(key, path, dtype, shape, read, (chunk,))
-
-
-def _tensor(
-    storage: Storage, key: str, path: Path, dtype: torch.dtype, where: tuple[tuple[int, ...], tuple[Chunk, ...]]
-) -> StoredTensor:
-    shape, chunks = where
-
-    def read(region: Region) -> torch.Tensor:
-        return read_region(storage, key, dtype, chunks, region, verify=True)
-
-    return StoredTensor(key, path, dtype, shape, read, chunks)
 
 
 def _chunks(
@@ -289,27 +291,24 @@ def _chunks(
     sizes: dict[torch.Size | None, tuple[int, ...]] = {None: ()}
     if isinstance(entry, TensorStorageMetadata):
         sizes = {chunk.offsets: tuple(chunk.sizes) for chunk in entry.chunks}
-    found: dict[torch.Size | None, Chunk] = {}
+    chunks: dict[torch.Size | None, Chunk] = {}
     for offset, size in sizes.items():
         item = stored_item(storage.path, metadata, MetadataIndex(key, offset))
         if item.kind == "tensor":
             check_length(storage.path, key, item, size)
-        found[offset] = Chunk(Region(tuple(offset or ()), size), item, cipher=cipher)
-    return found
+        chunks[offset] = Chunk(Region(tuple(offset or ()), size), item, cipher=cipher)
+    return chunks
 
 
-def _object_reader(storage: Storage, key: str, stored: Sequence[Chunk]) -> Callable[[], bytes]:
-    chunks = [replace(chunk, region=Region((0,), (chunk.item.length,))) for chunk in stored]
-
-    def read() -> bytes:
-        return b"".join(
-            host_bytes(read_region(storage, key, torch.uint8, [chunk], chunk.region, verify=True)) for chunk in chunks
-        )
-
-    return read
+def _read_object(storage: Storage, key: str, chunks: Sequence[Chunk]) -> bytes:
+    content = bytearray()
+    for chunk in chunks:
+        chunk = replace(chunk, region=Region((0,), (chunk.item.length,)))
+        content += host_bytes(read_region(storage, key, torch.uint8, [chunk], chunk.region, verify=True))
+    return bytes(content)
 
 
 def value_path(metadata: Metadata, key: str) -> Path:
-    """Where DCP found a value, as its planner noted it down."""
+    """Where in the nested state dict a value was, as DCP's planner recorded it."""
     path = (metadata.planner_data or {}).get(key, (key,))
     return path if isinstance(path, tuple) and ".".join(map(str, path)) == key else (key,)

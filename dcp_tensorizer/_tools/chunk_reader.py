@@ -1,4 +1,4 @@
-"""Boxes of stored tensors: put together from the chunks that they touch, however a tensor was cut or laid out."""
+"""Regions of stored tensors: put together from the chunks that they touch, however a tensor was cut or laid out."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .._memory.tensor_bytes import named_dtype
 from .._storage.base import Storage
 from ..errors import DecryptionError
 
-__all__ = ["Chunk", "read_region", "whole"]
+__all__ = ["STRIDED", "Chunk", "read_region", "whole"]
 
-_KEPT = 1 << 20
+_KEPT_BY_MALLOC = 1 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,9 @@ class Chunk:
     Attributes:
         region: Which part.
         item: Where its elements are.
-        strides: Of its elements in the stored ones, and where the first is; None: in C order, from the first on.
-        cipher: Decrypts it; None if it is not encrypted, or nobody has the key.
+        strides: The strides of its elements among the stored ones, and where the first is; None: they are stored in C
+            order, from the first on.
+        cipher: Decrypts it; None if it is not encrypted, or there is no key.
     """
 
     region: Region
@@ -58,53 +59,49 @@ def read_region(
         DecryptionError: it is encrypted, and there is no key.
     """
     target = _empty(region.size, dtype)
-    wanted: dict[Cipher | None, list[ReadTarget]] = defaultdict(list)
+    targets: dict[Cipher | None, list[ReadTarget]] = defaultdict(list)
     for chunk in chunks:
         common = region.intersect(chunk.region)
         if common is None:
             continue
         part = part_of(target, common, region)
         if chunk.strides is not None:
-            copy_elements(part, part_of(_last_strided.read(storage, key, chunk, common), common, chunk.region))
+            copy_elements(part, part_of(STRIDED.read(storage, key, chunk, common), common, chunk.region))
             continue
         inner = Region(tuple(a - b for a, b in zip(common.start, chunk.region.start, strict=True)), common.size)
         if chunk.item.nonce_and_macs and chunk.cipher is None:
             raise DecryptionError(f"{storage.path}: {key!r} is encrypted: give its key (--key-file)")
-        wanted[chunk.cipher].append(ReadTarget.of(key, chunk.item, chunk.region.size, inner, part))
-    for cipher, parts in wanted.items():
+        targets[chunk.cipher].append(ReadTarget.of(key, chunk.item, chunk.region.size, inner, part))
+    for cipher, parts in targets.items():
         fetch(storage, parts, verify=verify, cipher=cipher)
     return target
 
 
 def _empty(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Memory that goes back to the system when it is let go: malloc keeps some for each thread that ever had any."""
+    """Memory that goes back to the system when it is freed: malloc keeps some for each thread that ever had any."""
     nbytes = math.prod(size) * dtype.itemsize
-    if nbytes < _KEPT:
+    if nbytes < _KEPT_BY_MALLOC:
         return torch.empty(size, dtype=dtype)
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).view(dtype).view(size)
 
 
-def _read_strided(storage: Storage, key: str, chunk: Chunk) -> torch.Tensor:
-    """All of a chunk whose elements do not lie in C order."""
-    assert chunk.strides is not None
-    strides, first = chunk.strides
-    dtype = named_dtype(chunk.item.dtype)
-    count = chunk.item.length // dtype.itemsize
-    line = Chunk(Region((0,), (count,)), chunk.item)
-    elements = read_region(storage, key, dtype, [line], line.region, verify=False)
-    return elements.as_strided(chunk.region.size, strides, first)
+class StridedCache:
+    """The last chunk that was read whole because its elements are not stored in C order.
 
-
-class _LastStrided:
-    """The chunk that was read last, all of it: whoever reads a tensor in blocks needs it for the next one, too."""
+    A tensor that is read in blocks needs it for the next block, too.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._chunk: Chunk | None = None
         self._elements: torch.Tensor | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        return self._elements is None
+
     def read(self, storage: Storage, key: str, chunk: Chunk, region: Region) -> torch.Tensor:
-        """All of a chunk of which a region is wanted; it is let go with the region at its end."""
+        """All of a chunk of which a region is wanted; after the region at its end, the chunk is dropped."""
         with self._lock:
             elements = self._elements if self._chunk is chunk else None
             self._chunk = self._elements = None  # first, so that there are never two in memory
@@ -116,4 +113,15 @@ class _LastStrided:
         return elements
 
 
-_last_strided = _LastStrided()
+STRIDED = StridedCache()
+
+
+def _read_strided(storage: Storage, key: str, chunk: Chunk) -> torch.Tensor:
+    """All of a chunk whose elements are not stored in C order."""
+    assert chunk.strides is not None
+    strides, first = chunk.strides
+    dtype = named_dtype(chunk.item.dtype)
+    count = chunk.item.length // dtype.itemsize
+    line = Chunk(Region((0,), (count,)), chunk.item)
+    elements = read_region(storage, key, dtype, [line], line.region, verify=False)
+    return elements.as_strided(chunk.region.size, strides, first)

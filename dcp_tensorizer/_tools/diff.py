@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-import threading
+import math
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,9 +19,11 @@ from .inspect import shown_value
 
 __all__ = ["Change", "Difference", "diff"]
 
+_Pair = tuple[StoredTensor, StoredTensor]
+
 _BLOCK = 8 << 20
 _THREADS = 4
-_ELEMENTS = 1 << 17  # that are compared at once: in float64 they take eight times the room of a byte
+_ELEMENTS = 1 << 17  # in float64 they take eight times the room of a byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class Change:
         what: ``shape``, ``dtype``, ``kind`` (a tensor in one and an object in the other), or ``value``.
         before, after: In short; empty for the values of tensors.
         elements: How many there are, and ``differing`` of them in any bit.
-        largest: Difference of two elements; NaN where one of them is; None where the dtype has no arithmetic.
+        largest: The largest difference of two elements; NaN if one of them is; None if the dtype has no arithmetic.
         relative: The same, in relation to the larger of the two.
     """
 
@@ -48,7 +50,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What `diff` has found; ``nbytes`` were read, the rest was the same by its digests."""
+    """The keys that differ; ``nbytes`` were read, the rest was the same by its digests."""
 
     added: tuple[str, ...]
     removed: tuple[str, ...]
@@ -73,61 +75,64 @@ class _Stats:
 
 
 def diff(
-    before: CheckpointView, after: CheckpointView, on_progress: Callable[[int, int], object] = lambda done, total: None
+    before: CheckpointView,
+    after: CheckpointView,
+    on_progress: Callable[[int, int], object] = lambda done, total: None,
+    *,
+    block_bytes: int = _BLOCK,
+    elements_at_once: int = _ELEMENTS,
 ) -> Difference:
     """Compares two checkpoints.
 
     Tensors that were saved in the same chunks with the same digests are the same, and are not read: 64-bit digests
-    of each block differ for different data, but for one case in 10^19. Everything else is read, 16 MiB a thread.
+    of different blocks are the same in one case of 10^19. Everything else is read, 16 MiB a thread.
 
     Args:
         before, after: What they hold.
-        on_progress: Called with the bytes that were compared and the bytes in all, by one thread at a time.
+        on_progress: Called with the bytes that were compared and the bytes in all.
+        block_bytes: Bytes of a tensor that a thread reads at once.
+        elements_at_once: Elements of a block that are compared at once.
 
     Raises:
         ReadError: one of them is damaged, or cannot be read.
     """
-    old, new = set(before.paths), set(after.paths)
+    old, new = before.paths, after.paths
     changes: dict[str, Change] = {}
-    to_read = []
-    for key in (key for key in before.paths if key in new):
+    to_read: list[_Pair] = []
+    for key in (key for key in old if key in new):
         a, b = before.tensors.get(key), after.tensors.get(key)
+        change = None
         if a is not None and b is not None:
             change = _described_change(a, b)
-            if change is not None:
-                changes[key] = change
-            elif not _proved_same(a, b):
+            if change is None and not _proved_same(a, b):
                 to_read.append((a, b))
         elif a is None and b is None:
-            changes |= {change.key: change for change in _objects(before.objects[key], after.objects[key])}
+            change = _object_change(before.objects[key], after.objects[key])
         else:
-            changes[key] = Change(key, "kind", "tensor" if a else "object", "tensor" if b else "object")
-    total = 2 * sum(a.nbytes for a, _ in to_read)
-    found = _Comparison(on_progress, total).run(to_read)
-    for a, _ in to_read:
-        stats = found[a.key]
+            change = Change(key, "kind", "tensor" if a else "object", "tensor" if b else "object")
+        if change is not None:
+            changes[key] = change
+    compared = _compare_tensors(to_read, on_progress, block_bytes, elements_at_once)
+    for (a, _), stats in zip(to_read, compared, strict=True):
         if stats.differing:
             count = a.nbytes // a.dtype.itemsize
             changes[a.key] = Change(a.key, "value", "", "", count, stats.differing, stats.largest, stats.relative)
     return Difference(
-        tuple(key for key in after.paths if key not in old),
-        tuple(key for key in before.paths if key not in new),
-        tuple(changes[key] for key in before.paths if key in changes),
-        len(old & new) - len(changes),
-        total,
+        tuple(key for key in new if key not in old),
+        tuple(key for key in old if key not in new),
+        tuple(changes[key] for key in old if key in changes),
+        len(old.keys() & new.keys()) - len(changes),
+        2 * sum(a.nbytes for a, _ in to_read),
     )
 
 
 def _described_change(a: StoredTensor, b: StoredTensor) -> Change | None:
     if a.shape != b.shape:
-        return Change(a.key, "shape", _shape(a), _shape(b))
+        old, new = (" x ".join(map(str, tensor.shape)) or "scalar" for tensor in (a, b))
+        return Change(a.key, "shape", old, new)
     if a.dtype != b.dtype:
         return Change(a.key, "dtype", dtype_name(a.dtype), dtype_name(b.dtype))
     return None
-
-
-def _shape(tensor: StoredTensor) -> str:
-    return " x ".join(map(str, tensor.shape)) or "scalar"
 
 
 def _proved_same(a: StoredTensor, b: StoredTensor) -> bool:
@@ -142,18 +147,18 @@ def _digests(chunks: tuple[Chunk, ...]) -> dict[tuple[int, ...], tuple[tuple[int
     return {chunk.region.start: (chunk.region.size, chunk.item.dtype, chunk.item.digests) for chunk in chunks}
 
 
-def _objects(a: StoredObject, b: StoredObject) -> list[Change]:
+def _object_change(a: StoredObject, b: StoredObject) -> Change | None:
     contents = a.read(), b.read()
     if contents[0] == contents[1] or _are_equal(*contents):
-        return []
+        return None
     (old_type, old), (new_type, new) = map(shown_value, contents)
     if (old, old_type) == (new, new_type):  # what is shown is not all of it
-        return [Change(a.key, "value", f"{old} ({a.nbytes:,} bytes)", f"{new} ({b.nbytes:,} bytes)")]
-    return [Change(a.key, "value", old, new)]
+        old, new = f"{old} ({a.nbytes:,} bytes)", f"{new} ({b.nbytes:,} bytes)"
+    return Change(a.key, "value", old, new)
 
 
 def _are_equal(a: bytes, b: bytes) -> bool:
-    """Whether values are the same although their pickles are not, as where one has a string twice and one two of it."""
+    """Whether values are the same although their pickles are not: one may hold a string twice, the other two copies."""
     try:
         x, y = (torch.load(io.BytesIO(content), weights_only=True) for content in (a, b))
         return (x == y) is True and repr(x) == repr(y)  # 1 == 1.0 == True
@@ -161,37 +166,27 @@ def _are_equal(a: bytes, b: bytes) -> bool:
         return False
 
 
-class _Comparison:
-    def __init__(self, on_progress: Callable[[int, int], object], total: int) -> None:
-        self._on_progress = on_progress
-        self._total = total
-        self._done = 0
-        self._counting = threading.Lock()
-
-    def run(self, pairs: list[tuple[StoredTensor, StoredTensor]]) -> dict[str, _Stats]:
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="diff") as pool:
-            blocks: list[tuple[str, Future[_Stats]]] = [
-                (a.key, pool.submit(self._block, a, b, region)) for a, b in pairs for region in blocks_of(a, _BLOCK)
-            ]
-            found = {a.key: _Stats() for a, _ in pairs}
-            try:
-                for key, block in blocks:
-                    found[key].add(block.result())
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-        return found
-
-    def _block(self, a: StoredTensor, b: StoredTensor, region: Region) -> _Stats:
-        x, y = a.read(region).reshape(-1), b.read(region).reshape(-1)
+def _compare_tensors(
+    pairs: list[_Pair], on_progress: Callable[[int, int], object], block_bytes: int, elements_at_once: int
+) -> list[_Stats]:
+    def compare_block(block: tuple[int, Region]) -> _Stats:
+        number, region = block
+        a, b = (tensor.read(region).reshape(-1) for tensor in pairs[number])
         stats = _Stats()
-        if not np.array_equal(host_bytes(x), host_bytes(y)):
-            for start in range(0, x.numel(), _ELEMENTS):
-                stats.add(_compare(x[start : start + _ELEMENTS], y[start : start + _ELEMENTS]))
-        with self._counting:
-            self._done += x.nbytes + y.nbytes
-            self._on_progress(self._done, self._total)
+        if not np.array_equal(host_bytes(a), host_bytes(b)):
+            for start in range(0, a.numel(), elements_at_once):
+                stats.add(_compare(a[start : start + elements_at_once], b[start : start + elements_at_once]))
         return stats
+
+    compared = [_Stats() for _ in pairs]
+    blocks = [(number, region) for number, (a, _) in enumerate(pairs) for region in blocks_of(a, block_bytes)]
+    done, total = 0, 2 * sum(a.nbytes for a, _ in pairs)
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="diff") as pool:
+        for (number, region), stats in zip(blocks, pool.map(compare_block, blocks), strict=True):
+            compared[number].add(stats)
+            done += 2 * math.prod(region.size) * pairs[number][0].dtype.itemsize
+            on_progress(done, total)
+    return compared
 
 
 def _compare(a: torch.Tensor, b: torch.Tensor) -> _Stats:

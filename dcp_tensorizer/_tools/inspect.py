@@ -1,4 +1,4 @@
-"""What is in a checkpoint, told in plain values: of its tensors where they are, of its objects what they are."""
+"""What is in a checkpoint, in plain values: where its tensors are, and what its objects are."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from .checkpoint_view import CheckpointView, Path, StoredObject, StoredTensor
 
 __all__ = ["inspect_checkpoint", "shown_value"]
 
-_SHOWN = 80  # characters of a value
-_READ = 1 << 20  # bytes: larger objects are not read to be shown
+_MAX_SHOWN = 80  # characters of a value
+_MAX_READ = 1 << 20  # bytes: larger objects are not read to be shown
 _THREADS = 16
 
 
-def inspect_checkpoint(contents: CheckpointView, files: Mapping[str, int], pattern: str = "*") -> dict[str, Any]:
+def inspect_checkpoint(view: CheckpointView, files: Mapping[str, int], pattern: str = "*") -> dict[str, Any]:
     """Everything about the keys that match a pattern; builtin types only.
 
     Args:
-        contents: Of a dcp_tensorizer checkpoint.
+        view: A dcp_tensorizer checkpoint.
         files: Bytes by name of its data files.
         pattern: As in a shell; ``*`` also matches dots.
     """
-    tensors = [t for t in contents.tensors.values() if fnmatch.fnmatchcase(t.key, pattern)]
-    objects = [o for o in contents.objects.values() if fnmatch.fnmatchcase(o.key, pattern)]
+    tensors = [t for t in view.tensors.values() if fnmatch.fnmatchcase(t.key, pattern)]
+    objects = [o for o in view.objects.values() if fnmatch.fnmatchcase(o.key, pattern)]
     with ThreadPoolExecutor(_THREADS) as pool:
         described = list(pool.map(_object, objects))
     return {
-        "path": contents.path,
+        "path": view.path,
         "ranks": len({data_file_rank(name) for name in files}),
         "files": [{"file": name, "rank": data_file_rank(name), "bytes": size} for name, size in sorted(files.items())],
         "tensors": [_tensor(tensor) for tensor in tensors],
@@ -54,7 +54,7 @@ def shown_value(content: bytes) -> tuple[str, str]:
     except Exception:
         return "?", f"needs {', '.join(unsafe_globals(content))} to load"
     text = repr(value)
-    return type(value).__qualname__, text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+    return type(value).__qualname__, text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
 
 def _tensor(tensor: StoredTensor) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _object(stored: StoredObject) -> dict[str, Any]:
     assert stored.item is not None
     kind = "?"
     try:
-        if stored.nbytes > _READ:
+        if stored.nbytes > _MAX_READ:
             value = "too large to be shown"
         else:
             kind, value = shown_value(stored.read())
@@ -91,12 +91,12 @@ def _place(item: StoredItem) -> dict[str, Any]:
 
 
 def _totals(named: Iterable[tuple[str, StoredTensor]]) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = defaultdict(lambda: {"tensors": 0, "elements": 0, "bytes": 0})
+    totals: dict[str, dict[str, int]] = defaultdict(lambda: {"tensors": 0, "elements": 0, "bytes": 0})
     for name, tensor in named:
-        found[name]["tensors"] += 1
-        found[name]["elements"] += tensor.nbytes // tensor.dtype.itemsize
-        found[name]["bytes"] += tensor.nbytes
-    return dict(found)
+        totals[name]["tensors"] += 1
+        totals[name]["elements"] += tensor.nbytes // tensor.dtype.itemsize
+        totals[name]["bytes"] += tensor.nbytes
+    return dict(totals)
 
 
 def _groups(paths: list[Path]) -> list[str]:

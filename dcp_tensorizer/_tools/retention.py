@@ -1,8 +1,8 @@
 """Which checkpoints lie below a path, and which of their files can go.
 
-Everything here may meet a save under way, and must not harm it. On a local disk a save claims its directory, so who
-gets a directory's claim alone may remove from it. Elsewhere nobody can see whether a save is under way, and only what
-is older than any save takes may go: how long that is, only the user knows.
+Everything here may meet a save under way, and must not harm it. On a local disk a save locks its directory, so files
+are removed only by the holder of that lock. Elsewhere nobody can see whether a save is under way. There, files are
+removed only if they are older than any save takes, and only the user knows how long that is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .._format.layout import data_file_rank, is_data_file_name, is_metadata_file
 from .._saving.commit import leftovers
 from .._storage.base import DirectoryLock, FileInfo, Storage
 from ..errors import CheckpointError, NotCommitted, describe
-from .checkpoint_view import read_parts, view_checkpoint
+from .checkpoint_view import data_files, read_parts, view_checkpoint
 
 __all__ = ["Listed", "Removal", "collect", "find", "plan_collection"]
 
@@ -32,8 +32,8 @@ class Listed:
 
     Attributes:
         path: Without credentials.
-        state: ``committed``; ``incomplete``, if data files that its metadata names are missing or of other sizes, as
-            while it is copied; ``unfinished``; or ``unreadable``: damaged, or of another format.
+        state: ``committed``; ``incomplete``: data files that its metadata names are missing or of other sizes, as in a
+            copy under way; ``unfinished``; or ``unreadable``: damaged, or of another format.
         step: The last number in its name.
         saved: When it was committed, or last written to, in seconds since the epoch.
         files: All files in it.
@@ -61,13 +61,13 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What is to be removed of a directory, or why nothing is.
+    """What is to be removed from a directory, or why nothing is.
 
     Attributes:
         files: All of the checkpoint's files, or the leftovers in its directory.
-        whole: The checkpoint goes, and with it its directory.
-        kept: Why nothing, or not all, is removed although it could be; empty if it is.
-        failed: That is because it could not be, and not because somebody may need it.
+        whole: The checkpoint is removed, and with it its directory.
+        kept: Why files are kept that could be removed; empty if they are removed.
+        failed: They are kept because they could not be removed, and not because somebody may need them.
     """
 
     listed: Listed
@@ -91,43 +91,47 @@ def find(storage: Storage) -> list[Listed]:
     return sorted(_walk(storage, *storage.listing()), key=_age)
 
 
-def plan_collection(found: Sequence[Listed], keep: int | None, older_than: float | None) -> list[Removal]:
+def plan_collection(checkpoints: Sequence[Listed], keep: int | None, older_than: float | None) -> list[Removal]:
     """What `collect` would remove.
 
-    A committed checkpoint goes only if everything that is asked of it holds: in its directory it is neither among the
-    ``keep`` newest nor among those with the ``keep`` highest steps, and it is older than ``older_than`` seconds. The
-    newest one never goes, nor does the one with the highest step, from which a job would resume. Where ranks save for
-    themselves, a checkpoint of fewer ranks than another beside it may lack some: it neither counts nor goes.
+    A committed checkpoint is removed only if all of this holds: in its directory it is neither among the ``keep``
+    newest nor among those with the ``keep`` highest steps, and it is older than ``older_than`` seconds. The newest one
+    is never removed, nor is the one with the highest step, from which a job would resume. Where ranks save for
+    themselves, a checkpoint of fewer ranks than another beside it may lack some: it neither counts nor is removed.
 
     Args:
-        found: What `find` has found.
+        checkpoints: What `find` gives.
         keep: Committed checkpoints to keep in each directory; None and no ``older_than``: all of them.
         older_than: Seconds.
     """
+    safe = _safe_paths([listed for listed in checkpoints if listed.state == "committed"], keep or 1)
+    removals = []
+    for listed in checkpoints:
+        asked = listed.state == "committed" and (keep is not None or older_than is not None)
+        whole = asked and listed.path not in safe and _is_old([listed.saved], older_than or 0.0)
+        files = tuple(file for file in listed.files if _is_ours(file.name)) if whole else listed.leftovers
+        if files:
+            removals.append(Removal(listed, files, whole, _objection(listed, older_than)))
+    return removals
+
+
+def _safe_paths(committed: Sequence[Listed], keep: int) -> set[str]:
     siblings = defaultdict(list)
-    for listed in found:
-        if listed.state == "committed":
-            siblings[listed.path.rpartition("/")[0]].append(listed)
+    for listed in committed:
+        siblings[listed.path.rpartition("/")[0]].append(listed)
     safe: set[str] = set()
     for beside in siblings.values():
         most = max(listed.parts for listed in beside)
         safe.update(listed.path for listed in beside if 0 < listed.parts < most)
-        committed = [listed for listed in beside if listed.path not in safe]
+        by_time = [listed for listed in beside if listed.path not in safe]
         # Times tell which is newest, unless the files were copied; steps do, unless a job went back to an earlier one.
-        by_step = sorted(committed, key=lambda listed: -1 if listed.step is None else listed.step, reverse=True)
-        safe.update(listed.path for order in (committed, by_step) for listed in order[: keep or 1])
-    removals = []
-    for listed in found:
-        asked = listed.state == "committed" and (keep is not None or older_than is not None)
-        goes = asked and listed.path not in safe and _is_old([listed.saved], older_than or 0.0)
-        files = tuple(file for file in listed.files if _is_ours(file.name)) if goes else listed.leftovers
-        if files:
-            removals.append(Removal(listed, files, goes, _objection(listed, older_than)))
-    return removals
+        by_step = sorted(by_time, key=lambda listed: -1 if listed.step is None else listed.step, reverse=True)
+        safe.update(listed.path for order in (by_time, by_step) for listed in order[:keep])
+    return safe
 
 
 def collect(removal: Removal) -> Removal:
-    """Removes what was planned, as far as it is still to be removed; returns what was, or why it was not."""
+    """Removes what was planned, unless there is a reason not to; returns what was removed, or why it was not."""
     storage = removal.listed.storage
     if removal.kept:
         return removal
@@ -143,7 +147,7 @@ def collect(removal: Removal) -> Removal:
 
 
 def _remove(removal: Removal, lock: DirectoryLock) -> str:
-    """Removes files from a directory that is claimed, unless there is a reason not to, which it returns."""
+    """Removes files from a locked directory, unless there is a reason not to, which it returns."""
     storage = removal.listed.storage
     if storage.locks_are_visible and lock.leftovers() is None:
         return "a save is under way there"
@@ -151,7 +155,7 @@ def _remove(removal: Removal, lock: DirectoryLock) -> str:
         return "a save has been there in the meantime"
     names = [file.name for file in removal.files]
     if removal.whole:
-        # The metadata first: from then on the rest is what a save that died would have left.
+        # The metadata first: from then on the rest are leftovers, as of a save that died.
         storage.remove(*filter(is_metadata_file_name, names))
         storage.remove(*itertools.filterfalse(is_metadata_file_name, names))
     else:
@@ -178,34 +182,37 @@ def _look_at(storage: Storage, files: list[FileInfo]) -> Listed:
         storage.path,
         "unfinished",
         int(numbers[-1]) if numbers else None,
-        max((file.modified for file in files if file.modified is not None), default=None),
+        _last_written(files),
         tuple(files),
         leftovers=_leftovers(storage, files),
     )
     try:
         parts = read_parts(storage)
-        contents = view_checkpoint(storage, parts)
+        view = view_checkpoint(storage, parts)
     except NotCommitted:
         return listed
     except CheckpointError:
         return replace(listed, state="unreadable", leftovers=())
-    files_of = {name: nbytes for part in parts.values() for name, nbytes in part.storage_data["files"].items()}
-    if not files_of.items() <= {(file.name, file.nbytes) for file in files}:
+    named = data_files(parts)
+    if not named.items() <= {(file.name, file.nbytes) for file in files}:
         return replace(listed, state="incomplete", leftovers=())
-    committed = [file for file in files if is_metadata_file_name(file.name)]
     return replace(
         listed,
         state="committed",
-        saved=max((file.modified for file in committed if file.modified is not None), default=None),
-        ranks=len(set(map(data_file_rank, files_of))),
-        tensors=len(contents.tensors),
-        objects=len(contents.objects),
+        saved=_last_written([file for file in files if is_metadata_file_name(file.name)]),
+        ranks=len(set(map(data_file_rank, named))),
+        tensors=len(view.tensors),
+        objects=len(view.objects),
         parts=0 if None in parts else len(parts),
     )
 
 
+def _last_written(files: Sequence[FileInfo]) -> float | None:
+    return max((file.modified for file in files if file.modified is not None), default=None)
+
+
 def _leftovers(storage: Storage, files: Sequence[FileInfo]) -> tuple[FileInfo, ...]:
-    """The files of saves that were not committed, also those that no listing shows. When in doubt, there are none."""
+    """The files of saves that were not committed, also those that no listing shows; none if that cannot be told."""
     try:
         names = set(leftovers(storage, [file.name for file in files]))
         begun = [file for file in storage.uploads() if is_data_file_name(file.name)]
@@ -215,7 +222,7 @@ def _leftovers(storage: Storage, files: Sequence[FileInfo]) -> tuple[FileInfo, .
 
 
 def _objection(listed: Listed, older_than: float | None) -> str:
-    """Why nothing may be removed from a directory, as far as that is known without its lock."""
+    """Why nothing may be removed from a directory, if that is known without its lock."""
     if listed.storage.locks_are_visible:
         return ""
     times = [file.modified for file in listed.leftovers]

@@ -1,7 +1,9 @@
 """Whether a checkpoint's files hold what was saved, at the disk's speed and in little memory.
 
-A file is cut into spans, each with the bytes it should have (see `_spans`). Threads read runs of spans in pieces, past
-the page cache, and hash each piece while it is in the core's own.
+Threads read sections of files (see `file_sections`) past the page cache, and hash each piece while it is in the core's
+own cache. This is not done by the executor of loads: that stops at the first damage, and verification names every
+damaged block and every range that cannot be read; and what a file holds besides items (headers, its index, its end) is
+nothing that a load can ask for.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,13 +21,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from .._storage.base import RangeReader, Storage
 from .._threads import cores
 from ..errors import CheckpointError
-from .file_sections import AT_ONCE, Section, block_sections, file_sections, keyless, stored_items
+from .file_sections import SECTION_BYTES, Section, block_sections, file_sections, items_by_file
 
 __all__ = ["Damage", "Verified", "verify"]
 
-_PIECE = 512 << 10  # see `_encoder`: hashing data that is in the core's own cache
+_PIECE = 512 << 10  # see `_format.encoder`: hashing data that is in the core's own cache
 _READ = 8 << 20
-_MOST_READERS = 16  # each with a buffer of that size
+_MAX_READERS = 16  # each with a buffer of that size
 _PAGE = 4096
 
 
@@ -42,7 +44,7 @@ class Damage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What was found.
+    """What was looked at, and what is wrong.
 
     Attributes:
         nbytes: Bytes read.
@@ -74,37 +76,30 @@ def verify(
         progress: Called with the bytes that are done and the bytes in all, by one thread at a time.
     """
     started = time.monotonic()
-    files = {name: size for part in parts.values() for name, size in part.storage_data["files"].items()}
-    encrypted = {name: keyless(part) for part in parts.values() for name in part.storage_data["files"]}
-    items = stored_items(parts)
+    files = {name: (nbytes, part) for part in parts.values() for name, nbytes in part.storage_data["files"].items()}
+    items = items_by_file(parts)
     damages: list[Damage] = []
     runs: list[_Run] = []
-    for name, nbytes in sorted(files.items()):
+    for name, (nbytes, part) in sorted(files.items()):
         size = _size(storage, name)
         if isinstance(size, str):
             damages.append(Damage(name, None, 0, size))
-            damages += [Damage(name, stored.key, stored.item.offset, "is gone with it") for stored in items[name]]
+            damages += [Damage(name, keyed.key, keyed.item.offset, "is gone with it") for keyed in items[name]]
             continue
         if size != nbytes:
             damages.append(Damage(name, None, min(size, nbytes), f"has {size:,} bytes instead of {nbytes:,}"))
-        spans = file_sections(items[name], nbytes, encrypted[name]) if full else block_sections(items[name])
-        runs += _runs(name, size, spans)
-    job = _Job(storage, progress, sum(run.stop - run.start for run in runs))
-    damages += job.run(runs, _threads(storage, full))
-    return Verified(
-        len(files),
-        sum(map(len, items.values())),
-        job.done,
-        time.monotonic() - started,
-        tuple(sorted(damages, key=_place)),
-    )
-
-
-def _place(damage: Damage) -> tuple[str, bool, int]:
-    return damage.file, damage.key is not None, damage.offset
+        runs += _runs(name, size, file_sections(items[name], nbytes, part) if full else block_sections(items[name]))
+    check = _Check(storage, progress, sum(run.stop - run.start for run in runs))
+    # Twice as many threads as read at full speed, for each hashes what it has read; in full, hashing takes longer.
+    threads = min(_MAX_READERS, 2 * storage.reads.max_threads) + (cores() if full else 0)
+    with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
+        damages += [damage for in_run in pool.map(check.run, runs) for damage in in_run]
+    damages.sort(key=lambda damage: (damage.file, damage.key is not None, damage.offset))
+    return Verified(len(files), sum(map(len, items.values())), check.done, time.monotonic() - started, tuple(damages))
 
 
 def _size(storage: Storage, name: str) -> int | str:
+    """The bytes in a file, or why it has none."""
     try:
         size = storage.head(name)
     except CheckpointError as error:
@@ -112,44 +107,34 @@ def _size(storage: Storage, name: str) -> int | str:
     return "is missing" if size is None else size
 
 
-def _threads(storage: Storage, full: bool) -> int:
-    """Twice as many as read at full speed, for each hashes what it has read; in full, that keeps more of them busy."""
-    threads = min(_MOST_READERS, 2 * storage.reads.max_threads)
-    return threads + cores() if full else threads
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Spans of a file that one thread reads, with the gaps between them."""
+class _Run(NamedTuple):
+    """Sections of a file that one thread reads, with the gaps between them."""
 
     file: str
     file_nbytes: int
-    spans: list[Section]
+    sections: list[Section]
 
     @property
     def start(self) -> int:
-        return self.spans[0].start
+        return self.sections[0].start
 
     @property
     def stop(self) -> int:
-        return self.spans[-1].stop
+        return self.sections[-1].stop
 
 
-def _runs(file: str, file_nbytes: int, spans: Iterator[Section]) -> Iterator[_Run]:
+def _runs(file: str, file_nbytes: int, sections: Iterable[Section]) -> Iterator[_Run]:
     run: list[Section] = []
-    for span in spans:
-        if run and span.stop - run[0].start > AT_ONCE:
+    for section in sections:
+        if run and section.stop - run[0].start > SECTION_BYTES:
             yield _Run(file, file_nbytes, run)
             run = []
-        run.append(span)
+        run.append(section)
     if run:
         yield _Run(file, file_nbytes, run)
 
 
-# --- reading -------------------------------------------------------------------------------------------------------
-
-
-class _Job:
+class _Check:
     def __init__(self, storage: Storage, progress: Callable[[int, int], object], total: int) -> None:
         self.done = 0
         self._storage = storage
@@ -158,52 +143,35 @@ class _Job:
         self._counting = threading.Lock()
         self._buffers = threading.local()
 
-    def run(self, runs: Sequence[_Run], threads: int) -> list[Damage]:
-        with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
-            futures = [pool.submit(self._run, run) for run in runs]
-            try:
-                return [damage for future in futures for damage in future.result()]
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-
-    def _run(self, run: _Run) -> list[Damage]:
-        """Reads a run of spans; what cannot be read is damaged, like what is not as it should be."""
+    def run(self, run: _Run) -> list[Damage]:
+        """Reads a run of sections; what cannot be read is damaged, like what is not as it should be."""
         try:
             reader = self._storage.open_uncached(run.file)
         except OSError as error:
             return [Damage(run.file, None, 0, self._storage.scrub(f"cannot be opened: {error}"))]
         try:
-            unread = self._read(reader, run)
+            unreadable = list(self._read(reader, run))
         finally:
             reader.close()
-        return unread + [Damage(run.file, *damage) for span in run.spans for damage in span.damages()]
+        return unreadable + [Damage(run.file, *problem) for section in run.sections for problem in section.problems()]
 
-    def _read(self, reader: RangeReader, run: _Run) -> list[Damage]:
-        """Reads a run in pieces and hands them to its spans; returns those it could not read, and gave as zeros."""
-        unread = []
-        pending = iter(run.spans)
-        span = next(pending)
-        position, stop = run.start, min(run.stop, run.file_nbytes)
-        while position < stop:
-            begin = position // _PAGE * _PAGE  # as reads past the page cache want it
+    def _read(self, reader: RangeReader, run: _Run) -> Iterator[Damage]:
+        """Reads a run for its sections; yields the ranges it could not read, of which these get zeros."""
+        stop = min(run.stop, run.file_nbytes)
+        for begin in range(run.start // _PAGE * _PAGE, stop, _READ):  # as reads past the page cache want it
             end = min(begin + _READ, stop)
             buffer = self._buffer()[: end - begin]
             try:
                 reader.read_into([buffer], begin)
             except Exception as error:
-                what = self._storage.scrub(f"{buffer.nbytes:,} bytes cannot be read: {type(error).__name__}: {error}")
-                unread.append(Damage(run.file, None, begin, what))
+                what = f"{buffer.nbytes:,} bytes cannot be read: {type(error).__name__}: {error}"
+                yield Damage(run.file, None, begin, self._storage.scrub(what))
                 buffer[:] = bytes(buffer.nbytes)
-            self._count(end - position)
-            while position < end:
-                while position >= span.stop:
-                    span = next(pending)
-                first = max(position, span.start)
-                position = min(first + _PIECE, span.stop, end)
-                if first < position:
-                    span.update(buffer[first - begin : position - begin])
-        return unread
+            for section in run.sections:
+                last = min(section.stop, end)
+                for first in range(max(section.start, begin), last, _PIECE):
+                    section.update(buffer[first - begin : min(first + _PIECE, last) - begin])
+            self._count(end - max(begin, run.start))
 
     def _count(self, nbytes: int) -> None:
         with self._counting:

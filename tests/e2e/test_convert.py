@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dcp_tensorizer import ConversionError, TensorizerStorageWriter
 from dcp_tensorizer._tools.chunk_reader import whole
-from dcp_tensorizer._tools.formats.sources import open_checkpoint
+from dcp_tensorizer._tools.formats.registry import open_checkpoint
 from dcp_tensorizer.convert import Options, convert
 
 from .ranks import run_ranks

@@ -1,6 +1,6 @@
-"""torch's own DCP format, read by ranges and without its pickles' powers, and written a tensor at a time.
+"""torch's own DCP format, read by ranges and without running code, and written a tensor at a time.
 
-Its data files are what ``torch.save`` made of each write item, one after the other; ``.metadata`` is a pickle that
+Its data files hold what ``torch.save`` made of each write item, one after the other. ``.metadata`` is a pickle that
 says where each is.
 """
 
@@ -35,11 +35,14 @@ from ..._loading.validate import check_chunks, chunk_regions
 from ..._storage.base import Storage
 from ..._torch_compat import FsspecWriter, StorageInfo
 from ...errors import CheckpointError, ConversionError, MetadataError, ReadError, WriteError
+from ..atomic_output import new_directory, shown_path
 from ..checkpoint_view import CheckpointView, Path, StoredObject, StoredTensor, value_path
-from ..chunk_reader import Chunk, read_region, whole
-from .torch_file import FileView, load_fake, locate, nested
+from ..chunk_reader import Chunk, read_region
+from .common import FileRange, Options, open_file, read_range
+from .nesting import check_lists, check_names, check_paths, nested
+from .torch_file import load_fake, locate
 
-__all__ = ["read_checkpoint", "write_checkpoint"]
+__all__ = ["check", "read", "write"]
 
 _MORE_CLASSES: dict[tuple[str, str], Any] = {
     (cls.__module__, cls.__qualname__): cls for cls in (MetadataIndex, StorageInfo)
@@ -51,7 +54,7 @@ _MORE_CLASSES: dict[tuple[str, str], Any] = {
 }
 
 
-def read_checkpoint(storage: Storage, pickled: bytes) -> CheckpointView:
+def read(storage: Storage, pickled: bytes) -> CheckpointView:
     """The contents of a checkpoint that torch's own writer made.
 
     Args:
@@ -77,8 +80,8 @@ def read_checkpoint(storage: Storage, pickled: bytes) -> CheckpointView:
                     f"{storage.path}/{info.relative_path} is missing, or too short to hold {key!r}: it has {nbytes:,} "
                     f"bytes"
                 )
-            read = functools.partial(_read_bytes, storage, info, key)
-            objects[key] = StoredObject(key, value_path(metadata, key), info.length, read)
+            read_object = functools.partial(_read_object, storage, info, key)
+            objects[key] = StoredObject(key, value_path(metadata, key), info.length, read_object)
         elif isinstance(entry, TensorStorageMetadata):
             tensors[key] = _tensor(storage, (key, value_path(metadata, key)), entry, places)
         else:
@@ -86,45 +89,40 @@ def read_checkpoint(storage: Storage, pickled: bytes) -> CheckpointView:
     return CheckpointView(storage.path, "dcp", tensors, objects)
 
 
-def write_checkpoint(contents: CheckpointView, path: str, options: Mapping[str, Any], name: str) -> None:
-    """Writes a checkpoint as ``dcp.save`` would, from one process; tensors are read when it is their turn.
+def check(view: CheckpointView, options: Options) -> None:
+    """Fails for keys that are not one nested state dict, or would not be the same ones again."""
+    check_paths(view)
+    check_names(view)
+    check_lists(view)
 
-    Args:
-        contents: What to write.
-        path: A local directory, or a URL.
-        options: For the fsspec filesystem of a URL.
-        name: What its metadata calls the path.
 
-    Raises:
-        CheckpointError: it cannot be read or written.
-    """
+def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], options: Options) -> None:
+    """Writes a checkpoint as ``dcp.save`` would, from one process; tensors are read when it is their turn."""
     values: dict[str, Any] = {
-        key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in contents.tensors.items()
+        key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in view.tensors.items()
     }
-    values |= dict.fromkeys(contents.objects)
-    # With copies made ahead, tensors would be asked for before the one before them is written.
-    writer: _Named = (
-        _UrlWriter(path, per_thread_copy_ahead=0, **options) if "://" in path else _Named(path, per_thread_copy_ahead=0)
-    )
-    writer.name = name
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that there is only one process: so it should be
-            save(
-                nested(values, contents.paths),
-                storage_writer=writer,
-                planner=_Planner(contents),
-                no_dist=True,
-            )
-    except CheckpointException as error:
-        cause = next(iter(error.failures.values()))[0]
-        if isinstance(cause, CheckpointError):
-            raise cause from None
-        raise WriteError(f"cannot write {contents.path} as torch's own format: {cause}") from error
+    values |= dict.fromkeys(view.objects)
+    with new_directory(path, storage_options, "__*.distcp") as storage:
+        # With copies made ahead, tensors would be asked for before the one before them is written.
+        writer: _Writer = (
+            _UrlWriter(storage.location, per_thread_copy_ahead=0, **storage_options)
+            if "://" in storage.location
+            else _Writer(storage.location, per_thread_copy_ahead=0)
+        )
+        writer.name = shown_path(path)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # that there is only one process: so it should be
+                save(nested(values, view.paths), storage_writer=writer, planner=_Planner(view), no_dist=True)
+        except CheckpointException as error:
+            cause = next(iter(error.failures.values()))[0]
+            if isinstance(cause, CheckpointError):
+                raise cause from None
+            raise WriteError(f"cannot write {view.path} as torch's own format: {cause}") from error
 
 
-class _Named(FileSystemWriter):
-    """Does not put the path that it was given, which may have a password in it, into ``.metadata``."""
+class _Writer(FileSystemWriter):
+    """Writes a given name into ``.metadata``, and not the path, which may have a password in it."""
 
     name: str
 
@@ -132,33 +130,33 @@ class _Named(FileSystemWriter):
         return StorageMeta(checkpoint_id=self.name, save_id=self.save_id)
 
 
-class _UrlWriter(_Named, FsspecWriter):
+class _UrlWriter(_Writer, FsspecWriter):
     pass
 
 
 class _Planner(DefaultSavePlanner):
     """Gives a value when its turn to be written has come; the state dict holds only shapes.
 
-    torch's writer keeps every tensor until the file is complete, although it has no use for those that are written: so
-    they all share the memory of the largest one.
+    torch's writer keeps every tensor until the file is complete, although it no longer needs those that are written.
+    So all of them share the memory of the largest one.
     """
 
-    def __init__(self, contents: CheckpointView) -> None:
+    def __init__(self, view: CheckpointView) -> None:
         super().__init__()
-        self._contents = contents
-        self._memory = mmap.mmap(-1, max((tensor.nbytes for tensor in contents.tensors.values()), default=0) or 1)
+        self._view = view
+        self._memory = mmap.mmap(-1, max((tensor.nbytes for tensor in view.tensors.values()), default=0) or 1)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        tensor = self._contents.tensors.get(index.fqn)
+        tensor = self._view.tensors.get(index.fqn)
         if tensor is None or not tensor.nbytes:
-            return tensor and tensor.read(whole(tensor.shape))
+            return tensor and tensor.read_all()
         elements = torch.frombuffer(self._memory, dtype=torch.uint8, count=tensor.nbytes).view(tensor.dtype)
-        copy_elements(elements.view(tensor.shape), tensor.read(whole(tensor.shape)))
+        copy_elements(elements.view(tensor.shape), tensor.read_all())
         return elements.view(tensor.shape)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002  (torch's name)
         if write_item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(self._contents.objects[write_item.index.fqn].read())
+            return io.BytesIO(self._view.objects[write_item.index.fqn].read())
         return object
 
 
@@ -180,8 +178,8 @@ def _tensor(storage: Storage, named: tuple[str, Path], entry: TensorStorageMetad
         return _located(storage, key, *chunks[number])
 
     def read(region: Region) -> torch.Tensor:
-        found = [located(number) for number, (own, _) in enumerate(chunks) if own.intersect(region) is not None]
-        return read_region(storage, key, dtype, found, region, verify=False)
+        touched = [located(number) for number, (own, _) in enumerate(chunks) if own.intersect(region) is not None]
+        return read_region(storage, key, dtype, touched, region, verify=False)
 
     return StoredTensor(*named, dtype, shape, read)
 
@@ -189,16 +187,9 @@ def _tensor(storage: Storage, named: tuple[str, Path], entry: TensorStorageMetad
 def _located(storage: Storage, key: str, region: Region, info: StorageInfo) -> Chunk:
     """Where the elements of a chunk are."""
     path = f"{storage.path}/{info.relative_path}"
-    try:
-        reader = storage.open(info.relative_path)
-    except OSError as error:
-        raise ReadError(storage.scrub(f"cannot open {path} (for {key!r}): {error}")) from error
-    try:
-        value = load_fake(FileView(reader, info.offset, info.length), f"{path} (for {key!r})")
-    except (OSError, EOFError) as error:
-        raise ReadError(storage.scrub(f"cannot read {path} (for {key!r}): {error}")) from error
-    finally:
-        reader.close()
+    purpose = f" (for {key!r})"
+    with open_file(storage, info.relative_path, purpose) as reader:
+        value = load_fake(FileRange(reader, info.offset, info.length), path + purpose)
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != region.size:
         raise ReadError(f"{path} does not hold {key!r} of shape {region.size} at byte {info.offset:,}")
     stored = locate(storage, (key,), value, (info.relative_path, info.offset))
@@ -207,18 +198,9 @@ def _located(storage: Storage, key: str, region: Region, info: StorageInfo) -> C
     return Chunk(region, stored.chunks[0].item, stored.chunks[0].strides)
 
 
-def _read_bytes(storage: Storage, info: StorageInfo, key: str) -> bytes:
-    content = bytearray(info.length)
-    path = f"{storage.path}/{info.relative_path}"
-    try:
-        reader = storage.open(info.relative_path)
-        try:
-            reader.read_into([memoryview(content)], info.offset)
-        finally:
-            reader.close()
-    except (OSError, EOFError) as error:
-        raise ReadError(storage.scrub(f"cannot read {path} (for {key!r}): {error}")) from error
-    return bytes(content)
+def _read_object(storage: Storage, info: StorageInfo, key: str) -> bytes:
+    with open_file(storage, info.relative_path, f" (for {key!r})") as reader:
+        return read_range(reader, info.offset, info.length)
 
 
 def _checked(info: Any, key: str, path: str) -> StorageInfo:

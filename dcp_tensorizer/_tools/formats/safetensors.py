@@ -1,4 +1,4 @@
-"""safetensors files, read and written by ranges: one tensor need not be in memory as a whole, let alone all of them.
+"""safetensors files, read and written by ranges: no tensor need be in memory as a whole.
 
 The safetensors library reads local files only, and writes what is in memory.
 
@@ -12,19 +12,23 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from ..._memory.tensor_bytes import host_bytes
 from ..._storage.base import Storage
-from ..checkpoint_view import StoredTensor, plain_tensor
+from ...errors import ConversionError
+from ..atomic_output import new_directory, new_file, written_file
+from ..checkpoint_view import BLOCK, CheckpointView, StoredTensor, blocks_of, plain_tensor
+from .common import Options, by_key, check_no_objects, open_file, read_range
 
-__all__ = ["INDEX", "SINGLE", "dtype_name", "header", "index", "read_file", "read_index", "shard_names", "shards"]
+__all__ = ["check", "is_directory", "read", "read_directory", "write"]
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER = 100_000_000  # the library's own limit
 _DTYPES = {
@@ -50,95 +54,143 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-def dtype_name(dtype: torch.dtype) -> str | None:
-    """The format's name for a dtype, None if it has none."""
-    return _NAMES.get(dtype)
+# --- reading -------------------------------------------------------------------------------------------------------
 
 
-def read_file(storage: Storage, name: str, read: Callable[[int, int], bytes]) -> list[StoredTensor]:
+def is_directory(storage: Storage) -> bool:
+    """Whether a directory is laid out as Hugging Face does it."""
+    return any(storage.head(name) is not None for name in (_INDEX, _SINGLE))
+
+
+def read_directory(storage: Storage) -> CheckpointView:
+    """The tensors of all files in a directory; raises what `read` does."""
+    names = [_SINGLE]
+    if (index := storage.read(_INDEX)) is not None:
+        with _damage_translated(f"{storage.path}/{_INDEX}"):
+            names = sorted(set(json.loads(index)["weight_map"].values()))
+            if any(not isinstance(name, str) or "/" in name or name.startswith(".") for name in names):
+                raise ValueError("it names files that are not beside it")
+    tensors: dict[str, StoredTensor] = {}
+    for name in names:
+        tensors.update(read(storage, name).tensors)
+    return CheckpointView(storage.path, "safetensors", tensors)
+
+
+def read(storage: Storage, name: str) -> CheckpointView:
     """The tensors of a file.
 
-    Args:
-        storage, name: The file.
-        read: Gives so many bytes of it from an offset on.
-
     Raises:
-        ValueError: it is of another kind, or damaged.
+        ConversionError: it is of another kind, or damaged.
+        ReadError: it cannot be read.
     """
-    (length,) = _LENGTH.unpack(read(0, _LENGTH.size))
-    if length > _MAX_HEADER:
-        raise ValueError(f"its header claims to have {length:,} bytes")
-    try:
-        described = json.loads(read(_LENGTH.size, length))
-        return [
-            _tensor(storage, name, key, value, _LENGTH.size + length)
-            for key, value in described.items()
-            if key != "__metadata__"
-        ]
-    except (KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
-        raise ValueError(f"its header is damaged: {type(error).__name__}: {error}") from error
+    path = f"{storage.path}/{name}"
+    with open_file(storage, name) as reader, _damage_translated(path):
+        (length,) = _LENGTH.unpack(read_range(reader, 0, _LENGTH.size))
+        if length > _MAX_HEADER:
+            raise ValueError(f"its header claims to have {length:,} bytes")
+        described = json.loads(read_range(reader, _LENGTH.size, length))
+        described.pop("__metadata__", None)
+        base = _LENGTH.size + length
+        return CheckpointView(
+            path, "safetensors", by_key(_tensor(storage, name, key, value, base) for key, value in described.items())
+        )
 
 
-def read_index(content: bytes) -> list[str]:
-    """The files that an index names; raises `ValueError`."""
-    try:
-        names = sorted(set(json.loads(content)["weight_map"].values()))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"it is damaged: {type(error).__name__}: {error}") from error
-    if any(not isinstance(name, str) or "/" in name or name.startswith(".") for name in names):
-        raise ValueError("it names files that are not beside it")
-    return names
-
-
-def shards(tensors: Sequence[StoredTensor], max_bytes: int) -> list[list[StoredTensor]]:
-    """Distributes tensors over files of no more than ``max_bytes``, but for tensors that are larger by themselves."""
-    found: list[list[StoredTensor]] = [[]]
-    room = max_bytes
-    for tensor in tensors:
-        if tensor.nbytes > room and found[-1]:
-            found.append([])
-            room = max_bytes
-        found[-1].append(tensor)
-        room -= tensor.nbytes
-    # The largest elements first: then each tensor begins at a multiple of its element.
-    return [sorted(shard, key=lambda tensor: -tensor.dtype.itemsize) for shard in found]
-
-
-def shard_names(number: int) -> list[str]:
-    """The names that Hugging Face gives so many files."""
-    return [SINGLE] if number == 1 else [f"model-{n:05}-of-{number:05}.safetensors" for n in range(1, number + 1)]
-
-
-def header(tensors: Sequence[StoredTensor]) -> bytes:
-    """The beginning of a file, up to the first tensor's elements."""
-    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for tensor in tensors:
-        end = position + tensor.nbytes
-        described[tensor.key] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [position, end],
-        }
-        position = end
-    text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)
-    return _LENGTH.pack(len(text)) + text
-
-
-def index(named: Sequence[tuple[str, Sequence[StoredTensor]]]) -> bytes:
-    """Which tensor is in which file, as Hugging Face's libraries look it up."""
-    total = sum(tensor.nbytes for _, tensors in named for tensor in tensors)
-    places = {tensor.key: name for name, tensors in named for tensor in tensors}
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode() + b"\n"
-
-
-def _tensor(storage: Storage, name: str, key: str, value: dict[str, Any], base: int) -> StoredTensor:
+def _tensor(storage: Storage, name: str, key: str, value: Mapping[str, Any], base: int) -> StoredTensor:
     dtype = _DTYPES.get(value["dtype"])
     if dtype is None:
-        raise ValueError(f"{key!r} is of dtype {value['dtype']}, which torch has no like of")
+        raise ValueError(f"{key!r} is of dtype {value['dtype']}, which torch does not have")
     shape = tuple(map(int, value["shape"]))
     start, stop = value["data_offsets"]
     if stop - start != math.prod(shape) * dtype.itemsize or start < 0 or min(shape, default=0) < 0:
         raise ValueError(f"{key!r} of shape {shape} has {stop - start:,} bytes stored")
     return plain_tensor(storage, (key,), dtype, shape, (name, base + start))
+
+
+@contextmanager
+def _damage_translated(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConversionError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+
+
+# --- writing -------------------------------------------------------------------------------------------------------
+
+
+def check(view: CheckpointView, options: Options) -> None:
+    """Fails for objects, and for dtypes and keys that the format does not have."""
+    check_no_objects(view, "safetensors")
+    for tensor in view.tensors.values():
+        if tensor.dtype not in _NAMES:
+            raise ConversionError(
+                f"{tensor.key!r} is of {tensor.dtype}, which safetensors has not: leave it out, or convert it"
+            )
+        if tensor.key == "__metadata__":
+            raise ConversionError("'__metadata__' cannot be a key in safetensors: leave it out")
+
+
+def write(
+    view: CheckpointView,
+    path: str,
+    storage_options: Mapping[str, Any],
+    options: Options,
+    block_bytes: int = BLOCK,
+) -> None:
+    """Writes a file if the path ends in ``.safetensors``, else a directory as Hugging Face lays it out."""
+    tensors = list(view.tensors.values())
+    if path.endswith(".safetensors"):
+        (shard,) = _shards(tensors, view.nbytes)
+        with new_file(path, storage_options) as (storage, name):
+            _write_file(storage, name, shard, block_bytes)
+        return
+    shards = _shards(tensors, options.shard_bytes)
+    total = len(shards)
+    names = [_SINGLE] if total == 1 else [f"model-{n:05}-of-{total:05}.safetensors" for n in range(1, total + 1)]
+    with new_directory(path, storage_options, "model*.safetensors") as storage:
+        for name, shard in zip(names, shards, strict=True):
+            _write_file(storage, name, shard, block_bytes)
+        if total > 1:
+            places = {tensor.key: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+            index = {"metadata": {"total_size": view.nbytes}, "weight_map": places}
+            storage.put(_INDEX, json.dumps(index, indent=2).encode() + b"\n", sync=True)
+
+
+def _shards(tensors: Sequence[StoredTensor], max_bytes: int) -> list[list[StoredTensor]]:
+    """Distributes tensors over files of no more than ``max_bytes``; a tensor that is larger gets a file of its own."""
+    shards: list[list[StoredTensor]] = [[]]
+    room = max_bytes
+    for tensor in tensors:
+        if tensor.nbytes > room and shards[-1]:
+            shards.append([])
+            room = max_bytes
+        shards[-1].append(tensor)
+        room -= tensor.nbytes
+    # The largest elements first: then each tensor begins at a multiple of its element.
+    return [sorted(shard, key=lambda tensor: -tensor.dtype.itemsize) for shard in shards]
+
+
+def _write_file(storage: Storage, name: str, tensors: Sequence[StoredTensor], block_bytes: int) -> None:
+    header = _header(tensors)
+    with written_file(storage, name, len(header) + sum(tensor.nbytes for tensor in tensors)) as write_piece:
+        write_piece(memoryview(header))
+        for tensor in tensors:
+            for region in blocks_of(tensor, block_bytes):
+                write_piece(host_bytes(tensor.read(region)))
+
+
+def _header(tensors: Sequence[StoredTensor]) -> bytes:
+    """The beginning of a file, up to the first tensor's elements."""
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for tensor in tensors:
+        offsets = [position, position + tensor.nbytes]
+        described[tensor.key] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": offsets,
+        }
+        position = offsets[1]
+    text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    return _LENGTH.pack(len(text)) + text

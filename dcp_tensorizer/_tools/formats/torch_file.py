@@ -1,7 +1,9 @@
 """What ``torch.save`` writes, read and written without ever being in memory: a file, or a part of one.
 
-torch has both halves: with fake tensors, ``torch.load`` says where each tensor's bytes lie instead of reading them, and
-``torch.save`` leaves room for them instead of writing them.
+The file is a zip archive: a pickle of the state dict, and a record with each tensor's elements. With fake tensors,
+``torch.load`` says where these records lie instead of reading them, and ``torch.save`` makes an archive in which they
+are only room. What else is in that archive becomes part of the result, which Python's zipfile writes: it needs no
+seeking, and makes the CRC-32s.
 """
 
 from __future__ import annotations
@@ -11,56 +13,67 @@ import pickle
 import struct
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import IO, Any
 
 import torch
-from isal.isal_zlib import crc32
 
+from ..._format.chunks import Region
 from ..._format.objects import unsafe_globals
 from ..._memory.tensor_bytes import host_bytes
-from ..._storage.base import RangeReader, Storage
+from ..._storage.base import Storage
 from ..._torch_compat import FakeTensor, FakeTensorMode, checkpoint_offset, flatten_state_dict
 from ...errors import ConversionError, UntrustedObject
-from ..checkpoint_view import CheckpointView, NonStringKey, Path, StoredObject, StoredTensor, blocks_of, plain_tensor
+from ..atomic_output import new_file, written_file
+from ..checkpoint_view import BLOCK, CheckpointView, Path, StoredObject, StoredTensor, blocks_of, plain_tensor
+from .common import FileRange, Options, open_file
+from .nesting import check_lists, check_paths, exact_paths, nested
 
-__all__ = ["FileView", "load_fake", "locate", "nested", "read_state_dict", "skeleton"]
+__all__ = ["check", "load_fake", "locate", "read", "write"]
 
-_PIECE = 4 << 20
-# Where the CRC-32 is in what follows an entry's data in a zip file, and in the entry's record in the directory at the
-# end; there, too, the lengths of name, extra field and comment, and of the record without them.
-_DESCRIPTOR_CRC, _RECORD_CRC, _RECORD_LENGTHS, _RECORD = 4, 16, 28, 46
-
-
-class FileView(io.RawIOBase):
-    """A range of a file, as a file of its own."""
-
-    def __init__(self, reader: RangeReader, offset: int, nbytes: int) -> None:
-        self._reader = reader
-        self._offset = offset
-        self._nbytes = nbytes
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]
-        self._position = base + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        count = max(0, min(len(buffer), self._nbytes - self._position))
-        if count:
-            self._reader.read_into([memoryview(buffer)[:count]], self._offset + self._position)
-            self._position += count
-        return count
+_ALIGNMENT = 64  # of tensors in the file, as torch.save has it
+# What precedes an entry's data in a zip file beside its name: a header, the beginning of the extra field with our
+# padding, and one for 64-bit sizes. Readers skip extra fields whose tag they do not know.
+_BEFORE_DATA = 30 + 4 + 20
+_PADDING_TAG = 0x4246
+_HAS_DESCRIPTOR = 0x8  # the flag of an entry that is followed by its CRC-32 and its size
 
 
-def load_fake(file: FileView, path: str) -> Any:
+# --- reading -------------------------------------------------------------------------------------------------------
+
+
+def read(storage: Storage, name: str) -> CheckpointView:
+    """The contents of a file with a state dict.
+
+    Raises:
+        UntrustedObject: it would need code to run.
+        ConversionError: it cannot be read, or holds no state dict.
+    """
+    path = f"{storage.path}/{name}"
+    with open_file(storage, name) as reader:
+        state = load_fake(FileRange(reader, 0, storage.head(name) or 0), path)
+    if not isinstance(state, dict):
+        raise ConversionError(f"{path} holds a {type(state).__name__}, and no state dict")
+    try:
+        values, paths = flatten_state_dict(state)
+    except ValueError as error:
+        raise ConversionError(f"{path}: {error}") from error
+    paths = exact_paths(state, paths)
+    tensors, objects = {}, {}
+    for key, value in values.items():
+        if isinstance(value, torch.Tensor):
+            tensors[key] = locate(storage, tuple(paths[key]), value, (name, 0))
+        elif _tensors_in(value):
+            raise ConversionError(f"{path}: {key!r} is a {type(value).__name__} with tensors in it: leave it out")
+        else:
+            stream = io.BytesIO()
+            torch.save(value, stream)
+            objects[key] = StoredObject(key, tuple(paths[key]), len(stream.getvalue()), stream.getvalue)
+    return CheckpointView(path, "torch", tensors, objects)
+
+
+def load_fake(file: FileRange, path: str) -> Any:
     """Loads what ``torch.save`` wrote, with fake tensors for all tensors.
 
     Raises:
@@ -74,8 +87,7 @@ def load_fake(file: FileView, path: str) -> Any:
             return torch.load(buffered, weights_only=True)
     except Exception as error:
         file.seek(0)
-        needed = ", ".join(unsafe_globals_in(file))
-        if needed:
+        if needed := _unsafe_globals_in(file):
             raise UntrustedObject(f"{path} could run code when it is loaded ({needed}): it was not") from None
         raise ConversionError(
             f"{path} cannot be read: {type(error).__name__}: {error} (files of torch before 1.6 must be loaded and "
@@ -84,7 +96,7 @@ def load_fake(file: FileView, path: str) -> Any:
 
 
 def _check_archive(file: IO[bytes], path: str) -> None:
-    """The elements of tensors must lie in the file as they are."""
+    """The elements of tensors must lie in the file as they are, and where torch looks for them."""
     is_archive = file.read(4) == b"PK\3\4"
     file.seek(0)
     if not is_archive:
@@ -99,14 +111,19 @@ def _check_archive(file: IO[bytes], path: str) -> None:
         raise ConversionError(f"{path} is compressed: load and save it once more")
     if b"big" in orders:
         raise ConversionError(f"{path} is of a big-endian machine: load and save it once more on this one")
+    # With this record, torch counts with a descriptor behind each record, and does not look where the next one is.
+    is_counted = any(name.endswith("/.format_version") for name in archive.namelist())
+    if is_counted and any(info.file_size and not info.flag_bits & _HAS_DESCRIPTOR for info in archive.infolist()):
+        raise ConversionError(f"{path} is packed again, and not as torch.save does it: load and save it once more")
 
 
-def unsafe_globals_in(file: FileView) -> Sequence[str]:
+def _unsafe_globals_in(file: FileRange) -> str:
     """What the weights-only loader refuses in a file; nothing if it cannot tell."""
     try:
-        return sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(io.BufferedReader(file))))
+        refused = torch.serialization.get_unsafe_globals_in_checkpoint(io.BufferedReader(file))
+        return ", ".join(sorted(set(refused)))
     except Exception:
-        return ()
+        return ""
 
 
 def locate(storage: Storage, path: Path, tensor: torch.Tensor, place: tuple[str, int]) -> StoredTensor:
@@ -127,198 +144,151 @@ def locate(storage: Storage, path: Path, tensor: torch.Tensor, place: tuple[str,
     shape = tuple(tensor.shape)
     if not tensor.numel():
         return plain_tensor(storage, path, tensor.dtype, shape, place)
-    strides = tuple(tensor.stride())
-    offset = place[1] + checkpoint_offset(tensor)
-    offset += int(tensor.storage_offset()) * tensor.itemsize
-    contiguous = tensor.is_contiguous()
-    found = plain_tensor(storage, path, tensor.dtype, shape, (place[0], offset), None if contiguous else (strides, 0))
-    return _resolved(found, conj=tensor.is_conj(), neg=tensor.is_neg())
+    offset = place[1] + checkpoint_offset(tensor) + int(tensor.storage_offset()) * tensor.itemsize
+    strides = None if tensor.is_contiguous() else (tuple(tensor.stride()), 0)
+    stored = plain_tensor(storage, path, tensor.dtype, shape, (place[0], offset), strides)
+    is_conj, is_neg = tensor.is_conj(), tensor.is_neg()
+    if not is_conj and not is_neg:
+        return stored
 
+    def read_resolved(region: Region) -> torch.Tensor:
+        value = stored.read(region)
+        value = value.conj().resolve_conj() if is_conj else value
+        return value.neg() if is_neg else value
 
-def read_state_dict(storage: Storage, name: str, reader: RangeReader, nbytes: int) -> CheckpointView:
-    """The contents of a file with a state dict.
-
-    Raises:
-        UntrustedObject: it would need code to run.
-        ConversionError: it cannot be read, or holds no state dict.
-    """
-    path = f"{storage.path}/{name}"
-    value = load_fake(FileView(reader, 0, nbytes), path)
-    if not isinstance(value, dict):
-        raise ConversionError(f"{path} holds a {type(value).__name__}, and no state dict")
-    try:
-        values, paths = flatten_state_dict(value)
-    except ValueError as error:
-        raise ConversionError(f"{path}: {error}") from error
-    paths = _exact(value, paths)
-    tensors, objects = {}, {}
-    for key, item in values.items():
-        if isinstance(item, torch.Tensor):
-            tensors[key] = locate(storage, tuple(paths[key]), item, (name, 0))
-        elif _holds_tensors(item):
-            raise ConversionError(f"{path}: {key!r} is a {type(item).__name__} with tensors in it: leave it out")
-        else:
-            content = io.BytesIO()
-            torch.save(item, content)
-            data = content.getvalue()
-            objects[key] = StoredObject(key, tuple(paths[key]), len(data), lambda data=data: data)  # type: ignore[misc]
-    return CheckpointView(path, "torch", tensors, objects)
-
-
-def _exact(value: Mapping[Any, Any], paths: Mapping[str, Path]) -> dict[str, Path]:
-    """The paths that DCP makes of a state dict, with the keys of its dicts as they are, and not only their names."""
-    keys_of: dict[int, dict[str, Any]] = {}
-    found = {}
-    for name, path in paths.items():
-        node: Any = value
-        exact: list[str | int] = []
-        for part in path:
-            key: Any = part
-            if isinstance(node, Mapping):
-                if id(node) not in keys_of:
-                    keys_of[id(node)] = {str(key): key for key in node}
-                key = keys_of[id(node)][str(part)]
-                part = key if isinstance(key, str) else NonStringKey(key)
-            exact.append(part)
-            node = node[key]
-        found[name] = tuple(exact)
-    return found
-
-
-def nested(values: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, Any]:
-    """A state dict of values at their paths, none of which leads through another's value."""
-    root: dict[Any, Any] = {}
-    for name, value in values.items():
-        node: Any = root
-        path = paths[name]
-        for part, after in zip(path, (*path[1:], None), strict=True):
-            child = value if after is None else [] if type(after) is int else {}
-            if isinstance(node, list):
-                node.extend([None] * (int(part) + 1 - len(node)))
-                if after is None or node[int(part)] is None:
-                    node[int(part)] = child
-                node = node[int(part)]
-            else:
-                key = part.value if isinstance(part, NonStringKey) else part
-                node = node.setdefault(key, child)
-    return root
-
-
-def skeleton(contents: CheckpointView) -> tuple[int, Iterator[memoryview]]:
-    """The bytes of a file with everything in it, as a nested state dict.
-
-    Returns:
-        How many there are, and they, in order.
-
-    Raises:
-        UntrustedObject: an object would need code to run.
-        ConversionError: an object holds tensors.
-    """
-    paths = contents.paths
-    with FakeTensorMode():
-        values: dict[str, Any] = {t.key: torch.empty(t.shape, dtype=t.dtype) for t in contents.tensors.values()}
-    for stored in contents.objects.values():
-        content = stored.read()
-        try:
-            values[stored.key] = torch.load(io.BytesIO(content), weights_only=True)
-        except Exception:
-            needed = ", ".join(unsafe_globals(content))
-            raise UntrustedObject(
-                f"{stored.key!r} in {contents.path} is an object that could run code when it is loaded ({needed}), "
-                f"and it must be loaded to become part of a torch.save file: leave it out"
-            ) from None
-        if _holds_tensors(values[stored.key]):  # whose elements no pass fills in
-            raise ConversionError(
-                f"{stored.key!r} in {contents.path} is a {type(values[stored.key]).__name__} with tensors in it, which "
-                f"cannot be converted: leave it out, or load and save it"
-            )
-    ordered = {key: values[key] for key in paths}
-    # Sparse: what is left out for the data takes no room.
-    with tempfile.TemporaryDirectory(prefix="dcp_tensorizer-") as folder:
-        file = f"{folder}/archive"  # the name is in the file, and this is the one that torch gives to a stream
-        with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(nested(ordered, paths), file)
-        room = open(file, "rb")  # noqa: SIM115
-    return room.seek(0, io.SEEK_END), _filled(room, contents)
+    return replace(stored, read=read_resolved, chunks=())
 
 
 class _TensorFinder(pickle.Pickler):
     """Looks for tensors wherever a pickle would."""
 
-    found = False
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO())
+        self.tensors: list[Any] = []
 
     def persistent_id(self, value: Any) -> int | None:
         if not isinstance(value, torch.Tensor | torch.UntypedStorage | torch.storage.TypedStorage):
             return None
-        self.found = True
+        self.tensors.append(value)
         return 0
 
 
-def _holds_tensors(value: Any) -> bool:
-    finder = _TensorFinder(io.BytesIO())
+def _tensors_in(value: Any) -> Sequence[Any]:
+    """The tensors anywhere in a value, in the order in which they are pickled."""
+    finder = _TensorFinder()
     finder.dump(value)
-    return finder.found
+    return finder.tensors
 
 
-def _filled(room: Any, contents: CheckpointView) -> Iterator[memoryview]:
-    with room:
-        room.seek(0)
-        with FakeTensorMode():
-            values, _ = flatten_state_dict(torch.load(room, weights_only=True))
-        places = sorted(
-            (checkpoint_offset(values[key]), key) for key, tensor in contents.tensors.items() if tensor.nbytes
+# --- writing -------------------------------------------------------------------------------------------------------
+
+
+def check(view: CheckpointView, options: Options) -> None:
+    """Fails for keys that are not one nested state dict."""
+    check_paths(view)
+    check_lists(view)
+
+
+def write(
+    view: CheckpointView,
+    path: str,
+    storage_options: Mapping[str, Any],
+    options: Options,
+    block_bytes: int = BLOCK,
+) -> None:
+    """Writes a nested state dict of everything, whose tensors are read in blocks.
+
+    Raises:
+        UntrustedObject: an object would need code to run.
+        ConversionError: an object holds tensors.
+    """
+    with new_file(path, storage_options) as (storage, name):
+        records = _records(view)
+        with written_file(storage, name, archive_size(records)) as write_piece:
+            _write_archive(records, _Output(write_piece), block_bytes)
+
+
+def _records(view: CheckpointView) -> dict[str, bytes | StoredTensor]:
+    """The records of the archive in order, with their bytes or the tensor that gives them."""
+    with FakeTensorMode():
+        fakes = {key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in view.tensors.items()}
+    paths = view.paths
+    values = {key: fakes[key] if key in fakes else _loaded(view.objects[key], view.path) for key in paths}
+    state = nested(values, paths)
+    # torch numbers the records of tensors as it comes across them.
+    keys = {id(fake): key for key, fake in fakes.items()}
+    tensors = {f"archive/data/{n}": view.tensors[keys[id(fake)]] for n, fake in enumerate(_tensors_in(state))}
+    # The file is sparse: the room for the tensors takes none. Its name is in it, and is the one that torch gives to a
+    # stream.
+    with tempfile.TemporaryDirectory(prefix="dcp_tensorizer-") as folder:
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(state, f"{folder}/archive")
+        with zipfile.ZipFile(f"{folder}/archive") as template:
+            # A record of this name would promise that the place of each record follows from its size.
+            names = [name for name in template.namelist() if name != "archive/.format_version"]
+            return {name: tensors[name] if name in tensors else template.read(name) for name in names}
+
+
+def _loaded(stored: StoredObject, path: str) -> Any:
+    """An object as it becomes part of the state dict."""
+    content = stored.read()
+    try:
+        value = torch.load(io.BytesIO(content), weights_only=True)
+    except Exception:
+        raise UntrustedObject(
+            f"{stored.key!r} in {path} is an object that could run code when it is loaded "
+            f"({', '.join(unsafe_globals(content))}), and it must be loaded to become part of a torch.save file: leave "
+            f"it out"
+        ) from None
+    if _tensors_in(value):  # whose elements nothing would fill in
+        raise ConversionError(
+            f"{stored.key!r} in {path} is a {type(value).__name__} with tensors in it, which cannot be converted: "
+            f"leave it out, or load and save it"
         )
-        directory = zipfile.ZipFile(room).start_dir
-        checks = {}
-        position = 0
-        for offset, key in places:
-            yield from _copied(room, position, offset)
-            tensor = contents.tensors[key]
-            check = 0
-            for region in blocks_of(tensor):
-                piece = host_bytes(tensor.read(region))
-                check = crc32(piece, check)
-                yield piece
-            position = offset + tensor.nbytes
-            yield from _copied(room, position, position + _DESCRIPTOR_CRC)
-            yield memoryview(struct.pack("<I", check))
-            position += _DESCRIPTOR_CRC + 4
-            checks[offset] = check
-        yield from _copied(room, position, directory)
-        yield memoryview(_checked_directory(room, directory, checks))
+    return value
 
 
-def _checked_directory(room: Any, start: int, checks: Mapping[int, int]) -> bytes:
-    """The end of a zip file, from its directory on, with the CRC-32 of the data that begins at some offsets."""
-    entries = zipfile.ZipFile(room).infolist()
-    room.seek(start)
-    found = bytearray(room.read())
-    position = 0
-    for entry in entries:
-        room.seek(entry.header_offset + 26)
-        data = entry.header_offset + 30 + sum(struct.unpack("<HH", room.read(4)))
-        if data in checks:
-            struct.pack_into("<I", found, position + _RECORD_CRC, checks[data])
-        position += _RECORD + sum(struct.unpack_from("<HHH", found, position + _RECORD_LENGTHS))
-    return bytes(found)
+class _Output:
+    """A file that is written from front to back, or whose size is only looked for."""
+
+    def __init__(self, write_piece: Callable[[memoryview], None] | None = None) -> None:
+        self.write_piece = write_piece
+        self.position = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        piece = memoryview(data)
+        if self.write_piece is not None:
+            self.write_piece(piece)
+        self.position += piece.nbytes
+        return piece.nbytes
+
+    def tell(self) -> int:
+        return self.position
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
 
 
-def _copied(room: Any, start: int, stop: int) -> Iterator[memoryview]:
-    room.seek(start)
-    while start < stop:
-        piece = room.read(min(_PIECE, stop - start))
-        start += len(piece)
-        yield memoryview(piece)
+def archive_size(records: Mapping[str, bytes | StoredTensor]) -> int:
+    """The size of the archive of some records; no tensor is read."""
+    output = _Output()
+    _write_archive(records, output, BLOCK)
+    return output.position
 
 
-def _resolved(tensor: StoredTensor, *, conj: bool, neg: bool) -> StoredTensor:
-    """A tensor whose stored elements are to be conjugated or negated, as some views are saved."""
-    if not conj and not neg:
-        return tensor
-
-    def read(region: Any) -> torch.Tensor:
-        value = tensor.read(region)
-        value = value.conj().resolve_conj() if conj else value
-        return value.neg() if neg else value
-
-    return StoredTensor(tensor.key, tensor.path, tensor.dtype, tensor.shape, read)
+def _write_archive(records: Mapping[str, bytes | StoredTensor], output: _Output, block_bytes: int) -> None:
+    with zipfile.ZipFile(output, "w") as archive:  # type: ignore[call-overload]
+        for name, content in records.items():
+            entry = zipfile.ZipInfo(name)
+            padding = -(output.position + _BEFORE_DATA + len(name.encode())) % _ALIGNMENT
+            entry.extra = struct.pack("<HH", _PADDING_TAG, padding) + bytes(padding)
+            with archive.open(entry, "w", force_zip64=True) as record:
+                if isinstance(content, bytes):
+                    record.write(content)
+                elif output.write_piece is not None:
+                    for region in blocks_of(content, block_bytes):
+                        record.write(host_bytes(content.read(region)))
+                else:
+                    output.position += content.nbytes
+            if isinstance(content, StoredTensor):  # nothing was written if only the size is looked for
+                entry.file_size = entry.compress_size = content.nbytes

@@ -20,9 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_tensorizer._saving.commit import commit
 from dcp_tensorizer._saving.file_planner import plan_files
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer._tools import diff as diff_module
 from dcp_tensorizer._tools.diff import Change, Difference, diff
-from dcp_tensorizer._tools.formats.sources import open_checkpoint
+from dcp_tensorizer._tools.formats.registry import open_checkpoint
 from dcp_tensorizer._writer_process.messages import TensorSource
 from dcp_tensorizer._writer_process.write_job import FileJob
 
@@ -30,12 +29,14 @@ from ...checkpoints import ODD, make_checkpoint
 from ...support import ALL_DTYPES, filled
 
 
-def compare(tmp_path: Path, before: dict[str, Any], after: dict[str, Any], chunks: Any = None) -> Difference:
+def compare(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any], chunks: Any = None, **sizes: int
+) -> Difference:
     for name, state in (("a", before), ("b", after)):
         tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
         objects = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
         make_checkpoint(tmp_path / name, tensors, objects, chunks if name == "a" else None)
-    return diff(open_checkpoint(tmp_path / "a", {}), open_checkpoint(tmp_path / "b", {}))
+    return diff(open_checkpoint(tmp_path / "a", {}), open_checkpoint(tmp_path / "b", {}), **sizes)
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
@@ -103,15 +104,13 @@ def test_dtypes_without_arithmetic_are_counted(tmp_path: Path) -> None:
     assert (change.differing, change.largest, change.relative) == (2, None, None)
 
 
-def test_blocks_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_add_up(tmp_path: Path) -> None:
     """However small the pieces are in which tensors are compared."""
-    monkeypatch.setattr(diff_module, "_BLOCK", 24)
-    monkeypatch.setattr(diff_module, "_ELEMENTS", 3)
     a = torch.arange(60.0).reshape(3, 4, 5)
     b = a.clone()
     b[2, 3, 4] += 7
     b[0, 1, 2] -= 1
-    (change,) = compare(tmp_path, {"x": a}, {"x": b}).changed
+    (change,) = compare(tmp_path, {"x": a}, {"x": b}, block_bytes=24, elements_at_once=3).changed
     assert (change.elements, change.differing, change.largest) == (60, 2, 7.0)
 
 

@@ -1,0 +1,137 @@
+"""What several formats need: the options of a conversion, files that are read by ranges, tensors by key."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..._storage.base import RangeReader, Storage
+from ..._threads import cores
+from ...errors import ConversionError, ReadError
+from ..checkpoint_view import CheckpointView, StoredTensor
+
+__all__ = ["FileRange", "Options", "by_key", "check_no_objects", "open_file", "read_range", "tensors_at_once"]
+
+_IN_MEMORY = 512 << 20  # bytes of tensors, unless a single one is larger
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to convert; each format takes what concerns it.
+
+    Attributes:
+        select: Patterns, as in a shell, of the keys to convert; ``*`` also matches dots. Empty: all.
+        strip_prefix: What to cut from the beginning of keys that have it.
+        dtype: What to convert floating-point tensors to.
+        source_format: One of `FORMATS`; None: look.
+        shard_bytes: safetensors: the most in a file. A tensor that is larger gets a file of its own.
+        tensor_parallel: tensorizer: into how many files to split, one for each rank of an inference server.
+        split: tensorizer: the dimension along which to split the tensors whose keys match a pattern. The first pattern
+            that matches counts. Other tensors are whole in each file.
+        buffers: tensorizer: patterns of the keys that are a module's buffers, and not its parameters. Tensors of
+            integers are always buffers.
+    """
+
+    select: Sequence[str] = ()
+    strip_prefix: str = ""
+    dtype: torch.dtype | None = None
+    source_format: str | None = None
+    shard_bytes: int = 5_000_000_000
+    tensor_parallel: int = 1
+    split: Mapping[str, int] = field(default_factory=dict)
+    buffers: Sequence[str] = ("*running_mean", "*running_var")
+
+
+class FileRange(io.RawIOBase):
+    """A range of a file, as a file of its own."""
+
+    def __init__(self, reader: RangeReader, offset: int, nbytes: int) -> None:
+        self._reader = reader
+        self._offset = offset
+        self._nbytes = nbytes
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]
+        self._position = base + offset
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        """Reads exactly ``size`` bytes: a damaged length must not make anybody ask for that much memory."""
+        left = max(0, self._nbytes - self._position)
+        if size > left:
+            raise EOFError(f"{size:,} bytes should follow, and there are {left:,}")
+        return super().read(size) or b""
+
+    def readall(self) -> bytes:
+        return self.read(max(0, self._nbytes - self._position))
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self._nbytes - self._position))
+        if count:
+            self._reader.read_into([memoryview(buffer)[:count]], self._offset + self._position)
+            self._position += count
+        return count
+
+
+@contextmanager
+def open_file(storage: Storage, name: str, purpose: str = "") -> Iterator[RangeReader]:
+    """Opens a file, and translates the errors of opening and reading it; ``purpose`` is for their messages.
+
+    Raises:
+        ReadError: the file cannot be opened or read.
+    """
+    path = f"{storage.path}/{name}{purpose}"
+    try:
+        reader = storage.open(name)
+    except OSError as error:
+        raise ReadError(storage.scrub(f"cannot open {path}: {error}")) from error
+    try:
+        yield reader
+    except (OSError, EOFError) as error:
+        raise ReadError(storage.scrub(f"cannot read {path}: {type(error).__name__}: {error}")) from error
+    finally:
+        reader.close()
+
+
+def read_range(reader: RangeReader, offset: int, nbytes: int) -> bytes:
+    """So many bytes of a file; raises `OSError` or `EOFError`."""
+    content = bytearray(nbytes)
+    reader.read_into([memoryview(content)], offset)
+    return bytes(content)
+
+
+def by_key(tensors: Iterable[StoredTensor]) -> dict[str, StoredTensor]:
+    """Tensors by their keys; raises `ValueError` if two have the same one."""
+    keyed: dict[str, StoredTensor] = {}
+    for tensor in tensors:
+        if keyed.setdefault(tensor.key, tensor) is not tensor:
+            raise ValueError(f"two tensors have the key {tensor.key!r}")
+    return keyed
+
+
+def check_no_objects(view: CheckpointView, format_name: str) -> None:
+    """Fails if there is anything but tensors."""
+    if view.objects:
+        key = next(iter(view.objects))
+        others = f" (and {len(view.objects) - 1:,} more)" if len(view.objects) > 1 else ""
+        raise ConversionError(
+            f"{key!r}{others} is not a tensor, which {format_name} cannot hold: leave it out with a selection"
+        )
+
+
+def tensors_at_once(tensors: Iterable[StoredTensor]) -> int:
+    """How many tensors may be in memory together, and so how many threads read them."""
+    largest = max((tensor.nbytes for tensor in tensors), default=1)
+    return max(1, min(4, cores(), _IN_MEMORY // max(1, largest)))

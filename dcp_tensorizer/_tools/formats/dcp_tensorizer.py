@@ -1,0 +1,97 @@
+"""This package's own format, written from one process: each tensor as one chunk."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ..._format.layout import StoredItem
+from ..._memory.tensor_bytes import host_bytes
+from ..._saving.commit import commit
+from ..._saving.file_planner import plan_files, stored_names
+from ..._saving.write_items import Item, write_results
+from ..._storage.base import TIMEOUT, Storage
+from ..._writer_process.messages import TensorSource
+from ..._writer_process.write_job import FileJob
+from ..atomic_output import new_directory, shown_path
+from ..checkpoint_view import CheckpointView
+from .common import Options, tensors_at_once
+from .nesting import check_names, check_paths
+
+__all__ = ["check", "write"]
+
+
+def check(view: CheckpointView, options: Options) -> None:
+    """Fails for keys that are not one nested state dict, or are no strings."""
+    check_paths(view)
+    check_names(view)
+
+
+def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], options: Options) -> None:
+    """Writes a checkpoint as the coordinator of a save does."""
+    save_id = uuid.uuid4().hex
+    described = _describe(view)
+    items = _items(view)
+    keys = {item.name: item.index.fqn for item in items}
+
+    def bytes_of(source: TensorSource) -> memoryview:
+        key = keys[source.name]
+        return host_bytes(view.tensors[key].read_all()) if key in view.tensors else memoryview(view.objects[key].read())
+
+    with new_directory(path, storage_options, f"__*_{save_id}.tensors") as storage, _locked(storage):
+        files = plan_files((item.source() for item in items if item.has_bytes), 0, save_id, storage.max_file_bytes)
+        done = FileJob(storage, files, bytes_of, sync=True, threads=tensors_at_once(view.tensors.values())).run()
+        written = [
+            (result.index, StoredItem(*result.storage_data[0]), result.storage_data[1])
+            for result in write_results(items, done)
+        ]
+        metadata = Metadata(described, view.paths, storage_meta=StorageMeta(shown_path(path), save_id=save_id))
+        commit(storage, metadata, written, rank=None, sync=True)
+
+
+def _items(view: CheckpointView) -> list[Item]:
+    """The items of a save; their tensors are on the meta device, because they are read when they are written."""
+    names = stored_names([*view.tensors, *view.objects])
+    values = [(key, tensor.shape, tensor.dtype) for key, tensor in view.tensors.items()]
+    items = [
+        Item(MetadataIndex(key, [0] * len(shape)), name, "tensor", torch.empty(shape, dtype=dtype, device="meta"))
+        for (key, shape, dtype), name in zip(values, names, strict=False)
+    ]
+    return items + [
+        Item(MetadataIndex(key), name, "object", torch.empty(stored.nbytes, dtype=torch.uint8, device="meta"))
+        for (key, stored), name in zip(view.objects.items(), names[len(items) :], strict=True)
+    ]
+
+
+def _describe(view: CheckpointView) -> dict[str, TensorStorageMetadata | BytesStorageMetadata]:
+    """DCP's metadata of everything."""
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    for key, tensor in view.tensors.items():
+        size = torch.Size(tensor.shape)
+        chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+        described[key] = TensorStorageMetadata(TensorProperties(tensor.dtype), size, [chunk])
+    return described | dict.fromkeys(view.objects, BytesStorageMetadata())
+
+
+@contextmanager
+def _locked(storage: Storage) -> Iterator[None]:
+    """Keeps `retention.collect` away, as a save does."""
+    lock = storage.lock_directory()
+    try:
+        lock.share(TIMEOUT)
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,156 @@
+"""The formats: how each is recognised, read and written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..._format.layout import metadata_file_name
+from ..._format.metadata import is_ours
+from ..._storage.base import Storage
+from ..._storage.open import open_storage
+from ..._storage.redact import redact
+from ...errors import ConversionError, DecryptionError, NotCommitted, ReadError
+from ..atomic_output import beside
+from ..checkpoint_view import CheckpointView, read_parts, unlock_parts, view_checkpoint
+from . import dcp, dcp_tensorizer, safetensors, tensorizer, torch_file
+from .common import Options, open_file, read_range
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from ..._format.encryption import DecryptionParams
+
+__all__ = ["FORMATS", "TARGETS", "Target", "open_checkpoint", "open_two"]
+
+FORMATS = ("dcp_tensorizer", "tensorizer", "safetensors", "torch", "dcp")
+_FIRST_BYTES = {b"|TZR|": "tensorizer", b"PK\x03\x04": "torch"}
+_FILE_READERS = {"tensorizer": tensorizer.read, "safetensors": safetensors.read, "torch": torch_file.read}
+
+
+class Target(NamedTuple):
+    """A format to write.
+
+    Attributes:
+        check: Fails if the format cannot hold a checkpoint, before anything is written.
+        write: Writes a checkpoint to a path, with options for its filesystem.
+    """
+
+    check: Callable[[CheckpointView, Options], None]
+    write: Callable[[CheckpointView, str, Mapping[str, Any], Options], None]
+
+
+TARGETS = {
+    "dcp_tensorizer": Target(dcp_tensorizer.check, dcp_tensorizer.write),
+    "tensorizer": Target(tensorizer.check, tensorizer.write),
+    "safetensors": Target(safetensors.check, safetensors.write),
+    "torch": Target(torch_file.check, torch_file.write),
+    "dcp": Target(dcp.check, dcp.write),
+}
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    options: Mapping[str, Any],
+    expected_format: str | None = None,
+    encryption: DecryptionParams | None = None,
+) -> CheckpointView:
+    """What a checkpoint of some format holds.
+
+    Args:
+        path: A local path or URL: of a directory, or of a file.
+        options: For the fsspec filesystem of a URL.
+        expected_format: One of `FORMATS`; None: look.
+        encryption: The key of an encrypted dcp_tensorizer checkpoint.
+
+    Raises:
+        NotCommitted: there is nothing.
+        ConversionError: it is of no known format, or not of the one that was named.
+        DecryptionError: there is no key, a wrong one, or one too many.
+        CheckpointError: it is damaged, or cannot be read.
+    """
+    return _open(_locate(path, options, expected_format), encryption)
+
+
+def open_two(
+    paths: tuple[str, str], options: Mapping[str, Any], encryption: DecryptionParams | None = None
+) -> tuple[CheckpointView, CheckpointView]:
+    """What two checkpoints hold, of which only one may be encrypted; see `open_checkpoint`."""
+    a, b = (_locate(path, options) for path in paths)
+    if encryption is not None and not (a.is_encrypted or b.is_encrypted):
+        raise DecryptionError(f"neither {a.path} nor {b.path} is encrypted, and a key was given")
+    return _open(a, encryption if a.is_encrypted else None), _open(b, encryption if b.is_encrypted else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Location:
+    """Where a checkpoint is: ``parts`` is the metadata of one of this package's, ``name`` that of a single file."""
+
+    path: str
+    format: str
+    storage: Storage
+    name: str
+    parts: Mapping[int | None, Metadata]
+
+    @property
+    def is_encrypted(self) -> bool:
+        return any("encryption" in part.storage_data for part in self.parts.values())
+
+
+def _locate(path: str | os.PathLike[str], options: Mapping[str, Any], expected_format: str | None = None) -> _Location:
+    text = os.fspath(path)
+    storage, name = open_storage(text, options), ""
+    actual = _directory_format(storage)
+    if actual is None:
+        storage, name = beside(text, options)
+        actual = _file_format(storage, name)
+    if expected_format not in (None, actual):
+        raise ConversionError(f"{redact(text)} is of the format {actual}, and not {expected_format}")
+    return _Location(redact(text), actual, storage, name, read_parts(storage) if actual == "dcp_tensorizer" else {})
+
+
+def _open(location: _Location, encryption: DecryptionParams | None) -> CheckpointView:
+    storage = location.storage
+    if location.format == "dcp_tensorizer":
+        return view_checkpoint(storage, location.parts, unlock_parts(storage, location.parts, encryption))
+    if encryption is not None:
+        raise DecryptionError(
+            f"{location.path} is of the format {location.format}, which is not decrypted here: read it without a key"
+        )
+    if location.format == "dcp":
+        return dcp.read(storage, storage.read(metadata_file_name()) or b"")
+    if not location.name:
+        return safetensors.read_directory(storage)
+    return _FILE_READERS[location.format](storage, location.name)
+
+
+def _directory_format(storage: Storage) -> str | None:
+    """The format of a checkpoint that is a directory, None if it is none."""
+    metadata = storage.read(metadata_file_name())
+    if metadata is not None:
+        return "dcp_tensorizer" if is_ours(metadata) else "dcp"
+    if storage.head(metadata_file_name(0)) is not None:
+        return "dcp_tensorizer"
+    return "safetensors" if safetensors.is_directory(storage) else None
+
+
+def _file_format(storage: Storage, name: str) -> str:
+    path = f"{storage.path}/{name}"
+    nbytes = storage.head(name)
+    if nbytes is None:
+        raise NotCommitted(f"{path} does not exist, or holds no checkpoint")
+    try:
+        with open_file(storage, name) as reader:
+            head = read_range(reader, 0, min(9, nbytes))
+    except ReadError as error:
+        if isinstance(error.__cause__, IsADirectoryError):
+            raise NotCommitted(f"{path} holds no checkpoint of a known format ({', '.join(FORMATS)})") from error
+        raise
+    for first_bytes, name_of_format in _FIRST_BYTES.items():
+        if head.startswith(first_bytes):
+            return name_of_format
+    if head[8:] == b"{":
+        return "safetensors"
+    raise ConversionError(f"{path} is of none of the formats {', '.join(FORMATS)}")

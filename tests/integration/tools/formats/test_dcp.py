@@ -1,0 +1,54 @@
+"""torch's own checkpoints: damaged and hostile ones."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dcp_tensorizer import (
+    CheckpointError,
+    MetadataError,
+)
+from dcp_tensorizer.convert import convert
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", "..", ""])
+def test_metadata_that_leads_out_of_its_directory(tmp_path: Path, name: str) -> None:
+    """A checkpoint from elsewhere does not get other files into what is made of it."""
+    dcp.save({"x": torch.ones(3), "o": 5}, checkpoint_id=tmp_path / "a", no_dist=True)
+    metadata = pickle.loads((tmp_path / "a" / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = name
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(MetadataError, match="not beside it"):
+        convert(tmp_path / "a", tmp_path / "b", "dcp_tensorizer")
+
+
+@pytest.mark.parametrize("kept", [0, 100])
+def test_a_torch_checkpoint_that_is_cut_off(tmp_path: Path, kept: int) -> None:
+    """The error names key and file."""
+    dcp.save({"x": torch.ones(3000)}, checkpoint_id=tmp_path / "a")
+    (path,) = (tmp_path / "a").glob("*.distcp")
+    os.truncate(path, kept)
+    with pytest.raises(CheckpointError, match=rf"{path.name} .*'x'"):
+        convert(tmp_path / "a", tmp_path / "b", "safetensors")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("length", [1 << 60, -1, "x"])
+def test_lengths_that_no_file_has(tmp_path: Path, length: Any) -> None:
+    """Damaged metadata does not make anybody ask for so much memory."""
+    dcp.save({"o": 5}, checkpoint_id=tmp_path / "a", no_dist=True)
+    metadata = pickle.loads((tmp_path / "a" / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.length = length
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(MetadataError, match="'o'"):
+        convert(tmp_path / "a", tmp_path / "b", "dcp_tensorizer")

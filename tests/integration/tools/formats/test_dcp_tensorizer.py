@@ -1,0 +1,29 @@
+"""Conversions into this package's own format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._tools.retention import collect, find, plan_collection
+from dcp_tensorizer.convert import convert
+
+from ....checkpoints import make_checkpoint, tensors_of
+from ....support import same
+
+
+def test_a_conversion_under_way_is_not_collected(tmp_path: Path) -> None:
+    """Its directory is locked, as a save's is, until it has its name."""
+    make_checkpoint(tmp_path / "a", {"x": torch.ones(3), "y": torch.ones(3)})
+    kept = []
+
+    def collect_all(done: int, total: int) -> None:
+        if done == total:  # the file was created before it: so there is something to collect
+            kept.extend(collect(removal).kept for removal in plan_collection(find(open_storage(tmp_path)), None, None))
+
+    convert(tmp_path / "a", tmp_path / "b", "dcp_tensorizer", on_progress=collect_all)
+    assert kept == ["a save is under way there"]
+    assert same(tensors_of(tmp_path / "b")["x"], torch.ones(3))
+    assert find(open_storage(tmp_path / "b"))[0].state == "committed"

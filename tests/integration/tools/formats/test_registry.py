@@ -1,0 +1,55 @@
+"""What is at a path: formats are recognised, and what is none of them is named."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcp_tensorizer import (
+    CheckpointError,
+    ConversionError,
+    NotCommitted,
+    ReadError,
+)
+from dcp_tensorizer.convert import convert
+
+
+def header(described: Any) -> bytes:
+    text = json.dumps(described).encode()
+    return struct.pack("<Q", len(text)) + text
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (b"", ConversionError),
+        (b"nothing that anybody knows", ConversionError),
+        (b"|TZR|", CheckpointError),
+        (b"|TZR|" + bytes(300), ConversionError),
+        (b"|TZR|" + struct.pack("<I32sQ8xQQ", 2, b"", 0, 9, 64) + b"\xff" * 64, ConversionError),
+        (b"PK\x03\x04" + bytes(100), ConversionError),
+        (struct.pack("<Q", 1 << 60) + b"{}", CheckpointError),
+        (header({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 9]}}), ConversionError),
+        (header({"x": {"dtype": "Q9", "shape": [2], "data_offsets": [0, 8]}}), ConversionError),
+        (header({"x": 5}), ConversionError),
+        (header({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}), ReadError),
+    ],
+)
+def test_bad_files_are_named(tmp_path: Path, content: bytes, error: type[Exception]) -> None:
+    """Whatever a file holds, the error is one of this package's, names it, and leaves nothing behind."""
+    (tmp_path / "bad").write_bytes(content)
+    with pytest.raises(error, match="bad"):
+        convert(tmp_path / "bad", tmp_path / "out", "dcp_tensorizer")
+    assert [path.name for path in tmp_path.iterdir()] == ["bad"]
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    """A path without anything, and one with a directory of something else."""
+    (tmp_path / "folder").mkdir()
+    for path in ("nowhere", "folder"):
+        with pytest.raises(NotCommitted, match=path):
+            convert(tmp_path / path, tmp_path / "out", "torch")

@@ -1,0 +1,102 @@
+"""A result is at its path as a whole, or nothing is; what others put there stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+
+from dcp_tensorizer import (
+    ConversionError,
+    ReadError,
+)
+from dcp_tensorizer._storage.stream import StreamStorage
+from dcp_tensorizer._tools.formats.registry import FORMATS
+from dcp_tensorizer.convert import convert
+
+from ...checkpoints import make_checkpoint, tensors_of
+from ...support import filled, same
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_what_is_there_stays(tmp_path: Path, to: str) -> None:
+    """Neither a file nor a directory with something in it is written over."""
+    make_checkpoint(tmp_path / "a", {"x": torch.ones(3)})
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "mine").write_text("mine")
+    with pytest.raises(ConversionError, match="exists"):
+        convert(tmp_path / "a", tmp_path / "b", to)
+    assert (tmp_path / "b" / "mine").read_text() == "mine"
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_file_that_is_there_stays(tmp_path: Path, to: str) -> None:
+    """Also where a directory would be written, which is said before the work."""
+    make_checkpoint(tmp_path / "a", {"x": torch.ones(3)})
+    (tmp_path / "b").write_text("mine")
+    with pytest.raises(ConversionError, match="exists"):
+        convert(tmp_path / "a", tmp_path / "b", to)
+    assert (tmp_path / "b").read_text() == "mine"
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_source_that_breaks_off_leaves_nothing(tmp_path: Path, to: str) -> None:
+    """Damage that shows in the middle of the work: the error names the file, and no part of a result is there."""
+    make_checkpoint(tmp_path / "a", {"first": torch.ones(100), "last": filled(torch.uint8, (300_000,))})
+    (path,) = (tmp_path / "a").glob("*.tensors")
+    with open(path, "r+b") as file:
+        file.seek(path.stat().st_size - 1000)
+        file.write(b"damaged")
+    with pytest.raises(ReadError, match=path.name):
+        convert(tmp_path / "a", tmp_path / "b", to)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_destination_that_is_a_link(tmp_path: Path) -> None:
+    """What it leads to is written, and it stays."""
+    make_checkpoint(tmp_path / "a", {"x": torch.ones(3)})
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "b").symlink_to("disk")
+    (tmp_path / "c").symlink_to("disk/new")
+    for name in "bc":
+        if name == "c":
+            (tmp_path / "disk" / "model.safetensors").unlink()
+        convert(tmp_path / "a", tmp_path / name, "safetensors")
+        assert (tmp_path / name).is_symlink()
+        assert same(tensors_of(tmp_path / name)["x"], torch.ones(3))
+    assert (tmp_path / "disk" / "new" / "model.safetensors").exists()
+
+
+def test_a_destination_that_is_a_mount_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can take its place, which is said before the work."""
+    make_checkpoint(tmp_path / "a", {"x": torch.ones(3)})
+    (tmp_path / "b").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "b")
+    with pytest.raises(ConversionError, match="is a mount point"):
+        convert(tmp_path / "a", tmp_path / "b", "safetensors")
+    assert list((tmp_path / "b").iterdir()) == []
+
+
+@pytest.mark.parametrize("to", ["dcp_tensorizer", "safetensors", "dcp"])
+def test_a_failure_leaves_what_others_put_there(tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a directory off local disks, where a result cannot be written elsewhere first."""
+    make_checkpoint(tmp_path / "a", {"x": torch.ones(300), "y": filled(torch.float32, (300,))})
+    (path,) = (tmp_path / "a").glob("*.tensors")
+    path.write_bytes(path.read_bytes()[:-200])
+    memory = fsspec.filesystem("memory")
+    entered = StreamStorage.make_directory
+
+    def in_background(storage: StreamStorage) -> None:
+        entered(storage)
+        memory.pipe_file("/converted/b/.metadata", b"of another job")
+        memory.pipe_file("/converted/b/notes.txt", b"mine")
+
+    monkeypatch.setattr(StreamStorage, "make_directory", in_background)
+    try:
+        with pytest.raises(ReadError):
+            convert(tmp_path / "a", "memory://converted/b", to)
+        assert sorted(memory.find("/converted")) == ["/converted/b/.metadata", "/converted/b/notes.txt"]
+    finally:
+        memory.rm("/converted", recursive=True)
