@@ -7,6 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
+from dcp_tensorizer._storage.local import LocalStorage
 
 from .ranks import run_ranks
 from .training import assert_same, random_tensor
@@ -66,9 +67,7 @@ def few_descriptors():
 @pytest.mark.usefixtures("few_descriptors")
 def test_a_checkpoint_of_more_files_than_descriptors_loads(tmp_path, monkeypatch):
     """As a checkpoint of many ranks has: 200 files, loaded by one process that may open 128."""
-    monkeypatch.setattr(
-        "dcp_tensorizer._saving.file_planner.INDEX_CAPACITY", 100
-    )  # of a file's index: room for one tensor
+    monkeypatch.setattr(LocalStorage, "max_file_bytes", 12)  # room for one tensor
     state = {f"layer{number}": torch.full((3,), float(number)) for number in range(200)}
     with TensorizerStorageWriter(tmp_path) as writer:
         dcp.save(state, storage_writer=writer)
