@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping
@@ -24,9 +25,12 @@ from ._loading.metadata_reader import read_metadata
 from ._loading.objects import check_trust, deliver_object, read_objects
 from ._loading.read_target import target_of
 from ._loading.report import LoadClock, LoadReport, Progress, publish
+from ._loading.tensors import read_tensors
 from ._loading.validate import (
+    ReadFrom,
     check_coverage,
     check_files,
+    check_one_save,
     check_own_parts,
     check_world_size,
     not_committed,
@@ -193,10 +197,15 @@ class TensorizerStorageReader(StorageReader):
                 check_coverage(storage.path, metadata, {read_item.storage_index.fqn for read_item in plan.items})
             files = {stored_item(storage.path, metadata, read_item.storage_index).file for read_item in plan.items}
         check_files(storage, metadata, files - {""})
-        return plan
+        return dataclasses.replace(plan, storage_data=ReadFrom(self._save_id))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Every rank reads for itself; nothing to arrange."""
+        """Checks that all ranks have read the metadata of one save, while another job may replace it.
+
+        Raises:
+            MetadataError: they have not; no target has changed.
+        """
+        check_one_save(self._opened()[0].path, [plan.storage_data for plan in plans])
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -210,9 +219,8 @@ class TensorizerStorageReader(StorageReader):
         """
         self._clock.begin_reading()
         nbytes = self._read(plan, planner)
-        storage, metadata = self._opened()
-        save_id = metadata.storage_meta.save_id if metadata.storage_meta is not None else None
-        self._last_report = self._clock.report(storage.path, save_id or "", self._rank, len(plan.items), nbytes)
+        path = self._opened()[0].path
+        self._last_report = self._clock.report(path, self._save_id, self._rank, len(plan.items), nbytes)
         publish(self._last_report, self._on_report)
         future: Future[None] = Future()
         future.set_result(None)
@@ -222,6 +230,12 @@ class TensorizerStorageReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Any path or URL may be a checkpoint; whether it is shows when it is read."""
         return isinstance(checkpoint_id, str | os.PathLike)
+
+    @property
+    def _save_id(self) -> str:
+        """Of the save whose metadata was read; empty where that does not say."""
+        meta = self._opened()[1].storage_meta
+        return "" if meta is None else meta.save_id or ""
 
     def _opened(self) -> tuple[Storage, Metadata]:
         assert self._storage is not None and self._metadata is not None, "read_metadata comes first"
@@ -252,17 +266,17 @@ class TensorizerStorageReader(StorageReader):
             check_own_parts(path, metadata, plan, getattr(planner, "state_dict", {}))
         with collector_paused():
             stored = [(i, stored_item(path, metadata, i.storage_index)) for i in plan.items]
-            tensors = [(i, item, planner.resolve_tensor(i).detach()) for i, item in stored if item.kind == "tensor"]
-            world_size = _world_size()
-            targets = [target_of(path, metadata, i, item, tensor, world_size) for i, item, tensor in tensors]
         read = functools.partial(fetch, storage, threads=self._threads, verify=self._verify, cipher=self._cipher)
         objects, nbytes = read_objects([(i, item) for i, item in stored if item.kind != "tensor"], read)
         if not self._allow_pickle:
             check_trust(path, objects)
-        not_empty = [target for target in targets if target is not None]
-        nbytes += read(not_empty, progress=Progress(path, self._on_progress))
-        for read_item, _, tensor in tensors:
-            planner.commit_tensor(read_item, tensor)
+        nbytes += read_tensors(
+            [(i, item) for i, item in stored if item.kind == "tensor"],
+            planner,
+            functools.partial(target_of, path, metadata, world_size=_world_size()),
+            lambda targets, progress: read(targets, progress=progress),
+            Progress(path, self._on_progress),
+        )
         for read_item, content in objects:
             deliver_object(planner, read_item, content, allow_pickle=self._allow_pickle)
         return nbytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
@@ -20,16 +20,50 @@ from .._torch_compat import local_elements
 from ..errors import MetadataError, NotCommitted, ReadError
 
 __all__ = [
+    "ReadFrom",
     "check_chunks",
     "check_coverage",
     "check_files",
     "check_length",
+    "check_one_save",
     "check_own_parts",
     "check_world_size",
     "chunk_regions",
     "not_committed",
     "stored_item",
 ]
+
+
+class ReadFrom(NamedTuple):
+    """What a rank's load plan carries to the coordinator: which save it is a plan for."""
+
+    save_id: str
+
+
+def check_one_save(path: str, carried: Sequence[object]) -> None:
+    """Checks that the plans of all ranks are for one save.
+
+    Args:
+        path: The checkpoint's, for messages.
+        carried: The ``storage_data`` of each rank's plan.
+
+    Raises:
+        MetadataError: they are for several, or nobody can tell.
+    """
+    if len(carried) < 2:
+        return
+    lost = [rank for rank, data in enumerate(carried) if not isinstance(data, ReadFrom)]
+    if lost:
+        raise MetadataError(
+            f"{path}: the planner's create_global_plan dropped the storage_data of the plan of rank {lost[0]}, so that "
+            f"nobody can tell whether all ranks read the same checkpoint: make new plans by dataclasses.replace"
+        )
+    others = [rank for rank, data in enumerate(carried) if data != carried[0]]
+    if others:
+        raise MetadataError(
+            f"{path} was overwritten while its metadata was read: rank {others[0]} found another save there than rank "
+            f"0. No target has changed. Load it again, or load another checkpoint."
+        )
 
 
 def not_committed(path: str) -> NotCommitted:

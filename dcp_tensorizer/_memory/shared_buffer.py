@@ -134,7 +134,7 @@ class SharedBuffer:
         """
         count = math.prod(shape)
         if count == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         assert self._map is not None, "the buffer is closed"
         nbytes = count * dtype.itemsize
         offset = self._used

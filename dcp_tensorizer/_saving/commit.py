@@ -15,6 +15,7 @@ from .._format.layout import (
     FORMAT_VERSION,
     StoredItem,
     data_file_names_in,
+    data_file_rank,
     is_data_file_name,
     is_metadata_file_name,
     is_temporary_file_name,
@@ -23,7 +24,8 @@ from .._format.layout import (
 from .._format.metadata import ItemKey, encode, item_key, verified
 from .._memory.garbage import collector_paused
 from .._storage.base import DirectoryLock, Refused, Storage
-from ..errors import WriteError
+from .._threads import in_threads
+from ..errors import CheckpointError, WriteError
 
 __all__ = ["begin", "commit", "leftovers", "remove", "replaced_files"]
 
@@ -99,11 +101,34 @@ def commit(
     if encryption is not None:
         content |= {"version": ENCRYPTED_VERSION, "encryption": dict(encryption)}
     try:
+        check_data(storage, files)
         data = _encoded(storage, dataclasses.replace(metadata, storage_data=content))
         storage.put(metadata_file_name(rank), data, sync=sync, replace=overwrite)
     except Refused as error:
         remove(storage, files)
         raise WriteError(str(error)) from error.__cause__
+
+
+def check_data(storage: Storage, files: Mapping[str, int]) -> None:
+    """Looks that the data of all ranks is where the metadata will say, as every load will look.
+
+    Raises:
+        Refused: some is not; names its ranks, and why that may be.
+    """
+    names = list(files)
+    try:
+        sizes = in_threads(storage.head, names)
+    except CheckpointError as error:
+        raise Refused(f"{storage.path}: cannot look whether all data is there: {error}") from error
+    missing = [name for name, size in zip(names, sizes, strict=True) if size != files[name]]
+    if missing:
+        ranks = sorted({data_file_rank(name) for name in missing})
+        raise Refused(
+            f"{storage.path} lacks data that was just written there, of rank{'s' if len(ranks) > 1 else ''} "
+            f"{', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''} ({missing[0]}): the ranks do not "
+            f"share this path (a relative path in different working directories, a disk of each machine's own), or "
+            f"the directory was moved or emptied meanwhile. Nothing is committed."
+        )
 
 
 def replaced_files(storage: Storage, rank: int | None) -> set[str]:

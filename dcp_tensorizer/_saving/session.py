@@ -280,10 +280,14 @@ class SaveSession:
     def _write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[Item], Written]:
         if self._staged_save is not None:
             self._staged_save.wait_copied()
-        items = resolve(plan, planner)
+        items = resolve(plan, planner, self._is_staged)
         if self._commits:
             self._replaced = in_background(functools.partial(replaced_files, self.storage, self._metadata_rank))
         return items, self._saver.client.write(self.storage, self._rank, self.id, items, self._staged_save)
+
+    def _is_staged(self, tensor: torch.Tensor) -> bool:
+        buffer = None if self._staged_save is None else self._staged_save.buffer
+        return buffer is not None and buffer.locate(tensor) is not None
 
     def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         saver = self._saver

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -60,14 +61,32 @@ class Item:
 
 
 @collector_paused()
-def resolve(plan: SavePlan, planner: SavePlanner) -> list[Item]:
+def resolve(
+    plan: SavePlan, planner: SavePlanner, is_staged: Callable[[torch.Tensor], bool] = lambda tensor: False
+) -> list[Item]:
     """The items of a plan, in its order.
+
+    All of them are written at once. A planner that is not one of torch's own may make one item in the memory of the
+    one before: what it gives is copied, unless it is staged.
 
     Raises:
         CheckpointError: an item cannot be saved; names its key.
     """
     names = stored_names([item.index.fqn for item in plan.items])
-    return [Item(item.index, name, *_resolve(item, planner)) for item, name in zip(plan.items, names, strict=True)]
+    lasts = is_staged if _makes_items(planner) else _always
+    return [
+        Item(item.index, name, *_resolve(item, planner, lasts)) for item, name in zip(plan.items, names, strict=True)
+    ]
+
+
+def _makes_items(planner: SavePlanner) -> bool:
+    """Whether a planner resolves items in a way of its own."""
+    ways = ("resolve_data", "lookup_object", "transform_object")
+    return any(getattr(type(planner), name, None) is not getattr(DefaultSavePlanner, name) for name in ways)
+
+
+def _always(tensor: torch.Tensor) -> bool:
+    return True
 
 
 @collector_paused()
@@ -106,26 +125,35 @@ class ObjectCheck:
                 )
 
 
-def _resolve(item: WriteItem, planner: SavePlanner) -> tuple[str, torch.Tensor]:
+def _resolve(item: WriteItem, planner: SavePlanner, lasts: Callable[[torch.Tensor], bool]) -> tuple[str, torch.Tensor]:
     key = item.index.fqn
     try:
         data = planner.resolve_data(item)
         if item.type == WriteItemType.BYTE_IO:
-            return "object", _blob(data)
+            blob = _blob(data)
+            return "object", blob if lasts(blob) else _copy(blob)
         assert isinstance(data, torch.Tensor)
         if is_wrapper(data):
             pickled = io.BytesIO()
             torch.save(data, pickled)
             return "wrapper", _blob(pickled)
         check_supported(key, data)
-        return "tensor", data.detach()
+        return "tensor", data.detach() if lasts(data) else _copy(data)
     except CheckpointError:
         raise
     except Exception as error:
         raise WriteError(f"{key!r} cannot be saved: {describe(error)}") from error
 
 
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
 def _blob(data: object) -> torch.Tensor:
     assert isinstance(data, io.BytesIO)
     content = data.getbuffer()
-    return torch.frombuffer(content, dtype=torch.uint8) if content.nbytes else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(content, dtype=torch.uint8)
+        if content.nbytes
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )

@@ -43,16 +43,54 @@ def copy_structure(value: Any, key: str, tensors: list[torch.Tensor]) -> Any:
         if type(value) in (dict, collections.OrderedDict):
             return type(value)(items)  # type: ignore[call-arg]
         # A shallow copy of a mapping that is not a dict may share its contents: to refill it would change the live one.
-        return _refill(copy.copy(value), items) if isinstance(value, dict) else dict(items)
+        return _copy_container(value, items, key) if isinstance(value, dict) else dict(items)
     if isinstance(value, list | tuple):
-        return _like(value, [copy_structure(item, f"{key}.{number}", tensors) for number, item in enumerate(value)])
+        members = [copy_structure(item, f"{key}.{number}", tensors) for number, item in enumerate(value)]
+        return members if type(value) is list else _copy_container(value, members, key)
     try:
         return copy.deepcopy(value)
     except Exception as error:
-        raise StagingError(
-            f"{key!r}: an object of type {type(value).__module__}.{type(value).__qualname__} cannot be copied "
-            f"({type(error).__name__}: {error}). Leave it out of the state dict, or give it a __deepcopy__."
-        ) from error
+        raise _cannot_be_copied(key, value, f"{type(error).__name__}: {error}") from error
+
+
+def _copy_container(value: Any, members: list[Any], key: str) -> Any:
+    """A container of the same class with other members, and with copies of its attributes.
+
+    The class's constructor is not called: it may take something else than members.
+
+    Raises:
+        StagingError: the class does not let its members be set, as one that can be written once; names the key.
+    """
+    try:
+        copied: Any = tuple.__new__(type(value), members) if isinstance(value, tuple) else copy.copy(value)
+        if copied is value and not isinstance(value, tuple):
+            raise TypeError("a copy of it is the same object")
+        for name, attribute in getattr(value, "__dict__", {}).items():
+            copied.__dict__[name] = copy.deepcopy(attribute)
+        _set_members(copied, members)
+    except Exception as error:
+        raise _cannot_be_copied(key, value, f"{type(error).__name__}: {error}") from error
+    given = [member for _, member in members] if isinstance(value, dict) else members
+    held = list(copied.values() if isinstance(value, dict) else copied)
+    if len(held) != len(given) or any(a is not b for a, b in zip(held, given, strict=True)):
+        raise _cannot_be_copied(key, value, "a copy of it does not hold what it is given")
+    return copied
+
+
+def _set_members(container: Any, members: list[Any]) -> None:
+    """Replaces what a list holds, or the values of a dict by its items; a tuple has got its members already."""
+    if isinstance(container, dict):
+        for name, item in members:
+            container[name] = item
+    elif isinstance(container, list):
+        container[:] = members
+
+
+def _cannot_be_copied(key: str, value: object, why: str) -> StagingError:
+    return StagingError(
+        f"{key!r}: an object of type {type(value).__module__}.{type(value).__qualname__} cannot be copied ({why}). "
+        f"Leave it out of the state dict, or give it a __deepcopy__."
+    )
 
 
 def _inner_tensors(tensor: torch.Tensor, key: str) -> Iterator[torch.Tensor]:
@@ -88,21 +126,16 @@ def fill_tensors(structure: Any, staged: Iterable[torch.Tensor]) -> Any:
 def _fill(structure: Any, staged: Iterator[torch.Tensor]) -> Any:
     if isinstance(structure, torch.Tensor):
         return _rebuild_tensor(structure, staged)
+    if isinstance(structure, tuple) and not isinstance(structure, _ATOMIC):
+        filled = tuple.__new__(type(structure), [_fill(item, staged) for item in structure])
+        if attributes := getattr(structure, "__dict__", None):
+            filled.__dict__.update(attributes)
+        return filled
     if isinstance(structure, dict):
-        return _refill(structure, [(name, _fill(item, staged)) for name, item in structure.items()])
-    if isinstance(structure, list | tuple) and not isinstance(structure, _ATOMIC):
-        return _like(structure, [_fill(item, staged) for item in structure])
+        _set_members(structure, [(name, _fill(item, staged)) for name, item in structure.items()])
+    elif isinstance(structure, list):
+        _set_members(structure, [_fill(item, staged) for item in structure])
     return structure
-
-
-def _like(value: Any, members: list[Any]) -> Any:
-    return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
-
-
-def _refill(mapping: Any, items: list[tuple[Any, Any]]) -> Any:
-    for name, item in items:
-        mapping[name] = item
-    return mapping
 
 
 def _rebuild_tensor(tensor: torch.Tensor, staged: Iterator[torch.Tensor]) -> torch.Tensor:

@@ -81,7 +81,7 @@ def _empty(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Memory that goes back to the system when it is freed: malloc keeps some for each thread that ever had any."""
     nbytes = math.prod(size) * dtype.itemsize
     if nbytes < _KEPT_BY_MALLOC:
-        return torch.empty(size, dtype=dtype)
+        return torch.empty(size, dtype=dtype, device="cpu")
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).view(dtype).view(size)
 
 

@@ -163,3 +163,15 @@ states = st.recursive(
 def test_generated_states_survive(writer, tmp_path_factory, state):
     """Any nesting, dtypes, shapes and strides, one after the other through one writer and its buffer."""
     assert_same(round_trip(state, writer, tmp_path_factory.mktemp("generated")), state)
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_the_default_device_of_the_trainer_does_not_matter(tmp_path, device):
+    """Staging, scratch memory and objects are in host memory, whatever ``torch.set_default_device`` says."""
+    state = {"w": torch.arange(6.0).view(2, 3), "empty": torch.zeros(0, 4), "step": torch.tensor(7), "text": "a"}
+    loaded = {"w": torch.zeros(3, 2).t(), "empty": torch.zeros(0, 4), "step": torch.tensor(0), "text": ""}
+    with torch.device(device), TensorizerStorageWriter(tmp_path) as writer:
+        dcp.async_save(state, storage_writer=writer).result()
+        dcp.load(loaded, storage_reader=TensorizerStorageReader(tmp_path))
+    assert torch.equal(loaded["w"], state["w"])
+    assert (loaded["empty"].shape, loaded["step"].item(), loaded["text"]) == ((0, 4), 7, "a")

@@ -237,7 +237,7 @@ def _module_kind(tensor: StoredTensor, options: Options) -> str:
 
 def _numpy_lacks(dtype: torch.dtype) -> bool:
     try:
-        torch.empty(0, dtype=dtype).numpy()
+        torch.empty(0, dtype=dtype, device="cpu").numpy()
     except TypeError:
         return True
     return False

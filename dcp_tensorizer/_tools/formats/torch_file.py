@@ -211,7 +211,9 @@ def write(
 def _records(view: CheckpointView) -> dict[str, bytes | StoredTensor]:
     """The records of the archive in order, with their bytes or the tensor that gives them."""
     with FakeTensorMode():
-        fakes = {key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in view.tensors.items()}
+        fakes = {
+            key: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for key, tensor in view.tensors.items()
+        }
     paths = view.paths
     values = {key: fakes[key] if key in fakes else _loaded(view.objects[key], view.path) for key in paths}
     state = nested(values, paths)

@@ -200,3 +200,24 @@ def test_beside_metadata_that_cannot_be_read_nothing_is_removed(storage, tmp_pat
     (tmp_path / data_file_name(0, 0, "b" * 32)).touch()
     begin(storage, 1.0).release()
     assert len(os.listdir(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("harm", ["missing", "short"])
+def test_data_that_is_not_where_the_metadata_will_say_is_no_checkpoint(storage, tmp_path, harm):
+    """Of ranks that do not share the path, say: the ranks are named, and what was committed before stays."""
+    old = data_file_name(0, 0, "a" * 32)
+    commit_file(storage, old)
+    names = [data_file_name(rank, 0, "b" * 32) for rank in range(3)]
+    for name in names:
+        (tmp_path / name).write_bytes(b"data")
+    if harm == "missing":
+        (tmp_path / names[1]).unlink()
+        (tmp_path / names[2]).unlink()
+    else:
+        os.truncate(tmp_path / names[1], 3)
+    items = [(MetadataIndex("w", [rank]), item_in(name), 4) for rank, name in enumerate(names)]
+    ranks = "ranks 1, 2" if harm == "missing" else "rank 1"
+    with pytest.raises(WriteError, match=rf"of {ranks} \(__1_0_b.*the ranks do not share this path"):
+        commit(storage, metadata_of("new"), items, rank=None, sync=True)
+    assert read_metadata(storage).storage_data["files"] == {old: 4}
+    assert {path.name for path in tmp_path.iterdir()} == {".metadata", old}

@@ -376,3 +376,60 @@ def test_tensors_are_listed_in_the_order_in_which_they_are_filled_in() -> None:
     filled_in = fill_tensors(structure, [t.clone() + 5 for t in listed])
     assert filled_in["a"][0].tolist() == [5.0]
     assert (filled_in["w"][0].a.tolist(), filled_in["w"][1]) == ([6.0, 6.0], 3)
+
+
+class Named(list):
+    """A list whose constructor takes a name, and not members."""
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        super().__init__()
+        self.name, self.notes = name, notes
+
+
+class Pinned(tuple):
+    """A tuple with a constructor of its own."""
+
+    def __new__(cls, *, first: object, second: object) -> Pinned:
+        return super().__new__(cls, (first, second))
+
+
+class WrittenOnce(dict):
+    """A dict that takes each key once."""
+
+    def __setitem__(self, key: object, value: object) -> None:
+        raise RuntimeError("it is written once")
+
+
+class Doubling(list):
+    """A list that changes what it is given."""
+
+    def __setitem__(self, where: object, members: object) -> None:
+        super().__setitem__(where, [*members, *members])  # type: ignore[index, misc]
+
+
+def test_containers_are_copied_by_their_own_protocol(stager: Stager) -> None:
+    """Members and attributes arrive in copies, whatever the class's constructor takes."""
+    listed, pinned = Named("weights", ["a"]), Pinned(first=torch.ones(2), second=[3])
+    listed += [torch.zeros(2), 7]
+    pinned.note = ["b"]  # type: ignore[attr-defined]
+    copied = dict(stager.stage({"listed": listed, "pinned": pinned}))
+    listed[0] += 5
+    listed.append(8)
+    listed.notes.append("later")
+    pinned[0].add_(5)
+    pinned[1].append(4)
+    pinned.note.append("later")  # type: ignore[attr-defined]
+    assert (type(copied["listed"]), type(copied["pinned"])) == (Named, Pinned)
+    assert (copied["listed"][0].tolist(), copied["listed"][1:]) == ([0.0, 0.0], [7])
+    assert (copied["listed"].name, copied["listed"].notes) == ("weights", ["a"])
+    assert (copied["pinned"][0].tolist(), copied["pinned"][1], copied["pinned"].note) == ([1.0, 1.0], [3], ["b"])
+
+
+@pytest.mark.parametrize("kind", [WrittenOnce, Doubling])
+def test_containers_that_do_not_take_their_members_are_an_error(stager: Stager, kind: type) -> None:
+    """It names the key; never an empty container, and never another content."""
+    container = kind({"x": 1}) if issubclass(kind, dict) else kind([1, 2])
+    staged = stager.stage({"model": {"odd": container}})
+    assert staged.staged_save.error is not None
+    assert "'model.odd'" in str(staged.staged_save.error)
+    assert kind.__name__ in str(staged.staged_save.error)

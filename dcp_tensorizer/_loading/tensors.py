@@ -1,0 +1,66 @@
+"""Tensors: the planner says where each one goes, it is read there, and the planner hears of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+
+from .._format.layout import StoredItem
+from .._memory.garbage import collector_paused
+from .read_target import ReadTarget
+
+__all__ = ["read_tensors"]
+
+_Items = Sequence[tuple[ReadItem, StoredItem]]
+_DELIVERY = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
+
+
+def read_tensors(
+    items: _Items,
+    planner: LoadPlanner,
+    target_of: Callable[[ReadItem, StoredItem, torch.Tensor], ReadTarget | None],
+    read: Callable[[Sequence[ReadTarget], Callable[[int, int], object]], int],
+    progress: Callable[[int, int], object],
+) -> int:
+    """Reads tensors to where the planner wants them.
+
+    All at once, if the planner is one of torch's own. Others may give one scratch buffer for each tensor, and empty it
+    when they hear of that: they get one tensor after the other, as from torch's own reader.
+
+    Args:
+        items: What to read.
+        planner: Resolves and commits.
+        target_of: Checks that an item fits a tensor, and says what to read; None if that is nothing.
+        read: Reads targets, tells of its progress, and returns how many bytes it has read.
+        progress: Called with the bytes that are done and the bytes in all.
+
+    Returns:
+        How many bytes were read.
+    """
+    total = sum(item.length for _, item in items)  # an estimate: parts may be less, whole blocks more
+    done = 0
+    for batch in _batches(items, planner):
+        with collector_paused():
+            tensors = [planner.resolve_tensor(read_item).detach() for read_item, _ in batch]
+            targets = [target_of(*item, tensor) for item, tensor in zip(batch, tensors, strict=True)]
+        tell = progress if len(batch) == len(items) else _within(progress, done, total)
+        done += read([target for target in targets if target is not None], tell)
+        for (read_item, _), tensor in zip(batch, tensors, strict=True):
+            planner.commit_tensor(read_item, tensor)
+    return done
+
+
+def _batches(items: _Items, planner: LoadPlanner) -> Iterator[_Items]:
+    """What is resolved before anything of it is committed."""
+    if all(getattr(type(planner), name, None) is getattr(DefaultLoadPlanner, name) for name in _DELIVERY):
+        yield items
+    else:
+        yield from ([item] for item in items)
+
+
+def _within(progress: Callable[[int, int], object], before: int, total: int) -> Callable[[int, int], object]:
+    """The progress of a read that is a part of a longer one."""
+    return lambda done, _: progress(before + done, max(total, before + done))
