@@ -368,3 +368,23 @@ def test_failures_in_a_row_are_raised_though_futures_are_dropped(tmp_path):
         with pytest.raises(WriteError, match=r"3 saves in a row.*file/below.*Last committed: .*good"):
             dcp.async_save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "good", storage_writer=writer)
     assert eventually(lambda: set(threading.enumerate()) <= before)
+
+
+def _save_to_disks_of_their_own(rank, folder):
+    own = folder / f"machine{rank.index}"
+    mesh = init_device_mesh("cpu", (WORLD,))
+    state = {"w": distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])}
+    with TensorizerStorageWriter(own / "checkpoint") as writer:
+        failure = attempt(
+            lambda: dcp.async_save(state, storage_writer=writer, process_group=rank.saves).result(timeout=SECONDS)
+        )
+    return {number: (type(cause).__name__, str(cause)) for number, cause in failure.causes.items()}
+
+
+def test_ranks_that_do_not_share_the_path_are_told(tmp_path):
+    """Every rank's save fails, names the rank whose data is elsewhere, and nothing is committed."""
+    for causes in run_ranks(WORLD, _save_to_disks_of_their_own, tmp_path):
+        ((kind, text),) = causes.values()
+        assert kind == "WriteError"
+        assert re.search(r"of rank 1 .*the ranks do not share this path", text)
+    assert not list(tmp_path.rglob(".metadata"))
