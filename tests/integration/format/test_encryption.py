@@ -298,7 +298,7 @@ def test_remote_checkpoints_are_encrypted(s3: S3Server, sftp: SftpServer, tmp_pa
 
 def test_the_example_in_the_documentation_runs(tmp_path: Path) -> None:
     """As it stands, with a key file that nobody else can read; what it saved is what it loaded."""
-    example = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "encryption.md").read_text(), re.DOTALL)[0]
+    example = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guides" / "encryption.md").read_text(), re.DOTALL)[0]
     check = "\nassert torch.equal(loaded['weight'], state_dict['weight'])\nassert loaded['step'] == 7\n"
     run_python(f"import os\nos.chdir({str(tmp_path)!r})\n{example}{check}")
     assert (tmp_path / "checkpoint.key").stat().st_mode & 0o777 == 0o600
