@@ -5,24 +5,24 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test quick unit-integration e2e-docs check docs bench gpu soak clean
+.PHONY: demo test quick unit-integration-docs e2e check docs bench gpu soak clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo
 
 # Both suites at once: most of their time they wait for processes that start.
 test: $(READY) check
-	$(MAKE) --jobs=2 --output-sync=target unit-integration e2e-docs
+	$(MAKE) --jobs=2 --output-sync=target unit-integration-docs e2e
 
 # While you work: what needs no process and no server.
 quick: $(READY)
 	$(BIN)/python -m pytest tests/unit
 
-unit-integration: $(READY)
-	$(BIN)/python -m pytest tests/unit tests/integration
+unit-integration-docs: $(READY)
+	$(BIN)/python -m pytest tests/unit tests/integration tests/docs
 
-e2e-docs: $(READY)
-	$(BIN)/python -m pytest tests/e2e tests/docs
+e2e: $(READY)
+	$(BIN)/python -m pytest tests/e2e
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -260,10 +260,12 @@ class SaveSession:
             raise
         saver.failures.committed()
         assert self._report is not None and self._replaced is not None, "write comes first"
-        saver.reports.publish(self._times.committed(self._report))
+        report = self._times.committed(self._report)
         # It takes a quarter of a second for 2 GB, and not on another thread: whoever waited may copy the directory.
+        # Before the user's callback: until then a load that began earlier may still find files of both saves.
         remove(self.storage, self._replaced.result())
         self.end()
+        saver.reports.publish(report)
 
     def end(self) -> None:
         """Lets others clean up where it was saved. Idempotent."""

@@ -60,3 +60,16 @@ def test_a_callback_that_fails_does_not_fail_the_save(tmp_path, caplog):
     assert (tmp_path / ".metadata").exists()
     assert "metrics are down" in caplog.text
     caplog.clear()  # its traceback holds the staged state dict
+
+
+def test_a_callback_sees_what_will_stay(tmp_path):
+    """When it is called, the files of the checkpoint that was replaced are gone."""
+    seen = []
+
+    def look(report):
+        seen.append([report.save_id in path.name for path in tmp_path.glob("*.tensors")])
+
+    with TensorizerStorageWriter(tmp_path, on_report=look) as writer:
+        for _ in range(2):
+            dcp.async_save(STATE, storage_writer=writer).result()
+    assert seen == [[True], [True]]
