@@ -113,6 +113,7 @@ class TensorizerStorageReader(StorageReader):
         self._storage: Storage | None = None
         self._metadata: Metadata | None = None
         self._error: CheckpointError | None = None
+        self._is_own_save = False
         self._clock = LoadClock()
 
     def __repr__(self) -> str:
@@ -155,6 +156,7 @@ class TensorizerStorageReader(StorageReader):
         """
         rank = kwargs.get("rank")
         self._error = None
+        self._is_own_save = rank is not None
         if rank is None:  # DCP's first question
             self._clock = LoadClock()
         try:
@@ -197,7 +199,8 @@ class TensorizerStorageReader(StorageReader):
                 check_coverage(storage.path, metadata, {read_item.storage_index.fqn for read_item in plan.items})
             files = {stored_item(storage.path, metadata, read_item.storage_index).file for read_item in plan.items}
         check_files(storage, metadata, files - {""})
-        return dataclasses.replace(plan, storage_data=ReadFrom(self._save_id))
+        # Where each rank saved for itself, each reads a save of its own, and there is nothing to agree on.
+        return dataclasses.replace(plan, storage_data=ReadFrom("" if self._is_own_save else self._save_id))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Checks that all ranks have read the metadata of one save, while another job may replace it.

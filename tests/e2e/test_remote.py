@@ -67,9 +67,10 @@ def _fast(s3, proxy):
 
 
 def test_requests_of_a_save_and_of_a_load(s3, proxy, prefix):
-    """Each is counted; nothing is ever listed, and the file that is replaced costs one request more."""
+    """Each is counted, the look for the data file before the commit as well. Nothing is listed."""
     url, options = f"s3://{s3.bucket}/{prefix}", s3.options(proxy.endpoint)
     write = {"CreateMultipartUpload": 1, "UploadPart": 4, "CompleteMultipartUpload": 1, "GetObject": 1, "PutObject": 1}
+    write |= {"HeadObject": 1}
     with TensorizerStorageWriter(url, storage_options=options) as writer:
         dcp.async_save(_state(1), storage_writer=writer).result()
         assert proxy.counts() == write
@@ -117,10 +118,10 @@ def _save_on_ranks(rank, url, options):
 
 
 def test_each_rank_writes_its_own_object_and_one_commits(s3, proxy, prefix):
-    """Three ranks: three objects, then the metadata, which is read once before; not a request more."""
+    """Three ranks: three objects, a look for each, then the metadata, which is read once before; not a request more."""
     url, options = f"s3://{s3.bucket}/{prefix}", s3.options(proxy.endpoint)
     run_ranks(3, _save_on_ranks, url, options)
-    assert proxy.counts() == {"PutObject": 3 + 1, "GetObject": 1}
+    assert proxy.counts() == {"PutObject": 3 + 1, "HeadObject": 3, "GetObject": 1}
     assert proxy.requests[-1].key == f"{prefix}/.metadata"
     assert sorted(name[:4] for name in s3.objects(prefix)) == [".met", "__0_", "__1_", "__2_"]
     loaded = {f"rank{n}": torch.zeros(SMALL, dtype=torch.uint8) for n in range(3)}

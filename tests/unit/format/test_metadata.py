@@ -116,6 +116,7 @@ def test_encrypted_checkpoints_have_a_version_of_their_own(tmp_path):
     record = {"derivation": (1, 8192, 2, b"sixteen of salt."), "check": CHECK}
     (item,) = (StoredItem(*ENCRYPTED_ITEM),)
     storage = open_storage(tmp_path)
+    (tmp_path / item.file).write_bytes(bytes(300_008))
     commit(storage, metadata_of(), [(INDEX, item, 300_008)], rank=None, sync=True, encryption=record)
     content = read_metadata(storage).storage_data
     assert content == encrypted_content(encryption=record)
