@@ -256,10 +256,7 @@ class TensorizerStorageReader(StorageReader):
     def _unlock(self) -> Cipher | None:
         """The checkpoint's key, before any target changes."""
         storage, metadata = self._opened()
-        record = metadata.storage_data.get("encryption")
-        if self._cipher is not None and record is not None and self._cipher.opens(record["check"]):
-            return self._cipher  # to derive it from a passphrase takes long
-        return unlock(self._encryption, record, storage.path)
+        return unlock(self._encryption, metadata.storage_data.get("encryption"), storage.path, self._cipher)
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> int:
         """Reads objects, and checks that they are trusted; then tensors. Returns the bytes that were read."""

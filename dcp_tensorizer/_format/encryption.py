@@ -181,17 +181,22 @@ def _decryption_cipher(params: DecryptionParams, derivation: Derivation | None) 
     return Cipher(made.key, derivation)
 
 
-def unlock(params: DecryptionParams | None, record: Mapping[str, Any] | None, path: str) -> Cipher | None:
+def unlock(
+    params: DecryptionParams | None, record: Mapping[str, Any] | None, path: str, known: Cipher | None = None
+) -> Cipher | None:
     """The key of a checkpoint, found to be the right one; None for one that is not encrypted.
 
     Args:
         params: What the user gave.
         record: What the checkpoint's ``.metadata`` says of its key.
         path: The checkpoint's, for messages.
+        known: A key that was found before; if it is the right one, none is derived, which takes long.
 
     Raises:
         DecryptionError: there is no key, a wrong one, or one too many.
     """
+    if known is not None and record is not None and known.opens(record["check"]):
+        return known
     if record is None and params is None:
         return None
     if params is None:

@@ -28,22 +28,7 @@ import numpy as np
 from .encryption import Cipher
 from .layout import INDEX_CAPACITY, MAC_BYTES, NONCE_BYTES, Derivation, block_size
 
-__all__ = [
-    "ALIGNMENT",
-    "CRC32",
-    "ENCRYPTED",
-    "ENCRYPTED_FLAG",
-    "END",
-    "HEAD",
-    "LONG",
-    "MAGIC",
-    "START",
-    "VERSIONED_INDEX",
-    "Entry",
-    "FileLayout",
-    "T",
-    "lay_out",
-]
+__all__ = ["ALIGNMENT", "END", "Entry", "FileLayout", "T", "lay_out"]
 
 # Reading from the page cache into memory takes 1.1 to 1.25 times as long where the two are not aligned alike (to 32
 # bytes, on Zen 4), and tensors are in memory aligned to 64.

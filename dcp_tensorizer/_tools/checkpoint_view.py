@@ -190,10 +190,7 @@ def unlock_parts(
     ciphers: dict[int | None, Cipher | None] = {}
     last: Cipher | None = None
     for rank, part in parts.items():
-        record = part.storage_data.get("encryption")
-        if last is None or record is None or not last.opens(record["check"]):  # deriving one from a passphrase is slow
-            last = unlock(key, record, storage.path)
-        ciphers[rank] = last
+        ciphers[rank] = last = unlock(key, part.storage_data.get("encryption"), storage.path, last)
     return ciphers
 
 
