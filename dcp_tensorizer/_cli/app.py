@@ -16,7 +16,7 @@ import typer
 
 from .._storage.open import open_storage
 from .._storage.redact import redact
-from .._tools import retention
+from .._tools import listing, retention
 from .._tools.checkpoint_view import data_files, read_parts, unlock_parts, view_checkpoint
 from .._tools.diff import diff as compare
 from .._tools.formats.registry import FORMATS, open_two
@@ -93,7 +93,7 @@ def ls(
     """List the checkpoints below a path, newest first."""
     screen = Screen(as_json=as_json)
     storage = open_storage(path, read_options(storage_option))
-    show_listing(screen, retention.find(storage), storage)
+    show_listing(screen, listing.find(storage), storage)
     return 0
 
 
@@ -233,7 +233,7 @@ def gc(
     screen = Screen(as_json=as_json)
     storage = open_storage(path, read_options(storage_option))
     seconds = None if older_than is None else read_seconds(older_than)
-    planned = retention.plan_collection(retention.find(storage), keep, seconds)
+    planned = retention.plan_collection(storage, keep, seconds)
     removals = planned if dry_run else [retention.collect(removal) for removal in planned]
     show_removals(screen, removals, storage, dry_run)
     return _NOT_DONE if any(removal.failed for removal in removals) else 0

@@ -9,7 +9,8 @@ from typing import Any
 
 from .._storage.base import Storage
 from .._tools.diff import Difference
-from .._tools.retention import Listed, Removal
+from .._tools.listing import Listed
+from .._tools.retention import Removal
 from .._tools.verify import Verified
 from . import terminal
 from .terminal import Screen, count, size
@@ -25,7 +26,14 @@ def show_listing(screen: Screen, checkpoints: Sequence[Listed], storage: Storage
         screen.json([_fields(listed, *names) | left for listed, left in zip(checkpoints, leftovers, strict=True)])
         return
     rows = (
-        [_below(c, storage), c.state, terminal.moment(c.saved), size(c.nbytes), c.ranks and str(c.ranks), c.tensors]
+        [
+            _below(c.path, storage),
+            c.state,
+            terminal.moment(c.saved),
+            size(c.nbytes),
+            c.ranks and str(c.ranks),
+            c.tensors,
+        ]
         for c in checkpoints
     )
     screen.table(["checkpoint", "state", "saved", ">size", ">ranks", ">tensors"], rows)
@@ -142,7 +150,7 @@ def show_removals(screen: Screen, removals: Sequence[Removal], storage: Storage,
     total = sum(removal.nbytes for removal in removed)
     if screen.as_json:
         described = [
-            {"path": removal.listed.path, "files": [file.name for file in removal.files], "kept": removal.kept or None}
+            {"path": removal.path, "files": [file.name for file in removal.files], "kept": removal.kept or None}
             | _fields(removal, "whole", "nbytes", "failed")
             for removal in removals
         ]
@@ -150,7 +158,7 @@ def show_removals(screen: Screen, removals: Sequence[Removal], storage: Storage,
         return
     rows = (
         [
-            _below(removal.listed, storage),
+            _below(removal.path, storage),
             "checkpoint" if removal.whole else "leftovers",
             size(removal.nbytes),
             removal.kept and f"kept: {removal.kept}",
@@ -171,6 +179,6 @@ def _fields(record: Any, *names: str) -> dict[str, Any]:
     return {"bytes" if name == "nbytes" else name: getattr(record, name) for name in names}
 
 
-def _below(listed: Listed, storage: Storage) -> str:
+def _below(path: str, storage: Storage) -> str:
     """A checkpoint as seen from the directory that was asked for."""
-    return listed.path.removeprefix(storage.path).lstrip("/") or listed.path
+    return path.removeprefix(storage.path).lstrip("/") or path

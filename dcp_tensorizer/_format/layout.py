@@ -21,8 +21,12 @@ __all__ = [
     "index_entry_size",
     "is_data_file_name",
     "is_metadata_file_name",
+    "is_ours",
+    "is_record_file_name",
     "is_temporary_file_name",
     "metadata_file_name",
+    "record_file_name",
+    "save_id_in",
 ]
 
 FORMAT = "dcp_tensorizer"
@@ -51,6 +55,8 @@ NONCE_BYTES, MAC_BYTES = 24, 16  # of libsodium's secretbox
 _DATA_FILE = re.compile(r"__\d+_\d+_[0-9a-f]{32}\.tensors")
 _DATA_FILE_BYTES = re.compile(_DATA_FILE.pattern.encode())
 _METADATA_FILE = re.compile(r"(__\d+)?\.metadata")
+_RECORD_FILE = re.compile(r"__[0-9a-f]{32}\.saving")
+_SAVE_ID = re.compile(r"(?<=[_.])[0-9a-f]{32}(?=\.(tensors|saving|tmp)$)")
 _TEMPORARY_FILE = re.compile(r"(__\d+)?\.metadata\.[0-9a-f]{32}\.tmp")
 
 
@@ -131,6 +137,30 @@ def data_file_name(rank: int, number: int, save_id: str) -> str:
 def is_data_file_name(name: str) -> bool:
     """Whether ``name`` is one that `data_file_name` makes, and so cannot lead out of the checkpoint's directory."""
     return _DATA_FILE.fullmatch(name) is not None
+
+
+def record_file_name(save_id: str) -> str:
+    """Name of the record of a save: as long as it is there, what this save has written is not part of a checkpoint, or
+    is named by its metadata."""
+    return f"__{save_id}.saving"
+
+
+def is_record_file_name(name: str) -> bool:
+    """Whether ``name`` is one that `record_file_name` makes."""
+    return _RECORD_FILE.fullmatch(name) is not None
+
+
+def save_id_in(name: str) -> str:
+    """The id of the save that wrote a data file, a record or a temporary file."""
+    match = _SAVE_ID.search(name)
+    assert match is not None, name
+    return match.group()
+
+
+def is_ours(name: str) -> bool:
+    """Whether ``name`` is of a file that this package makes in a checkpoint's directory."""
+    patterns = (_DATA_FILE, _METADATA_FILE, _TEMPORARY_FILE, _RECORD_FILE)
+    return any(pattern.fullmatch(name) for pattern in patterns)
 
 
 def data_file_rank(name: str) -> int:

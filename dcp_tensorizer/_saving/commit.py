@@ -18,8 +18,11 @@ from .._format.layout import (
     data_file_rank,
     is_data_file_name,
     is_metadata_file_name,
+    is_record_file_name,
     is_temporary_file_name,
     metadata_file_name,
+    record_file_name,
+    save_id_in,
 )
 from .._format.metadata import ItemKey, encode, item_key, verified
 from .._memory.garbage import collector_paused
@@ -27,27 +30,65 @@ from .._storage.base import DirectoryLock, Refused, Storage
 from .._threads import in_threads
 from ..errors import CheckpointError, WriteError
 
-__all__ = ["begin", "commit", "leftovers", "remove", "replaced_files"]
+__all__ = [
+    "begin",
+    "commit",
+    "dead_files",
+    "leftovers",
+    "put_records",
+    "remove",
+    "remove_records",
+    "remove_with_records",
+    "replaced_files",
+]
 
 
 def begin(storage: Storage, timeout: float) -> DirectoryLock:
-    """Locks a directory for a save, on the coordinator, before any rank writes; removes what dead saves left there.
+    """Locks a directory for a save, on whoever will commit it, before any rank writes; removes what dead saves left.
 
-    A save belongs to its coordinator. Where no coordinator has a save under way, files that no metadata names can never
-    become part of a checkpoint.
+    A save belongs to whoever commits it. Where none is under way, what saves have recorded there and no metadata names
+    can never become part of a checkpoint.
 
     Raises:
         WriteError: the directory cannot be opened, or another save cleans up there for longer than ``timeout`` seconds.
     """
     lock = storage.lock_directory()
     with suppress(Exception):
-        remove(storage, leftovers(storage, lock.leftovers() or []))
+        if lock.is_exclusive:
+            remove(storage, dead_files(storage, [file.name for file in storage.listing()[0]]))
     lock.share(timeout)
     return lock
 
 
+def put_records(storage: Storage, save_ids: Iterable[str]) -> None:
+    """Leaves a record of each save, where that is possible.
+
+    Whoever finds it in this very directory, and the directory locked by nobody, knows that the save is over.
+    """
+    for save_id in set(save_ids):
+        storage.put_record(record_file_name(save_id))
+
+
+def remove_records(storage: Storage, save_ids: Iterable[str]) -> None:
+    """Removes the records of saves whose files are gone, or named by the metadata."""
+    if storage.locks_are_visible:  # elsewhere there are none, and to look costs requests
+        remove(storage, map(record_file_name, set(save_ids)))
+
+
+def dead_files(storage: Storage, names: Sequence[str]) -> list[str]:
+    """Those of a directory's files that are of dead saves, if no save is under way there: their records prove it.
+
+    Others that no metadata names may be on their way into the directory, or of a save whose lock is not to be seen.
+
+    Raises:
+        CheckpointError: which ones those are cannot be told.
+    """
+    records = {save_id_in(name) for name in names if is_record_file_name(name) and storage.is_record(name)}
+    return [name for name in leftovers(storage, names) if save_id_in(name) in records] if records else []
+
+
 def leftovers(storage: Storage, names: Sequence[str]) -> list[str]:
-    """The files of saves that are not committed, among those in a directory.
+    """Those of a directory's files that are of saves that are not committed; their records come last.
 
     Raises:
         CheckpointError: which ones those are cannot be told.
@@ -56,7 +97,8 @@ def leftovers(storage: Storage, names: Sequence[str]) -> list[str]:
     for name in names:
         if is_metadata_file_name(name):
             kept |= _named_files(storage, name)
-    return [name for name in names if (is_data_file_name(name) and name not in kept) or is_temporary_file_name(name)]
+    left = [name for name in names if (is_data_file_name(name) and name not in kept) or is_temporary_file_name(name)]
+    return left + [name for name in names if is_record_file_name(name)]
 
 
 def commit(
@@ -69,7 +111,7 @@ def commit(
     overwrite: bool = True,
     encryption: Mapping[str, Any] | None = None,
 ) -> None:
-    """Makes a save the checkpoint at its path. All of its data must be durable by now.
+    """Makes a save the checkpoint at its path. All of its data must be durable by now. Its records go.
 
     The files of the checkpoint that it replaces (`replaced_files`, asked before) can then be removed.
 
@@ -103,10 +145,11 @@ def commit(
     try:
         check_data(storage, files)
         data = _encoded(storage, dataclasses.replace(metadata, storage_data=content))
-        storage.put(metadata_file_name(rank), data, sync=sync, replace=overwrite)
+        storage.put(metadata_file_name(rank), data, sync=sync, replace=overwrite, save_id=save_id)
     except Refused as error:
-        remove(storage, files)
+        remove_with_records(storage, files)
         raise WriteError(str(error)) from error.__cause__
+    remove_records(storage, map(save_id_in, files))
 
 
 def check_data(storage: Storage, files: Mapping[str, int]) -> None:
@@ -159,6 +202,13 @@ def remove(storage: Storage, names: Iterable[str]) -> None:
         for name in names:  # one that cannot be removed does not keep the others
             with suppress(Exception):
                 storage.remove(name)
+
+
+def remove_with_records(storage: Storage, names: Iterable[str]) -> None:
+    """Removes data files, and then the records of their saves."""
+    names = tuple(names)
+    remove(storage, names)
+    remove_records(storage, map(save_id_in, names))
 
 
 def _named_files(storage: Storage, name: str) -> set[str]:

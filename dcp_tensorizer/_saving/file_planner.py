@@ -32,11 +32,12 @@ def plan_files(
     save_id: str,
     max_file_bytes: int = UNLIMITED,
     index_capacity: int = INDEX_CAPACITY,
+    first: int = 0,
 ) -> tuple[FileRequest, ...]:
     """Distributes tensors over files.
 
     Another file begins when the index of a tensorizer file is full, or with the tensor that would make it hold more
-    than ``max_file_bytes``. A tensor that is larger than that has a file to itself.
+    than ``max_file_bytes``. A tensor that is larger than that has a file to itself. Files are numbered from ``first``.
     """
     files: list[list[TensorSource]] = []
     room = nbytes = 0
@@ -48,7 +49,7 @@ def plan_files(
         files[-1].append(source)
         room -= entry
         nbytes += source.nbytes
-    return tuple(FileRequest(data_file_name(rank, n, save_id), tuple(file)) for n, file in enumerate(files))
+    return tuple(FileRequest(data_file_name(rank, n, save_id), tuple(file)) for n, file in enumerate(files, first))
 
 
 def _storable(key: str) -> bool:

@@ -19,14 +19,14 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .._format.layout import StoredItem, metadata_file_name
+from .._format.layout import StoredItem, metadata_file_name, save_id_in
 from .._staging.stager import StagedSave, StagedStateDict, Stager
 from .._storage.base import DirectoryLock, Storage
 from .._storage.open import open_storage
 from .._storage.redact import redact
 from .._threads import in_background
 from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
-from .commit import begin, commit, remove, replaced_files
+from .commit import begin, commit, put_records, remove_records, remove_with_records, replaced_files
 from .failure_counter import FailureCounter
 from .key_agreement import agree_on_key
 from .options import SaveOptions
@@ -198,10 +198,7 @@ class SaveSession:
         try:
             self.storage.make_directory()
             self._check_overwrite()
-            if not self._use_collectives:  # each rank is its own coordinator, and none knows what the others leave
-                self._lock = self.storage.lock_directory()
-                self._lock.share(self._saver.options.limits.timeout)
-            elif self._is_coordinator:
+            if self._commits:
                 self._lock = begin(self.storage, self._saver.options.limits.timeout)
             if not self._use_collectives and self.storage.head(metadata_file_name()) is not None:
                 raise WriteError(
@@ -224,6 +221,7 @@ class SaveSession:
             items, written = self._write(plan, planner)
         except CheckpointError as error:
             self._fail(error)
+            remove_records(self.storage, [self.id])
             raise type(error)(f"rank {self._rank}: {error}") from error
         finally:
             if self._staged_save is not None:
@@ -252,18 +250,22 @@ class SaveSession:
             WriteError: it is not committed, and what was committed before is untouched.
         """
         saver = self._saver
+        assert self._report is not None and self._replaced is not None, "write comes first"
         self._times.commit_begins()
+        replaced = self._replaced.result()
+        if self.storage.locks_are_visible:  # where it costs nothing to ask again: others may have saved here meanwhile
+            replaced |= replaced_files(self.storage, self._metadata_rank)
+        put_records(self.storage, map(save_id_in, replaced))
         try:
             self._commit(metadata, results)
         except CheckpointError as error:
             self._fail(error)
             raise
         saver.failures.committed()
-        assert self._report is not None and self._replaced is not None, "write comes first"
         report = self._times.committed(self._report)
         # It takes a quarter of a second for 2 GB, and not on another thread: whoever waited may copy the directory.
         # Before the user's callback: until then a load that began earlier may still find files of both saves.
-        remove(self.storage, self._replaced.result())
+        remove_with_records(self.storage, replaced)
         self.end()
         saver.reports.publish(report)
 
@@ -285,6 +287,8 @@ class SaveSession:
         items = resolve(plan, planner, self._is_staged)
         if self._commits:
             self._replaced = in_background(functools.partial(replaced_files, self.storage, self._metadata_rank))
+        if any(item.has_bytes for item in items):
+            put_records(self.storage, [self.id])
         return items, self._saver.client.write(self.storage, self._rank, self.id, items, self._staged_save)
 
     def _is_staged(self, tensor: torch.Tensor) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -85,9 +84,10 @@ class WriterClient:
         with collector_paused():
             sources = self._locate(items, staged_save.buffer, staged_save.shared)
         buffers = [staged_save.buffer] if self._extra is None else [staged_save.buffer, self._extra]
+        files: tuple[FileRequest, ...] = ()
         for attempt in (1, 2):
             # Another try has files of its own: what the process that died had sent may arrive later.
-            files = plan_files(sources, rank, save_id if attempt == 1 else uuid.uuid4().hex, storage.max_file_bytes)
+            files = plan_files(sources, rank, save_id, storage.max_file_bytes, first=len(files))
             request = WriteRequest(storage.location, self._options, files)
             try:
                 return Written(self.ensure_process().write(request, buffers, self._options.timeout), attempt)

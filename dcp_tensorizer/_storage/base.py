@@ -132,15 +132,18 @@ class FileInfo(NamedTuple):
     name: str
     nbytes: int
     modified: float | None
-    """When it was last written, in seconds since the epoch; None where that is unknown."""
+    """When it was last written, in seconds since the epoch; None where that is unknown. Copies may have it restored."""
+    changed: float | None
+    """When it came here or was changed last. Nobody can set that back."""
 
 
 class DirectoryLock:
     """Tells other jobs that a save is under way in a directory. This base class is for storage without locks."""
 
-    def leftovers(self) -> list[str] | None:
-        """The files in the directory if no other save is under way there; None if one may be, and after `share`."""
-        return None
+    @property
+    def is_exclusive(self) -> bool:
+        """No other save is under way there. False if one may be, and after `share`."""
+        return False
 
     def share(self, timeout: float) -> None:
         """Lets other saves use the directory; raises `WriteError` if that is not possible in ``timeout`` seconds."""
@@ -220,7 +223,7 @@ class Storage(abc.ABC):
         """Makes the names of new files durable, where they are not durable with the files."""
 
     @abc.abstractmethod
-    def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True) -> None:
+    def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True, save_id: str = "") -> None:
         """Writes a small file that appears as a whole.
 
         Args:
@@ -229,6 +232,7 @@ class Storage(abc.ABC):
             sync: Make the contents durable.
             replace: Replace an old file. Otherwise an old file is an error, also if another job has just put it there,
                 as far as the storage can tell.
+            save_id: Of the save that it belongs to, if any: for the name that it has until it is whole.
 
         Raises:
             Refused: the file is not there, and will not appear later.
@@ -242,6 +246,26 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     def head(self, name: str) -> int | None:
         """A file's size, None if it does not exist; raises `ReadError`."""
+
+    def put_record(self, name: str) -> None:  # noqa: B027
+        """Writes a small file that `is_record` knows again in this very directory, and in no copy of it.
+
+        Whoever sees a lock can prove by it which files a dead save has left. Elsewhere nothing is written, nor where it
+        cannot be.
+        """
+
+    def is_record(self, name: str) -> bool:
+        """Whether a file is what `put_record` wrote in this very directory."""
+        return False
+
+    def links(self) -> list[str]:
+        """The `real_path` of whatever the links in the directory lead to."""
+        return []
+
+    @property
+    def real_path(self) -> str:
+        """The directory, by the one name that it has whatever links lead to it."""
+        return self.location
 
     def lock_directory(self) -> DirectoryLock:
         """Tells other jobs that a save is under way here, until the lock is released; raises `WriteError`."""
@@ -287,6 +311,6 @@ def rest_of(buffers: Iterable[memoryview], count: int) -> list[memoryview]:
     return rest
 
 
-def temporary_file_name(name: str) -> str:
-    """A new name under which a metadata file is written before it gets its own."""
-    return f"{name}.{uuid.uuid4().hex}.tmp"
+def temporary_file_name(name: str, save_id: str = "") -> str:
+    """The name under which a save's file is written before it gets its own; a new one for a file of no save."""
+    return f"{name}.{save_id or uuid.uuid4().hex}.tmp"

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from .._threads import cores
 from ..errors import NotCommitted, ReadError, WriteError
+from . import directory_record
 from .base import TAKEN, DirectoryLock, FileInfo, ReadTuning, Refused, Storage, temporary_file_name
 from .local_read import LocalFile, UncachedFile
 from .local_write import LocalSink
@@ -66,7 +67,7 @@ class LocalStorage(Storage):
                     with suppress(OSError):  # removed since then, or a link to nowhere or in a circle
                         state = entry.stat()
                         if stat.S_ISREG(state.st_mode):
-                            files.append(FileInfo(entry.name, state.st_size, state.st_mtime))
+                            files.append(FileInfo(entry.name, state.st_size, state.st_mtime, state.st_ctime))
         except (FileNotFoundError, NotADirectoryError) as error:
             raise NotCommitted(f"there is no directory {self.path}") from error
         except OSError as error:
@@ -88,8 +89,8 @@ class LocalStorage(Storage):
     def sync_directory(self) -> None:
         _sync_directory(self._root)
 
-    def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True) -> None:
-        temporary = self._root / temporary_file_name(name)
+    def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True, save_id: str = "") -> None:
+        temporary = self._root / temporary_file_name(name, save_id)
         try:
             with open(temporary, "xb") as file:
                 file.write(data)
@@ -147,6 +148,23 @@ class LocalStorage(Storage):
     def open_uncached(self, name: str) -> UncachedFile:
         return UncachedFile(self._root / name)
 
+    def put_record(self, name: str) -> None:
+        if self.locks_are_visible:
+            with suppress(OSError):
+                directory_record.put_record(self._root / name)
+
+    def is_record(self, name: str) -> bool:
+        return directory_record.is_record(self._root / name)
+
+    def links(self) -> list[str]:
+        with suppress(OSError), os.scandir(self._root) as entries:
+            return [os.path.realpath(entry.path) for entry in entries if entry.is_symlink()]
+        return []
+
+    @property
+    def real_path(self) -> str:
+        return os.path.realpath(self._root)
+
     def lock_directory(self) -> DirectoryLock:
         return _FileLock(self._root, is_visible=self.locks_are_visible)
 
@@ -174,8 +192,9 @@ class _FileLock(DirectoryLock):
         self._open()
         self._is_exclusive = is_visible and self._lock(fcntl.LOCK_EX)
 
-    def leftovers(self) -> list[str] | None:
-        return os.listdir(self._fd) if self._is_exclusive else None
+    @property
+    def is_exclusive(self) -> bool:
+        return self._is_exclusive and self._is_current()
 
     def share(self, timeout: float) -> None:
         self._is_exclusive = False

@@ -59,7 +59,8 @@ class S3Storage(RemoteStorage):
             for page in self._pages("list_objects_v2", "", ["ContinuationToken"], Delimiter="/"):
                 for entry in page.get("Contents", []):
                     if name := entry["Key"].removeprefix(prefix):  # a console makes an object of the prefix itself
-                        files.append(FileInfo(name, entry["Size"], entry["LastModified"].timestamp()))
+                        modified = entry["LastModified"].timestamp()
+                        files.append(FileInfo(name, entry["Size"], modified, modified))
                 for entry in page.get("CommonPrefixes", []):
                     folders.append(entry["Prefix"].removeprefix(prefix).rstrip("/"))
         if not files and not folders:
@@ -69,7 +70,7 @@ class S3Storage(RemoteStorage):
     def create(self, name: str, nbytes: int, *, sync: bool) -> Sink:
         return _S3Sink(self, name, nbytes)
 
-    def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True) -> None:
+    def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True, save_id: str = "") -> None:
         condition = {} if replace else {"IfNoneMatch": "*"}
         with self._putting(name, data, is_new=not replace) as begin:
             begin()
@@ -89,10 +90,8 @@ class S3Storage(RemoteStorage):
 
     def uploads(self) -> list[FileInfo]:
         with self._translated(ReadError, f"cannot list the uploads to {self.path}"):
-            uploads = [
-                FileInfo(upload["Key"].removeprefix(self._full("")), 0, upload["Initiated"].timestamp())
-                for upload in self._uploads("")
-            ]
+            begun = [(upload["Key"], upload["Initiated"].timestamp()) for upload in self._uploads("")]
+        uploads = [FileInfo(key.removeprefix(self._full("")), 0, moment, moment) for key, moment in begun]
         return [upload for upload in uploads if "/" not in upload.name]
 
     def abort_uploads(self, name: str) -> None:

@@ -43,7 +43,8 @@ class SftpStorage(RemoteStorage):
                 entries = self.client.call(self._entries)
             except FileNotFoundError:
                 raise NotCommitted(f"there is nothing at {self.path}") from None
-        files = [FileInfo(name, e.st_size, float(e.st_mtime)) for name, e in entries if stat.S_ISREG(e.st_mode)]
+        regular = [(name, e.st_size, float(e.st_mtime)) for name, e in entries if stat.S_ISREG(e.st_mode)]
+        files = [FileInfo(name, nbytes, mtime, mtime) for name, nbytes, mtime in regular]  # it tells no other time
         return files, [name for name, entry in entries if stat.S_ISDIR(entry.st_mode)]
 
     def _entries(self, channel: Any) -> list[tuple[str, Any]]:
@@ -76,8 +77,8 @@ class SftpStorage(RemoteStorage):
         self.client.call(lambda channel: channel.open(path, "wb").close())
         return _SftpSink(self.client, path, nbytes, sync)
 
-    def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True) -> None:
-        temporary, path = self._full(temporary_file_name(name)), self._full(name)
+    def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True, save_id: str = "") -> None:
+        temporary, path = self._full(temporary_file_name(name, save_id)), self._full(name)
         with self._putting(name, data) as begin:
 
             def put(channel: Any) -> None:

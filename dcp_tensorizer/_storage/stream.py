@@ -44,7 +44,8 @@ class StreamStorage(RemoteStorage):
             except (FileNotFoundError, NotADirectoryError):
                 raise NotCommitted(f"there is nothing at {self.path}") from None
         named = [(entry["name"].rstrip("/").rpartition("/")[2], entry) for entry in entries]
-        files = [FileInfo(name, int(e["size"] or 0), _modified(e)) for name, e in named if e["type"] == "file" and name]
+        listed = [(name, int(e["size"] or 0), _modified(e)) for name, e in named if e["type"] == "file" and name]
+        files = [FileInfo(name, nbytes, modified, modified) for name, nbytes, modified in listed]
         return files, [name for name, entry in named if entry["type"] == "directory"]
 
     def make_directory(self) -> None:
@@ -54,7 +55,7 @@ class StreamStorage(RemoteStorage):
     def create(self, name: str, nbytes: int, *, sync: bool) -> Sink:
         return _StreamSink(self.filesystem, self._full(name))
 
-    def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True) -> None:
+    def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True, save_id: str = "") -> None:
         mode = {} if replace else {"mode": "create"}
         with self._putting(name, data, is_new=not replace) as begin:
 

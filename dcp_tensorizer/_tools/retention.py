@@ -1,8 +1,8 @@
-"""Which checkpoints lie below a path, and which of their files can go.
+"""Which checkpoints can go, and which files that saves have left.
 
-Everything here may meet a save under way, and must not harm it. On a local disk a save locks its directory, so files
-are removed only by the holder of that lock. Elsewhere nobody can see whether a save is under way. There, files are
-removed only if they are older than any save takes, and only the user knows how long that is.
+Everything here may meet a save under way, or a copy, and must not harm it. A file is removed as a leftover only if it
+is of a dead save beyond doubt (see `commit.dead_files`), or older than any save and any copy takes, and only the user
+knows how long that is. A directory that may hold the parts of one checkpoint is removed as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -12,51 +12,19 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from .._format.layout import data_file_rank, is_data_file_name, is_metadata_file_name, is_temporary_file_name
-from .._saving.commit import leftovers
-from .._storage.base import DirectoryLock, FileInfo, Storage
-from ..errors import CheckpointError, NotCommitted, describe
-from .checkpoint_view import data_files, read_parts, view_checkpoint
+from .._format.layout import is_data_file_name, is_metadata_file_name, save_id_in
+from .._saving.commit import put_records, remove_records
+from .._storage.base import FileInfo, Storage
+from ..errors import describe
+from .listing import Folder, Listed, walk
 
-__all__ = ["Listed", "Removal", "collect", "find", "plan_collection"]
+__all__ = ["Removal", "collect", "plan_collection"]
 
 _NUMBER = re.compile(r"\d+")
-
-
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """A directory with a checkpoint, or with what a save has left of one.
-
-    Attributes:
-        path: Without credentials.
-        state: ``committed``; ``incomplete``: data files that its metadata names are missing or of other sizes, as in a
-            copy under way; ``unfinished``; or ``unreadable``: damaged, or of another format.
-        step: The last number in its name.
-        saved: When it was committed, or last written to, in seconds since the epoch.
-        files: All files in it.
-        ranks, tensors, objects: What is in it; None if it is not committed.
-        parts: Ranks that have committed, where each saves for itself; 0 where all commit together.
-        leftovers: Files of saves that were not committed, as far as a listing shows.
-    """
-
-    storage: Storage
-    path: str
-    state: str
-    step: int | None
-    saved: float | None
-    files: tuple[FileInfo, ...]
-    ranks: int | None = None
-    tensors: int | None = None
-    objects: int | None = None
-    parts: int = 0
-    leftovers: tuple[FileInfo, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(file.nbytes for file in self.files)
+_MAY_BE_UNDER_WAY = "a save or a copy may be under way there: say with --older-than how long none can take"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,180 +32,230 @@ class Removal:
     """What is to be removed from a directory, or why nothing is.
 
     Attributes:
-        files: All of the checkpoint's files, or the leftovers in its directory.
+        folder: The directory, as it was when this was planned.
+        files: All files of a checkpoint, or the leftovers in its directory, by their names below that.
         whole: The checkpoint is removed, and with it its directory.
         kept: Why files are kept that could be removed; empty if they are removed.
         failed: They are kept because they could not be removed, and not because somebody may need them.
     """
 
-    listed: Listed
+    folder: Folder
     files: tuple[FileInfo, ...]
     whole: bool
     kept: str = ""
     failed: bool = False
 
     @property
+    def path(self) -> str:
+        return self.folder.storage.path
+
+    @property
     def nbytes(self) -> int:
         return sum(file.nbytes for file in self.files)
 
 
-def find(storage: Storage) -> list[Listed]:
-    """The checkpoints in a directory and in those below it, newest first.
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """A directory that is one checkpoint: it holds one, or the parts of one."""
+
+    folder: Folder
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def parts(self) -> list[Listed]:
+        return self.folder.checkpoints
+
+    @property
+    def committed(self) -> bool:
+        return all(part.state == "committed" for part in self.parts)
+
+    @property
+    def contents(self) -> int | None:
+        return hash(frozenset(part.contents for part in self.parts)) if self.committed else None
+
+    @property
+    def saved(self) -> float:
+        return max(part.saved or 0.0 for part in self.parts)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks have committed, where each saves for itself."""
+        return min(part.parts for part in self.parts)
+
+    @property
+    def step(self) -> int:
+        return int(_numbers(self.name)[-1])
+
+
+def plan_collection(storage: Storage, keep: int | None, older_than: float | None) -> list[Removal]:
+    """What `collect` would remove in a directory and below it.
+
+    Steps are committed checkpoints in one directory whose names differ by their numbers. One is removed only if all of
+    this holds: it is neither among the ``keep`` newest nor among those with the ``keep`` highest steps, it is older
+    than ``older_than`` seconds, and no link there leads to it. The newest one is never removed, nor is the one with the
+    highest step, from which a job would resume. Where ranks save for themselves, a checkpoint of fewer ranks than
+    another beside it may lack some: it neither counts nor is removed.
+
+    Args:
+        storage: The directory.
+        keep: Checkpoints to keep in each directory; None and no ``older_than``: all of them.
+        older_than: Seconds.
 
     Raises:
         NotCommitted: there is no such directory.
         ReadError: it cannot be listed.
     """
-    return sorted(_walk(storage, *storage.listing()), key=_age)
-
-
-def plan_collection(checkpoints: Sequence[Listed], keep: int | None, older_than: float | None) -> list[Removal]:
-    """What `collect` would remove.
-
-    A committed checkpoint is removed only if all of this holds: in its directory it is neither among the ``keep``
-    newest nor among those with the ``keep`` highest steps, and it is older than ``older_than`` seconds. The newest one
-    is never removed, nor is the one with the highest step, from which a job would resume. Where ranks save for
-    themselves, a checkpoint of fewer ranks than another beside it may lack some: it neither counts nor is removed.
-
-    Args:
-        checkpoints: What `find` gives.
-        keep: Committed checkpoints to keep in each directory; None and no ``older_than``: all of them.
-        older_than: Seconds.
-    """
-    safe = _safe_paths([listed for listed in checkpoints if listed.state == "committed"], keep or 1)
-    removals = []
-    for listed in checkpoints:
-        asked = listed.state == "committed" and (keep is not None or older_than is not None)
-        whole = asked and listed.path not in safe and _is_old([listed.saved], older_than or 0.0)
-        files = tuple(file for file in listed.files if _is_ours(file.name)) if whole else listed.leftovers
-        if files:
-            removals.append(Removal(listed, files, whole, _objection(listed, older_than)))
+    top = walk(storage)
+    removals = [] if keep is None and older_than is None else list(_old_checkpoints(top, keep or 1, older_than))
+    whole = {listed.path for removal in removals if removal.whole for listed in removal.folder.checkpoints}
+    for folder in top.walk():
+        if folder.listed is not None and folder.listed.path not in whole:
+            removals += _leftovers(folder, folder.listed, older_than)
     return removals
-
-
-def _safe_paths(committed: Sequence[Listed], keep: int) -> set[str]:
-    siblings = defaultdict(list)
-    for listed in committed:
-        siblings[listed.path.rpartition("/")[0]].append(listed)
-    safe: set[str] = set()
-    for beside in siblings.values():
-        most = max(listed.parts for listed in beside)
-        safe.update(listed.path for listed in beside if 0 < listed.parts < most)
-        by_time = [listed for listed in beside if listed.path not in safe]
-        # Times tell which is newest, unless the files were copied; steps do, unless a job went back to an earlier one.
-        by_step = sorted(by_time, key=lambda listed: -1 if listed.step is None else listed.step, reverse=True)
-        safe.update(listed.path for order in (by_time, by_step) for listed in order[:keep])
-    return safe
 
 
 def collect(removal: Removal) -> Removal:
     """Removes what was planned, unless there is a reason not to; returns what was removed, or why it was not."""
-    storage = removal.listed.storage
+    storage = removal.folder.storage
     if removal.kept:
         return removal
     try:
-        lock = storage.lock_directory()
-        try:
-            reason = _remove(removal, lock)
-        finally:
-            lock.release()
+        with ExitStack() as stack:
+            reason = _remove(removal, stack)
     except Exception as error:
         return replace(removal, files=(), kept=storage.scrub(f"cannot remove: {describe(error)}"), failed=True)
     return replace(removal, files=(), kept=reason) if reason else removal
 
 
-def _remove(removal: Removal, lock: DirectoryLock) -> str:
-    """Removes files from a locked directory, unless there is a reason not to, which it returns."""
-    storage = removal.listed.storage
-    if storage.locks_are_visible and lock.leftovers() is None:
-        return "a save is under way there"
-    if set(storage.listing()[0]) != set(removal.listed.files):
-        return "a save has been there in the meantime"
-    names = [file.name for file in removal.files]
+def _remove(removal: Removal, stack: ExitStack) -> str:
+    """Removes files from directories that it locks, unless there is a reason not to, which it returns."""
+    checkpoints = removal.folder.checkpoints if removal.whole else [removal.folder.listed]
+    for listed in filter(None, checkpoints):
+        lock = listed.storage.lock_directory()
+        stack.callback(lock.release)
+        if listed.storage.locks_are_visible and not lock.is_exclusive:
+            return "a save is under way there"
+    if _file_set(walk(removal.folder.storage)) != _file_set(removal.folder):
+        return "something has been saved or changed there in the meantime"
     if removal.whole:
-        # The metadata first: from then on the rest are leftovers, as of a save that died.
-        storage.remove(*filter(is_metadata_file_name, names))
-        storage.remove(*itertools.filterfalse(is_metadata_file_name, names))
+        _remove_tree(removal.folder)
     else:
-        storage.discard(*names)
-    if removal.whole or removal.listed.state == "unfinished":
-        storage.remove_directory()
+        removal.folder.storage.discard(*(file.name for file in removal.files))
+        if removal.folder.listed is not None and removal.folder.listed.state == "unfinished":
+            removal.folder.storage.remove_directory()
     return ""
 
 
-def _walk(storage: Storage, files: list[FileInfo], folders: list[str]) -> Iterator[Listed]:
-    if any(_is_ours(file.name) for file in files):
-        yield _look_at(storage, files)
-        return
-    for name in folders:
-        child = storage.child(name)
-        with suppress(CheckpointError):  # a directory that went away, or is not ours to read
-            yield from _walk(child, *child.listing())
+def _remove_tree(top: Folder) -> None:
+    """Removes a directory and all in it. If that breaks off, what is left is known as of a dead save."""
+    folders = list(top.walk())
+    for folder in folders:
+        names = [file.name for file in folder.files]
+        put_records(folder.storage, map(save_id_in, filter(is_data_file_name, names)))
+        folder.storage.remove(*filter(is_metadata_file_name, names))
+    for folder in reversed(folders):
+        names = [file.name for file in folder.files]
+        folder.storage.remove(*itertools.filterfalse(is_metadata_file_name, names))
+        if folder.listed is not None:
+            remove_records(folder.storage, map(save_id_in, filter(is_data_file_name, names)))
+        folder.storage.remove_directory()
 
 
-def _look_at(storage: Storage, files: list[FileInfo]) -> Listed:
-    numbers = _NUMBER.findall(storage.path.rstrip("/").rpartition("/")[2])
-    listed = Listed(
-        storage,
-        storage.path,
-        "unfinished",
-        int(numbers[-1]) if numbers else None,
-        _last_written(files),
-        tuple(files),
-        leftovers=_leftovers(storage, files),
-    )
-    try:
-        parts = read_parts(storage)
-        view = view_checkpoint(storage, parts)
-    except NotCommitted:
-        return listed
-    except CheckpointError:
-        return replace(listed, state="unreadable", leftovers=())
-    named = data_files(parts)
-    if not named.items() <= {(file.name, file.nbytes) for file in files}:
-        return replace(listed, state="incomplete", leftovers=())
-    return replace(
-        listed,
-        state="committed",
-        saved=_last_written([file for file in files if is_metadata_file_name(file.name)]),
-        ranks=len(set(map(data_file_rank, named))),
-        tensors=len(view.tensors),
-        objects=len(view.objects),
-        parts=0 if None in parts else len(parts),
-    )
+def _file_set(top: Folder) -> set[tuple[str, FileInfo]]:
+    return {(folder.storage.path, file) for folder in top.walk() for file in folder.files}
 
 
-def _last_written(files: Sequence[FileInfo]) -> float | None:
-    return max((file.modified for file in files if file.modified is not None), default=None)
+def _leftovers(folder: Folder, listed: Listed, older_than: float | None) -> Iterator[Removal]:
+    """The leftovers in a directory: those of dead saves, and, apart from them, those that may be somebody's."""
+    if listed.dead:
+        yield Removal(folder, listed.dead, whole=False)
+    others = tuple(file for file in listed.leftovers if file not in listed.dead)
+    if others:
+        yield Removal(folder, others, whole=False, kept="" if _are_old(others, older_than) else _MAY_BE_UNDER_WAY)
 
 
-def _leftovers(storage: Storage, files: Sequence[FileInfo]) -> tuple[FileInfo, ...]:
-    """The files of saves that were not committed, also those that no listing shows; none if that cannot be told."""
-    try:
-        names = set(leftovers(storage, [file.name for file in files]))
-        begun = [file for file in storage.uploads() if is_data_file_name(file.name)]
-    except CheckpointError:
-        return ()
-    return (*(file for file in files if file.name in names), *begun)
+def _are_old(files: Sequence[FileInfo], older_than: float | None) -> bool:
+    if older_than is None:
+        return not files
+    return all(file.changed is not None and time.time() - file.changed >= older_than for file in files)
 
 
-def _objection(listed: Listed, older_than: float | None) -> str:
-    """Why nothing may be removed from a directory, if that is known without its lock."""
-    if listed.storage.locks_are_visible:
-        return ""
-    times = [file.modified for file in listed.leftovers]
-    if times and (older_than is None or not _is_old(times, older_than)):
-        return "a save may be under way there: say with --older-than how long no save can take"
-    return ""
+def _old_checkpoints(top: Folder, keep: int, older_than: float | None) -> Iterator[Removal]:
+    linked = [path for folder in top.walk() for path in folder.storage.links()]
+    unit, groups = _arrange(top)
+    for units, objection in groups if unit is None else []:
+        for old in _beyond(units, keep):
+            if time.time() - old.saved >= (older_than or 0.0):
+                kept = objection or _objection(old, linked, older_than)
+                yield Removal(old.folder, tuple(_files_below(old.folder)), whole=True, kept=kept)
 
 
-def _is_old(times: Sequence[float | None], seconds: float) -> bool:
-    return all(moment is not None and time.time() - moment >= seconds for moment in times)
+def _objection(unit: _Unit, linked: Sequence[str], older_than: float | None) -> str:
+    """Why an old checkpoint must stay."""
+    real = unit.folder.storage.real_path
+    if any(path == real or path.startswith(real + "/") for path in linked):
+        return "a link leads to it"
+    others = [file for part in unit.parts for file in part.leftovers if file not in part.dead]
+    return "" if _are_old(others, older_than) else _MAY_BE_UNDER_WAY
 
 
-def _is_ours(name: str) -> bool:
-    return is_data_file_name(name) or is_metadata_file_name(name) or is_temporary_file_name(name)
+def _files_below(folder: Folder, prefix: str = "") -> Iterator[FileInfo]:
+    for file in folder.files:
+        yield file._replace(name=prefix + file.name)
+    for child in folder.folders:
+        yield from _files_below(child, f"{prefix}{child.name}/")
 
 
-def _age(listed: Listed) -> tuple[float, int, str]:
-    return -(listed.saved or 0.0), -(listed.step or 0), listed.path
+def _beyond(units: Sequence[_Unit], keep: int) -> list[_Unit]:
+    """The steps that are neither among the newest nor among the highest."""
+    steps = [unit for unit in units if unit.committed and _numbers(unit.name)]
+    most = max((unit.ranks for unit in steps), default=0)
+    steps = [unit for unit in steps if unit.ranks in (0, most)]
+    # Times tell which is newest, unless the files were copied; steps do, unless a job went back to an earlier one.
+    by_time = sorted(steps, key=lambda unit: (unit.saved, unit.step), reverse=True)
+    by_step = sorted(steps, key=lambda unit: (unit.step, unit.saved), reverse=True)
+    safe = {unit.folder.storage.path for order in (by_time, by_step) for unit in order[:keep]}
+    return [unit for unit in by_time if unit.folder.storage.path not in safe]
+
+
+def _arrange(folder: Folder, above: Folder | None = None) -> tuple[_Unit | None, list[tuple[list[_Unit], str]]]:
+    """What a directory is: one checkpoint; or checkpoints by directory, and why none of them may be removed."""
+    if folder.listed is not None:
+        return _Unit(folder), []
+    units = []
+    groups = []
+    for child in folder.folders:
+        unit, below = _arrange(child, folder)
+        units += [] if unit is None else [unit]
+        groups += below
+    arrangement = _arrangement(units)
+    if arrangement == "parts" and above is not None and not groups:
+        return _Unit(folder), []
+    objection = "" if arrangement == "steps" else f"{folder.storage.path} may hold the parts of one checkpoint"
+    return None, [*groups, (units, objection)] if units else groups
+
+
+def _arrangement(units: Sequence[_Unit]) -> str:
+    """Whether the checkpoints in a directory are ``steps`` of one job, or ``parts`` of one checkpoint; or ``unknown``.
+
+    Accelerate saves ``pytorch_model_fsdp_0`` and ``optimizer_0``: the same numbers under each name, of other contents.
+    The names of steps differ by a number, and their contents are the same, but for a step or so.
+    """
+    by_name = defaultdict(list)
+    for unit in units:
+        by_name[_NUMBER.sub("#", unit.name)].append(unit)
+    if len(by_name) > 1 and len({frozenset(_numbers(unit.name) for unit in group) for group in by_name.values()}) == 1:
+        contents: list[set[int | None]] = [{unit.contents for unit in group} - {None} for group in by_name.values()]
+        return "parts" if len(set().union(*contents)) == sum(map(len, contents)) else "unknown"
+    for name, group in by_name.items():
+        known = [unit.contents for unit in group if unit.committed]
+        if "#" in name and (len(group) == 1 == len(units) or len(set(known)) < len(known)):
+            return "steps"
+    return "unknown"
+
+
+def _numbers(name: str) -> tuple[str, ...]:
+    return tuple(_NUMBER.findall(name))

@@ -13,6 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from dcp_tensorizer import TensorizerStorageWriter
+from dcp_tensorizer._saving.commit import put_records
+from dcp_tensorizer._storage.open import open_storage
 from examples.model import ByteTransformer
 
 STEPS = (6, 12, 18, 24, 30)
@@ -34,6 +36,7 @@ def make(folder: Path) -> None:
             dcp.save({"app": app}, storage_writer=writer, checkpoint_id=folder / f"step-{step:06}")
     unfinished = folder / f"step-{UNFINISHED:06}"
     unfinished.mkdir()
+    put_records(open_storage(unfinished), ["0" * 32])
     (unfinished / f"__0_0_{'0' * 32}.tensors").write_bytes(b"|TENSORIZER|")
 
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ..._format.layout import StoredItem
 from ..._memory.tensor_bytes import host_bytes
-from ..._saving.commit import commit
+from ..._saving.commit import commit, put_records
 from ..._saving.file_planner import plan_files, stored_names
 from ..._saving.write_items import Item, write_results
 from ..._storage.base import TIMEOUT, Storage
@@ -53,6 +53,7 @@ def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], o
 
     with new_directory(path, storage_options, f"__*_{save_id}.tensors") as storage, _locked(storage):
         files = plan_files((item.source() for item in items if item.has_bytes), 0, save_id, storage.max_file_bytes)
+        put_records(storage, [save_id])
         done = FileJob(storage, files, bytes_of, sync=True, threads=tensors_at_once(view.tensors.values())).run()
         written = [
             (result.index, StoredItem(*result.storage_data[0]), result.storage_data[1])

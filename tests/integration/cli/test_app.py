@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -115,7 +116,7 @@ def test_convert_and_back(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_gc(checkpoint: Path) -> None:
     """A dry run removes nothing and says how much would go."""
-    make_checkpoint(checkpoint.parent / "step-8", {"x": torch.ones(3)})
+    shutil.copytree(checkpoint, checkpoint.parent / "step-8")
     found = told("gc", checkpoint.parent, "--keep", "1", "--dry-run")
     expected = sum(path.stat().st_size for path in checkpoint.iterdir())
     assert found["bytes"] == expected  # type: ignore[call-overload, index]
@@ -346,11 +347,11 @@ def test_exit_codes(checkpoint: Path, tmp_path: Path, damage: str, commands: dic
 def test_gc_that_cannot_remove_something(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 2, after all that could be done has been, and shown."""
     for step in (8, 9):
-        make_checkpoint(checkpoint.parent / f"step-{step}", {"x": torch.ones(3)})
+        shutil.copytree(checkpoint, checkpoint.parent / f"step-{step}")
     collect = retention.collect
 
     def fail(removal: Removal) -> Removal:
-        if removal.listed.step == 7:
+        if removal.folder.name == "step-7":
             return dataclasses.replace(removal, files=(), kept="cannot remove: not yours", failed=True)
         return collect(removal)
 

@@ -28,11 +28,11 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
         assert other.stdout is not None
         assert other.stdout.readline() == b"locked\n"
         lock = LocalStorage(tmp_path).lock_directory()
-        assert lock.leftovers() is None
+        assert not lock.is_exclusive
         lock.release()
         other.kill()
     lock = LocalStorage(tmp_path).lock_directory()
-    assert lock.leftovers() == []
+    assert lock.is_exclusive
     lock.release()
 
 
@@ -48,7 +48,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
         os._exit(0)
     lock.release()
     again = LocalStorage(tmp_path).lock_directory()
-    assert again.leftovers() == []
+    assert again.is_exclusive
     again.release()
     os.close(writing)
     os.waitpid(child, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 import uuid
 from pathlib import Path
@@ -11,11 +12,12 @@ import fsspec
 import pytest
 import torch
 
-from dcp_tensorizer._format.layout import data_file_name
-from dcp_tensorizer._saving.commit import begin
+from dcp_tensorizer._format.layout import data_file_name, metadata_file_name, save_id_in
+from dcp_tensorizer._saving.commit import begin, put_records
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer._tools.retention import Removal, collect, find, plan_collection
+from dcp_tensorizer._tools.listing import find
+from dcp_tensorizer._tools.retention import Removal, collect, plan_collection
 from dcp_tensorizer.errors import NotCommitted
 
 from ...checkpoints import make_checkpoint
@@ -32,24 +34,26 @@ def _now(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "NOW", time.time())
 
 
-def make(path: Path, age: float) -> Path:
+def make(path: Path, age: float, key: str = "x") -> Path:
     """A checkpoint that was committed ``age`` seconds ago."""
-    make_checkpoint(path, {"x": torch.ones(3)}, {"step": 1})
+    make_checkpoint(path, {key: torch.ones(3)}, {"step": 1})
     for file in path.iterdir():
         os.utime(file, (NOW - age, NOW - age))
     return path
 
 
-def leave(folder: Path, age: float = 0) -> Path:
-    """What a save that died has left."""
+def leave(folder: Path, age: float = 0, *, recorded: bool = True) -> Path:
+    """What a save that died has left: its file of 100 bytes, and its record."""
     folder.mkdir(exist_ok=True)
+    if recorded:
+        put_records(open_storage(folder), ["f" * 32])
     (folder / LEFTOVER).write_bytes(b"x" * 100)
     os.utime(folder / LEFTOVER, (NOW - age, NOW - age))
     return folder / LEFTOVER
 
 
 def run(path: Path | str, keep: int | None = None, older_than: float | None = None) -> list[Removal]:
-    return [collect(removal) for removal in plan_collection(find(open_storage(path)), keep, older_than)]
+    return [collect(removal) for removal in plan_collection(open_storage(path), keep, older_than)]
 
 
 def names(path: Path) -> set[str]:
@@ -122,7 +126,7 @@ def test_without_conditions_only_leftovers_go(tmp_path: Path) -> None:
     leave(tmp_path / "step-3")
     (tmp_path / "step-3" / "mine.txt").touch()
     removals = run(tmp_path)
-    assert sum(removal.nbytes for removal in removals) == 300
+    assert sum(file.nbytes for removal in removals for file in removal.files if file.name == LEFTOVER) == 300
     assert names(tmp_path) == {"step-1", "step-3"}
     assert names(tmp_path / "step-3") == {"mine.txt"}
     assert LEFTOVER not in names(tmp_path / "step-1")
@@ -151,9 +155,9 @@ def test_a_save_that_came_in_between_is_left_alone(tmp_path: Path) -> None:
     """Between looking and removing, a job has saved there."""
     make(tmp_path / "step-1", 100)
     make(tmp_path / "step-2", 50)
-    plan = plan_collection(find(open_storage(tmp_path)), 1, None)
+    plan = plan_collection(open_storage(tmp_path), 1, None)
     make(tmp_path / "step-1", 0)
-    assert [collect(removal).kept for removal in plan] == ["a save has been there in the meantime"]
+    assert [collect(removal).kept for removal in plan] == ["something has been saved or changed there in the meantime"]
     assert find(open_storage(tmp_path / "step-1"))[0].state == "committed"
 
 
@@ -261,13 +265,13 @@ def test_one_that_cannot_be_removed_does_not_keep_the_others(tmp_path: Path, mon
         remove(storage, *names)
 
     monkeypatch.setattr(storage_type, "remove", fail)
-    removals = {removal.listed.step: removal for removal in run(tmp_path, keep=1)}
-    assert {step: (removal.failed, removal.nbytes > 0) for step, removal in removals.items()} == {
-        1: (False, True),
-        2: (True, False),
-        3: (False, True),
+    removals = {removal.folder.name: removal for removal in run(tmp_path, keep=1)}
+    assert {name: (removal.failed, removal.nbytes > 0) for name, removal in removals.items()} == {
+        "step-1": (False, True),
+        "step-2": (True, False),
+        "step-3": (False, True),
     }
-    assert "not yours" in removals[2].kept
+    assert "not yours" in removals["step-2"].kept
     assert names(tmp_path) == {"step-2", "step-4"}
 
 
@@ -280,9 +284,140 @@ def test_uploads_of_dead_saves_are_aborted(s3: S3Server) -> None:
     sink.put_part(0, on_a_page(bytes(sink.part_bytes)))  # which waits until the upload is under way
     (listed,) = find(open_storage(url, s3.options()))
     assert [file.name for file in listed.leftovers] == [data_file_name(3, 0, "a" * 32)]
-    (removal,) = plan_collection([listed], None, 3600.0)
-    assert "a save may be under way" in collect(removal).kept
-    (removal,) = plan_collection([listed], None, 0.0)
+    (removal,) = plan_collection(storage, None, 3600.0)
+    assert "a save or a copy may be under way" in collect(removal).kept
+    (removal,) = plan_collection(storage, None, 0.0)
     assert collect(removal).kept == ""
     assert storage.uploads() == []
     assert find(open_storage(url, s3.options()))[0].state == "committed"
+
+
+# --- what is not provably of a dead save ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", ["alone", "beside a checkpoint"])
+def test_what_nobody_recorded_goes_by_age_alone(tmp_path: Path, state: str) -> None:
+    """It may be on its way into the directory, or of a save whose lock is not to be seen; times are easily restored."""
+    make(tmp_path / "step-2", 50)
+    if state == "beside a checkpoint":
+        make(tmp_path / "step-1", 100)
+    leave(tmp_path / "step-1", age=10_000, recorded=False)
+    for older_than in (None, 3600.0):
+        assert {removal.kept for removal in run(tmp_path, keep=1, older_than=older_than)} <= {
+            "a save or a copy may be under way there: say with --older-than how long none can take"
+        }
+        assert LEFTOVER in names(tmp_path / "step-1")
+    run(tmp_path, older_than=0)
+    assert names(tmp_path) == {"step-2"}
+
+
+def test_a_move_from_another_disk_arrives(tmp_path: Path) -> None:
+    """``mv`` brings the data first and the metadata last; a collection at any moment leaves all of it."""
+    source = make(tmp_path / "source", 100)
+    (source / "config.json").write_text("{}")
+    put_records(open_storage(source), ["f" * 32, source_id(source)])
+    target = tmp_path / "run" / "step-1"
+    target.mkdir(parents=True)
+    make(tmp_path / "run" / "step-2", 50)
+    for name in sorted(names(source), key=lambda name: name == metadata_file_name()):
+        shutil.copy2(source / name, target / name)
+        run(tmp_path / "run", keep=3)
+    assert names(target) == names(source)
+    assert [listed.state for listed in find(open_storage(tmp_path / "run"))] == ["committed", "committed"]
+
+
+def source_id(folder: Path) -> str:
+    """The id of the save of a checkpoint."""
+    (data,) = folder.glob("*.tensors")
+    return save_id_in(data.name)
+
+
+# --- the parts of one checkpoint --------------------------------------------------------------------------------------
+
+
+def make_parts(folder: Path, age: float, **parts: str) -> Path:
+    """A checkpoint of several parts, by the keys in them, with something of a framework's beside them."""
+    for name, key in parts.items():
+        make(folder / name, age, key)
+    (folder / "rng_state.pth").write_bytes(b"x")
+    (folder / "pretrained").mkdir()
+    (folder / "pretrained" / "config.json").write_text("{}")
+    return folder
+
+
+def test_parts_are_kept_and_removed_together(tmp_path: Path) -> None:
+    """As Accelerate and the HF Trainer save: the model in one directory, its optimizer in another."""
+    for step in (10, 20, 30):
+        folder = tmp_path / f"checkpoint-{step}"
+        make_parts(folder, 100 - step, pytorch_model_fsdp_0="model", optimizer_0="optimizer")
+    removals = run(tmp_path, keep=2)
+    assert [(removal.folder.name, removal.whole, removal.kept) for removal in removals] == [("checkpoint-10", True, "")]
+    assert names(tmp_path) == {"checkpoint-20", "checkpoint-30"}
+    assert len(find(open_storage(tmp_path))) == 4
+    assert names(tmp_path / "checkpoint-20" / "pretrained") == {"config.json"}
+
+
+def test_parts_are_not_taken_for_steps(tmp_path: Path) -> None:
+    """Whoever names a checkpoint's own directory loses none of its parts."""
+    folder = make_parts(tmp_path / "checkpoint-10", 50, pytorch_model_fsdp_0="model", optimizer_0="optimizer")
+    kept = "may hold the parts of one checkpoint"
+    assert [removal.kept for removal in run(folder, keep=1, older_than=0)] == [f"{folder} {kept}"]
+    two = {"pytorch_model_fsdp_0": "a", "pytorch_model_fsdp_1": "b", "optimizer_0": "c", "optimizer_1": "d"}
+    folder = make_parts(tmp_path / "checkpoint-20", 50, **two)
+    assert {removal.kept for removal in run(folder, keep=1)} == {f"{folder} {kept}"}
+    assert len(find(open_storage(tmp_path))) == 6
+
+
+def test_what_may_be_steps_or_parts_stays(tmp_path: Path) -> None:
+    """Two models of one shape, say, with their averages; the runs that lie beside each other are not touched."""
+    for step in (10, 20):
+        make_parts(tmp_path / f"checkpoint-{step}", 100 - step, model_0="m", average_0="m", model_1="n", average_1="n")
+    removals = run(tmp_path, keep=1)
+    assert all("may hold the parts of one checkpoint" in removal.kept for removal in removals)
+    assert len(find(open_storage(tmp_path))) == 8
+
+
+def test_a_part_that_is_not_committed(tmp_path: Path) -> None:
+    """The job died between the model and the optimizer: that is no checkpoint, and does not make others old."""
+    make_parts(tmp_path / "checkpoint-10", 90, pytorch_model_fsdp_0="model", optimizer_0="optimizer")
+    make(tmp_path / "checkpoint-20" / "pytorch_model_fsdp_0", 80, "model")
+    leave(tmp_path / "checkpoint-20" / "optimizer_0")
+    run(tmp_path, keep=1)
+    assert names(tmp_path / "checkpoint-10") >= {"pytorch_model_fsdp_0", "optimizer_0"}
+    assert names(tmp_path / "checkpoint-20") == {"pytorch_model_fsdp_0"}
+
+
+def test_names_without_steps_stay(tmp_path: Path) -> None:
+    """The best one and the last one, beside the steps, are nobody's old steps."""
+    for step in (1, 2, 3):
+        make(tmp_path / f"step-{step}", 100 - step)
+    make(tmp_path / "best", 1000)
+    run(tmp_path, keep=1)
+    assert names(tmp_path) == {"step-3", "best"}
+
+
+def test_what_lies_beside_goes_with_its_checkpoint(tmp_path: Path) -> None:
+    """Lightning's ``meta.pt`` and a tokenizer's directory."""
+    for step in (1, 2):
+        make(tmp_path / f"step={step}.ckpt", 100 - step)
+        (tmp_path / f"step={step}.ckpt" / "meta.pt").write_bytes(b"x")
+        (tmp_path / f"step={step}.ckpt" / "tokenizer").mkdir()
+        (tmp_path / f"step={step}.ckpt" / "tokenizer" / "vocabulary").write_bytes(b"x")
+    (removal,) = run(tmp_path, keep=1)
+    assert {file.name for file in removal.files} >= {".metadata", "meta.pt", "tokenizer/vocabulary"}
+    assert names(tmp_path) == {"step=2.ckpt"}
+    assert names(tmp_path / "step=2.ckpt") >= {"meta.pt", "tokenizer"}
+
+
+@pytest.mark.parametrize("target", ["step-1", "step-1/pytorch_model_fsdp_0"])
+def test_what_a_link_leads_to_stays(tmp_path: Path, target: str) -> None:
+    """``best -> step-1``, or to a part of it, also from a directory below."""
+    for step in (1, 2, 3):
+        make_parts(tmp_path / f"step-{step}", 100 - step, pytorch_model_fsdp_0="model", optimizer_0="optimizer")
+    (tmp_path / "exported").mkdir()
+    (tmp_path / "exported" / "best").symlink_to(f"../{target}")
+    assert {removal.folder.name: removal.kept for removal in run(tmp_path, keep=1)} == {
+        "step-1": "a link leads to it",
+        "step-2": "",
+    }
+    assert names(tmp_path) == {"exported", "step-1", "step-3"}

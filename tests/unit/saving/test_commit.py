@@ -4,6 +4,8 @@ import dataclasses
 import errno
 import os
 import pickle
+import shutil
+import time
 
 import pytest
 from torch.distributed.checkpoint.metadata import (
@@ -11,10 +13,10 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
 )
 
-from dcp_tensorizer._format.layout import FORMAT, FORMAT_VERSION, data_file_name
+from dcp_tensorizer._format.layout import FORMAT, FORMAT_VERSION, data_file_name, record_file_name
 from dcp_tensorizer._format.metadata import item_key
 from dcp_tensorizer._loading.metadata_reader import read_metadata
-from dcp_tensorizer._saving.commit import begin, commit, remove, replaced_files
+from dcp_tensorizer._saving.commit import begin, commit, dead_files, put_records, remove, replaced_files
 from dcp_tensorizer._storage.base import temporary_file_name
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer.errors import WriteError
@@ -170,13 +172,15 @@ def test_a_commit_whose_answer_was_lost_removes_nothing(storage, tmp_path, monke
 
 @pytest.mark.parametrize("rank", [None, 3])
 def test_what_dead_saves_left_is_removed(storage, tmp_path, rank):
-    """Data files that no metadata names, and metadata that was never put in place; nothing of anybody else's."""
+    """What a record names and no metadata does, and metadata that was never put in place; nothing of anybody else's."""
     kept = data_file_name(0, 0, "a" * 32)
     commit_file(storage, kept, rank=rank)
     for name in ("model.tensors", "notes.txt"):
         (tmp_path / name).touch()
     before = set(os.listdir(tmp_path))
-    for name in (data_file_name(0, 0, "b" * 32), data_file_name(7, 2, "b" * 32), temporary_file_name(".metadata")):
+    dead = "b" * 32
+    put_records(storage, [dead, "a" * 32])  # of the save that died, and of one that died after its commit
+    for name in (data_file_name(0, 0, dead), data_file_name(7, 2, dead), temporary_file_name(".metadata", dead)):
         (tmp_path / name).write_bytes(b"left over")
     begin(storage, 1.0).release()
     assert set(os.listdir(tmp_path)) == before
@@ -186,9 +190,10 @@ def test_what_dead_saves_left_is_removed(storage, tmp_path, rank):
 def test_beside_a_save_under_way_nothing_is_removed(storage, tmp_path):
     """What looks left over may be that save's; once it is over, it is removed."""
     other = begin(storage, 1.0)
+    put_records(storage, ["b" * 32])
     (tmp_path / data_file_name(0, 0, "b" * 32)).touch()
     begin(storage, 1.0).release()
-    assert len(os.listdir(tmp_path)) == 1
+    assert len(os.listdir(tmp_path)) == 2
     other.release()
     begin(storage, 1.0).release()
     assert os.listdir(tmp_path) == []
@@ -197,9 +202,46 @@ def test_beside_a_save_under_way_nothing_is_removed(storage, tmp_path):
 def test_beside_metadata_that_cannot_be_read_nothing_is_removed(storage, tmp_path):
     """Whatever it names might be what looks left over."""
     (tmp_path / ".metadata").write_bytes(b"damaged")
+    put_records(storage, ["b" * 32])
     (tmp_path / data_file_name(0, 0, "b" * 32)).touch()
     begin(storage, 1.0).release()
-    assert len(os.listdir(tmp_path)) == 2
+    assert len(os.listdir(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("copied", ["the files", "the record too", "into the same directory"])
+def test_what_is_being_copied_in_stays(storage, tmp_path, copied):
+    """Data comes first and metadata last, and a copy of a record proves nothing, wherever it is."""
+    source = open_storage(tmp_path / "source")
+    source.make_directory()
+    put_records(source, ["b" * 32])
+    files = {record_file_name("b" * 32), data_file_name(0, 0, "b" * 32), temporary_file_name(".metadata", "b" * 32)}
+    for name in files - {record_file_name("b" * 32)}:
+        (tmp_path / "source" / name).write_bytes(b"data")
+    if copied == "the files":
+        files.remove(record_file_name("b" * 32))
+    target = tmp_path / "target"
+    target.mkdir()
+    for name in files:
+        shutil.copy2(tmp_path / "source" / name, target / name)
+    if copied == "into the same directory":
+        moment = (tmp_path / "source" / record_file_name("b" * 32)).stat().st_ctime
+        while time.time() < moment + 0.1:  # inodes may be used again at once, but no moment is
+            pass
+        shutil.rmtree(tmp_path / "source")
+        shutil.copytree(target, tmp_path / "source")
+        target = tmp_path / "source"
+    begin(open_storage(target), 1.0).release()
+    assert set(os.listdir(target)) == files
+    assert dead_files(open_storage(target), sorted(files)) == []
+
+
+def test_the_records_of_what_a_commit_replaces(storage, tmp_path):
+    """They are there before it is replaced, so that whatever happens then, what is left can be removed."""
+    commit_file(storage, data_file_name(0, 0, "a" * 32))
+    put_records(storage, ["a" * 32])
+    assert storage.is_record(record_file_name("a" * 32))
+    begin(storage, 1.0).release()
+    assert set(os.listdir(tmp_path)) == {".metadata", data_file_name(0, 0, "a" * 32)}
 
 
 @pytest.mark.parametrize("harm", ["missing", "short"])

@@ -24,28 +24,27 @@ def network_mount(path: Path) -> LocalStorage:
     return LocalStorage(path, local_types=())
 
 
-def test_the_first_lock_sees_the_files(tmp_path: Path) -> None:
+def test_the_first_lock_is_exclusive(tmp_path: Path) -> None:
     """Nobody else writes in the directory before it is shared."""
-    (tmp_path / "file").touch()
     lock = LocalStorage(tmp_path).lock_directory()
-    assert lock.leftovers() == ["file"]
+    assert lock.is_exclusive
     lock.share(1.0)
-    assert lock.leftovers() is None
+    assert not lock.is_exclusive
     lock.release()
 
 
-def test_a_second_lock_sees_nothing(tmp_path: Path) -> None:
+def test_a_second_lock_is_not(tmp_path: Path) -> None:
     """While another save is under way, nobody knows which files are left over."""
     first = LocalStorage(tmp_path).lock_directory()
     first.share(1.0)
     second = LocalStorage(tmp_path).lock_directory()
-    assert second.leftovers() is None
+    assert not second.is_exclusive
     second.share(1.0)
     first.release()
     first.release()
     second.release()
     third = LocalStorage(tmp_path).lock_directory()
-    assert third.leftovers() == []
+    assert third.is_exclusive
     third.release()
 
 
@@ -74,7 +73,7 @@ def test_without_locks_that_all_can_see_nothing_is_left_over(
     storage = LocalStorage(tmp_path) if case == "no locks" else network_mount(tmp_path)
     assert storage.child("x").locks_are_visible == (case == "no locks")
     lock = storage.lock_directory()
-    assert lock.leftovers() is None
+    assert not lock.is_exclusive
     lock.share(1.0)
     lock.release()
 
@@ -96,11 +95,11 @@ def test_a_directory_that_another_save_removed(tmp_path: Path) -> None:
     save.share(10)
     assert (tmp_path / "checkpoint").is_dir()
     other = storage.lock_directory()
-    assert other.leftovers() is None
+    assert not other.is_exclusive
     other.release()
     save.release()
     late = storage.lock_directory()
-    assert late.leftovers() == []
+    assert late.is_exclusive
     late.release()
 
 
@@ -108,7 +107,7 @@ def test_locking_makes_a_directory_again(tmp_path: Path) -> None:
     """It may have been removed since it was made."""
     storage = LocalStorage(tmp_path / "checkpoint")
     lock = storage.lock_directory()
-    assert lock.leftovers() == []
+    assert lock.is_exclusive
     lock.share(10)
     assert (tmp_path / "checkpoint").is_dir()
     lock.release()
@@ -135,7 +134,7 @@ def test_a_lock_ends_with_its_object(tmp_path: Path) -> None:
     lock.share(1.0)
     del lock
     again = LocalStorage(tmp_path).lock_directory()
-    assert again.leftovers() == []
+    assert again.is_exclusive
     again.release()
 
 

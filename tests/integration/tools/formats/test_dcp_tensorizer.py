@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer._tools.retention import collect, find, plan_collection
+from dcp_tensorizer._tools.listing import find
+from dcp_tensorizer._tools.retention import collect, plan_collection
 from dcp_tensorizer.convert import convert
 
 from ....checkpoints import make_checkpoint, tensors_of
@@ -21,7 +22,7 @@ def test_a_conversion_under_way_is_not_collected(tmp_path: Path) -> None:
 
     def collect_all(done: int, total: int) -> None:
         if done == total:  # the file was created before it: so there is something to collect
-            kept.extend(collect(removal).kept for removal in plan_collection(find(open_storage(tmp_path)), None, None))
+            kept.extend(collect(removal).kept for removal in plan_collection(open_storage(tmp_path), None, None))
 
     convert(tmp_path / "a", tmp_path / "b", "dcp_tensorizer", on_progress=collect_all)
     assert kept == ["a save is under way there"]

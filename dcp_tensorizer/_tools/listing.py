@@ -1,0 +1,172 @@
+"""Which checkpoints lie in a directory and below it, and what saves have left there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from .._format.layout import data_file_rank, is_data_file_name, is_metadata_file_name, is_ours
+from .._saving.commit import dead_files, leftovers
+from .._storage.base import FileInfo, Storage
+from ..errors import CheckpointError, NotCommitted
+from .checkpoint_view import data_files, read_parts, view_checkpoint
+
+__all__ = ["Folder", "Listed", "find", "walk"]
+
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A directory with a checkpoint, or with what a save has left of one.
+
+    Attributes:
+        path: Without credentials.
+        state: ``committed``; ``incomplete``: data files that its metadata names are missing or of other sizes, as in a
+            copy under way; ``unfinished``; or ``unreadable``: damaged, or of another format.
+        step: The last number in its name.
+        saved: When it was committed, or last written to, in seconds since the epoch.
+        files: All files in it.
+        ranks, tensors, objects: What is in it; None if it is not committed.
+        parts: Ranks that have committed, where each saves for itself; 0 where all commit together.
+        leftovers: Files of saves that were not committed, as far as a listing shows.
+        dead: Those of them that are of dead saves, unless a save is under way there.
+        contents: The same for checkpoints of the same keys; None if it is not committed.
+    """
+
+    storage: Storage
+    path: str
+    state: str
+    step: int | None
+    saved: float | None
+    files: tuple[FileInfo, ...]
+    ranks: int | None = None
+    tensors: int | None = None
+    objects: int | None = None
+    parts: int = 0
+    leftovers: tuple[FileInfo, ...] = ()
+    dead: tuple[FileInfo, ...] = ()
+    contents: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A directory, as it was when it was listed.
+
+    Attributes:
+        name: Its own.
+        files: In it.
+        folders: In it.
+        listed: The checkpoint in it, if there is one.
+    """
+
+    storage: Storage
+    name: str
+    files: tuple[FileInfo, ...]
+    folders: tuple[Folder, ...]
+    listed: Listed | None
+
+    def walk(self) -> Iterator[Folder]:
+        """Itself and all below it; who is in another comes after it."""
+        yield self
+        for folder in self.folders:
+            yield from folder.walk()
+
+    @property
+    def checkpoints(self) -> list[Listed]:
+        """Those in it and below it."""
+        return [folder.listed for folder in self.walk() if folder.listed is not None]
+
+
+def find(storage: Storage) -> list[Listed]:
+    """The checkpoints in a directory and in those below it, newest first.
+
+    Raises:
+        NotCommitted: there is no such directory.
+        ReadError: it cannot be listed.
+    """
+    return sorted(walk(storage).checkpoints, key=_age)
+
+
+def walk(storage: Storage) -> Folder:
+    """A directory and all below it.
+
+    Raises:
+        NotCommitted: there is no such directory.
+        ReadError: it cannot be listed.
+    """
+    files, names = storage.listing()
+    folders = []
+    for name in names:
+        with suppress(CheckpointError):  # a directory that went away, or is not ours to read
+            folders.append(walk(storage.child(name)))
+    listed = _look_at(storage, files) if any(is_ours(file.name) for file in files) else None
+    return Folder(storage, _name(storage), tuple(files), tuple(folders), listed)
+
+
+def _look_at(storage: Storage, files: list[FileInfo]) -> Listed:
+    numbers = _NUMBER.findall(_name(storage))
+    left, dead = _leftovers(storage, files)
+    listed = Listed(
+        storage,
+        storage.path,
+        "unfinished",
+        int(numbers[-1]) if numbers else None,
+        _last_written(files),
+        tuple(files),
+        leftovers=left,
+        dead=dead,
+    )
+    try:
+        parts = read_parts(storage)
+        view = view_checkpoint(storage, parts)
+    except NotCommitted:
+        return listed
+    except CheckpointError:
+        return replace(listed, state="unreadable", leftovers=(), dead=())
+    named = data_files(parts)
+    if not named.items() <= {(file.name, file.nbytes) for file in files}:
+        return replace(listed, state="incomplete", leftovers=(), dead=())
+    return replace(
+        listed,
+        state="committed",
+        saved=_last_written([file for file in files if is_metadata_file_name(file.name)]),
+        ranks=len(set(map(data_file_rank, named))),
+        tensors=len(view.tensors),
+        objects=len(view.objects),
+        parts=0 if None in parts else len(parts),
+        contents=hash(frozenset([*view.tensors, *view.objects])),
+    )
+
+
+def _leftovers(storage: Storage, files: Sequence[FileInfo]) -> tuple[tuple[FileInfo, ...], tuple[FileInfo, ...]]:
+    """The files of saves that were not committed, also those that no listing shows; and those that are of dead saves.
+
+    None if that cannot be told. They are in the order in which they can be removed.
+    """
+    by_name = {file.name: file for file in files}
+    try:
+        left = [by_name[name] for name in leftovers(storage, list(by_name))]
+        dead = [by_name[name] for name in dead_files(storage, list(by_name))]
+        begun = [file for file in storage.uploads() if is_data_file_name(file.name)]
+    except CheckpointError:
+        return (), ()
+    return (*begun, *left), tuple(dead)
+
+
+def _name(storage: Storage) -> str:
+    return storage.path.rstrip("/").rpartition("/")[2]
+
+
+def _last_written(files: Sequence[FileInfo]) -> float | None:
+    return max((file.modified for file in files if file.modified is not None), default=None)
+
+
+def _age(listed: Listed) -> tuple[float, int, str]:
+    return -(listed.saved or 0.0), -(listed.step or 0), listed.path
