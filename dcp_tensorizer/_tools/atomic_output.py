@@ -75,7 +75,7 @@ def new_directory(path: str, options: Mapping[str, Any], files: str) -> Iterator
         with _renamed(real) as temporary:
             temporary.mkdir()
             yield LocalStorage(temporary)
-            LocalStorage(temporary).sync_directory()
+            _sync(temporary)
         return
     storage.make_directory()
     try:
@@ -136,6 +136,16 @@ def written_file(storage: Storage, name: str, nbytes: int) -> Iterator[Callable[
     except BaseException:
         sink.abort()
         raise
+
+
+def _sync(folder: Path) -> None:
+    """Makes a directory's files and names durable, whoever wrote them: torch's own writer does not flush before it."""
+    for path in (*folder.iterdir(), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 @contextmanager

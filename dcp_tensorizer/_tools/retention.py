@@ -156,6 +156,7 @@ def _remove_tree(top: Folder) -> None:
         names = [file.name for file in folder.files]
         put_records(folder.storage, map(save_id_in, filter(is_data_file_name, names)))
         folder.storage.remove(*filter(is_metadata_file_name, names))
+        folder.storage.sync_directory()  # after a crash there may be data without metadata, but not the other way
     for folder in reversed(folders):
         names = [file.name for file in folder.files]
         folder.storage.remove(*itertools.filterfalse(is_metadata_file_name, names))
