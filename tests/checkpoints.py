@@ -61,6 +61,8 @@ def make_checkpoint(
     chunks: Mapping[str, Sequence[Region]] | None = None,
     cipher: Cipher | None = None,
     options: Mapping[str, Any] | None = None,
+    *,
+    sha256: bool = False,
     **committing: Any,
 ) -> Path:
     """Saves tensors whole, or in the chunks that are given for a key: the first on rank 0, the second on rank 1, ...
@@ -95,7 +97,8 @@ def make_checkpoint(
         items = [Item(index, name, kind, tensor) for (index, tensor, kind), name in zip(own, names, strict=True)]
         contents = {item.name: item.tensor for item in items}
         files = plan_files((item.source() for item in items if item.has_bytes), rank, save_id)
-        job = FileJob(storage, files, functools.partial(_bytes_of, contents), sync=False, threads=1, cipher=cipher)
+        bytes_of = functools.partial(_bytes_of, contents)
+        job = FileJob(storage, files, bytes_of, sync=False, threads=1, cipher=cipher, sha256=sha256)
         for result in write_results(items, job.run()):
             written.append((result.index, StoredItem(*result.storage_data[0]), result.storage_data[1]))
     paths = {key: tuple(key.split(".")) for key in described}

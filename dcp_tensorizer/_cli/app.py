@@ -121,9 +121,7 @@ def inspect(
 @_command()
 def verify(
     checkpoint: Checkpoint,
-    full: Annotated[
-        bool, typer.Option("--full", help="Every byte of the files, and tensorizer's own CRC-32 and SHA-256.")
-    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="Every byte of the files, and tensorizer's own hashes.")] = False,
     storage_option: StorageOptions = None,
     as_json: Json = False,
 ) -> int:

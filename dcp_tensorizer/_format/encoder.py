@@ -1,9 +1,9 @@
 """Encoding: tensors become the parts of a tensorizer file, hashed on the way, in one pass over memory.
 
-Hashing sets the pace of a save: SHA-256 alone is slower than a fast disk. It is up to twice as fast on data that is in
-the core's own cache. So each thread takes a tensor, goes through it in pieces that stay in that cache, and does
-everything to a piece at once: digest, CRC-32, SHA-256, and the copy into the part it belongs to. Complete parts go to
-the sink on threads of their own while hashing goes on.
+Hashing sets the pace of a save to a fast disk. It is up to twice as fast on data that is in the core's own cache. So
+each thread takes a tensor, goes through it in pieces that stay in that cache, and does everything to a piece at once:
+digests, CRC-32, SHA-256 if asked for, and the copy into the part it belongs to. Complete parts go to the sink on
+threads of their own while hashing goes on.
 
 With encryption a tensor goes through block by block: from where it is, encrypted, into a buffer of a block's size,
 digested there, and copied into its part. Its own memory is only read.
@@ -176,8 +176,10 @@ class _Encoding(Generic[T]):
         """Hashes one tensor and keeps its item; returns its header. Its bytes go into their parts with ``fill``."""
         entry = self._layout.entries[number]
         digester = Digester(block_size(data.nbytes))
-        hashes = TensorHashes(entry.header, digester)
-        sha256 = self._helpers.submit(hashes.sha256.update, data) if self._helpers is not None else None
+        hashes = TensorHashes(entry.header, digester, sha256=entry.has_sha256)
+        sha256 = None
+        if hashes.sha256 is not None and self._helpers is not None:
+            sha256 = self._helpers.submit(hashes.sha256.update, data)
         array = np.frombuffer(data, dtype=np.uint8)
         for start in range(0, data.nbytes, self._piece_bytes):
             stop = start + self._piece_bytes
@@ -187,7 +189,7 @@ class _Encoding(Generic[T]):
         if sha256 is not None:
             sha256.result()
         self._items[number] = self._item(entry, digester.digests())
-        return entry.with_hashes(hashes.crc32, hashes.sha256.digest())
+        return entry.with_hashes(*hashes.values())
 
     def _encrypt(self, number: int, job: _Encryption) -> bytes:
         """Encrypts one tensor and keeps its item; returns its header."""

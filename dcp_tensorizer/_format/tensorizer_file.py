@@ -7,9 +7,11 @@ data is aligned. That class hashes each tensor in two passes over memory, with s
 byte is fetched from memory once (see `encoder`).
 
     head      magic, version, flags, bytes and number of tensors, then an index in a region of 256 KiB
-    entries   for each tensor a header (name, dtype, shape, CRC-32 and SHA-256 of header and data, padding), then the
-              data
+    entries   for each tensor a header (name, dtype, shape, the hashes of header and data, padding), then the data
     end       eight zero bytes
+
+A header may hold any number of hashes. There is always a CRC-32, which costs a fifteenth of the CPU time of a SHA-256,
+and a SHA-256 where that is asked for.
 
 In an encrypted file a header says how its tensor is encrypted, with a MAC for each block, and holds no hashes: those
 that ``TensorSerializer`` puts there are of the tensor as it was, which shows whether two are the same, and what is in a
@@ -37,9 +39,10 @@ MAGIC = b"|TZR|"
 # Data version, feature flags, bytes of tensors, unused, number of tensors, length of the index's region.
 HEAD = struct.Struct("<I32sQ8xQQ")
 START = struct.Struct("<QHBH")  # length of the header, module index, kind of tensor, length of the name
-_HASHES = struct.Struct("<HBBBIBB32s")  # bytes that follow, number of hashes; of each: kind, length, value
+_COUNT = struct.Struct("<HB")  # bytes that follow, number of hashes
+_HASH = struct.Struct("<BB")  # kind, length of the value that follows
 CRC32, _SHA256 = 0, 1
-_NO_HASHES = struct.pack("<HB", 1, 0)
+_NO_HASHES = _COUNT.pack(1, 0)
 _LENGTH = struct.Struct("<Q")
 _PASSPHRASE = struct.Struct("<HHQQiH")  # two tags; costs and algorithm of the derivation; length of the salt
 _DERIVED, _BY_PWHASH = 1, 1
@@ -94,6 +97,7 @@ class Entry(Generic[T]):
         offset: First byte of the data in the file.
         length: Bytes of data.
         block: Bytes of data that are encrypted at once; 0 in a plain file.
+        has_sha256: There is a SHA-256 in the header.
     """
 
     tensor: T
@@ -104,11 +108,12 @@ class Entry(Generic[T]):
     length: int
     padding: int
     block: int = 0
+    has_sha256: bool = False
 
-    def with_hashes(self, crc32: int, sha256: bytes) -> bytes:
+    def with_hashes(self, crc32: int, sha256: bytes = b"") -> bytes:
         """The header as it is stored."""
-        end = self.hashes_offset + _HASHES.size
-        return self.header[: self.hashes_offset] + _hashes(crc32, sha256) + self.header[end:]
+        hashes = _hashes(crc32, sha256)
+        return self.header[: self.hashes_offset] + hashes + self.header[self.hashes_offset + len(hashes) :]
 
     def with_macs(self, nonce_and_macs: bytes) -> bytes:
         """The header of an encrypted tensor as it is stored; ``nonce_and_macs`` as in `StoredItem`."""
@@ -132,13 +137,19 @@ class FileLayout(Generic[T]):
 
 
 def lay_out(
-    tensors: Sequence[T], cipher: Cipher | None = None, capacity: int = INDEX_CAPACITY, alignment: int = ALIGNMENT
+    tensors: Sequence[T],
+    cipher: Cipher | None = None,
+    *,
+    sha256: bool = False,
+    capacity: int = INDEX_CAPACITY,
+    alignment: int = ALIGNMENT,
 ) -> FileLayout[T]:
     """Where everything goes in the file of some tensors.
 
     Args:
         tensors: In file order; names are unique, and in an encrypted file none has zero bytes.
-        cipher: Of an encrypted file; its headers say what the key was derived from.
+        cipher: Of an encrypted file; its headers say what the key was derived from, and hold no hashes.
+        sha256: Put a SHA-256 into the headers, beside the CRC-32.
         capacity: Bytes for the index; every release of tensorizer reads more than it writes.
         alignment: Of the data in the file. ``TensorSerializer`` has none, that is 1: the tests compare files with it.
 
@@ -149,7 +160,7 @@ def lay_out(
     index: list[tuple[_Description, Entry[T]]] = []
     for tensor in tensors:
         description = _describe(tensor)
-        entry = _entry(tensor, description, position, cipher, alignment)
+        entry = _entry(tensor, description, position, cipher, alignment, sha256=sha256 and cipher is None)
         index.append((description, entry))
         position = entry.offset + entry.length
     return FileLayout(
@@ -176,7 +187,9 @@ def _describe(tensor: TensorInfo) -> _Description:
     )
 
 
-def _entry(tensor: T, description: _Description, position: int, cipher: Cipher | None, alignment: int) -> Entry[T]:
+def _entry(
+    tensor: T, description: _Description, position: int, cipher: Cipher | None, alignment: int, *, sha256: bool
+) -> Entry[T]:
     """A tensor whose header begins at a position.
 
     Readers find the length of the data at the header's end, so that there may be anything before it.
@@ -184,13 +197,15 @@ def _entry(tensor: T, description: _Description, position: int, cipher: Cipher |
     name, kind, dtype, shape, _ = description
     described = name + struct.pack("<B", len(dtype)) + dtype + shape
     block = 0 if cipher is None else block_size(tensor.nbytes, encrypted=True)
-    proof = _hashes(0, b"") if cipher is None else _NO_HASHES + _crypt_info(cipher.derivation, tensor.nbytes, block)
+    no_hashes = _hashes(0, bytes(32) if sha256 else b"")
+    proof = no_hashes if cipher is None else _NO_HASHES + _crypt_info(cipher.derivation, tensor.nbytes, block)
     hashes_offset = START.size + len(described)
     nbytes = hashes_offset + len(proof) + _LENGTH.size
     padding = -(position + nbytes) % alignment
     start = START.pack(nbytes + padding, 0, kind, len(name))
     header = start + described + proof + bytes(padding) + _LENGTH.pack(tensor.nbytes)
-    return Entry(tensor, position, header, hashes_offset, position + len(header), tensor.nbytes, padding, block)
+    offset = position + len(header)
+    return Entry(tensor, position, header, hashes_offset, offset, tensor.nbytes, padding, block, sha256)
 
 
 def _head(index: Sequence[tuple[_Description, Entry[T]]], is_encrypted: bool, capacity: int) -> bytes:
@@ -209,7 +224,10 @@ def _head(index: Sequence[tuple[_Description, Entry[T]]], is_encrypted: bool, ca
 
 
 def _hashes(crc32: int, sha256: bytes) -> bytes:
-    return _HASHES.pack(_HASHES.size - 2, 2, CRC32, 4, crc32, _SHA256, 32, sha256)
+    body = _HASH.pack(CRC32, 4) + crc32.to_bytes(4, "little")
+    if sha256:
+        body += _HASH.pack(_SHA256, len(sha256)) + sha256
+    return _COUNT.pack(1 + len(body), 2 if sha256 else 1) + body
 
 
 def _crypt_info(derivation: Derivation | None, nbytes: int, block: int) -> bytes:

@@ -70,6 +70,7 @@ class SaveOptions:
             "sync_files": self.write.sync,
             "thread_count": self.write.threads,
             "storage_options": sorted(self.write.storage_options),
+            "sha256": self.write.sha256,
             "encryption": self.write.cipher is not None,
             "limits": self.limits,
         }
@@ -85,6 +86,7 @@ def check_options(
     sync_files: bool,
     thread_count: int | None,
     storage_options: Mapping[str, Any] | None,
+    sha256: bool,
     encryption: EncryptionParams | None,
     limits: SaveLimits,
 ) -> SaveOptions:
@@ -104,6 +106,11 @@ def check_options(
             "staging='shared' and encryption exclude each other: what is encrypted can be read twice, and if it "
             "changed in between, its key would be spent on two texts"
         )
+    if encryption is not None and sha256:
+        raise ValueError(
+            "sha256 and encryption exclude each other: encrypted tensors are authenticated, and a hash of their "
+            "contents would tell what is in them"
+        )
     write = WriteOptions(
         storage_options=dict(storage_options or {}),
         sync=sync_files,
@@ -111,5 +118,6 @@ def check_options(
         buffer_bytes=limits.buffer_bytes,
         timeout=limits.timeout,
         cipher=None if encryption is None else encryption_cipher(encryption),
+        sha256=sha256,
     )
     return SaveOptions(cache, staging, overlap_staging, overwrite, write, limits)

@@ -142,6 +142,7 @@ class WriterClient:
             threads=self._options.threads,
             buffer_bytes=self._options.buffer_bytes,
             cipher=self._options.cipher,
+            sha256=self._options.sha256,
         )
         return Written(job.run())
 

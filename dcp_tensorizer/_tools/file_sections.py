@@ -88,10 +88,13 @@ def file_sections(items: Sequence[KeyedItem], nbytes: int, part: Metadata) -> It
     if record is not None:  # the layout does not depend on the key
         cipher = Cipher(b"", None if record["derivation"] is None else Derivation(*record["derivation"]))
     tensors = [TensorSource(i.name, i.dtype, shape, i.length, i.kind) for _, i, shape in items]
-    layout = lay_out(tensors, cipher)
-    yield _Constant(0, layout.head, "the index of its tensors")
-    for (key, item, _), entry in zip(items, layout.entries, strict=True):
-        yield _TensorWithHeader(key, item, entry)
+    # The tensors lie where the hashes in their headers have left them; padding may make both layouts the same.
+    layouts = [lay_out(tensors, cipher, sha256=sha256) for sha256 in (False, True)]
+    offsets = [keyed.item.offset for keyed in items]
+    fitting = [layout for layout in layouts if [entry.offset for entry in layout.entries] == offsets] or layouts[:1]
+    yield _Constant(0, fitting[0].head, "the index of its tensors")
+    for (key, item, _), *entries in zip(items, *(layout.entries for layout in fitting), strict=True):
+        yield _TensorWithHeader(key, item, entries)
     yield _Constant(nbytes - len(END), END, "its end")
 
 
@@ -117,21 +120,37 @@ class _Blocks:
 
 
 class _TensorWithHeader:
-    """A tensor with its header, which holds tensorizer's hashes of both; of an encrypted one, nonce and MACs."""
+    """A tensor with its header, which holds tensorizer's hashes of both; of an encrypted one, nonce and MACs.
 
-    def __init__(self, key: str, item: StoredItem, entry: Entry[TensorSource]) -> None:
-        self.start, self.stop = entry.header_offset, entry.offset + entry.length
+    Args:
+        key: The tensor's.
+        item: The tensor.
+        entries: It may be stored like any of these, at one place, with these hashes or those.
+    """
+
+    def __init__(self, key: str, item: StoredItem, entries: Sequence[Entry[TensorSource]]) -> None:
+        self._entry, *self._others = entries
+        self.start, self.stop = self._entry.header_offset, self._entry.offset + self._entry.length
         self._key = key
         self._nonce_and_macs = item.nonce_and_macs
-        self._entry = entry
         self._header = b""
-        self._blocks = _Blocks(key, item, 0, entry.length)
-        self._hashes = TensorHashes(entry.header, self._blocks.digester)
+        self._blocks = _Blocks(key, item, 0, self._entry.length)
+        self._hashes: TensorHashes | None = None
 
     def update(self, piece: memoryview) -> None:
         missing = len(self._entry.header) - len(self._header)
         self._header += bytes(piece[:missing])
-        (self._blocks if self._nonce_and_macs else self._hashes).update(piece[missing:])
+        if missing <= piece.nbytes and not self._nonce_and_macs:
+            self._hashes = self._hashes or self._begin_hashes()
+        (self._hashes or self._blocks).update(piece[missing:])
+
+    def _begin_hashes(self) -> TensorHashes:
+        """Of the kinds that the header holds; as the first layout says if it holds none that are known."""
+        for other in self._others:
+            start, zero = other.hashes_offset, other.with_hashes(0, bytes(32))
+            if self._header[start:][:4] == zero[start:][:4]:  # how many, and of which kind the first is
+                self._entry = other
+        return TensorHashes(self._entry.header, self._blocks.digester, sha256=self._entry.has_sha256)
 
     def problems(self) -> Iterator[Problem]:
         damaged_blocks = list(self._blocks.problems())
@@ -141,8 +160,9 @@ class _TensorWithHeader:
         if self._nonce_and_macs:
             what, expected = "nonce and MACs", self._entry.with_macs(self._nonce_and_macs)
         else:
-            what = "the CRC-32 and SHA-256"
-            expected = self._entry.with_hashes(self._hashes.crc32, self._hashes.sha256.digest())
+            what = "the CRC-32 and SHA-256" if self._entry.has_sha256 else "the CRC-32"
+            hashes = self._hashes or self._begin_hashes()
+            expected = self._entry.with_hashes(*hashes.values())
         if self._header != expected:
             yield self._key, self.start, f"its header, with {what} of the data, is damaged"
 

@@ -71,6 +71,7 @@ class WriteOptions:
         buffer_bytes: Memory for the parts of a file that are being made.
         timeout: Seconds after which a wait for the storage is given up.
         cipher: Encrypts everything.
+        sha256: Put a SHA-256 of each tensor into the files, beside the CRC-32.
     """
 
     storage_options: Mapping[str, Any]
@@ -79,6 +80,7 @@ class WriteOptions:
     buffer_bytes: int
     timeout: float
     cipher: Cipher | None = None
+    sha256: bool = False
 
 
 @dataclass(frozen=True, slots=True)

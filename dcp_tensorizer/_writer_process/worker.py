@@ -165,6 +165,7 @@ class _Worker:
             threads=options.threads,
             buffer_bytes=options.buffer_bytes,
             cipher=options.cipher,
+            sha256=options.sha256,
         )
         self._job = job
         if sys.platform == "linux":

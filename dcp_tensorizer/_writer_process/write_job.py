@@ -27,6 +27,7 @@ class FileJob:
         threads: Hashing threads.
         buffer_bytes: Memory for the parts of a file that are being made.
         cipher: Encrypts everything.
+        sha256: Put a SHA-256 of each tensor into the files, beside the CRC-32.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class FileJob:
         threads: int,
         buffer_bytes: int = BUFFER_BYTES,
         cipher: Cipher | None = None,
+        sha256: bool = False,
     ) -> None:
         self._storage = storage
         self._files = files
@@ -47,6 +49,7 @@ class FileJob:
         self._threads = threads
         self._buffer_bytes = buffer_bytes
         self._cipher = cipher
+        self._sha256 = sha256
         self._sinks: list[Sink] = []
 
     @property
@@ -85,7 +88,7 @@ class FileJob:
                 self._storage.discard(file.name)
 
     def _write(self, file: FileRequest) -> FileResult:
-        layout = lay_out(file.tensors, self._cipher)
+        layout = lay_out(file.tensors, self._cipher, sha256=self._sha256)
         sink = self._storage.create(file.name, layout.nbytes, sync=self._sync)
         self._sinks.append(sink)
         written = encode(layout, self._contents, sink, self._threads, self._buffer_bytes, file=file.name)

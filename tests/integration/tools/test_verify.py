@@ -9,7 +9,7 @@ import torch
 
 from dcp_tensorizer._format.chunks import Region
 from dcp_tensorizer._format.encryption import Cipher
-from dcp_tensorizer._format.layout import Derivation, data_file_rank
+from dcp_tensorizer._format.layout import Derivation, StoredItem, data_file_rank
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tools.checkpoint_view import read_parts
 from dcp_tensorizer._tools.verify import Verified, verify
@@ -67,6 +67,21 @@ def test_any_flipped_byte_is_found_in_full(checkpoint: Path) -> None:
         assert found.damages[0].key == ("a" if offset - 60 < place < size - 8 else None), place
         flip(path, place)
     assert look(checkpoint, full=True).damages == ()
+
+
+@pytest.mark.parametrize("sha256", [False, True])
+def test_the_hashes_that_there_are_are_checked(tmp_path: Path, sha256: bool) -> None:
+    """The CRC-32, and the SHA-256 where the file has one: no byte of a header can change."""
+    checkpoint = make_checkpoint(tmp_path / "c", {"a": torch.ones(3), "b": torch.ones(5, 2)}, sha256=sha256)
+    path = data_file(checkpoint, 0)
+    assert (b"\x01\x20" in path.read_bytes()) == sha256
+    assert look(checkpoint, full=True).damages == ()
+    items = read_parts(open_storage(checkpoint))[None].storage_data["items"]
+    first, second = (StoredItem(*items[key, (0,) * dims]) for key, dims in (("a", 1), ("b", 2)))
+    for place in range(first.offset + first.length, second.offset):
+        flip(path, place)
+        assert [damage.key for damage in look(checkpoint, full=True).damages] == ["b"], place
+        flip(path, place)
 
 
 def test_damage_is_named_by_key_file_and_block(checkpoint: Path) -> None:

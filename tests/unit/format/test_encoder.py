@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorizer import TensorDeserializer, TensorSerializer
+from tensorizer.serialization import HashMismatchError
 
 from dcp_tensorizer._format.encoder import encode
 from dcp_tensorizer._format.layout import StoredItem
@@ -34,11 +35,17 @@ def bytes_of(tensors: Tensors) -> Callable[[TensorSource], memoryview]:
 
 
 def encoded(
-    tensors: Tensors, threads: int = 1, sink: BufferSink | None = None, *, alignment: int = 1, **options: Any
+    tensors: Tensors,
+    threads: int = 1,
+    sink: BufferSink | None = None,
+    *,
+    alignment: int = 1,
+    sha256: bool = True,
+    **options: Any,
 ) -> bytes:
-    """A whole file, with its items checked; not aligned, because stock tensorizer's are not."""
+    """A whole file, with its items checked; not aligned and with SHA-256, because stock tensorizer's are so."""
     sink = sink or BufferSink(1 << 20)
-    layout = lay_out(sources(tensors), alignment=alignment)
+    layout = lay_out(sources(tensors), alignment=alignment, sha256=sha256)
     items = encode(layout, bytes_of(tensors), sink, threads, file="f", **options)
     assert (sink.closed, sink.aborted) == (True, False)
     content = sink.content
@@ -82,6 +89,25 @@ def check_file(tensors: Tensors, folder: Path, threads: int = 1) -> None:
     with TensorDeserializer(path, device="cpu", verify_hash=True) as loaded:
         assert list(loaded.keys()) == [name for name, _ in tensors]
         assert [name for name, tensor in tensors if not same(loaded[name], tensor)] == []
+
+
+@pytest.mark.parametrize("sha256", [False, True])
+def test_stock_tensorizer_finds_a_flipped_bit(tmp_path: Path, sha256: bool) -> None:
+    """By the CRC-32 alone, and with the SHA-256 too: in the header, and in the data."""
+    path = tmp_path / "file"
+    tensors = [("a", filled(torch.bfloat16, (7, 5))), ("b", filled(torch.float32, (3,)))]
+    content = encoded(tensors, sha256=sha256)
+    path.write_bytes(content)
+    with TensorDeserializer(path, device="cpu", verify_hash=True) as loaded:
+        assert all(same(loaded[name], tensor) for name, tensor in tensors)
+    places = lay_out(sources(tensors), alignment=1, sha256=sha256).entries
+    assert (content.count(b"\x01\x20"), places[0].has_sha256) == ((2, True) if sha256 else (0, False))
+    for position in (places[0].header_offset + places[0].hashes_offset + 5, places[1].offset + 2):
+        damaged = bytearray(content)
+        damaged[position] ^= 4
+        path.write_bytes(damaged)
+        with pytest.raises(HashMismatchError), TensorDeserializer(path, device="cpu", verify_hash=True) as loaded:
+            dict(loaded.items())
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)

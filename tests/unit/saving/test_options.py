@@ -27,6 +27,7 @@ def options(**given: Any) -> SaveOptions:
         "sync_files": True,
         "thread_count": None,
         "storage_options": None,
+        "sha256": False,
         "encryption": None,
         "limits": SaveLimits(),
     }
@@ -69,6 +70,7 @@ def test_limits_that_make_no_sense_are_refused(given: dict[str, Any], error: typ
         ({"limits": {"timeout": 5}}, TypeError, "limits must be SaveLimits, and is dict"),
         ({"encryption": KEY}, TypeError, "encryption must be tensorizer.EncryptionParams, and is bytes"),
         ({"encryption": EncryptionParams(KEY), "staging": "shared"}, ValueError, "'shared' and encryption exclude"),
+        ({"encryption": EncryptionParams(KEY), "sha256": True}, ValueError, "sha256 and encryption exclude"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -101,6 +103,6 @@ def test_the_repr_shows_everything_but_secrets() -> None:
     )
     assert repr(made) == (
         "cache_staged_state_dict=True, staging='buffer', overlap_staging=False, overwrite=True, sync_files=True, "
-        "thread_count=2, storage_options=['key', 'secret'], encryption=True, "
+        "thread_count=2, storage_options=['key', 'secret'], sha256=False, encryption=True, "
         "limits=SaveLimits(timeout=5.0, buffer_bytes=268435456, max_consecutive_failures=3)"
     )
