@@ -63,6 +63,8 @@ class TensorizerStorageReader(StorageReader):
         allow_pickle: Load objects that the weights-only rules of ``torch.load`` refuse. They can run any code:
             only for checkpoints that you trust as you trust a program.
         thread_count: Parallel reads; None for a number that suits the storage.
+        page_cache: Leave what is read from a local disk in the page cache, so that the next load of it need not read
+            the disk. None: if there is room for it, that is twice the bytes that the ranks of this machine read.
         timeout: Seconds after which a wait for a remote storage is given up. Requests to S3 and SFTP servers that stay
             silent for a tenth of that are tried again.
         encryption: The key, or the passphrase, of an encrypted checkpoint (`tensorizer.DecryptionParams`). With one, a
@@ -85,6 +87,7 @@ class TensorizerStorageReader(StorageReader):
         verify: bool = True,
         allow_pickle: bool = False,
         thread_count: int | None = None,
+        page_cache: bool | None = None,
         timeout: float = TIMEOUT,
         encryption: DecryptionParams | None = None,
         on_progress: Callable[[int, int], object] | None = None,
@@ -104,6 +107,7 @@ class TensorizerStorageReader(StorageReader):
         self._verify = verify
         self._allow_pickle = allow_pickle
         self._threads = thread_count
+        self._page_cache = page_cache
         self._timeout = timeout
         self._encryption = encryption
         self._on_progress = on_progress
@@ -122,6 +126,7 @@ class TensorizerStorageReader(StorageReader):
             "verify": self._verify,
             "allow_pickle": self._allow_pickle,
             "thread_count": self._threads,
+            "page_cache": self._page_cache,
             "timeout": self._timeout,
             "encryption": None if self._encryption is None else "***",
         }
@@ -266,7 +271,14 @@ class TensorizerStorageReader(StorageReader):
             check_own_parts(path, metadata, plan, getattr(planner, "state_dict", {}))
         with collector_paused():
             stored = [(i, stored_item(path, metadata, i.storage_index)) for i in plan.items]
-        read = functools.partial(fetch, storage, threads=self._threads, verify=self._verify, cipher=self._cipher)
+        read = functools.partial(
+            fetch,
+            storage,
+            threads=self._threads,
+            verify=self._verify,
+            cipher=self._cipher,
+            page_cache=self._page_cache,
+        )
         objects, nbytes = read_objects([(i, item) for i, item in stored if item.kind != "tensor"], read)
         if not self._allow_pickle:
             check_trust(path, objects)

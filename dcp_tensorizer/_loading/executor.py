@@ -8,6 +8,7 @@ blocks are decrypted where they have been read to.
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,7 @@ import torch
 from .._format.checksums import DigestCheck, check_digests
 from .._format.encryption import Cipher
 from .._memory.device import CUDA, Device
+from .._memory.memory_limit import available_memory
 from .._memory.shared_buffer import aligned
 from .._memory.tensor_bytes import host_bytes
 from .._storage.base import RangeReader, Storage
@@ -46,6 +48,7 @@ def fetch(
     progress: Callable[[int, int], object] = lambda done, total: None,
     cipher: Cipher | None = None,
     limits: ReadLimits | None = None,
+    page_cache: bool | None = None,
     device: Device = CUDA,
 ) -> int:
     """Reads everything that the targets want; those on a GPU are ready when it returns.
@@ -58,6 +61,7 @@ def fetch(
         progress: Called with the bytes that are done and the bytes in all, by one reading thread at a time.
         cipher: For items that are encrypted.
         limits: How reads are joined and cut; None for what suits the storage.
+        page_cache: Leave what is read from a local disk in the page cache; None: if there is room for it.
         device: The kind of GPU.
 
     Returns:
@@ -73,7 +77,9 @@ def fetch(
     operations = plan_reads(targets, limits or limits_of(storage), verify=verify)
     total = sum(operation.nbytes for operation in operations)
     pool = pool_for(operations, threads or storage.reads.max_threads, device)
-    executor = _Executor(storage, targets, operations, verify, cipher, pool)
+    if page_cache is None:
+        page_cache = _has_room_to_cache(total)
+    executor = _Executor(storage, targets, operations, verify, cipher, pool, page_cache=page_cache)
     counting = threading.Lock()
     done = 0
 
@@ -92,6 +98,16 @@ def fetch(
     finally:
         executor.close()
     return total
+
+
+def _has_room_to_cache(nbytes: int) -> bool:
+    """Whether the page cache can hold what this rank reads, and as much for each other rank of this machine, twice.
+
+    Where it cannot, a load through it would drive out what others need, and find nothing of itself the next time.
+    """
+    available = available_memory()
+    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))  # as torchrun sets it
+    return available is None or available >= 2 * ranks * nbytes
 
 
 class _OpenFiles:
@@ -139,13 +155,15 @@ class _Executor:
         verify: bool,
         cipher: Cipher | None,
         pool: PinnedPool | None,
+        *,
+        page_cache: bool,
     ) -> None:
         self._storage = storage
+        self._page_cache = page_cache
         self._verify = verify
         self._cipher = cipher
         self._pool = pool
         self._files = _OpenFiles(storage, operations)
-        self._any_shared = any(target.shared for target in targets)
         self._scratch = threading.local()
         # The memory of large targets is looked up here, all at once: between reads, which fill the processor's caches,
         # that takes five times as long. That of small ones is not: many are read at once, and so many objects more
@@ -210,7 +228,7 @@ class _Executor:
         """Reads segments to their places, and compares each with its digests when it has been read."""
         try:
             file = self._files.open(operation.file)
-            if not self._any_shared or not any(target.shared for target in operation.targets):
+            if not self._page_cache and not any(target.shared for target in operation.targets):
                 file = file.once(operation.offset, operation.nbytes)
             for batch in operation.batches(self._storage.reads.slice_bytes):
                 self._read_batch(file, operation.segments[batch], places[batch])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..errors import StagingError
 
-__all__ = ["check_headroom"]
+__all__ = ["available_memory", "check_headroom"]
 
 
 def check_headroom(nbytes: int) -> None:
@@ -15,7 +15,7 @@ def check_headroom(nbytes: int) -> None:
     Raises:
         StagingError: ``nbytes`` are not available.
     """
-    available = _available_memory()
+    available = available_memory()
     if available is not None and nbytes > available:
         raise StagingError(
             f"the staging buffer needs {nbytes:,} bytes and {available:,} bytes of memory are available: free memory, "
@@ -23,8 +23,8 @@ def check_headroom(nbytes: int) -> None:
         )
 
 
-def _available_memory() -> int | None:
-    """Bytes that can still be allocated on this machine and in this cgroup; None where that is unknown."""
+def available_memory() -> int | None:
+    """Bytes that can still be allocated on this machine and in this cgroup, page cache included; None if unknown."""
     bounds = [bound for bound in (_machine_headroom(), _cgroup_headroom()) if bound is not None]
     return min(bounds, default=None)
 

@@ -120,6 +120,7 @@ def test_the_arguments_of_the_writer_are_pinned() -> None:
         ("sync_files", True),
         ("thread_count", None),
         ("storage_options", None),
+        ("sha256", False),
         ("encryption", None),
         ("on_report", None),
         ("limits", SaveLimits()),

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from dcp_tensorizer import ChecksumMismatch, ReadError
 from dcp_tensorizer._format.chunks import Region
 from dcp_tensorizer._format.layout import StoredItem
+from dcp_tensorizer._loading import executor
 from dcp_tensorizer._loading.executor import fetch, limits_of, with_gaps
 from dcp_tensorizer._loading.read_planner import Segment
 from dcp_tensorizer._loading.read_target import ReadTarget
@@ -89,21 +90,54 @@ def test_reads_are_cut_for_the_cache(storage: Storage, verify: bool) -> None:
 def test_what_other_ranks_read_too_comes_through_the_page_cache(
     storage: Storage, tmp_path: Path, verify: bool, shared: bool
 ) -> None:
-    """And what nobody else does past it, into targets of any layout; both are what was saved, and damage shows."""
+    """Also of a load that goes past it, into targets of any layout; both are what was saved, and damage shows."""
     tensors = {key: filled(torch.int32, (1000, 700), seed=n) for n, key in enumerate("abc")}
     items = write_file(storage, "f", tensors)
     loaded = {key: torch.empty_like(tensor) for key, tensor in tensors.items()}
     loaded |= {"b": torch.empty(700, 1000, dtype=torch.int32).t(), "c": torch.empty(1000, 700, dtype=torch.int64)}
     targets = [replace(target_for(k, items[k], t, loaded[k]), shared=shared) for k, t in tensors.items()]
     forget(tmp_path / "f")
-    fetch(storage, targets, threads=2, verify=verify)
+    fetch(storage, targets, threads=2, verify=verify, page_cache=False)
     assert all(torch.equal(loaded[key].int(), tensors[key]) for key in tensors)
     assert cached(tmp_path / "f", items["b"].offset + items["b"].length // 2) == shared
     flip(tmp_path / "f", items["c"].offset + 1_000_001)
     forget(tmp_path / "f")
     if verify:
         with pytest.raises(ChecksumMismatch, match="'c'"):
-            fetch(storage, targets, threads=2, verify=True)
+            fetch(storage, targets, threads=2, verify=True, page_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("asked", "available", "ranks", "stays"),
+    [
+        (None, 6, 1, True),
+        (None, 5, 1, False),
+        (None, 6, 2, False),
+        (None, 12, 2, True),
+        (None, None, 1, True),
+        (False, None, 1, False),
+        (True, 0, 1, True),
+    ],
+)
+def test_the_page_cache_keeps_what_there_is_room_for(
+    storage: Storage,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: bool | None,
+    available: int | None,
+    ranks: int,
+    stays: bool,
+) -> None:
+    """Twice what all ranks of the machine read, in units of half of what this one does; or as the user says."""
+    tensor = filled(torch.uint8, (3 << 20,))
+    (item,) = write_file(storage, "f", {"t": tensor}).values()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(executor, "available_memory", lambda: None if available is None else available << 20)
+    forget(tmp_path / "f")
+    target = target_for("t", item, tensor, torch.empty_like(tensor))
+    fetch(storage, [target], verify=True, page_cache=asked)
+    assert torch.equal(target.tensor, tensor)
+    assert cached(tmp_path / "f", item.offset + (1 << 20)) == stays
 
 
 class Watched(RangeReader):

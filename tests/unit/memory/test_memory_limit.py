@@ -16,7 +16,7 @@ PAGE = 4096
 
 def test_a_shortage_is_an_error_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """And with what to do. What just fits is none."""
-    monkeypatch.setattr(memory_limit, "_available_memory", lambda: 10_000)
+    monkeypatch.setattr(memory_limit, "available_memory", lambda: 10_000)
     with pytest.raises(StagingError, match=r"needs 10,001 bytes and 10,000 bytes.*free memory.*more ranks"):
         check_headroom(10_001)
     check_headroom(10_000)
@@ -24,13 +24,13 @@ def test_a_shortage_is_an_error_with_both_numbers(monkeypatch: pytest.MonkeyPatc
 
 def test_where_nothing_is_known_of_memory_there_is_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is tried then."""
-    monkeypatch.setattr(memory_limit, "_available_memory", lambda: None)
+    monkeypatch.setattr(memory_limit, "available_memory", lambda: None)
     check_headroom(1 << 60)
 
 
 def test_this_machine_has_a_bound() -> None:
     """What the kernel says of its memory is understood."""
-    available = memory_limit._available_memory()
+    available = memory_limit.available_memory()
     assert available is not None
     assert PAGE < available <= os.sysconf("SC_PHYS_PAGES") * PAGE
 
