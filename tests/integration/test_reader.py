@@ -341,7 +341,7 @@ def test_a_reader_shows_its_options_and_no_secrets():
     )
     assert repr(reader) == (
         "TensorizerStorageReader('sftp://host/***/ckpt', storage_options={'token': '***', 'port': '***'}, "
-        "verify=False, allow_pickle=False, thread_count=3, timeout=600.0, encryption=None)"
+        "verify=False, allow_pickle=False, thread_count=3, page_cache=None, timeout=600.0, encryption=None)"
     )
     assert repr(TensorizerStorageReader("a")).startswith("TensorizerStorageReader('a', storage_options={}, verify=True")
 
