@@ -60,8 +60,9 @@ class TensorizerStorageReader(StorageReader):
         storage_options: Passed to the fsspec filesystem.
         verify: Compare everything that is read with the digests that were stored with it. Without it, lengths,
             coverage and the metadata's own digest are still checked.
-        allow_pickle: Load objects that the weights-only rules of ``torch.load`` refuse. They can run any code:
-            only for checkpoints that you trust as you trust a program.
+        allow_pickle: Load objects of any type. Without it, types of the standard library, NumPy and torch that are
+            data are loaded, and those passed to ``torch.serialization.add_safe_globals``. Others can run any code: only
+            for checkpoints that you trust as you trust a program.
         thread_count: Parallel reads; None for a number that suits the storage.
         timeout: Seconds after which a wait for a remote storage is given up. Requests to S3 and SFTP servers that stay
             silent for a tenth of that are tried again.
@@ -218,7 +219,7 @@ class TensorizerStorageReader(StorageReader):
             MetadataError: this rank saved other parts of a tensor for itself than its target holds; names the key.
             ReadError: stored bytes cannot be read, or do not fit their target; names key and file.
             ChecksumMismatch: stored bytes are not the ones that were saved; names key, file and offset.
-            UntrustedObject: an object would need code to run; names key and type.
+            UntrustedObject: objects could run code; names keys and types, before any target changes.
         """
         self._clock.begin_reading()
         nbytes = self._read(plan, planner)
@@ -278,7 +279,7 @@ class TensorizerStorageReader(StorageReader):
             Progress(path, self._on_progress),
         )
         for read_item, content in objects:
-            deliver_object(planner, read_item, content, allow_pickle=self._allow_pickle)
+            deliver_object(path, planner, read_item, content)
         return nbytes
 
 

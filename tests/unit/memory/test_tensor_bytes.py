@@ -1,45 +1,13 @@
-"""The bytes of tensors, and what it takes to load objects."""
+"""The bytes of tensors."""
 
 from __future__ import annotations
-
-import io
-import re
 
 import pytest
 import torch
 
-from dcp_tensorizer._format.objects import unsafe_globals
 from dcp_tensorizer._memory.tensor_bytes import host_bytes
 
 from ...support import ALL_DTYPES, dtype_name, filled, raw
-
-
-class Foreign:
-    pass
-
-
-def saved(value: object) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
-
-
-@pytest.mark.parametrize("value", [{"a": [1, 2.5, None, "x"]}, torch.ones(3), (True, b"b"), 3 + 4j], ids=repr)
-def test_plain_objects_need_nothing(value: object) -> None:
-    """What the weights-only loader takes has no unsafe globals."""
-    assert unsafe_globals(saved(value)) == ()
-
-
-def test_what_an_object_needs_is_named() -> None:
-    """Each global once, with its module."""
-    content = saved([Foreign(), Foreign(), re.compile("x")])
-    assert unsafe_globals(content) == ("re._compile", f"{__name__}.Foreign")
-
-
-@pytest.mark.parametrize("content", [b"", b"garbage", saved([1])[:-30]], ids=["empty", "garbage", "truncated"])
-def test_an_object_that_cannot_be_parsed_is_not_trusted(content: bytes) -> None:
-    """Not being able to tell is no permission."""
-    assert unsafe_globals(content) == ("an object that the weights-only loader cannot parse",)
 
 
 def test_host_bytes_of_a_contiguous_tensor_are_its_memory() -> None:
