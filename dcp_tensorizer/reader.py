@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import uuid
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +39,8 @@ from ._loading.validate import (
 )
 from ._memory.garbage import collector_paused
 from ._storage.base import TIMEOUT, Storage
-from ._storage.open import open_storage
-from ._storage.redact import Scrubber, redact
+from ._storage.open import is_location, open_storage
+from ._storage.redact import redact, shown
 from .errors import CheckpointError, MetadataError, NotCommitted
 
 if TYPE_CHECKING:
@@ -115,19 +116,19 @@ class TensorizerStorageReader(StorageReader):
         self._metadata: Metadata | None = None
         self._error: CheckpointError | None = None
         self._is_own_save = False
+        self._load_id = str(uuid.uuid4())
         self._clock = LoadClock()
 
     def __repr__(self) -> str:
-        shown = {
-            "storage_options": dict.fromkeys(self._options, "***"),
+        """The path and the options, without secrets."""
+        arguments = {
             "verify": self._verify,
             "allow_pickle": self._allow_pickle,
             "thread_count": self._threads,
             "timeout": self._timeout,
-            "encryption": None if self._encryption is None else "***",
+            "encryption": self._encryption is not None,
         }
-        path = Scrubber(self._options)(os.fspath(self._path))
-        return f"{type(self).__name__}({path!r}, {', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+        return shown(self, self._path, self._options, arguments)
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -139,10 +140,16 @@ class TensorizerStorageReader(StorageReader):
         """What the last load cost; None before the first one is done."""
         return self._last_report
 
+    @property
+    def load_id(self) -> str:
+        """Identifies the load, in its report and in ``storage_meta`` of the metadata; `reset` makes another."""
+        return self._load_id
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Called by DCP before a load, with the ``checkpoint_id`` if there is one."""
         if checkpoint_id:
             self._path = checkpoint_id
+        self._load_id = str(uuid.uuid4())
         self._storage = self._metadata = self._error = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -172,7 +179,7 @@ class TensorizerStorageReader(StorageReader):
             self._error = MetadataError(f"{redact(str(self._path))} cannot be read: {type(error).__name__}: {error}")
         else:
             return self._metadata
-        return Metadata({}, planner_data={}, storage_meta=StorageMeta())
+        return Metadata({}, planner_data={}, storage_meta=StorageMeta(load_id=self._load_id))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raises what `read_metadata` could not; keeps the metadata, and checks that the key is the checkpoint's.
@@ -224,7 +231,7 @@ class TensorizerStorageReader(StorageReader):
         self._clock.begin_reading()
         nbytes = self._read(plan, planner)
         path = self._opened()[0].path
-        self._last_report = self._clock.report(path, self._save_id, self._rank, len(plan.items), nbytes)
+        self._last_report = self._clock.report(path, self._save_id, self._load_id, self._rank, len(plan.items), nbytes)
         publish(self._last_report, self._on_report)
         future: Future[None] = Future()
         future.set_result(None)
@@ -232,8 +239,8 @@ class TensorizerStorageReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any path or URL may be a checkpoint; whether it is shows when it is read."""
-        return isinstance(checkpoint_id, str | os.PathLike)
+        """Whether it is a local path, or a URL of a protocol that fsspec knows. It is not opened."""
+        return is_location(checkpoint_id)
 
     @property
     def _save_id(self) -> str:
@@ -252,6 +259,7 @@ class TensorizerStorageReader(StorageReader):
             check_world_size(storage, metadata, _world_size())
         if metadata is None:
             raise not_committed(storage.path)
+        metadata.storage_meta = dataclasses.replace(metadata.storage_meta or StorageMeta(), load_id=self._load_id)
         return metadata
 
     def _unlock(self) -> Cipher | None:
