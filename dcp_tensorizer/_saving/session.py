@@ -155,7 +155,7 @@ class Saver:
                 f"would save alone, over the others. Close the writer before destroy_process_group()."
             )
         if path is None:
-            raise WriteError("nowhere to save: give the writer a path, or the save a checkpoint_id")
+            raise WriteError("there is nowhere to save: give the writer a path, or the save a checkpoint_id")
         return open_storage(path, self.options.write.storage_options, self.options.limits.timeout)
 
 
@@ -285,7 +285,10 @@ class SaveSession:
         if self._commits and not self._saver.options.overwrite:
             name = metadata_file_name(self._metadata_rank)
             if self.storage.head(name) is not None:
-                raise WriteError(f"{self.storage.path} holds a checkpoint already, and overwrite=False")
+                raise WriteError(
+                    f"{self.storage.path} holds a checkpoint already, and overwrite=False: save to another path, or "
+                    f"pass overwrite=True"
+                )
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[Item], Written]:
         if self._staged_save is not None:

@@ -94,8 +94,9 @@ def _set_members(container: Any, members: list[Any]) -> None:
 
 
 def _cannot_be_copied(key: str, value: object, why: str) -> StagingError:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
     return StagingError(
-        f"{key!r}: an object of type {type(value).__module__}.{type(value).__qualname__} cannot be copied ({why}). "
+        f"{key!r} is an object of type {kind}, which cannot be copied ({why}). "
         f"Leave it out of the state dict, or give it a __deepcopy__."
     )
 
