@@ -5,11 +5,15 @@ What only conversion needs is imported when it is asked for: it takes half a sec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+from collections.abc import Sequence, Set
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
+
+# What torch's weights-only unpickler trusts: `get_unsafe_globals_in_checkpoint` says only what is not in it.
+from torch._weights_only_unpickler import _get_allowed_globals
 
 # FSDP1 still makes ShardedTensors, and there is no public way to them.
 from torch.distributed._shard.metadata import ShardMetadata
@@ -26,6 +30,9 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 
 __all__ = [
+    "GET_LAYOUT",
+    "REBUILD_PREFIX",
+    "REBUILD_SUBCLASS",
     "FakeTensor",
     "FakeTensorMode",
     "FsspecWriter",
@@ -40,8 +47,10 @@ __all__ = [
     "layout_by_name",
     "local_elements",
     "negated_view",
+    "pickle_of",
     "rebuild_sharded_tensor",
     "release_ipc_counter",
+    "trusted_globals",
 ]
 
 # What only conversion needs: fake tensors (see ``torch.serialization.skip_data``), what ``dcp.save`` does with a nested
@@ -64,8 +73,44 @@ if not TYPE_CHECKING:
         return getattr(import_module(module), attribute)
 
 
+GET_LAYOUT = "torch.serialization._get_layout"
 layout_by_name = torch.serialization._get_layout
 """What a pickled ``torch.layout`` calls: it looks a layout up by its name."""
+
+
+REBUILD_SUBCLASS = "torch._tensor._rebuild_from_type_v2"
+"""What a pickled tensor with attributes, or of a subclass, calls: it calls its first argument with its third."""
+
+REBUILD_PREFIX = "torch._utils._rebuild_"
+"""The beginning of the names of what other pickled tensors call."""
+
+
+def trusted_globals() -> Set[str]:
+    """The classes and functions that ``torch.load(weights_only=True)`` trusts by itself, by name."""
+    return frozenset(_get_allowed_globals())
+
+
+def pickle_of(file: IO[bytes]) -> bytes:
+    """The pickle in a file that ``torch.save`` wrote, as ``torch.load`` finds it.
+
+    Raises:
+        ValueError: ``torch.load`` would take it for something else, or would decompress it.
+    """
+    nbytes = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    if file.read(4) != b"PK\3\4":
+        raise ValueError("it is not in the format of torch.save")
+    file.seek(0)
+    try:
+        archive = torch._C.PyTorchFileReader(file)
+        names = archive.get_all_records()
+        if "constants.pkl" in names:
+            raise ValueError("it is a TorchScript program")
+        if sum(map(archive.get_record_size, names)) > nbytes:
+            raise ValueError("it is compressed")
+        return bytes(archive.get_record("data.pkl"))
+    except RuntimeError as error:
+        raise ValueError(f"it is damaged ({str(error).splitlines()[0]})") from None
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, non_blocking: bool = False) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import uuid
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +39,8 @@ from ._loading.validate import (
 )
 from ._memory.garbage import collector_paused
 from ._storage.base import TIMEOUT, Storage
-from ._storage.open import open_storage
-from ._storage.redact import Scrubber, redact
+from ._storage.open import is_location, open_storage
+from ._storage.redact import redact, shown
 from .errors import CheckpointError, MetadataError, NotCommitted
 
 if TYPE_CHECKING:
@@ -60,8 +61,9 @@ class TensorizerStorageReader(StorageReader):
         storage_options: Passed to the fsspec filesystem.
         verify: Compare everything that is read with the digests that were stored with it. Without it, lengths,
             coverage and the metadata's own digest are still checked.
-        allow_pickle: Load objects that the weights-only rules of ``torch.load`` refuse. They can run any code:
-            only for checkpoints that you trust as you trust a program.
+        allow_pickle: Load objects of any type. Without it, types of the standard library, NumPy and torch that are
+            data are loaded, and those passed to ``torch.serialization.add_safe_globals``. Others can run any code: only
+            for checkpoints that you trust as you trust a program.
         thread_count: Parallel reads; None for a number that suits the storage.
         page_cache: Leave what is read from a local disk in the page cache, so that the next load of it need not read
             the disk. None: if there is room for it, that is twice the bytes that the ranks of this machine read.
@@ -118,20 +120,20 @@ class TensorizerStorageReader(StorageReader):
         self._metadata: Metadata | None = None
         self._error: CheckpointError | None = None
         self._is_own_save = False
+        self._load_id = str(uuid.uuid4())
         self._clock = LoadClock()
 
     def __repr__(self) -> str:
-        shown = {
-            "storage_options": dict.fromkeys(self._options, "***"),
+        """The path and the options, without secrets."""
+        arguments = {
             "verify": self._verify,
             "allow_pickle": self._allow_pickle,
             "thread_count": self._threads,
             "page_cache": self._page_cache,
             "timeout": self._timeout,
-            "encryption": None if self._encryption is None else "***",
+            "encryption": self._encryption is not None,
         }
-        path = Scrubber(self._options)(os.fspath(self._path))
-        return f"{type(self).__name__}({path!r}, {', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+        return shown(self, self._path, self._options, arguments)
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -143,10 +145,16 @@ class TensorizerStorageReader(StorageReader):
         """What the last load cost; None before the first one is done."""
         return self._last_report
 
+    @property
+    def load_id(self) -> str:
+        """Identifies the load, in its report and in ``storage_meta`` of the metadata; `reset` makes another."""
+        return self._load_id
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Called by DCP before a load, with the ``checkpoint_id`` if there is one."""
         if checkpoint_id:
             self._path = checkpoint_id
+        self._load_id = str(uuid.uuid4())
         self._storage = self._metadata = self._error = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -176,7 +184,7 @@ class TensorizerStorageReader(StorageReader):
             self._error = MetadataError(f"{redact(str(self._path))} cannot be read: {type(error).__name__}: {error}")
         else:
             return self._metadata
-        return Metadata({}, planner_data={}, storage_meta=StorageMeta())
+        return Metadata({}, planner_data={}, storage_meta=StorageMeta(load_id=self._load_id))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raises what `read_metadata` could not; keeps the metadata, and checks that the key is the checkpoint's.
@@ -223,12 +231,12 @@ class TensorizerStorageReader(StorageReader):
             MetadataError: this rank saved other parts of a tensor for itself than its target holds; names the key.
             ReadError: stored bytes cannot be read, or do not fit their target; names key and file.
             ChecksumMismatch: stored bytes are not the ones that were saved; names key, file and offset.
-            UntrustedObject: an object would need code to run; names key and type.
+            UntrustedObject: objects could run code; names keys and types, before any target changes.
         """
         self._clock.begin_reading()
         nbytes = self._read(plan, planner)
         path = self._opened()[0].path
-        self._last_report = self._clock.report(path, self._save_id, self._rank, len(plan.items), nbytes)
+        self._last_report = self._clock.report(path, self._save_id, self._load_id, self._rank, len(plan.items), nbytes)
         publish(self._last_report, self._on_report)
         future: Future[None] = Future()
         future.set_result(None)
@@ -236,8 +244,8 @@ class TensorizerStorageReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any path or URL may be a checkpoint; whether it is shows when it is read."""
-        return isinstance(checkpoint_id, str | os.PathLike)
+        """Whether it is a local path, or a URL of a protocol that fsspec knows. It is not opened."""
+        return is_location(checkpoint_id)
 
     @property
     def _save_id(self) -> str:
@@ -256,6 +264,7 @@ class TensorizerStorageReader(StorageReader):
             check_world_size(storage, metadata, _world_size())
         if metadata is None:
             raise not_committed(storage.path)
+        metadata.storage_meta = dataclasses.replace(metadata.storage_meta or StorageMeta(), load_id=self._load_id)
         return metadata
 
     def _unlock(self) -> Cipher | None:
@@ -290,7 +299,7 @@ class TensorizerStorageReader(StorageReader):
             Progress(path, self._on_progress),
         )
         for read_item, content in objects:
-            deliver_object(planner, read_item, content, allow_pickle=self._allow_pickle)
+            deliver_object(path, planner, read_item, content)
         return nbytes
 
 

@@ -30,7 +30,8 @@ from ._saving.options import SaveLimits, Staging, check_options
 from ._saving.report import SaveReport
 from ._saving.session import Saver, SaveSession
 from ._staging.stager import StagingFuture
-from ._storage.redact import Scrubber
+from ._storage.open import is_location
+from ._storage.redact import shown
 from .errors import StagingError
 
 if TYPE_CHECKING:
@@ -135,8 +136,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
     def __repr__(self) -> str:
         """The path and the options, without secrets."""
-        path = None if self._path is None else Scrubber(self._options.write.storage_options)(str(self._path))
-        return f"{type(self).__name__}({path!r}, {self._options!r})"
+        return shown(self, self._path, self._options.write.storage_options, self._options.arguments())
 
     # --- lifetime -----------------------------------------------------------------------------------------------
 
@@ -236,6 +236,15 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         """Where the save of the calling thread goes, or else the next one that is given no ``checkpoint_id``."""
         return getattr(self._local, "path", None) or self._path
 
+    @property
+    def save_id(self) -> str:
+        """The id of the save that began last; before the first one, of that. It is part of the names of its files.
+
+        Every save has an id of its own, also where DCP does not call `reset`. In PROCESS mode the saves begin in
+        another process, which gives them their ids.
+        """
+        return self._saver.save_id
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Called by DCP before a save that is given a ``checkpoint_id``: it holds for the calling thread's save."""
         self._local.path = checkpoint_id
@@ -298,8 +307,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any local path and any URL will do."""
-        return isinstance(checkpoint_id, str | os.PathLike)
+        """Whether it is a local path, or a URL of a protocol that fsspec knows. It is not opened."""
+        return is_location(checkpoint_id)
 
     @property
     def _session(self) -> SaveSession:

@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from .._format.chunks import Region
 from .._format.layout import StoredItem
-from .._format.objects import unsafe_globals
-from ..errors import UntrustedObject
+from .._format.objects import advice, unsafe_globals
+from ..errors import CheckpointError, ReadError, UntrustedObject, describe
 from .read_target import ReadTarget
 
 __all__ = ["check_trust", "deliver_object", "read_objects"]
@@ -41,35 +41,53 @@ def _target(read_item: ReadItem, item: StoredItem) -> ReadTarget:
 
 
 def check_trust(path: str, objects: Sequence[tuple[ReadItem, bytes]]) -> None:
-    """Checks that the weights-only rules of ``torch.load`` accept every object.
+    """Checks that no object needs a type that could run code, before any of them is loaded.
 
     Raises:
-        UntrustedObject: they refuse one; names its key and its types.
+        UntrustedObject: some do; names their keys, all their types, and what to do.
     """
-    accepted: set[bytes] = set()
+    checked: dict[bytes, tuple[str, ...]] = {}
+    keys: list[str] = []
     for read_item, content in objects:
-        if content not in accepted:
-            _check_one(path, read_item.dest_index.fqn, content)
-            accepted.add(content)
-
-
-def _check_one(path: str, key: str, content: bytes) -> None:
-    try:
-        torch.load(io.BytesIO(content), weights_only=True)
-    except Exception as error:
-        refused = ", ".join(unsafe_globals(content)) or f"{type(error).__name__}: {error}"
+        key = read_item.dest_index.fqn
+        try:
+            if content not in checked:
+                checked[content] = unsafe_globals(content)
+        except UntrustedObject as error:
+            raise UntrustedObject(
+                f"{key!r} in {path} could run code when it is loaded: {error}. If you trust the checkpoint as you "
+                f"trust a program, pass allow_pickle=True to TensorizerStorageReader."
+            ) from None
+        if checked[content]:
+            keys.append(key)
+    if keys:
+        names = sorted({name for refused in checked.values() for name in refused})
+        more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
         raise UntrustedObject(
-            f"{key!r} in {path} is an object that could run code when it is loaded ({refused}). If you trust it, pass "
-            f"those types to torch.serialization.add_safe_globals, or allow_pickle=True to TensorizerStorageReader."
-        ) from None
+            f"{keys[0]!r}{more} in {path} could run code when loaded: what was saved needs {', '.join(names)}. "
+            f"{advice(names)}"
+        )
 
 
-def deliver_object(planner: LoadPlanner, read_item: ReadItem, content: bytes, *, allow_pickle: bool) -> None:
-    """Gives an object to the planner. A tensor that was stored as an object is copied to its target."""
+def deliver_object(path: str, planner: LoadPlanner, read_item: ReadItem, content: bytes) -> None:
+    """Gives an object that is trusted to the planner. A tensor that was stored as one is copied to its target.
+
+    Raises:
+        ReadError: it cannot be loaded, as where Python or NumPy lacks a type; names its key.
+    """
+    try:
+        _deliver(planner, read_item, content)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise ReadError(f"{read_item.dest_index.fqn!r} in {path} cannot be loaded: {describe(error)}") from error
+
+
+def _deliver(planner: LoadPlanner, read_item: ReadItem, content: bytes) -> None:
     if read_item.type == LoadItemType.BYTE_IO:
         planner.load_bytes(read_item, io.BytesIO(content))
         return
-    tensor = torch.load(io.BytesIO(content), weights_only=not allow_pickle)
+    tensor = torch.load(io.BytesIO(content), weights_only=False)
     for dim, (start, length) in enumerate(zip(read_item.storage_offsets, read_item.lengths, strict=True)):
         tensor = tensor.narrow(dim, start, length)
     target = planner.resolve_tensor(read_item).detach()

@@ -18,7 +18,8 @@ class LoadReport:
 
     Attributes:
         path: What was loaded, without credentials.
-        load_id: The ``save_id`` of the save that wrote the checkpoint; empty if the checkpoint does not name it.
+        save_id: Of the save that wrote the checkpoint; empty if the checkpoint does not name it.
+        load_id: Of the reader, see `TensorizerStorageReader.load_id`.
         rank: The rank that reports.
         items: Tensors and objects, or parts of tensors, that this rank loaded.
         nbytes: Bytes that this rank read for them. Whole blocks are read where they are verified.
@@ -30,6 +31,7 @@ class LoadReport:
     """
 
     path: str
+    save_id: str
     load_id: str
     rank: int
     items: int
@@ -63,11 +65,12 @@ class LoadClock:
         """Everything is planned."""
         self._began_reading = time.perf_counter()
 
-    def report(self, path: str, load_id: str, rank: int, items: int, nbytes: int) -> LoadReport:
+    def report(self, path: str, save_id: str, load_id: str, rank: int, items: int, nbytes: int) -> LoadReport:
         """The report of a load that ends now."""
         ended = time.perf_counter()
         return LoadReport(
             path=path,
+            save_id=save_id,
             load_id=load_id,
             rank=rank,
             items=items,

@@ -81,8 +81,8 @@ class SharedBuffer:
         except (OSError, MemoryError) as error:
             os.close(self.fd)
             raise StagingError(
-                f"no {self.nbytes:,} bytes of memory for the staging buffer ({error}): free memory, raise the memory "
-                f"limit, or shard the state dict over more ranks"
+                f"there are no {self.nbytes:,} bytes of memory for the staging buffer ({error}): free memory, raise "
+                f"the memory limit, or shard the state dict over more ranks"
             ) from error
         self._mapping = weakref.ref(self._map)
         _mappings.add(self._map)

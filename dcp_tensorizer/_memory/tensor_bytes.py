@@ -25,21 +25,40 @@ def check_supported(key: str, tensor: torch.Tensor) -> None:
     Raises:
         StagingError: they are not; names the key and the kind of tensor.
     """
-    kind = None
+    if (fault := _fault(tensor)) is not None:
+        raise StagingError(f"{key!r} is a tensor {fault}, or leave it out of the state dict.")
+
+
+def _fault(tensor: torch.Tensor) -> str | None:
+    """Why a tensor cannot be saved, and what to do, as the end of a sentence; None if it can."""
+    if tensor.is_nested:
+        return f"of nested tensors (layout {tensor.layout}), which cannot be saved. Save what its unbind() gives"
     if tensor.layout is not torch.strided:
-        kind = f"of layout {tensor.layout}"
-    elif tensor.is_meta:
-        kind = "on the meta device: it has no data"
-    elif tensor.is_quantized:
-        kind = f"of a quantised dtype ({tensor.dtype})"
-    elif tensor.dtype in _SUB_BYTE:
-        kind = f"of dtype {tensor.dtype}, which DCP cannot plan (view it as torch.uint8),"
-    elif tensor.is_nested:
-        kind = "nested"
-    elif type(tensor) not in (torch.Tensor, torch.nn.Parameter) and tensor.numel() and not _has_memory(tensor):
-        kind = f"of type {type(tensor).__qualname__}, which has no storage and no __tensor_flatten__,"
-    if kind is not None:
-        raise StagingError(f"{key!r}: a tensor {kind} cannot be saved. Convert it to a dense one, or leave it out.")
+        return f"of layout {tensor.layout}, which cannot be saved. Save what its to_dense() gives"
+    if tensor.is_meta:
+        return "on the meta device, which has no data to save. Give its module memory (to_empty) and values"
+    if tensor.is_quantized:
+        return (
+            f"of the quantised dtype {tensor.dtype}, which cannot be saved. Save its int_repr(), its scale and "
+            f"its zero point"
+        )
+    if tensor.dtype in _SUB_BYTE:
+        return f"of dtype {tensor.dtype}, which DCP cannot plan. Save what its view(torch.uint8) gives"
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and tensor.numel() and not _has_memory(tensor):
+        return _opaque(tensor)
+    return None
+
+
+def _opaque(tensor: torch.Tensor) -> str:
+    kind = (
+        f"of type {type(tensor).__qualname__}, which cannot be staged: it has neither a storage nor __tensor_flatten__"
+    )
+    if hasattr(tensor, "__create_write_items__"):
+        return (
+            f"{kind}. DCP takes it apart by itself: save it with dcp.save, or pass async_stager=DefaultStager(...) of "
+            f"torch.distributed.checkpoint.staging to dcp.async_save"
+        )
+    return f"{kind}. Give its class __tensor_flatten__ and __tensor_unflatten__"
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -68,8 +68,9 @@ class FailureCounter:
         """Raises `WriteError` when too many saves in a row have failed."""
         if self._limit is not None and self._failures >= self._limit:
             raise WriteError(
-                f"{self._failures} saves in a row were not committed. Last error: {self._last_error}. "
-                f"Last committed: {self._last_committed}."
+                f"{self._failures} saves in a row were not committed. The last error was: {self._last_error}. The last "
+                f"checkpoint that was committed: {self._last_committed}. Mend the cause; "
+                f"SaveLimits(max_consecutive_failures=None) trains on without checkpoints."
             )
 
     def _coordinates(self) -> bool:

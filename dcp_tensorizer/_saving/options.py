@@ -49,9 +49,9 @@ class SaveLimits:
         check_count("max_consecutive_failures", self.max_consecutive_failures, optional=True)
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
 class SaveOptions:
-    """All options of a writer: see `TensorizerStorageWriter`. Its ``repr`` shows no secrets."""
+    """All options of a writer: see `TensorizerStorageWriter`."""
 
     cache: bool
     staging: Staging
@@ -60,21 +60,19 @@ class SaveOptions:
     write: WriteOptions
     limits: SaveLimits
 
-    def __repr__(self) -> str:
-        """As the arguments of a writer: of the storage options their names, of encryption whether."""
-        shown = {
+    def arguments(self) -> dict[str, Any]:
+        """As they were given to the writer, but for secrets: of encryption whether there is one."""
+        return {
             "cache_staged_state_dict": self.cache,
             "staging": self.staging,
             "overlap_staging": self.overlap_staging,
             "overwrite": self.overwrite,
             "sync_files": self.write.sync,
             "thread_count": self.write.threads,
-            "storage_options": sorted(self.write.storage_options),
             "sha256": self.write.sha256,
             "encryption": self.write.cipher is not None,
             "limits": self.limits,
         }
-        return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 
 def check_options(

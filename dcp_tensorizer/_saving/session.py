@@ -8,6 +8,7 @@ import functools
 import logging
 import multiprocessing
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -56,6 +58,7 @@ class Saver:
         failures: Knows which saves failed.
         reports: Takes what they cost to the user.
         objects: Warns of objects that will not load.
+        save_id: Of the save that began last; before the first one, of that.
         closed: The writer has been closed.
     """
 
@@ -75,6 +78,9 @@ class Saver:
         self.reports = Reports(on_report)
         self.objects = ObjectCheck()
         self.closed = closed
+        self.save_id = uuid.uuid4().hex
+        self._next_id = self.save_id
+        self._numbering = threading.Lock()  # saves that nobody staged may begin at once
         self._connection: object = None  # to the storage of the last save, kept for the next one
 
     def stage(self, state_dict: dict[str, Any]) -> StagedStateDict:
@@ -122,7 +128,9 @@ class Saver:
             self.failures.failed(failure)
             raise
         self._connection = storage.connection
-        return SaveSession(self, storage, staged_save)
+        with self._numbering:
+            self.save_id, self._next_id = self._next_id, uuid.uuid4().hex
+            return SaveSession(self, self.save_id, storage, staged_save)
 
     def close(self, timeout: float | None) -> None:
         """Waits for the save under way, then ends the writer process. Whoever calls has still to call `free`."""
@@ -147,7 +155,7 @@ class Saver:
                 f"would save alone, over the others. Close the writer before destroy_process_group()."
             )
         if path is None:
-            raise WriteError("nowhere to save: give the writer a path, or the save a checkpoint_id")
+            raise WriteError("there is nowhere to save: give the writer a path, or the save a checkpoint_id")
         return open_storage(path, self.options.write.storage_options, self.options.limits.timeout)
 
 
@@ -159,8 +167,8 @@ class SaveSession:
         storage: The checkpoint's directory.
     """
 
-    def __init__(self, saver: Saver, storage: Storage, staged_save: StagedSave | None) -> None:
-        self.id = uuid.uuid4().hex
+    def __init__(self, saver: Saver, save_id: str, storage: Storage, staged_save: StagedSave | None) -> None:
+        self.id = save_id
         self.storage = storage
         self._saver = saver
         self._staged_save = staged_save
@@ -279,7 +287,10 @@ class SaveSession:
         if self._commits and not self._saver.options.overwrite:
             name = metadata_file_name(self._metadata_rank)
             if self.storage.head(name) is not None:
-                raise WriteError(f"{self.storage.path} holds a checkpoint already, and overwrite=False")
+                raise WriteError(
+                    f"{self.storage.path} holds a checkpoint already, and overwrite=False: save to another path, or "
+                    f"pass overwrite=True"
+                )
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[Item], Written]:
         if self._staged_save is not None:
@@ -303,7 +314,7 @@ class SaveSession:
         encryption = agree_on_key(saver.options.write.cipher, results, self.storage)
         commit(
             self.storage,
-            dataclasses.replace(metadata, storage_meta=meta),
+            dataclasses.replace(metadata, storage_meta=meta, version=CURRENT_DCP_VERSION),
             places,
             rank=self._metadata_rank,
             sync=saver.options.write.sync,

@@ -19,14 +19,16 @@ from .._memory.garbage import collector_paused
 from .._memory.shared_mappings import SharedFile
 from .._memory.tensor_bytes import check_supported, dtype_name, host_bytes, is_wrapper
 from .._writer_process.messages import TensorSource, WriteDone
-from ..errors import CheckpointError, WriteError, describe
+from ..errors import CheckpointError, UntrustedObject, WriteError, describe
 from .file_planner import stored_names
 
 __all__ = ["Item", "ObjectCheck", "resolve", "write_results"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
-_LOOKED_THROUGH = 4 << 20  # bytes of an object; more would keep the interpreter from training for a tenth of a second
+# What of an object is looked through: more would keep the interpreter from training for over a tenth of a second.
+_MAX_BYTES = 4 << 20
+_MAX_OPCODES = 25_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ def write_results(items: Sequence[Item], done: WriteDone, check: bytes = b"") ->
 
 
 class ObjectCheck:
-    """Says of objects that the weights-only loader will refuse, at their first save and not when they are loaded."""
+    """Says of objects that a reader will refuse, at their first save and not when they are loaded."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()
@@ -113,13 +115,18 @@ class ObjectCheck:
         """Logs a warning for each key that is new and would be refused."""
         for item in items:
             key = item.index.fqn
-            if item.kind != "object" or key in self._known or item.tensor.nbytes > _LOOKED_THROUGH:
+            if item.kind != "object" or key in self._known or item.tensor.nbytes > _MAX_BYTES:
                 continue
             self._known.add(key)
-            if refused := unsafe_globals(bytes(host_bytes(item.tensor))):
+            try:
+                refused = unsafe_globals(bytes(host_bytes(item.tensor)), _MAX_OPCODES)
+            except UntrustedObject as error:
+                logger.warning("%r will be loaded only with allow_pickle=True: %s", key, error)
+                continue
+            if refused:
                 logger.warning(
-                    "%r is an object that a reader loads only with allow_pickle=True, or after "
-                    "torch.serialization.add_safe_globals: it needs %s",
+                    "%r will be loaded only after torch.serialization.add_safe_globals([%s]), or with "
+                    "allow_pickle=True: these types could run code",
                     key,
                     ", ".join(refused),
                 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import copy
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -39,11 +40,17 @@ def copy_structure(value: Any, key: str, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, _ATOMIC):
         return value
     if isinstance(value, Mapping):
+        before = len(tensors)
         items = [(name, copy_structure(item, f"{key}.{name}", tensors)) for name, item in value.items()]
         if type(value) in (dict, collections.OrderedDict):
             return type(value)(items)  # type: ignore[call-arg]
+        if isinstance(value, dict):
+            return _copy_container(value, items, key)
+        if len(tensors) == before:
+            with suppress(Exception):
+                return copy.deepcopy(value)
         # A shallow copy of a mapping that is not a dict may share its contents: to refill it would change the live one.
-        return _copy_container(value, items, key) if isinstance(value, dict) else dict(items)
+        return dict(items)
     if isinstance(value, list | tuple):
         members = [copy_structure(item, f"{key}.{number}", tensors) for number, item in enumerate(value)]
         return members if type(value) is list else _copy_container(value, members, key)
@@ -87,8 +94,9 @@ def _set_members(container: Any, members: list[Any]) -> None:
 
 
 def _cannot_be_copied(key: str, value: object, why: str) -> StagingError:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
     return StagingError(
-        f"{key!r}: an object of type {type(value).__module__}.{type(value).__qualname__} cannot be copied ({why}). "
+        f"{key!r} is an object of type {kind}, which cannot be copied ({why}). "
         f"Leave it out of the state dict, or give it a __deepcopy__."
     )
 

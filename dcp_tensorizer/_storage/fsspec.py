@@ -17,7 +17,7 @@ from .retry import patience_of
 from .s3 import S3Storage
 from .stream import StreamStorage
 
-__all__ = ["open_url"]
+__all__ = ["is_known", "open_url"]
 
 _AZURE = ("az", "abfs", "abfss")
 _shared_filesystems: dict[str, Any] = {}
@@ -50,6 +50,18 @@ def open_url(url: str, options: Mapping[str, Any], timeout: float) -> Storage | 
         raise WriteError(
             f"{message} (is the package for this kind of URL installed, and are storage_options right?)"
         ) from None
+
+
+def is_known(url: str) -> bool:
+    """Whether fsspec knows the protocols of a URL: one, or several that are chained by ``::``."""
+    import fsspec
+    from fsspec.core import split_protocol
+
+    parts = url.split("::")
+    # As fsspec has it: in a chain, a word is a protocol; and a single letter is a drive of Windows, never a protocol.
+    found = [part if re.fullmatch("[a-z]{2,}", part) and len(parts) > 1 else split_protocol(part)[0] for part in parts]
+    known = {*fsspec.available_protocols(), *fsspec.registry}
+    return all(protocol is None or protocol in known for protocol in found)
 
 
 def _open(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: float) -> Storage | Path:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from .base import TIMEOUT, Storage
-from .fsspec import open_url
+from .fsspec import is_known, open_url
 from .local import LocalStorage
 
-__all__ = ["open_storage"]
+__all__ = ["is_location", "open_storage"]
 
 
 def open_storage(
@@ -28,7 +28,21 @@ def open_storage(
         WriteError: the URL's protocol is unknown, its library is missing, or its server cannot be reached.
     """
     text = os.fspath(path)
-    if isinstance(path, os.PathLike) or ("://" not in text and "::" not in text):
+    if _is_local(path):
         return LocalStorage(Path(os.path.abspath(text)))
     opened = open_url(text, options or {}, timeout)
     return LocalStorage(opened) if isinstance(opened, Path) else opened
+
+
+def is_location(path: object) -> bool:
+    """Whether `open_storage` can make something of it: a local path, or a URL of a protocol that fsspec knows.
+
+    Nothing is looked for there. Whether the protocol's library is installed shows when the URL is opened.
+    """
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        return False
+    return _is_local(path) or is_known(os.fspath(path))
+
+
+def _is_local(path: str | os.PathLike[str]) -> bool:
+    return isinstance(path, os.PathLike) or ("://" not in path and "::" not in path)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
-__all__ = ["Scrubber", "redact"]
+__all__ = ["Scrubber", "redact", "shown"]
 
 _SHORTEST_SECRET = 6  # shorter options occur in messages by chance
 _PUBLIC_OPTIONS = re.compile("endpoint|region")  # addresses of servers, which help the reader of a message
@@ -29,6 +30,15 @@ class Scrubber:
         for secret in self._secrets:
             text = text.replace(secret, "***")
         return text
+
+
+def shown(
+    owner: object, path: str | os.PathLike[str] | None, options: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> str:
+    """The ``repr`` of a writer or a reader: its path without credentials, and of its storage options the names."""
+    place = None if path is None else Scrubber(options)(os.fspath(path))
+    listed = {"storage_options": sorted(options), **arguments}
+    return f"{type(owner).__name__}({place!r}, {', '.join(f'{name}={value!r}' for name, value in listed.items())})"
 
 
 def _possible_secrets(value: Any) -> list[str]:

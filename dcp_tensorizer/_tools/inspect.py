@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
-import io
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import torch
-
 from .._format.layout import StoredItem, data_file_rank
-from .._format.objects import unsafe_globals
+from .._format.objects import is_small, load_object
 from .._memory.tensor_bytes import dtype_name
-from ..errors import DecryptionError
+from ..errors import DecryptionError, UntrustedObject
 from .checkpoint_view import CheckpointView, Path, StoredObject, StoredTensor
 
 __all__ = ["inspect_checkpoint", "shown_value"]
@@ -50,10 +47,15 @@ def inspect_checkpoint(view: CheckpointView, files: Mapping[str, int], pattern: 
 def shown_value(content: bytes) -> tuple[str, str]:
     """Type and value, in short, of what ``torch.save`` made of an object; nothing of it is run."""
     try:
-        value = torch.load(io.BytesIO(content), weights_only=True)
-    except Exception:
-        return "?", f"needs {', '.join(unsafe_globals(content))} to load"
-    text = repr(value)
+        value = load_object(content)
+    except UntrustedObject as error:
+        return "?", str(error)
+    except Exception as error:
+        return "?", f"cannot be loaded here: {type(error).__name__}: {error}"
+    try:
+        text = repr(value) if is_small(value) else "too large to be shown"
+    except Exception as error:
+        text = f"cannot be shown: {type(error).__name__}"
     return type(value).__qualname__, text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
 

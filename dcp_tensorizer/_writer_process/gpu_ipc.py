@@ -119,9 +119,9 @@ def _export_storage(storage: torch.UntypedStorage, stream: SideStream) -> tuple[
             _, (*arguments, _has_to_wait) = reduce_tensor(alias)
     except RuntimeError as error:
         raise WriteError(
-            f"a tensor on {storage.device} cannot be handed to the writer process: {error}. Memory that does not come "
-            f"from torch's own allocator cannot, nor on some systems what PYTORCH_CUDA_ALLOC_CONF="
-            f"expandable_segments:True makes: use staging='buffer'."
+            f"a tensor on {storage.device} cannot be handed to the writer process: {error}. Only memory of torch's own "
+            f"allocator can be, and on some systems none that PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True makes. "
+            f"Use staging='buffer'."
         ) from error
     return alias, (*arguments, False)
 

@@ -8,10 +8,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from dcp_tensorizer import SaveLimits, TensorizerStorageReader, TensorizerStorageWriter
 
+from ..saved_objects import STANDARD
+from ..saved_objects import same as same_object
 from ..support import ALL_DTYPES, dtype_name, filled, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
@@ -71,7 +76,8 @@ def round_trip(state, writer, folder):
     """Saves a state, loads it into a blank one, and returns that."""
     dcp.async_save(state, checkpoint_id=folder, storage_writer=writer).result()
     loaded = blank(state)
-    dcp.load(loaded, storage_reader=TensorizerStorageReader(folder, allow_pickle=True))
+    with torch.serialization.safe_globals([Pair]):
+        dcp.load(loaded, storage_reader=TensorizerStorageReader(folder))
     return loaded
 
 
@@ -175,3 +181,66 @@ def test_the_default_device_of_the_trainer_does_not_matter(tmp_path, device):
         dcp.load(loaded, storage_reader=TensorizerStorageReader(tmp_path))
     assert torch.equal(loaded["w"], state["w"])
     assert (loaded["empty"].shape, loaded["step"].item(), loaded["text"]) == ((0, 4), 7, "a")
+
+
+@pytest.mark.parametrize(
+    "save", [dcp.save, lambda *args, **kw: dcp.async_save(*args, **kw).result()], ids=["sync", "async"]
+)
+def test_data_of_standard_types_loads_as_torch_loads_it(writer, tmp_path, save):
+    """Streams, arrays, dates, paths, random states: nothing needs to be allowed, and each value is torch's own."""
+    state = {name: (value,) for name, value in STANDARD.items() if name != "with_tensors"}
+    save(state, checkpoint_id=tmp_path / "ours", storage_writer=writer)
+    dcp.save(state, storage_writer=FileSystemWriter(tmp_path / "torch"))
+    loaded, expected = dict.fromkeys(state), dict.fromkeys(state)
+    dcp.load(loaded, storage_reader=TensorizerStorageReader(tmp_path / "ours"))
+    dcp.load(expected, storage_reader=FileSystemReader(tmp_path / "torch"))
+    assert [name for name in state if not same_object(loaded[name], expected[name])] == []
+
+
+class TrainState:
+    """As torchtitan's: a Stateful whose lists are streams, which `torch.load` reads."""
+
+    def __init__(self):
+        self.step, self.losses = 0, []
+
+    def state_dict(self):
+        losses = io.BytesIO()
+        torch.save(self.losses, losses)
+        return {"step": torch.tensor(self.step), "losses": losses}
+
+    def load_state_dict(self, state):
+        self.step = int(state["step"])
+        state["losses"].seek(0)
+        self.losses = torch.load(state["losses"])
+
+
+def test_a_stateful_that_gives_streams(writer, tmp_path):
+    """Its streams come back where they were, and it reads them."""
+    trained, resumed = TrainState(), TrainState()
+    trained.step, trained.losses = 7, [0.5, 0.25]
+    dcp.async_save({"train": trained}, checkpoint_id=tmp_path, storage_writer=writer).result()
+    dcp.load({"train": resumed}, storage_reader=TensorizerStorageReader(tmp_path))
+    assert (resumed.step, resumed.losses) == (7, [0.5, 0.25])
+
+
+def test_a_tensor_that_dcp_takes_apart_needs_torchs_stager(writer, tmp_path):
+    """The error of `async_save` says so; with it, and by `dcp.save`, every shard comes back as it was then."""
+
+    def wrapped(*values):
+        shards = [torch.full((2, 3), value) for value in values]
+        return {"w": LocalShardsWrapper(shards, [(0, 3 * number) for number in range(len(shards))])}
+
+    state = wrapped(1.0, 2.0)
+    with pytest.raises(CheckpointException, match=r"'w' is a tensor of type LocalShardsWrapper.*DefaultStager"):
+        dcp.async_save(state, checkpoint_id=tmp_path / "failed", storage_writer=writer).result()
+    dcp.save(state, checkpoint_id=tmp_path / "sync", storage_writer=writer)
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    future = dcp.async_save(state, checkpoint_id=tmp_path / "async", storage_writer=writer, async_stager=stager)
+    for shard in state["w"].local_shards():
+        shard.zero_()
+    future.result()
+    stager.close()
+    for name in ("sync", "async"):
+        loaded = wrapped(0.0, 0.0)
+        dcp.load(loaded, storage_reader=TensorizerStorageReader(tmp_path / name))
+        assert [shard.unique().tolist() for shard in loaded["w"].local_shards()] == [[1.0], [2.0]]

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tensorizer import EncryptionParams
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -48,6 +49,32 @@ def test_checkpoint_id_holds_for_its_save_only(tmp_path):
         dcp.async_save(state_of(3), storage_writer=writer).result()
     assert loaded(tmp_path / "path") == (3.0, 3)
     assert loaded(tmp_path / "other") == (2.0, 2)
+
+
+def test_what_torchs_storage_says_of_itself(tmp_path):
+    """The version of DCP's metadata, the ids of saves and loads, the checkpoint's id: as from torch's own pair."""
+    theirs, their_reader = FileSystemWriter(tmp_path / "theirs"), FileSystemReader(tmp_path / "theirs")
+    dcp.save(state_of(1), storage_writer=theirs)
+    expected = their_reader.read_metadata()
+    with TensorizerStorageWriter(tmp_path / "ours") as ours:
+        first = ours.save_id
+        dcp.save(state_of(1), storage_writer=ours)
+        assert ours.save_id == first
+        reader = TensorizerStorageReader(tmp_path / "ours")
+        metadata = reader.read_metadata()
+        dcp.async_save(state_of(2), storage_writer=ours, checkpoint_id=tmp_path / "second").result()
+        assert ours.save_id not in ("", first)
+        assert ours.save_id == ours.last_report.save_id
+        assert TensorizerStorageReader(tmp_path / "second").read_metadata().storage_meta.save_id == ours.save_id
+    assert metadata.version == expected.version is not None
+    assert (expected.storage_meta.save_id, expected.storage_meta.load_id) == (theirs.save_id, their_reader.load_id)
+    assert (metadata.storage_meta.save_id, metadata.storage_meta.load_id) == (first, reader.load_id)
+    for each in (reader, their_reader):
+        loads = [each.load_id]
+        for path in (None, tmp_path / "second"):
+            each.reset(path)
+            loads.append(each.load_id)
+        assert len(set(loads)) == 3
 
 
 def test_overlapping_saves_keep_their_own_values(tmp_path):
@@ -205,8 +232,9 @@ def test_the_repr_shows_path_and_options_but_no_secrets():
         on_report=functools.partial(print, "a token of the user's"),
     ) as writer:
         shown = repr(writer)
-    assert shown.startswith("TensorizerStorageWriter('s3://bucket/run?sig=***', cache_staged_state_dict=True, ")
-    assert "storage_options=['anon', 'secret'], encryption=True, limits=SaveLimits(" in shown
+    assert shown.startswith("TensorizerStorageWriter('s3://bucket/run?sig=***', storage_options=['anon', 'secret'], ")
+    assert "cache_staged_state_dict=True, " in shown
+    assert "encryption=True, limits=SaveLimits(" in shown
     assert not [word for word in (secret, "hunter2", "token", "abcdef") if word in shown]
     with TensorizerStorageWriter() as writer:
         assert repr(writer).startswith("TensorizerStorageWriter(None, ")

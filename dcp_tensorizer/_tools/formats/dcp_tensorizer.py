@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -59,7 +60,8 @@ def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], o
             (result.index, StoredItem(*result.storage_data[0]), result.storage_data[1])
             for result in write_results(items, done)
         ]
-        metadata = Metadata(described, view.paths, storage_meta=StorageMeta(shown_path(path), save_id=save_id))
+        meta = StorageMeta(shown_path(path), save_id=save_id)
+        metadata = Metadata(described, view.paths, storage_meta=meta, version=CURRENT_DCP_VERSION)
         commit(storage, metadata, written, rank=None, sync=True)
 
 

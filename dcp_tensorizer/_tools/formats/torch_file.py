@@ -20,7 +20,7 @@ from typing import IO, Any
 import torch
 
 from ..._format.chunks import Region
-from ..._format.objects import unsafe_globals
+from ..._format.objects import load_object, unsafe_globals
 from ..._memory.tensor_bytes import host_bytes
 from ..._storage.base import Storage
 from ..._torch_compat import FakeTensor, FakeTensorMode, checkpoint_offset, flatten_state_dict
@@ -83,16 +83,28 @@ def load_fake(file: FileRange, path: str) -> Any:
     buffered = io.BufferedReader(file)
     _check_archive(buffered, path)
     try:
-        with FakeTensorMode():
-            return torch.load(buffered, weights_only=True)
+        return _load(buffered, weights_only=True)
     except Exception as error:
-        file.seek(0)
-        if needed := _unsafe_globals_in(file):
-            raise UntrustedObject(f"{path} could run code when it is loaded ({needed}): it was not") from None
+        refused = error
+    try:
+        needed = unsafe_globals(buffered)
+    except UntrustedObject:  # not what torch.save writes today
         raise ConversionError(
-            f"{path} cannot be read: {type(error).__name__}: {error} (files of torch before 1.6 must be loaded and "
+            f"{path} cannot be read: {type(refused).__name__}: {refused} (files of torch before 1.6 must be loaded and "
             f"saved once more)"
-        ) from error
+        ) from refused
+    if needed:
+        raise UntrustedObject(f"{path} could run code when it is loaded ({', '.join(needed)}): it was not")
+    try:
+        return _load(buffered, weights_only=False)
+    except Exception as error:
+        raise ConversionError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _load(file: IO[bytes], *, weights_only: bool) -> Any:
+    file.seek(0)
+    with FakeTensorMode():
+        return torch.load(file, weights_only=weights_only)
 
 
 def _check_archive(file: IO[bytes], path: str) -> None:
@@ -115,15 +127,6 @@ def _check_archive(file: IO[bytes], path: str) -> None:
     is_counted = any(name.endswith("/.format_version") for name in archive.namelist())
     if is_counted and any(info.file_size and not info.flag_bits & _HAS_DESCRIPTOR for info in archive.infolist()):
         raise ConversionError(f"{path} is packed again, and not as torch.save does it: load and save it once more")
-
-
-def _unsafe_globals_in(file: FileRange) -> str:
-    """What the weights-only loader refuses in a file; nothing if it cannot tell."""
-    try:
-        refused = torch.serialization.get_unsafe_globals_in_checkpoint(io.BufferedReader(file))
-        return ", ".join(sorted(set(refused)))
-    except Exception:
-        return ""
 
 
 def locate(storage: Storage, path: Path, tensor: torch.Tensor, place: tuple[str, int]) -> StoredTensor:
@@ -233,14 +236,12 @@ def _records(view: CheckpointView) -> dict[str, bytes | StoredTensor]:
 
 def _loaded(stored: StoredObject, path: str) -> Any:
     """An object as it becomes part of the state dict."""
-    content = stored.read()
     try:
-        value = torch.load(io.BytesIO(content), weights_only=True)
-    except Exception:
+        value = load_object(stored.read())
+    except UntrustedObject as error:
         raise UntrustedObject(
-            f"{stored.key!r} in {path} is an object that could run code when it is loaded "
-            f"({', '.join(unsafe_globals(content))}), and it must be loaded to become part of a torch.save file: leave "
-            f"it out"
+            f"{stored.key!r} in {path} could run code when it is loaded: {error}. It must be loaded to become part of "
+            f"a torch.save file: leave it out"
         ) from None
     if _tensors_in(value):  # whose elements nothing would fill in
         raise ConversionError(

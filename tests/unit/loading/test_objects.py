@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import io
+import datetime
+import enum
+import functools
+import importlib
+import re
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from dcp_tensorizer import UntrustedObject
+from dcp_tensorizer import ReadError, UntrustedObject
 from dcp_tensorizer._format.layout import StoredItem
 from dcp_tensorizer._loading.objects import check_trust, deliver_object, read_objects
 from dcp_tensorizer._loading.read_target import ReadTarget
 
+from ...saved_objects import Made, archive, saved
 from ...support import stored_item
 
 unpickled: list[str] = []
@@ -29,16 +36,49 @@ class Foreign:
         unpickled.append(state["name"])
 
 
+class Member(enum.Enum):
+    A = "a"
+
+
+class Bits(enum.Flag):
+    A = 1
+    B = 2
+
+
+class Outer:
+    class Inner:
+        pass
+
+    class Letter(enum.Enum):
+        X = 1
+
+
+class Point(NamedTuple):
+    x: int
+    y: Any
+
+
+@dataclass
+class Settings:
+    member: enum.Enum
+    inner: Outer.Inner
+    points: list[Point]
+
+
+@dataclass(slots=True)
+class Slotted:
+    x: int
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Any
+
+
 def foreign(name: str) -> Foreign:
     made = Foreign()
     made.__dict__["name"] = name
     return made
-
-
-def saved(value: object) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
 
 
 def read_item(
@@ -72,13 +112,74 @@ def test_objects_are_read_by_one_call_and_those_without_bytes_not_at_all() -> No
 
 
 def test_an_object_that_is_refused_is_named_and_never_unpickled() -> None:
-    """The first of them; the error says what could be done."""
-    objects = [(read_item(key), saved(value)) for key, value in (("fine", [1]), ("odd", foreign("x")))]
-    with pytest.raises(UntrustedObject, match=r"'odd' in /ckpt is an object that could run code.*Foreign\)") as caught:
+    """With how many more there are; the error says what could be done."""
+    objects = [(read_item(key), saved(value)) for key, value in (("fine", [1]), ("odd", foreign("x")), ("b", Member.A))]
+    with pytest.raises(UntrustedObject, match=r"'odd' and 1 more in /ckpt could run code.*Foreign.*Member") as caught:
         check_trust("/ckpt", objects)
     assert "add_safe_globals" in str(caught.value)
     assert "allow_pickle=True" in str(caught.value)
     assert unpickled == []
+
+
+def test_an_object_that_nothing_would_have_saved_is_named() -> None:
+    """No advice to allow types would help."""
+    objects = [(read_item("odd"), archive(lambda _: b"\x80\x02R."))]
+    with pytest.raises(
+        UntrustedObject, match=r"'odd' in /ckpt could run code .*torch.save writes no such object"
+    ) as caught:
+        check_trust("/ckpt", objects)
+    assert "add_safe_globals" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [Member.A],
+        [Bits.A | Bits.B, Outer.Letter.X],
+        [Settings(Member.A, Outer.Inner(), [Point(1, 2)])],
+        [Slotted(1), Frozen(datetime.date(2020, 1, 1)), Made(getattr, (Member, "A"))],
+        [np.random.default_rng(0), np.ma.array([1], mask=[True]), np.rec.array([(1,)], dtype=[("x", "i4")])],
+        [np.dtype("f4", metadata={"a": 1}), np.array(["a"], np.dtypes.StringDType())],
+        [{"all": [Member.A, Settings(Bits.A, Outer.Inner(), []), Frozen(Slotted(2))]}, Point(3, np.arange(3))],
+    ],
+    ids=["enum", "enums", "dataclass", "dataclasses", "numpy", "dtypes", "all"],
+)
+def test_the_advice_is_complete(values: list[Any]) -> None:
+    """Following the message to the letter, once, is enough for all objects of a load."""
+    objects = [(read_item(str(number)), saved(value)) for number, value in enumerate(values)]
+    with pytest.raises(UntrustedObject) as caught:
+        check_trust("/ckpt", objects)
+    advised = re.search(r"add_safe_globals\(\[(.*?)\]\)", str(caught.value))
+    assert advised is not None
+    with torch.serialization.safe_globals([imported(name) for name in advised[1].split(", ")]):
+        check_trust("/ckpt", objects)
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        planner.state_dict = {}
+        for item, content in objects:
+            deliver_object("/ckpt", planner, item, content)
+    assert len(planner.state_dict) == len(values)
+
+
+def imported(name: str) -> Any:
+    """What a dotted name means, as in a program that imports its module."""
+    module, _, attributes = name.rpartition(".")
+    while True:
+        try:
+            found = importlib.import_module(module)
+            break
+        except ImportError:
+            module, _, more = module.rpartition(".")
+            attributes = f"{more}.{attributes}"
+    return functools.reduce(getattr, attributes.split("."), found)
+
+
+def test_what_cannot_be_loaded_here_is_named() -> None:
+    """As where another release of Python has a type elsewhere."""
+    content = archive(lambda _: b"\x80\x02cpathlib._elsewhere\nPath\n.")
+    with pytest.raises(
+        ReadError, match=r"'extra' in /ckpt cannot be loaded: ModuleNotFoundError: .*pathlib._elsewhere"
+    ):
+        deliver_object("/ckpt", DefaultLoadPlanner(flatten_state_dict=False), read_item("extra"), content)
 
 
 def test_plain_objects_are_trusted() -> None:
@@ -92,7 +193,7 @@ def test_an_object_is_handed_to_the_planner() -> None:
     planner.state_dict = {"extra": None}
     planner.original_state_dict = planner.state_dict
     planner.flatten_state_dict = False
-    deliver_object(planner, read_item("extra"), saved({"step": 5}), allow_pickle=False)
+    deliver_object("/ckpt", planner, read_item("extra"), saved({"step": 5}))
     assert planner.state_dict == {"extra": {"step": 5}}
 
 
@@ -101,5 +202,5 @@ def test_a_tensor_that_was_stored_as_an_object_is_copied_to_its_target() -> None
     planner = DefaultLoadPlanner()
     planner.state_dict = {"x": torch.zeros(2, 3, dtype=torch.float64)}
     item = read_item("x", LoadItemType.TENSOR, (1, 1), (2, 3))
-    deliver_object(planner, item, saved(torch.arange(20.0).view(4, 5)), allow_pickle=False)
+    deliver_object("/ckpt", planner, item, saved(torch.arange(20.0).view(4, 5)))
     assert planner.state_dict["x"].tolist() == [[6, 7, 8], [11, 12, 13]]

@@ -13,7 +13,8 @@ from dcp_tensorizer._loading.report import LoadClock, Progress, publish
 
 REPORT = LoadReport(
     path="/ckpt",
-    load_id="0" * 32,
+    save_id="0" * 32,
+    load_id="1" * 32,
     rank=3,
     items=1234,
     nbytes=5_000_000_000,
@@ -48,8 +49,9 @@ def test_the_times_of_a_report_add_up() -> None:
     before, begin = time.time(), time.perf_counter()
     clock = LoadClock()
     clock.begin_reading()
-    report = clock.report("/ckpt", "id", 1, 2, 3)
-    assert (report.path, report.load_id, report.rank, report.items, report.nbytes) == ("/ckpt", "id", 1, 2, 3)
+    report = clock.report("/ckpt", "save", "load", 1, 2, 3)
+    assert (report.path, report.save_id, report.load_id) == ("/ckpt", "save", "load")
+    assert (report.rank, report.items, report.nbytes) == (1, 2, 3)
     assert before <= report.started_at <= time.time()
     assert report.seconds == pytest.approx(report.plan_seconds + report.read_seconds)
     assert 0 <= report.plan_seconds <= report.seconds <= time.perf_counter() - begin

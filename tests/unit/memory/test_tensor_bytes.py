@@ -1,45 +1,79 @@
-"""The bytes of tensors, and what it takes to load objects."""
+"""The bytes of tensors."""
 
 from __future__ import annotations
 
-import io
-import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
-from dcp_tensorizer._format.objects import unsafe_globals
-from dcp_tensorizer._memory.tensor_bytes import host_bytes
+from dcp_tensorizer import StagingError
+from dcp_tensorizer._memory.tensor_bytes import check_supported, host_bytes
 
 from ...support import ALL_DTYPES, dtype_name, filled, raw
 
 
-class Foreign:
-    pass
+class Opaque(torch.Tensor):
+    """A tensor without elements of its own, as `torch.Tensor._make_wrapper_subclass` makes it."""
+
+    @staticmethod
+    def __new__(cls) -> Opaque:
+        return torch.Tensor._make_wrapper_subclass(cls, torch.Size([2]))  # type: ignore[attr-defined,no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, *args: Any) -> Any:
+        raise NotImplementedError
 
 
-def saved(value: object) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
+def wrapped_shards() -> torch.Tensor:
+    return LocalShardsWrapper([torch.ones(2, 3), torch.ones(2, 3)], [(0, 0), (0, 3)])
 
 
-@pytest.mark.parametrize("value", [{"a": [1, 2.5, None, "x"]}, torch.ones(3), (True, b"b"), 3 + 4j], ids=repr)
-def test_plain_objects_need_nothing(value: object) -> None:
-    """What the weights-only loader takes has no unsafe globals."""
-    assert unsafe_globals(saved(value)) == ()
-
-
-def test_what_an_object_needs_is_named() -> None:
-    """Each global once, with its module."""
-    content = saved([Foreign(), Foreign(), re.compile("x")])
-    assert unsafe_globals(content) == ("re._compile", f"{__name__}.Foreign")
-
-
-@pytest.mark.parametrize("content", [b"", b"garbage", saved([1])[:-30]], ids=["empty", "garbage", "truncated"])
-def test_an_object_that_cannot_be_parsed_is_not_trusted(content: bytes) -> None:
-    """Not being able to tell is no permission."""
-    assert unsafe_globals(content) == ("an object that the weights-only loader cannot parse",)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of quantised dtypes and nested tensors
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: torch.eye(2).to_sparse(),
+            "of layout torch.sparse_coo, which cannot be saved. Save what its to_dense() gives",
+        ),
+        (
+            lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+            "of nested tensors (layout torch.strided), which cannot be saved. Save what its unbind() gives",
+        ),
+        (
+            lambda: torch.ones(2, device="meta"),
+            "on the meta device, which has no data to save. Give its module memory (to_empty) and values",
+        ),
+        (
+            lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8),
+            "of the quantised dtype torch.qint8, which cannot be saved. Save its int_repr(), its scale and "
+            "its zero point",
+        ),
+        (
+            lambda: torch.ones(2, dtype=torch.uint8).view(torch.uint4),
+            "of dtype torch.uint4, which DCP cannot plan. Save what its view(torch.uint8) gives",
+        ),
+        (
+            Opaque,
+            "of type Opaque, which cannot be staged: it has neither a storage nor __tensor_flatten__. Give its class "
+            "__tensor_flatten__ and __tensor_unflatten__",
+        ),
+        (
+            wrapped_shards,
+            "of type LocalShardsWrapper, which cannot be staged: it has neither a storage nor __tensor_flatten__. DCP "
+            "takes it apart by itself: save it with dcp.save, or pass async_stager=DefaultStager(...) of "
+            "torch.distributed.checkpoint.staging to dcp.async_save",
+        ),
+    ],
+)
+def test_a_tensor_that_cannot_be_saved_is_named_with_what_to_do(make: Callable[[], torch.Tensor], message: str) -> None:
+    """In sentences: the key, why, and what to save instead."""
+    with pytest.raises(StagingError) as caught:
+        check_supported("a.b", make())
+    assert str(caught.value) == f"'a.b' is a tensor {message}, or leave it out of the state dict."
 
 
 def test_host_bytes_of_a_contiguous_tensor_are_its_memory() -> None:

@@ -21,7 +21,7 @@ def test_the_limit_names_the_last_error_and_the_last_commit():
     _fail(counter, 2)
     counter.check()
     _fail(counter, 1)
-    with pytest.raises(WriteError, match=r"3 saves in a row.*no space 0.*Last committed: /ckpt/good"):
+    with pytest.raises(WriteError, match=r"3 saves in a row.*no space 0.*was committed: /ckpt/good"):
         counter.check()
 
 

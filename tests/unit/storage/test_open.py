@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.checkpoint import FileSystemWriter
 
+from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._torch_compat import FsspecWriter
 
 
 @pytest.mark.parametrize("path", ["a*b", "[1]", "a b", "\N{SNOWMAN}", "%41", "~", "#x?y", "a:b", "memory:", "-"])
@@ -51,3 +55,25 @@ def test_trailing_slashes_are_dropped(url: str, path: str) -> None:
     assert (storage.path, storage.location) == (path, path)
     assert open_storage(url).child("step-1").path == f"{path}/step-1"
     assert open_storage("file:///").path == "/"
+
+
+@pytest.mark.parametrize(
+    ("path", "valid"),
+    [
+        *((path, True) for path in ("x", "/tmp/x", "~/x", "with space/x", "c:\\x", "C:/x", "x://", "a::b", "file:/x")),
+        *((path, True) for path in (Path("x"), Path("abc://x"), "file:///x", "local:///x", "memory://x", "s3://b/x")),
+        *((path, True) for path in ("gs://b/x", "az://c/x", "sftp://h/x", "simplecache::memory://x")),
+        *((path, False) for path in ("abc://x", "ABC://x", "S3://b/x", "simplecache::abc://x", "abc::memory://x")),
+        *((path, False) for path in ("", None, 3, b"x", ["x"])),
+    ],
+)
+def test_what_a_checkpoint_may_be_called(path: Any, valid: bool) -> None:
+    """What torch's writers for paths and for URLs take; nothing is connected to, and no library is needed."""
+    for kind in (TensorizerStorageWriter, TensorizerStorageReader):
+        assert kind.validate_checkpoint_id(path) is valid
+    if not isinstance(path, str) or path.startswith(("gs:", "az:", "sftp:", "simplecache:")):
+        return  # these torch opens: a library may be missing, a server not answer, and a cache leaves a directory
+    theirs = [FileSystemWriter.validate_checkpoint_id(path)]
+    if path:  # for an empty one, its two writers do not agree
+        theirs.append(FsspecWriter.validate_checkpoint_id(path))
+    assert valid is any(theirs)
