@@ -16,11 +16,11 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import IO, Protocol
 
 from ..errors import WriteError, WriterProcessDied
 from .channel import Channel
+from .interpreter import environment, interpreter
 from .messages import (
     Answer,
     BufferInfo,
@@ -228,12 +228,12 @@ def _start(theirs: socket.socket, output: IO[bytes], devices: bool) -> subproces
         trainer = os.pidfd_open(os.getpid())
     try:
         return subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.worker", str(theirs.fileno()), str(trainer), str(int(devices))],
+            [*interpreter(), f"{__package__}.worker", str(theirs.fileno()), str(trainer), str(int(devices))],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             pass_fds=[fd for fd in (theirs.fileno(), trainer) if fd >= 0],
-            env=_environment(devices),
+            env=environment(devices),
         )
     finally:
         if trainer >= 0:
@@ -245,22 +245,6 @@ class _RemoteTraceback(Exception):
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
-
-
-def _environment(devices: bool) -> dict[str, str]:
-    """The trainer's environment, less its GPUs unless it is to use them, and the modules the trainer sees."""
-    hidden = {} if devices else {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}  # no context, no GPU memory
-    return (
-        os.environ
-        | hidden
-        | {
-            "OMP_NUM_THREADS": "1",
-            "MKL_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path),
-            "PYTHONWARNINGS": "ignore",
-            "PYTHONSAFEPATH": "1",  # not the working directory: -m would put it first
-        }
-    )
 
 
 def _end(popen: subprocess.Popen[bytes], channel: Channel, stderr: IO[bytes], pid: int) -> None:
