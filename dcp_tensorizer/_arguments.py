@@ -28,14 +28,19 @@ def check_path(value: object) -> None:
         raise TypeError(f"path must be a str or an os.PathLike, and is {_type(value)}")
 
 
-def check_timeout(value: object) -> None:
-    """Raises `TypeError` or `ValueError` unless it is a number of seconds that every wait of the system can take."""
+def check_timeout(value: object, *, least: float | None = None) -> None:
+    """Raises `TypeError` or `ValueError` unless it is a number of seconds that every wait of the system can take.
+
+    Args:
+        value: What was given.
+        least: The least that is allowed; by default anything that is more than 0.
+    """
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"timeout must be a number of seconds, and is {_type(value)}")
-    if not 0 < float(value) <= threading.TIMEOUT_MAX:
-        raise ValueError(
-            f"timeout={value!r} must be more than 0 seconds, and finite: at most {threading.TIMEOUT_MAX:.0f}"
-        )
+    is_enough = float(value) > 0 if least is None else float(value) >= least
+    if not (is_enough and float(value) <= threading.TIMEOUT_MAX):
+        allowed = "more than 0 seconds" if least is None else f"at least {least:g} seconds"
+        raise ValueError(f"timeout={value!r} must be {allowed}, and finite: at most {threading.TIMEOUT_MAX:.0f}")
 
 
 def check_thread_count(value: object) -> None:

@@ -1,18 +1,43 @@
-"""Threads for requests that wait for a server at the same time, and for work beside other work."""
+"""Threads for requests that wait for a server at the same time, and for work beside other work; waits that end."""
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-__all__ = ["cores", "in_background", "in_threads"]
+__all__ = ["NEVER", "Deadline", "cores", "in_background", "in_threads"]
 
 _T = TypeVar("_T")
 
 _REQUESTS_AT_ONCE = 16
+
+
+class Deadline:
+    """One end for several waits, one after the other.
+
+    Args:
+        timeout: Seconds from now; None for never.
+    """
+
+    def __init__(self, timeout: float | None) -> None:
+        self._end = None if timeout is None else time.monotonic() + timeout
+
+    @property
+    def left(self) -> float | None:
+        """Seconds that are left, at least 0; None for any number."""
+        return None if self._end is None else max(0.0, self._end - time.monotonic())
+
+    def within(self, seconds: float) -> float:
+        """So many seconds, or what is left if that is less."""
+        left = self.left
+        return seconds if left is None else min(seconds, left)
+
+
+NEVER = Deadline(None)
 
 
 def in_threads(operation: Callable[[str], _T], names: Sequence[str]) -> list[_T]:
@@ -26,13 +51,22 @@ def in_threads(operation: Callable[[str], _T], names: Sequence[str]) -> list[_T]
         return list(pool.map(operation, names))
 
 
-def in_background(operation: Callable[[], _T]) -> Future[_T]:
-    """Starts ``operation`` in a thread of its own, for a result that is needed later."""
+def in_background(operation: Callable[[], _T], *, name: str = "request", daemon: bool = False) -> Future[_T]:
+    """Starts ``operation`` in a thread of its own, for a result that is needed later.
+
+    Args:
+        operation: What to do. Where no thread can be started, the calling thread does it.
+        name: Of the thread.
+        daemon: The end of the interpreter does not wait for it.
+    """
     future: Future[_T] = Future()
     try:
-        threading.Thread(target=_run, args=(future, operation), name="request").start()
-    except RuntimeError:  # the interpreter is ending, and starts no more threads
+        threading.Thread(target=_run, args=(future, operation), name=name, daemon=daemon).start()
+    except RuntimeError:  # the interpreter is ending and starts no more, or the system has no more
         _run(future, operation)
+        error = future.exception()
+        if error is not None and not isinstance(error, Exception):
+            raise error from None
     return future
 
 

@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ._arguments import check_callable, check_path
+from ._arguments import check_callable, check_path, check_timeout
+from ._forks import in_child
 from ._memory.garbage import age_objects
 from ._saving.options import SaveLimits, Staging, check_options
 from ._saving.report import SaveReport
@@ -32,6 +33,7 @@ from ._saving.session import Saver, SaveSession
 from ._staging.stager import StagingFuture
 from ._storage.open import is_location
 from ._storage.redact import shown
+from ._threads import Deadline
 from .errors import StagingError
 
 if TYPE_CHECKING:
@@ -132,6 +134,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._error_of_trainer: StagingError | None = None
         self._saver = Saver(self._options, on_report)
         self._local = threading.local()  # each save's path and session: saves that nobody staged may run at once
+        in_child(self, TensorizerStorageWriter._renew)
         self._saver.client.ensure_process()  # its imports overlap with whatever the trainer does next
 
     def __repr__(self) -> str:
@@ -160,13 +163,23 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
         To be called before ``destroy_process_group()``, which would fail that save.
 
+        It may be called by a signal's handler, whatever the handler has interrupted, and ends in time. A save whose
+        state the interrupted thread is copying is abandoned at once, because it cannot go on meanwhile.
+
         Args:
-            timeout: Seconds to wait for the save; then it is abandoned, and the checkpoint before it stays.
+            timeout: Seconds that all of this may take, 0 for none. Then the save under way is abandoned, its writer
+                process is killed, and the checkpoint before it stays. None: as long as the save takes.
+
+        Raises:
+            TypeError, ValueError: the timeout is no number of seconds.
         """
+        if timeout is not None:
+            check_timeout(timeout, least=0)
         if not self._saver.closed:
-            self._saver.close(timeout)
+            deadline = Deadline(timeout)
+            self._saver.close(deadline)
             self._end_session()
-            self._saver.free()
+            self._saver.free(deadline)
 
     @property
     def last_report(self) -> SaveReport | None:
@@ -193,6 +206,12 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         closed = state.pop("_closed")
         self.__dict__.update(state)
         self._saver = Saver(self._options, None, closed=closed)
+        self._local = threading.local()
+        in_child(self, TensorizerStorageWriter._renew)
+
+    def _renew(self) -> None:
+        """In a forked child: the writer process, the buffers and the saves are its parent's."""
+        self._saver = self._saver.renewed()
         self._local = threading.local()
 
     # --- AsyncStager: on the training thread --------------------------------------------------------------------

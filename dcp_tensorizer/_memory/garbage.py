@@ -11,6 +11,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from .._forks import in_child
+
 __all__ = ["age_objects", "collector_paused"]
 
 _AGEINGS = 64
@@ -27,6 +29,15 @@ class _Collector:
         self._thresholds: tuple[int, int, int] | None = None  # the trainer's, while it is paused
         self._aged = 0
         self._full_collections = 0
+        in_child(self, _Collector._let_go)
+
+    def _let_go(self) -> None:
+        """In a forked child: none of the threads that use the pause is there."""
+        self._lock = threading.RLock()
+        self._users.clear()
+        thresholds, self._thresholds = self._thresholds, None
+        if thresholds is not None and gc.get_threshold() == (0, *thresholds[1:]):
+            gc.set_threshold(*thresholds)
 
     def pause(self, user: object) -> None:
         """Nothing happens where it is paused already, or where the trainer has switched it off."""

@@ -13,14 +13,15 @@ import math
 import mmap
 import os
 import sys
-import tempfile
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 
+from .._forks import in_child
 from ..errors import StagingError
+from .descriptor import Descriptor, anonymous_file
 from .device import Device
 from .memory_limit import check_headroom
 
@@ -36,28 +37,19 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14, <asm-generic/mman-common.h>; not named 
 _POPULATE_STEP = 256 << 20
 _ids = itertools.count()
 
-_mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
-_descriptors: set[int] = set()
+_MAP_FIXED = 0x10  # <asm-generic/mman-common.h>; not named in the mmap module
 _inherited: list[mmap.mmap] = []
 
 
-def _let_go() -> None:
-    """In a forked child, before it does anything: buffers are none of its business.
+def _let_go(mapping: mmap.mmap) -> None:
+    """In a forked child: it does not have the pages (MADV_DONTFORK), but it has the Python object.
 
-    It does not have their pages (MADV_DONTFORK), but it inherits descriptors, which would keep the memory as long as
-    the child lives, and Python objects: to free one later would unmap whatever the child has put at that address since.
+    To free that later would unmap whatever the child has put at that address since.
     """
-    while _descriptors:
-        os.close(_descriptors.pop())
-    for mapping in _mappings:
-        try:
-            mapping.close()  # with the descriptor of its own that it has
-        except BufferError:
-            _inherited.append(mapping)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go)
+    try:
+        mapping.close()
+    except BufferError:
+        _inherited.append(mapping)
 
 
 class SharedBuffer:
@@ -74,27 +66,36 @@ class SharedBuffer:
         self.id = next(_ids)
         self.nbytes = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
         check_headroom(self.nbytes)
-        self.fd = _anonymous_file()
+        self._descriptor = Descriptor(anonymous_file("dcp_tensorizer"))
         try:
+            self._map: mmap.mmap | None = _map(self.fd, self.nbytes)
             _reserve(self.fd, self.nbytes)
-            self._map: mmap.mmap | None = mmap.mmap(self.fd, self.nbytes)
         except (OSError, MemoryError) as error:
-            os.close(self.fd)
+            self._descriptor.close()
             raise StagingError(
                 f"there are no {self.nbytes:,} bytes of memory for the staging buffer ({error}): free memory, raise "
                 f"the memory limit, or shard the state dict over more ranks"
             ) from error
         self._mapping = weakref.ref(self._map)
-        _mappings.add(self._map)
-        _descriptors.add(self.fd)
+        in_child(self._map, _let_go)
         if hasattr(mmap, "MADV_DONTFORK"):
             self._map.madvise(mmap.MADV_DONTFORK)
-        self._base = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
+        self._base = _address(self._map)
         _populate(self._base, self.nbytes)
         self._used = 0
         self._pinning = False
         self._undo: list[Callable[[], None]] = []
-        self._release = weakref.finalize(self, _release, self.fd, self._undo, os.getpid())
+        self._release = weakref.finalize(self, _release, self._descriptor, self._undo, os.getpid())
+
+    @property
+    def fd(self) -> int:
+        """The descriptor of the memory; raises `OSError` if it has been closed."""
+        return self._descriptor.number
+
+    @property
+    def can_be_sent(self) -> bool:
+        """Whether there is still a descriptor, to send to another process; the memory is there without."""
+        return self._descriptor.is_ours
 
     def pin(self, device: Device, index: int) -> None:
         """Registers all of it for copies from a GPU at full speed, once; undone before the memory is unmapped.
@@ -162,22 +163,37 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _release(fd: int, undo: list[Callable[[], None]], pid: int) -> None:
+def _release(descriptor: Descriptor, undo: list[Callable[[], None]], pid: int) -> None:
     if os.getpid() != pid:  # a forked child must not undo its parent's registration
         return
     try:
         while undo:
             undo.pop()()
     finally:
-        _descriptors.discard(fd)
-        os.close(fd)
+        descriptor.close()
 
 
-def _anonymous_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("dcp_tensorizer", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
+def _map(fd: int, nbytes: int) -> mmap.mmap:
+    """Maps a file, which may be shorter yet, without another descriptor of it.
+
+    Python's mapping of a file has one of its own until 3.13, and closes the number in the end, whosever it is by then.
+    """
+    if sys.platform != "linux":
+        os.ftruncate(fd, nbytes)
+        return mmap.mmap(fd, nbytes)
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # takes an address, and no memory
+    replace = ctypes.CDLL(None, use_errno=True).mmap
+    replace.restype = ctypes.c_void_p
+    replace.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _address(mapping)
+    if replace(address, nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != address:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return mapping
+
+
+def _address(mapping: mmap.mmap) -> int:
+    return torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
 
 
 def _reserve(fd: int, nbytes: int) -> None:

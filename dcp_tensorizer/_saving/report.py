@@ -128,19 +128,20 @@ class Reports:
     """Takes each save's report to the log and to the user.
 
     Attributes:
+        on_report: The user's function.
         last: The last one.
     """
 
     def __init__(self, on_report: Callable[[SaveReport], object] | None) -> None:
-        self._on_report = on_report
+        self.on_report = on_report
         self.last: SaveReport | None = None
 
     def publish(self, report: SaveReport) -> None:
         """Logs a report, and gives it to the user's function, whose failure is logged and fails nothing."""
         self.last = report
         logger.info("%s", report)
-        if self._on_report is not None:
+        if self.on_report is not None:
             try:
-                self._on_report(report)
+                self.on_report(report)
             except Exception:
                 logger.exception("on_report failed; the save did not")

@@ -26,7 +26,7 @@ from .._staging.stager import StagedSave, StagedStateDict, Stager
 from .._storage.base import DirectoryLock, Storage
 from .._storage.open import open_storage
 from .._storage.redact import redact
-from .._threads import in_background
+from .._threads import Deadline, in_background
 from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
 from .commit import begin, commit, put_records, remove_records, remove_with_records, replaced_files
 from .failure_counter import FailureCounter
@@ -132,19 +132,25 @@ class Saver:
             self.save_id, self._next_id = self._next_id, uuid.uuid4().hex
             return SaveSession(self, self.save_id, storage, staged_save)
 
-    def close(self, timeout: float | None) -> None:
+    def close(self, deadline: Deadline) -> None:
         """Waits for the save under way, then ends the writer process. Whoever calls has still to call `free`."""
-        if not self.stager.drain(timeout):
-            logger.error("the save under way was not over after %s s and is abandoned", timeout)
+        is_over = self.stager.drain(deadline)
         self.closed = True
-        self.client.close()
-        self.failures.end()
+        self.client.close(deadline)
+        with suppress(RuntimeError):  # a signal's handler has interrupted a write to the stream that the log goes to
+            if not is_over:
+                logger.error("the writer is closed, and the save under way is abandoned")
+            self.failures.end()
 
-    def free(self) -> None:
+    def free(self, deadline: Deadline) -> None:
         """Gives the memory and the connection back."""
         self.client.free()
-        self.stager.close()
+        self.stager.close(deadline)
         self._connection = None
+
+    def renewed(self) -> Saver:
+        """One of the same options, which shares nothing with this one."""
+        return Saver(self.options, self.reports.on_report, closed=self.closed)
 
     def _open(self, path: str | os.PathLike[str] | None, staged_save: StagedSave | None) -> Storage:
         if self.closed:
@@ -308,6 +314,8 @@ class SaveSession:
 
     def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         saver = self._saver
+        if saver.closed and self._staged_save is not None:  # it has been abandoned
+            raise WriteError(f"the writer was closed before the save to {self.storage.path} was over")
         meta = StorageMeta(checkpoint_id=self.storage.path, save_id=self.id)
         places = ((r.index, StoredItem(*r.storage_data[0]), r.storage_data[1]) for part in results for r in part)
         _check_trainer_lives(self.storage)

@@ -13,9 +13,10 @@ from .._memory.tensor_bytes import host_bytes
 from .._staging.staged_save import StagedSave
 from .._staging.tensor_copy import Copies
 from .._storage.base import Storage
+from .._threads import NEVER, Deadline
 from .._writer_process.gpu_ipc import export, withdraw
 from .._writer_process.messages import FileRequest, TensorSource, WriteDone, WriteOptions, WriteRequest
-from .._writer_process.process import WriterProcess
+from .._writer_process.process import END_SECONDS, WriterProcess
 from .._writer_process.write_job import FileJob
 from ..errors import WriteError, WriterProcessDied
 from .file_planner import plan_files
@@ -66,6 +67,8 @@ class WriterClient:
             if self._process is not None:
                 self._process.close()
             self._process = self._start(devices=self._devices)
+            if self._closed:  # by a signal's handler, or another thread, meanwhile
+                self._process.close()
         return self._process
 
     def write(
@@ -73,8 +76,9 @@ class WriterClient:
     ) -> Written:
         """Writes the items, in the writer process if they were staged and it can reach the storage.
 
-        Where nothing was staged, or the storage is this process's own memory, this process writes them. If the writer
-        process dies, a fresh one writes everything once more: the staged buffer is still there.
+        Where nothing was staged, the storage is this process's own memory, or somebody has closed the buffer's
+        descriptor, this process writes them. If the writer process dies, a fresh one writes everything once more: the
+        staged buffer is still there.
 
         Raises:
             WriteError: nothing of it is left behind.
@@ -87,6 +91,8 @@ class WriterClient:
         files: tuple[FileRequest, ...] = ()
         for attempt in (1, 2):
             # Another try has files of its own: what the process that died had sent may arrive later.
+            if not all(buffer.can_be_sent for buffer in buffers):
+                return Written(self._write_here(storage, rank, save_id, items, first=len(files)).done, attempt)
             files = plan_files(sources, rank, save_id, storage.max_file_bytes, first=len(files))
             request = WriteRequest(storage.location, self._options, files)
             try:
@@ -119,11 +125,11 @@ class WriterClient:
             return False
         return True
 
-    def close(self) -> None:
-        """Ends the writer process. Idempotent."""
+    def close(self, deadline: Deadline = NEVER) -> None:
+        """Ends the writer process: it finishes what it is doing, but not after the deadline. Idempotent."""
         self._closed = True
         if self._process is not None:
-            self._process.close()
+            self._process.close(deadline.within(END_SECONDS))
 
     def free(self) -> None:
         """Gives the memory back, when no save uses it any more."""
@@ -131,12 +137,12 @@ class WriterClient:
         if extra is not None:
             extra.close()
 
-    def _write_here(self, storage: Storage, rank: int, save_id: str, items: Sequence[Item]) -> Written:
+    def _write_here(self, storage: Storage, rank: int, save_id: str, items: Sequence[Item], first: int = 0) -> Written:
         tensors = {item.name: item.tensor for item in items}
         sources = [item.source() for item in items if item.has_bytes]
         job = FileJob(
             storage,
-            plan_files(sources, rank, save_id, storage.max_file_bytes),
+            plan_files(sources, rank, save_id, storage.max_file_bytes, first=first),
             lambda source: host_bytes(tensors[source.name]),
             sync=self._options.sync,
             threads=self._options.threads,

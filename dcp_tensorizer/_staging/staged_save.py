@@ -14,8 +14,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from .._forks import in_child
 from .._memory.shared_buffer import SharedBuffer
 from .._memory.shared_mappings import SharedMappings
+from .._threads import NEVER, Deadline
 from ..errors import StagingError
 from .tensor_copy import Copies
 
@@ -56,6 +58,7 @@ class StagedSave:
         begun: The save's first hook has been called.
         abandoned: A later save has waited for this one to be taken, in vain. None waits for it again.
         distributed: It was staged by one of several ranks.
+        stager: The thread that copies.
         started_at: ``time.time()`` when staging began.
         stage_seconds: The time that `stage` took.
     """
@@ -69,6 +72,7 @@ class StagedSave:
         self.begun = False
         self.abandoned = False
         self.distributed = False
+        self.stager = threading.current_thread()
         self.started_at = 0.0
         self.stage_seconds = 0.0
         # All waiting is on this condition. Its lock may be taken twice by one thread: a signal's handler that closes
@@ -77,6 +81,11 @@ class StagedSave:
         self._progress = Progress.STAGING
         self._dropped = False  # nothing refers to the staged state dict any more
         self._future: Callable[[], StagingFuture | None] = _no_future
+        in_child(self, StagedSave._let_go)
+
+    def _let_go(self) -> None:
+        """In a forked child: nobody is left there who could give the lock back."""
+        self._changed = threading.Condition(threading.RLock())
 
     def attach(self, staged: StagedStateDict) -> None:
         """Ties the staged save to the life of the staged state dict."""
@@ -119,6 +128,14 @@ class StagedSave:
         )
         self.error = self.error or StagingError(said)
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the calling thread copies, and so goes on with that only when it is done with what it does now.
+
+        It is in a signal's handler then.
+        """
+        return self._progress < Progress.COPIED and self.stager is threading.current_thread()
+
     def wait_built(self, timeout: float | None = None) -> bool:
         """Waits until the staged state dict is there, if it can be; False if it is not after ``timeout`` seconds."""
         return self._wait_for(Progress.BUILT, timeout)
@@ -132,6 +149,10 @@ class StagedSave:
         self._wait_for(Progress.COPIED)
         if self.error is not None:
             raise StagingError(str(self.error))  # one of its own: a traceback would keep this save's frames alive
+
+    def wait_unused(self, deadline: Deadline) -> bool:
+        """Waits until nothing is copied to the buffer; False if that is not so in time."""
+        return not self.is_interrupted and self._wait_for(Progress.COPIED, deadline.left)
 
     def _wait_for(self, progress: Progress, timeout: float | None = None) -> bool:
         with self._changed:
@@ -217,21 +238,20 @@ class StagedSave:
         with self._changed:
             return self._changed.wait_for(lambda: self.thread is not None or self._dropped, timeout)
 
-    def wait_over(self, timeout: float | None = None) -> bool:
-        """Waits until the save is over; False if it is not after ``timeout`` seconds."""
+    def wait_over(self, deadline: Deadline = NEVER) -> bool:
+        """Waits until the save is over; False if it is not in time."""
         while not self.over():
             thread = self.thread
             if thread is threading.current_thread():
                 return True  # a save that ran on the thread that asks has returned
-            if timeout is not None and timeout <= 0:
+            if deadline.left == 0.0:
                 return False
             if self._progress < Progress.COPIED:
-                self._wait_for(Progress.COPIED, _STEP_SECONDS)
+                self._wait_for(Progress.COPIED, deadline.within(_STEP_SECONDS))
             elif thread is not None:
-                thread.join(_STEP_SECONDS)
+                thread.join(deadline.within(_STEP_SECONDS))
             else:
-                self.wait_taken(_STEP_SECONDS)
-            timeout = None if timeout is None else timeout - _STEP_SECONDS
+                self.wait_taken(deadline.within(_STEP_SECONDS))
         return True
 
 

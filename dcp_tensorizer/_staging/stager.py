@@ -7,6 +7,7 @@ written to again when the save that uses it is over: see `StagedSave`.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ from .._memory.garbage import collector_paused
 from .._memory.memory_limit import check_headroom
 from .._memory.shared_buffer import SharedBuffer, aligned
 from .._memory.shared_mappings import SharedMappings
+from .._threads import NEVER, Deadline, in_background
 from ..errors import StagingError
 from .staged_save import Progress, StagedSave, StagedStateDict, StagingFuture
 from .state_tree import copy_structure, fill_tensors
@@ -126,16 +128,15 @@ class Stager:
             return
         self._give_back_idle()
         check_headroom(nbytes)
-        self._prewarming = Future()
-        arguments = nbytes, self._device, self._pin_for(sources), self._prewarming
-        threading.Thread(target=_prewarm, args=arguments, name="prewarm", daemon=True).start()
+        make = functools.partial(_new_buffer, nbytes, self._device, self._pin_for(sources))
+        self._prewarming = in_background(make, name="prewarm", daemon=True)
 
-    def wait_prewarmed(self) -> None:
-        """Waits for the buffer that `prewarm` has begun."""
+    def wait_prewarmed(self, deadline: Deadline = NEVER) -> None:
+        """Waits for the buffer that `prewarm` has begun, and not for longer than until a deadline."""
         prewarming, self._prewarming = self._prewarming, None
         if prewarming is not None:
             with suppress(Exception):  # memory has become short since, say; staging says so, if it still is
-                self._idle = prewarming.result()
+                self._idle = prewarming.result(deadline.left)
 
     def wait_turn(self, before: StagedSave | None = None) -> None:
         """Waits until the saves that were staged earlier, all or those before a given one, are over.
@@ -151,13 +152,13 @@ class Stager:
             elif staged_save.thread is not None:
                 staged_save.wait_over()
 
-    def drain(self, timeout: float | None) -> bool:
-        """Waits for the saves that have been started; False if one is not over after ``timeout`` seconds."""
+    def drain(self, deadline: Deadline) -> bool:
+        """Waits for the saves that have been started; False if one is not over in time, or cannot end meanwhile."""
         for staged_save in list(self._saves):
-            if not staged_save.wait_built(timeout):
+            if staged_save.is_interrupted or not staged_save.wait_built(deadline.left):
                 return False
-            taken = staged_save.wait_taken(self.take_seconds) and staged_save.thread is not None
-            if taken and not staged_save.wait_over(timeout):
+            taken = staged_save.wait_taken(deadline.within(self.take_seconds)) and staged_save.thread is not None
+            if taken and not staged_save.wait_over(deadline):
                 return False
         return True
 
@@ -185,14 +186,17 @@ class Stager:
             if self._overlap:
                 if staged_save.shared is not None:  # its save may end without having written anything
                     threading.Thread(target=staged_save.wait_released, name="release", daemon=True).start()
-                threading.Thread(target=self._copy, args=(snapshot, staged_save, staged), name="stage").start()
+                copying = threading.Thread(target=self._copy, args=(snapshot, staged_save, staged), name="stage")
+                staged_save.stager = copying
+                copying.start()
             else:
                 self._copy(snapshot, staged_save, staged)
         except Exception as error:
             staged_save.fail(error)
             staged_save.finish()
         except BaseException:  # a KeyboardInterrupt: there will be no save
-            self._saves.remove(staged_save)
+            with suppress(ValueError):  # the writer has been closed
+                self._saves.remove(staged_save)
             raise
         return staged
 
@@ -284,13 +288,14 @@ class Stager:
             return None
         return next((index for tensor in sources if (index := self._device.index_of(tensor)) is not None), None)
 
-    def close(self) -> None:
-        """Gives the buffers back; those that a save still uses follow when it lets go of its state dict."""
-        for staged_save in self._saves:
-            with suppress(StagingError):
-                staged_save.wait_copied()
-        self.wait_prewarmed()
-        for buffer in (self._idle, *(staged_save.buffer for staged_save in self._saves)):
+    def close(self, deadline: Deadline = NEVER) -> None:
+        """Gives the buffers back; those that a save still uses follow when it lets go of its state dict.
+
+        So does one to which something is still copied at the deadline.
+        """
+        unused = [staged_save.buffer for staged_save in self._saves if staged_save.wait_unused(deadline)]
+        self.wait_prewarmed(deadline)
+        for buffer in (self._idle, *unused):
             if buffer is not None:
                 buffer.close()
         self._idle = None
@@ -300,7 +305,7 @@ class Stager:
         """The idle buffer, or a new one if that is too small."""
         nbytes = _nbytes(sources)
         self.wait_prewarmed()
-        if self._idle is not None and self._idle.fits(nbytes):
+        if self._idle is not None and self._idle.fits(nbytes) and self._idle.can_be_sent:
             buffer, self._idle = self._idle, None
             buffer.reset()
             return buffer
@@ -326,14 +331,11 @@ class Stager:
                 spare.close()
 
 
-def _prewarm(nbytes: int, device: Device, index: int | None, future: Future[SharedBuffer]) -> None:
-    try:
-        buffer = SharedBuffer(nbytes)
-        if index is not None:
-            buffer.pin(device, index)
-        future.set_result(buffer)
-    except Exception as error:
-        future.set_exception(error)
+def _new_buffer(nbytes: int, device: Device, index: int | None) -> SharedBuffer:
+    buffer = SharedBuffer(nbytes)
+    if index is not None:
+        buffer.pin(device, index)
+    return buffer
 
 
 def _nbytes(sources: Sequence[torch.Tensor]) -> int:

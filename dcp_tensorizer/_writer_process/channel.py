@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from .._forks import in_child
+from .._memory.descriptor import identity
+
 __all__ = ["Channel"]
 
 _HEADER = struct.Struct("<QI")  # length of the pickle, number of descriptors
@@ -21,20 +24,35 @@ _HEADER = struct.Struct("<QI")  # length of the pickle, number of descriptors
 class Channel:
     """Whole messages, with descriptors, over a connected Unix stream socket.
 
+    A forked child has no part in the conversation: its copy is closed.
+
     Raises:
-        EOFError: the other end is gone.
+        EOFError: the other end is gone, or this one has been closed.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._file = identity(sock.fileno())
+        in_child(self, Channel._close_here)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this end is open, and the number still stands for the socket: see `Descriptor`."""
+        if self._sock.fileno() >= 0 and identity(self._sock.fileno()) != self._file:
+            self._sock.detach()  # it would close somebody else's file in the end
+        return self._sock.fileno() >= 0
 
     def fileno(self) -> int:
+        """The descriptor to wait for; raises `EOFError`."""
+        if not self.is_ours:
+            raise EOFError("this end of the channel is closed")
         return self._sock.fileno()
 
     def send(self, message: object, fds: Sequence[int] = (), timeout: float | None = None) -> None:
         """Sends a message; raises `TimeoutError` if the other end does not take it in time."""
         body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         header = _HEADER.pack(len(body), len(fds))
+        self.fileno()
         self._sock.settimeout(timeout)
         try:
             # Descriptors ride on the first byte of the header: SCM_RIGHTS needs at least one byte of data.
@@ -50,6 +68,7 @@ class Channel:
             self._sock.settimeout(None)
 
     def receive(self) -> tuple[Any, list[int]]:
+        self.fileno()
         try:
             first, fds, _flags, _address = socket.recv_fds(self._sock, 1, 16)
             if not first:
@@ -76,10 +95,16 @@ class Channel:
 
     def shut_down(self) -> None:
         """Ends the conversation for both ends, and for whoever waits in `receive`."""
-        with suppress(OSError):
-            # Closing alone would not tell the other end, while a forked child holds a copy of the descriptor.
-            self._sock.shutdown(socket.SHUT_RDWR)
+        if self.is_ours:
+            with suppress(OSError):
+                # Closing alone would not tell the other end, while a forked child holds a copy of the descriptor.
+                self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self.shut_down()
-        self._sock.close()
+        self._close_here()
+
+    def _close_here(self) -> None:
+        """The conversation goes on for whoever else has a copy of the socket."""
+        if self.is_ours:
+            self._sock.close()

@@ -9,18 +9,19 @@ import select
 import signal
 import socket
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
-from pathlib import Path
-from typing import IO, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Protocol
 
+from .._forks import in_child
+from .._memory.descriptor import Descriptor, anonymous_file
+from .._threads import Deadline
 from ..errors import WriteError, WriterProcessDied
 from .channel import Channel
+from .interpreter import environment, interpreter
 from .messages import (
     Answer,
     BufferInfo,
@@ -36,9 +37,12 @@ from .messages import (
     WriteRequest,
 )
 
-__all__ = ["WriterProcess"]
+__all__ = ["END_SECONDS", "WriterProcess"]
 
-_END_SECONDS = 5.0  # an idle process ends in milliseconds; this is for one that is in the middle of a write
+END_SECONDS = 5.0
+"""For a process that is in the middle of a write. An idle one ends in milliseconds."""
+
+_KILL_SECONDS = 0.5  # a process that is killed ends in milliseconds, but for one that hangs in the kernel
 _DETACH_SECONDS = 5.0  # an idle process does it in a millisecond
 _OUTPUT_TAIL = 4000  # bytes
 
@@ -72,9 +76,10 @@ class WriterProcess:
             with ExitStack() as undo:
                 ours, theirs = socket.socketpair()
                 undo.callback(ours.close)
-                self._stderr: IO[bytes] = undo.enter_context(tempfile.TemporaryFile())
+                self._output = Descriptor(anonymous_file("output"))
+                undo.callback(self._output.close)
                 with theirs:
-                    self._popen = _start(theirs, self._stderr, devices)
+                    self._popen = _start(theirs, self._output.number, devices)
                 undo.pop_all()
         except OSError as error:
             raise WriterProcessDied(f"the writer process cannot be started: {error}") from error
@@ -82,7 +87,13 @@ class WriterProcess:
         self._attached: set[int] = set()
         self._sent: set[int] = set()  # buffers that it may have mapped, also by a request that failed
         self._lock = threading.Lock()
-        self._end = weakref.finalize(self, _end, self._popen, self._channel, self._stderr, os.getpid())
+        self._end = weakref.finalize(self, _end, self._popen, self._channel)
+        in_child(self, WriterProcess._let_go)
+
+    def _let_go(self) -> None:
+        """In a forked child: the process is its parent's."""
+        self._end.detach()
+        self._popen.returncode = 0  # it cannot be waited for here
 
     @property
     def pid(self) -> int:
@@ -91,7 +102,7 @@ class WriterProcess:
     @property
     def alive(self) -> bool:
         """Whether a request can be sent."""
-        return self._end.alive and self._popen.poll() is None
+        return self._end.alive and self._channel.is_ours and self._popen.poll() is None
 
     def write(self, request: WriteRequest, buffers: Sequence[SharedBuffer], timeout: float) -> WriteDone:
         """Has a request written, and waits for it.
@@ -116,12 +127,17 @@ class WriterProcess:
     def _ask(
         self, request: WriteRequest | SnapshotRequest, buffers: Sequence[SharedBuffer], timeout: float
     ) -> WriteDone | SnapshotTaken:
-        with self._lock:
+        self._lock.acquire()
+        with self._conversation():
             infos = tuple(BufferInfo(b.id, b.nbytes, b.id in self._attached) for b in buffers)
             new = [b for b in buffers if b.id not in self._attached]
             for buffer in new:
                 buffer.at_close(functools.partial(self.detach, buffer.id))
-            answer = self._exchange(dataclasses.replace(request, buffers=infos), [b.fd for b in new], timeout)
+            try:
+                descriptors = [buffer.fd for buffer in new]
+            except OSError as error:
+                raise WriteError(f"the staging buffer cannot be sent to the writer process: {error}") from error
+            answer = self._exchange(dataclasses.replace(request, buffers=infos), descriptors, timeout)
             if isinstance(answer, WriteFailed):
                 self._attached = set()  # it may have failed before it attached them
         if isinstance(answer, WriteFailed):
@@ -135,25 +151,37 @@ class WriterProcess:
         Not while a request is under way: the next one says so.
         """
         if self._lock.acquire(blocking=False):
-            try:
+            with suppress(WriterProcessDied), self._conversation():  # if it died, so has its mapping
                 if self.alive and number in self._sent:
                     kept = tuple(BufferInfo(other, 0, attached=True) for other in self._attached - {number})
                     self._exchange(DetachRequest(kept), [], _DETACH_SECONDS)
-            except WriterProcessDied:
-                pass  # and so has its mapping
-            finally:
-                self._lock.release()
 
-    def close(self, timeout: float = _END_SECONDS) -> None:
-        """Ends the process: it finishes what it is doing, but is killed after ``timeout`` seconds. Idempotent."""
+    def close(self, timeout: float = END_SECONDS) -> None:
+        """Ends the process: it finishes what it is doing, but is killed after ``timeout`` seconds. Idempotent.
+
+        It waits for no lock for longer: what it interrupts, as a signal's handler, may hold it.
+        """
         if self._end.detach():
+            deadline = Deadline(timeout)
             idle = self._lock.acquire(blocking=False)  # then it has nothing to finish, and may still be importing
             _stop(self._popen, self._channel, 0.0 if idle else timeout)
-            if not idle:
-                self._lock.acquire()  # whoever waited for it has read its output
-            self._channel.close()
-            self._stderr.close()
+            if idle or self._lock.acquire(timeout=deadline.within(timeout)):
+                self._close_files()
+                self._lock.release()
+
+    @contextmanager
+    def _conversation(self) -> Iterator[None]:
+        """A request, by the holder of the lock. If `close` has not waited for it, what it needed is closed here."""
+        try:
+            yield
+        finally:
+            if not self._end.alive:
+                self._close_files()
             self._lock.release()
+
+    def _close_files(self) -> None:
+        self._channel.close()
+        self._output.close()
 
     def _exchange(self, request: Request, fds: Sequence[int], timeout: float) -> Answer:
         try:
@@ -166,8 +194,7 @@ class WriterProcess:
         except (EOFError, OSError):
             raise WriterProcessDied(self._cause_of_death()) from None
         except BaseException:  # a KeyboardInterrupt: the answer would be taken for that to the next request
-            self._popen.kill()
-            self._popen.wait()
+            _kill(self._popen)
             raise
         if not isinstance(answer, WriteFailed):
             self._sent = set(self._attached)
@@ -187,8 +214,7 @@ class WriterProcess:
                 deadline = time.monotonic() + timeout
 
     def _hung(self, timeout: float) -> WriterProcessDied:
-        self._popen.kill()
-        self._popen.wait()
+        _kill(self._popen)
         return WriterProcessDied(
             f"the writer process (pid {self.pid}) made no progress for {timeout:g} s and was killed: the "
             f"destination hangs, or is slower than the writer's timeout allows"
@@ -196,10 +222,10 @@ class WriterProcess:
 
     def _readable(self, timeout: float) -> bool:
         """Waits for a message or the end of the process, whichever is first."""
-        poll = select.poll()
-        poll.register(self._channel.fileno(), select.POLLIN)
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
+            poll = select.poll()
+            poll.register(self._channel.fileno(), select.POLLIN)
             # A process that dies closes its end, which wakes the poll, unless a child of its own holds it open.
             if poll.poll(min(left, 1.0) * 1000):
                 return True
@@ -209,31 +235,38 @@ class WriterProcess:
 
     def _cause_of_death(self) -> str:
         """How it ended, and the end of its output."""
+        process = f"the writer process (pid {self.pid})"
+        if self._end.alive and not self._channel.is_ours:
+            _kill(self._popen)
+            return f"{process} was cut off: somebody in this process has closed the socket to it (os.closerange?)"
         try:
-            code = self._popen.wait(_END_SECONDS)
+            code: int | None = self._popen.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            self._popen.kill()
-            code = self._popen.wait()
+            code = _kill(self._popen)
+        if code is None:
+            return f"{process} does not end, although it was killed: it hangs in the kernel"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        self._stderr.seek(0, os.SEEK_END)
-        self._stderr.seek(max(0, self._stderr.tell() - _OUTPUT_TAIL))
-        output = self._stderr.read().decode(errors="replace").strip()
-        return f"the writer process (pid {self.pid}) {how}" + (f"; the end of its output:\n{output}" if output else "")
+        output = b""
+        with suppress(OSError):
+            nbytes = os.fstat(self._output.number).st_size
+            output = os.pread(self._output.number, _OUTPUT_TAIL, max(0, nbytes - _OUTPUT_TAIL))
+        said = output.decode(errors="replace").strip()
+        return f"{process} {how}" + (f"; the end of its output:\n{said}" if said else "")
 
 
-def _start(theirs: socket.socket, output: IO[bytes], devices: bool) -> subprocess.Popen[bytes]:
+def _start(theirs: socket.socket, output: int, devices: bool) -> subprocess.Popen[bytes]:
     """Starts the process at the other end of a socket; raises `OSError`."""
     trainer = -1
     with suppress(AttributeError, OSError):  # an older kernel, or a sandbox; then the socket alone tells of our end
         trainer = os.pidfd_open(os.getpid())
     try:
         return subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.worker", str(theirs.fileno()), str(trainer), str(int(devices))],
+            [*interpreter(), f"{__package__}.worker", str(theirs.fileno()), str(trainer), str(int(devices))],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             pass_fds=[fd for fd in (theirs.fileno(), trainer) if fd >= 0],
-            env=_environment(devices),
+            env=environment(devices),
         )
     finally:
         if trainer >= 0:
@@ -247,28 +280,9 @@ class _RemoteTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
-def _environment(devices: bool) -> dict[str, str]:
-    """The trainer's environment, less its GPUs unless it is to use them, and the modules the trainer sees."""
-    hidden = {} if devices else {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}  # no context, no GPU memory
-    return (
-        os.environ
-        | hidden
-        | {
-            "OMP_NUM_THREADS": "1",
-            "MKL_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path),
-            "PYTHONWARNINGS": "ignore",
-            "PYTHONSAFEPATH": "1",  # not the working directory: -m would put it first
-        }
-    )
-
-
-def _end(popen: subprocess.Popen[bytes], channel: Channel, stderr: IO[bytes], pid: int) -> None:
-    if os.getpid() != pid:  # a forked child must not end its parent's writer
-        return
+def _end(popen: subprocess.Popen[bytes], channel: Channel) -> None:
     _stop(popen, channel, 0.0)
     channel.close()
-    stderr.close()
 
 
 def _stop(popen: subprocess.Popen[bytes], channel: Channel, timeout: float) -> None:
@@ -276,5 +290,15 @@ def _stop(popen: subprocess.Popen[bytes], channel: Channel, timeout: float) -> N
     try:
         popen.wait(timeout)
     except subprocess.TimeoutExpired:
-        popen.kill()
-        popen.wait()
+        _kill(popen)
+
+
+def _kill(popen: subprocess.Popen[bytes]) -> int | None:
+    """Its exit code; None if it hangs in the kernel, say for a network disk, and ends when that is over.
+
+    Without a timeout, `wait` would also wait for a lock, which the thread that a signal interrupts may hold.
+    """
+    popen.kill()
+    with suppress(subprocess.TimeoutExpired):
+        popen.wait(_KILL_SECONDS)
+    return popen.returncode

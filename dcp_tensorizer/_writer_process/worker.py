@@ -1,6 +1,6 @@
 """The writer process: takes requests from its trainer and writes the files.
 
-It is started as ``python -m dcp_tensorizer._writer_process.worker``.
+It is started by `interpreter`, with the trainer's modules behind the standard library.
 
 It shares no interpreter with the trainer, so hashing and writing never hold the trainer's interpreter lock. It runs at
 low priority, ignores the terminal's signals (the trainer decides when to stop), and ends with its trainer.
@@ -256,7 +256,3 @@ def main(arguments: Sequence[str]) -> None:
     if trainer >= 0:
         threading.Thread(target=_exit_with_trainer, args=(trainer, worker.abandon), name="trainer", daemon=True).start()
     worker.serve()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

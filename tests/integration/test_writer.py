@@ -5,6 +5,7 @@ import gc
 import pickle
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -18,7 +19,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_tensorizer import SaveLimits, StagingError, TensorizerStorageReader, TensorizerStorageWriter, WriteError
 from dcp_tensorizer._saving.writer_client import WriterClient
-from dcp_tensorizer._writer_process.process import WriterProcess
 
 from ..support import kill, memory_files, writer_process
 
@@ -147,20 +147,31 @@ def test_use_after_close(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_closing_gives_up_a_save_that_hangs(tmp_path, monkeypatch):
-    """After its timeout `close` ends everything: the save fails with what happened, and no process is started anew."""
+def test_closing_gives_up_a_save_that_hangs(tmp_path):
+    """Its timeout is for all it does: the save fails with what happened, and no process is started anew."""
     others = set(psutil.Process().children())  # what multiprocessing keeps for the tests before this one
     writer = TensorizerStorageWriter(tmp_path)
     dcp.async_save(state_of(1), storage_writer=writer).result()
-    monkeypatch.setattr(WriterProcess, "close", functools.partialmethod(WriterProcess.close, 0.5))
     writer_process().suspend()
     future = dcp.async_save(state_of(2), storage_writer=writer)
+    started = time.monotonic()
     writer.close(timeout=0.2)
+    assert time.monotonic() - started < 2.0  # of 0.2; a process in the middle of a write gets 5 s otherwise
     with pytest.raises(CheckpointException) as caught:
         future.result(30)
     assert isinstance(cause(caught), WriteError)
     assert str(tmp_path) in str(cause(caught))
     assert set(psutil.Process().children()) == others
+    assert loaded(tmp_path) == (1.0, 1)
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), float("nan"), -1, "3"])
+def test_closing_with_a_timeout_that_is_none(tmp_path, timeout):
+    """The error says what is allowed, and the writer is open still."""
+    with TensorizerStorageWriter(tmp_path) as writer:
+        with pytest.raises((TypeError, ValueError), match=r"^timeout.*(at least 0 seconds|a number of seconds)"):
+            writer.close(timeout=timeout)
+        dcp.async_save(state_of(1), storage_writer=writer).result()
     assert loaded(tmp_path) == (1.0, 1)
 
 

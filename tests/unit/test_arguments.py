@@ -53,6 +53,14 @@ def test_other_timeouts_are_refused(value: float) -> None:
         check_timeout(value)
 
 
+def test_a_timeout_may_be_none_at_all_where_that_makes_sense() -> None:
+    """As in `close`: 0 seconds are allowed, and nothing below."""
+    check_timeout(0, least=0)
+    for value in (-1e-9, math.inf, math.nan):
+        with pytest.raises(ValueError, match=r"must be at least 0 seconds, and finite"):
+            check_timeout(value, least=0)
+
+
 @pytest.mark.parametrize("value", ["600", None, True, [600]])
 def test_timeouts_are_numbers(value: Any) -> None:
     """Also where a number could be made of what was given."""

@@ -15,6 +15,7 @@ from tensorizer import TensorDeserializer
 
 from dcp_tensorizer._format.layout import data_file_name
 from dcp_tensorizer._memory.shared_buffer import SharedBuffer
+from dcp_tensorizer._writer_process.interpreter import interpreter
 from dcp_tensorizer._writer_process.messages import (
     DeviceTensor,
     FileRequest,
@@ -199,11 +200,11 @@ def test_closing_twice(process):
 
 
 def test_nothing_secret_in_the_process_list(process, buffer, tmp_path):
-    """The command line shows the module and two descriptors."""
+    """The command line shows how it is started, the module and three numbers."""
     process.write(request(tmp_path, buffer, options={"secret": "hunter2-secret"}), [buffer], 60)
     command = psutil.Process(process.pid).cmdline()
-    assert command[1:3] == ["-m", "dcp_tensorizer._writer_process.worker"]
-    assert all(argument.lstrip("-").isdigit() for argument in command[3:])
+    assert command[:-3] == [*interpreter(), "dcp_tensorizer._writer_process.worker"]
+    assert all(argument.lstrip("-").isdigit() for argument in command[-3:])
 
 
 def test_no_gpu_and_low_priority(process, buffer, tmp_path):

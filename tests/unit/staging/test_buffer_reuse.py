@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dcp_tensorizer._staging.stager import StagedSave, StagedStateDict, Stager
+from dcp_tensorizer._threads import Deadline
 
 from ...support import memory_files
 from ...waiting import WAIT, Gate, hold_memory, in_thread, wait_until_inside
@@ -202,7 +203,7 @@ def test_a_save_on_the_asking_thread_is_not_waited_for(stager: Stager) -> None:
     first = stager.stage({"a": torch.ones(1)})
     first.items()
     stager.wait_turn()
-    assert stager.drain(0.0)
+    assert stager.drain(Deadline(0.0))
     second = stager.stage({"a": torch.zeros(1)})
     assert dict(first)["a"].tolist() == [1.0]
     assert inode(second) != inode(first)

@@ -13,6 +13,7 @@ import torch
 
 from dcp_tensorizer import StagingError
 from dcp_tensorizer._staging.stager import StagedSave, Stager, StagingFuture
+from dcp_tensorizer._threads import Deadline
 
 from ...support import memory_files
 from ...waiting import WAIT, Gate, HeldTensor, in_thread, wait_until_inside
@@ -79,9 +80,9 @@ def test_a_buffer_is_not_free_while_it_is_copied_to(overlapping: Stager) -> None
     in_thread(result.items).join(WAIT)
     gate.wait_reached()
     assert not result.staged_save.over()
-    assert not overlapping.drain(0.05)
+    assert not overlapping.drain(Deadline(0.05))
     gate.open()
-    assert overlapping.drain(WAIT)
+    assert overlapping.drain(Deadline(WAIT))
 
 
 def test_an_error_of_overlapped_copying_is_the_saves(overlapping: Stager) -> None:

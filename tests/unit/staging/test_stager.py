@@ -14,11 +14,12 @@ from dcp_tensorizer import StagingError
 from dcp_tensorizer._memory.shared_buffer import SharedBuffer
 from dcp_tensorizer._staging.stager import StagedSave, StagedStateDict, Stager
 from dcp_tensorizer._staging.tensor_copy import Copies, GatherLimits
+from dcp_tensorizer._threads import Deadline
 
 from ...simulated import SimulatedDevice
 from ...support import memory_files
 from ...waiting import WAIT, Gate, HeldTensor, hold_memory, in_thread, wait_until_inside
-from .staging import staged
+from .staging import inode, staged
 
 
 def test_a_failed_staging_keeps_nothing_alive(stager: Stager) -> None:
@@ -60,7 +61,7 @@ def test_an_interrupted_staging_leaves_nothing_behind(stager: Stager) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         stager.stage({"a": Interrupting(b=1)})
-    assert stager.drain(0.0)
+    assert stager.drain(Deadline(0.0))
     assert stager.begin_save() is None
 
 
@@ -94,9 +95,9 @@ def test_draining_gives_up_after_its_time(stager: Stager) -> None:
 
     thread = in_thread(save)
     assert taken.wait(WAIT)
-    assert not stager.drain(0.1)
+    assert not stager.drain(Deadline(0.1))
     release.set()
-    assert stager.drain(WAIT)
+    assert stager.drain(Deadline(WAIT))
     thread.join(WAIT)
 
 
@@ -106,10 +107,10 @@ def test_draining_waits_for_a_save_that_has_no_memory_yet(overlapping: Stager, m
     hold_memory(monkeypatch, gate.pass_through)
     result = overlapping.stage({"a": torch.ones(1)})
     gate.wait_reached()
-    assert not overlapping.drain(0.01)
+    assert not overlapping.drain(Deadline(0.01))
     overlapping.take_seconds = 0.0
     drained: list[bool] = []
-    draining = in_thread(lambda: drained.append(overlapping.drain(None)))
+    draining = in_thread(lambda: drained.append(overlapping.drain(Deadline(None))))
     wait_until_inside(draining, StagedSave.wait_built)
     gate.open()
     draining.join(WAIT)
@@ -142,6 +143,35 @@ def test_staging_waits_for_a_buffer_that_is_being_prewarmed(stager: Stager, monk
     staging.join(WAIT)
     assert dict(results[0])["a"].tolist() == [1.0] * 5000
     assert requests == [1]
+
+
+def test_prewarming_without_a_thread(stager: Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system has no more threads, the caller makes the buffer, and the first save finds it."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = memory_files()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        stager.prewarm({"a": torch.ones(1000)})
+    (made,) = memory_files() - before
+    assert inode(stager.stage({"a": torch.ones(1000)})) == made
+
+
+def test_closing_does_not_wait_for_memory(stager: Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline also holds for a buffer that is being prewarmed; it is given back when it is there."""
+    gc.collect()
+    gate, before = Gate(), memory_files()
+    hold_memory(monkeypatch, gate.pass_through)
+    stager.prewarm({"a": torch.ones(1000)})
+    gate.wait_reached()
+    stager.close(Deadline(0.01))
+    gate.open()
+    for thread in threading.enumerate():
+        if thread.name == "prewarm":
+            thread.join(WAIT)
+    assert memory_files() == before
 
 
 def test_memory_that_is_short_fails_prewarming_at_once(stager: Stager) -> None:

@@ -1,0 +1,69 @@
+"""Descriptors that this process keeps for long, and that code it knows nothing of may close.
+
+A daemon closes all descriptors that it can think of (``os.closerange``). The next file that somebody opens has the
+number then. To send, read or close it would be to send, read or close somebody else's file. So the file behind a number
+is looked at before the number is used.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+import weakref
+
+from .._forks import in_child
+
+__all__ = ["Descriptor", "anonymous_file", "identity"]
+
+
+def identity(fd: int) -> tuple[int, int] | None:
+    """Tells one open file from another; None if the descriptor is closed."""
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+class Descriptor:
+    """A descriptor that is closed with this object, with `close`, and in forked children.
+
+    Args:
+        fd: An open one, which belongs to this object from now on.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._file = identity(fd)
+        self._close = weakref.finalize(self, _close, fd, self._file)
+        in_child(self, Descriptor.close)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the number still stands for the file."""
+        return self._close.alive and identity(self._fd) == self._file
+
+    @property
+    def number(self) -> int:
+        """The number; raises `OSError` if it does not stand for the file any more."""
+        if not self.is_ours:
+            raise OSError(errno.EBADF, f"{os.strerror(errno.EBADF)}: this process has closed it (os.closerange?)")
+        return self._fd
+
+    def close(self) -> None:
+        """Closes the file, unless somebody else has. Idempotent."""
+        self._close()
+
+
+def anonymous_file(name: str) -> int:
+    """A new file in memory, which needs no directory; elsewhere than on Linux, a temporary file."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _close(fd: int, file: tuple[int, int] | None) -> None:
+    if file is not None and identity(fd) == file:
+        os.close(fd)
