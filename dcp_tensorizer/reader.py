@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import uuid
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +116,7 @@ class TensorizerStorageReader(StorageReader):
         self._error: CheckpointError | None = None
         self._is_own_save = False
         self._clock = LoadClock()
+        self._load_id = uuid.uuid4().hex
 
     def __repr__(self) -> str:
         shown = {
@@ -134,6 +136,11 @@ class TensorizerStorageReader(StorageReader):
         return self._path
 
     @property
+    def load_id(self) -> str:
+        """Identifies the load, on this rank; metadata that is read for it has it in its ``storage_meta``."""
+        return self._load_id
+
+    @property
     def last_report(self) -> LoadReport | None:
         """What the last load cost; None before the first one is done."""
         return self._last_report
@@ -143,6 +150,7 @@ class TensorizerStorageReader(StorageReader):
         if checkpoint_id:
             self._path = checkpoint_id
         self._storage = self._metadata = self._error = None
+        self._load_id = uuid.uuid4().hex
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads the checkpoint's metadata, or with ``rank=`` that rank's own.
@@ -251,6 +259,7 @@ class TensorizerStorageReader(StorageReader):
             check_world_size(storage, metadata, _world_size())
         if metadata is None:
             raise not_committed(storage.path)
+        metadata.storage_meta = dataclasses.replace(metadata.storage_meta or StorageMeta(), load_id=self._load_id)
         return metadata
 
     def _unlock(self) -> Cipher | None:

@@ -127,6 +127,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._error_of_trainer: StagingError | None = None
         self._saver = Saver(self._options, on_report)
         self._local = threading.local()  # each save's path and session: saves that nobody staged may run at once
+        self._save_id: str | None = None
         self._saver.client.ensure_process()  # its imports overlap with whatever the trainer does next
 
     def __repr__(self) -> str:
@@ -232,6 +233,12 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         """Where the save of the calling thread goes, or else the next one that is given no ``checkpoint_id``."""
         return getattr(self._local, "path", None) or self._path
 
+    @property
+    def save_id(self) -> str | None:
+        """Identifies the calling thread's save, or else the one that began last; None before the first."""
+        session: SaveSession | None = getattr(self._local, "session", None)
+        return self._save_id if session is None else session.id
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Called by DCP before a save that is given a ``checkpoint_id``: it holds for the calling thread's save."""
         self._local.path = checkpoint_id
@@ -249,6 +256,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._end_session()
         path, self._local.path = self.checkpoint_id, None
         session = self._local.session = self._saver.begin(path, staged_save, self._error_of_trainer)
+        self._save_id = session.id
         return StorageMeta(checkpoint_id=session.storage.path, save_id=session.id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

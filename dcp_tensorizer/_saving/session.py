@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import functools
 import logging
 import multiprocessing
@@ -25,6 +24,7 @@ from .._storage.base import DirectoryLock, Storage
 from .._storage.open import open_storage
 from .._storage.redact import redact
 from .._threads import in_background
+from .._torch_compat import DCP_VERSION
 from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
 from .commit import begin, commit, remove, replaced_files
 from .failure_counter import FailureCounter
@@ -297,9 +297,11 @@ class SaveSession:
         places = ((r.index, StoredItem(*r.storage_data[0]), r.storage_data[1]) for part in results for r in part)
         _check_trainer_lives(self.storage)
         encryption = agree_on_key(saver.options.write.cipher, results, self.storage)
+        # The planner's own, which DCP returns to whoever saves: what torch's writer says there, this one says too.
+        metadata.version, metadata.storage_meta = DCP_VERSION, meta
         commit(
             self.storage,
-            dataclasses.replace(metadata, storage_meta=meta),
+            metadata,
             places,
             rank=self._metadata_rank,
             sync=saver.options.write.sync,
