@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import shutil
@@ -88,6 +89,7 @@ class Storages:
                     thread_count=1,
                     sync_files=False,
                     overlap_staging=kind == "overlap",
+                    staging="shared" if kind == "shared" else "buffer",
                     limits=SaveLimits(max_consecutive_failures=None),
                 )
             return self._writers[rank, kind]
@@ -147,7 +149,9 @@ class _Job:
     def save_all(self, rank: int) -> Any:
         case = self.case
         meshes = Meshes(case.ranks) if case.ranks else None
-        saves = [lambda save=save, n=n: self._save(save, case.path_of(n), rank, meshes) for n, save in enumerate(case.saves)]
+        # Made before the first save begins: some are made by collectives, which no save's may meet in the same group.
+        states = [Maker(rank, meshes).make(save.state) for save in case.saves]
+        saves = [functools.partial(self._save, number, state, rank) for number, state in enumerate(states)]
         if self.mode == "threads":
             waits = _in_threads(saves)
         else:
@@ -156,13 +160,13 @@ class _Job:
                 waits.append(save())
                 if self.mode != "at once" or not self._ours:
                     _wait(waits[-1])
-        # What a save returned is looked at when all are done: with cached plans it is one object for all of them.
+        for wait in waits:  # with cached plans all of them return one object: it is looked at when all are done
+            _wait(wait)
         return {number: _outcome(wait) for number, wait in enumerate(waits)}
 
-    def _save(self, save: Save, path: int, rank: int, meshes: Meshes | None) -> Callable[[], Any]:
+    def _save(self, number: int, state: Any, rank: int) -> Callable[[], Any]:
         """Begins a save; what it returns waits for it."""
-        where = self._folder / str(path)
-        state = Maker(rank, meshes).make(save.state)
+        save, where = self.case.saves[number], self._folder / str(self.case.path_of(number))
         options: dict[str, Any] = {
             "checkpoint_id": where,
             "storage_writer": self._storages.writer(self._ours, rank, self.mode, where),
@@ -249,28 +253,20 @@ def scribble(value: Any) -> None:
     """Changes everything in a state that can be changed."""
     for tensor in tensors_in(value):
         with suppress(Exception):
-            tensor = getattr(tensor, "_local_tensor", tensor)
-            tensor.untyped_storage().fill_(0x5A)
-    _empty(value)
+            getattr(tensor, "_local_tensor", tensor).untyped_storage().fill_(0x5A)
+    _empty(value, set())
 
 
-def _empty(value: Any) -> None:
-    if isinstance(value, Books):
-        value = value.state
-    members = list(value.values() if isinstance(value, Mapping) else value) if isinstance(value, Mapping | list | tuple) else []
-    for member in members:
-        if member is not value:
-            with suppress(RecursionError):
-                _empty(member)
+def _empty(value: Any, seen: set[int]) -> None:
+    value = value.state if isinstance(value, Books) else value
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping | list | tuple):
+        for member in list(value.values() if isinstance(value, Mapping) else value):
+            _empty(member, seen)
     if isinstance(value, dict | list):
         value.clear()
     elif isinstance(value, io.BytesIO):
         value.seek(0)
         value.write(b"changed")
-
-
-def compare(case: Case, storages: Storages, run: Run, folder: Path) -> tuple[Any, Any, list[Difference]]:
-    """What torch's storage makes of a case, what ours does, and where they part."""
-    theirs = run_case(case, False, storages, run, folder)
-    ours = run_case(case, True, storages, run, folder)
-    return theirs, ours, differences(theirs, ours)

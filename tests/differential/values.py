@@ -252,16 +252,14 @@ def _seq(kind: str, members: list[Any]) -> Any:
     return members
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
+def tensors_in(value: Any, seen: set[int] | None = None) -> list[torch.Tensor]:
     """The tensors in a value, in its order, those that hold others as one."""
+    seen = set() if seen is None else seen
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, Books):
-        value = value.state
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return [tensor for member in value for tensor in tensors_in(member)] if isinstance(value, list | tuple) else []
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    value = value.state if isinstance(value, Books) else value
+    if id(value) in seen or not isinstance(value, Mapping | list | tuple):
+        return []
+    seen.add(id(value))
+    members = list(value.values()) if isinstance(value, Mapping) else value
+    return [tensor for member in members for tensor in tensors_in(member, seen)]

@@ -18,7 +18,7 @@ from .describe import Failed
 
 __all__ = ["threads_as_ranks"]
 
-_WAIT = 60.0
+_WAIT = 30.0
 
 Run = Callable[[int, Callable[[int], Any]], list[Any]]
 """Runs a function on so many ranks, and returns what each gave; with 0 on one, without a process group."""
