@@ -12,7 +12,7 @@ from typing import Any
 from .describe import Difference, Failed, differences
 from .run import Case, Load
 
-__all__ = ["DIFFERENCES", "Verdict", "judge"]
+__all__ = ["ALWAYS", "DIFFERENCES", "Verdict", "judge"]
 
 Holds = Callable[["Context", Difference], bool]
 
@@ -138,6 +138,8 @@ def _does_not_convert(context: Context, difference: Difference) -> bool:
 def _is_plain_copy(context: Context, difference: Difference) -> bool:
     if context.case.mode in ("save", "threads"):
         return False
+    if _theirs_fails(difference, "a leaf Variable that requires grad"):  # torch.load, where such a one has a rare dtype
+        return True
     if (difference.theirs, difference.ours) == ("torch.nn.parameter.Parameter", "torch.Tensor"):
         return True
     return "stride" in difference.path[-2:] or "requires_grad" in difference.path[-2:]
@@ -152,6 +154,7 @@ def _is_failed_overwrite(context: Context, difference: Difference) -> bool:
     return any(isinstance(end, Failed) for end in ends[1:]) and not isinstance(difference.ours, Failed)
 
 
+ALWAYS = ("storage_data", "checkpoint_id")  # in every checkpoint
 STAGING = "staging of torch"
 DIFFERENCES: dict[str, Holds] = {
     "storage_data": _is_storage_data,
