@@ -20,6 +20,9 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
 from torch.distributed._shard.sharded_tensor.shard import Shard
+
+# What ``Metadata.version`` says: in torch it is a constant of a module.
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION as DCP_VERSION
 from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor
 
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 
 __all__ = [
+    "DCP_VERSION",
     "GET_LAYOUT",
     "REBUILD_PREFIX",
     "REBUILD_SUBCLASS",

@@ -120,7 +120,7 @@ class TensorizerStorageReader(StorageReader):
         self._metadata: Metadata | None = None
         self._error: CheckpointError | None = None
         self._is_own_save = False
-        self._load_id = str(uuid.uuid4())
+        self._load_id = uuid.uuid4().hex
         self._clock = LoadClock()
 
     def __repr__(self) -> str:
@@ -154,7 +154,7 @@ class TensorizerStorageReader(StorageReader):
         """Called by DCP before a load, with the ``checkpoint_id`` if there is one."""
         if checkpoint_id:
             self._path = checkpoint_id
-        self._load_id = str(uuid.uuid4())
+        self._load_id = uuid.uuid4().hex
         self._storage = self._metadata = self._error = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

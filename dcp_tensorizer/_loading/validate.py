@@ -153,9 +153,11 @@ def check_own_parts(path: str, metadata: Metadata, plan: LoadPlan, targets: Mapp
     Raises:
         MetadataError: it saved other parts; names the key.
     """
+    # A planner may read a part more than once.
+    parts = {(i.dest_index.fqn, i.dest_index.offset, i.dest_offsets, i.lengths) for i in plan.items}
     planned: Counter[str] = Counter()
-    for read_item in plan.items:
-        planned[read_item.dest_index.fqn] += math.prod(read_item.lengths)
+    for key, _, _, lengths in parts:
+        planned[key] += math.prod(lengths)
     for key, target in targets.items():
         if not isinstance(metadata.state_dict_metadata.get(key), TensorStorageMetadata):
             continue

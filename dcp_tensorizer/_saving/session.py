@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import functools
 import logging
 import multiprocessing
@@ -16,7 +15,6 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -27,6 +25,7 @@ from .._storage.base import DirectoryLock, Storage
 from .._storage.open import open_storage
 from .._storage.redact import redact
 from .._threads import Deadline, in_background
+from .._torch_compat import DCP_VERSION
 from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
 from .commit import begin, commit, put_records, remove_records, remove_with_records, replaced_files
 from .failure_counter import FailureCounter
@@ -320,9 +319,11 @@ class SaveSession:
         places = ((r.index, StoredItem(*r.storage_data[0]), r.storage_data[1]) for part in results for r in part)
         _check_trainer_lives(self.storage)
         encryption = agree_on_key(saver.options.write.cipher, results, self.storage)
+        # The planner's own, which DCP returns to whoever saves: what torch's writer says there, this one says too.
+        metadata.version, metadata.storage_meta = DCP_VERSION, meta
         commit(
             self.storage,
-            dataclasses.replace(metadata, storage_meta=meta, version=CURRENT_DCP_VERSION),
+            metadata,
             places,
             rank=self._metadata_rank,
             sync=saver.options.write.sync,

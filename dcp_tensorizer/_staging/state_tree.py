@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import collections
 import copy
+import types
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -40,17 +40,10 @@ def copy_structure(value: Any, key: str, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, _ATOMIC):
         return value
     if isinstance(value, Mapping):
-        before = len(tensors)
         items = [(name, copy_structure(item, f"{key}.{name}", tensors)) for name, item in value.items()]
         if type(value) in (dict, collections.OrderedDict):
             return type(value)(items)  # type: ignore[call-arg]
-        if isinstance(value, dict):
-            return _copy_container(value, items, key)
-        if len(tensors) == before:
-            with suppress(Exception):
-                return copy.deepcopy(value)
-        # A shallow copy of a mapping that is not a dict may share its contents: to refill it would change the live one.
-        return dict(items)
+        return _copy_container(value, items, key) if isinstance(value, dict) else _copy_mapping(value, items)
     if isinstance(value, list | tuple):
         members = [copy_structure(item, f"{key}.{number}", tensors) for number, item in enumerate(value)]
         return members if type(value) is list else _copy_container(value, members, key)
@@ -82,6 +75,22 @@ def _copy_container(value: Any, members: list[Any], key: str) -> Any:
     if len(held) != len(given) or any(a is not b for a, b in zip(held, given, strict=True)):
         raise _cannot_be_copied(key, value, "a copy of it does not hold what it is given")
     return copied
+
+
+def _copy_mapping(value: Mapping[Any, Any], items: list[tuple[Any, Any]]) -> Mapping[Any, Any]:
+    """A copy of a mapping that is no dict, with other values.
+
+    It is deep: a shallow one may share its contents. Where there is no copy, a view of a dict stands for it. DCP takes
+    mappings apart, and there it does as well. Where it is saved as it is, the view fails as the mapping would.
+    """
+    copies = {id(member): item for member, (_, item) in zip(value.values(), items, strict=True)}
+    try:
+        copied = copy.deepcopy(value, copies)
+        held = list(copied.items())
+    except Exception:
+        return types.MappingProxyType(dict(items))
+    same = len(held) == len(items) and all(a is b for (_, a), (_, b) in zip(held, items, strict=True))
+    return copied if same else types.MappingProxyType(dict(items))
 
 
 def _set_members(container: Any, members: list[Any]) -> None:
@@ -141,6 +150,8 @@ def _fill(structure: Any, staged: Iterator[torch.Tensor]) -> Any:
         return filled
     if isinstance(structure, dict):
         _set_members(structure, [(name, _fill(item, staged)) for name, item in structure.items()])
+    elif isinstance(structure, Mapping):
+        return _copy_mapping(structure, [(name, _fill(item, staged)) for name, item in structure.items()])
     elif isinstance(structure, list):
         _set_members(structure, [_fill(item, staged) for item in structure])
     return structure

@@ -48,7 +48,10 @@ def metadata_of(items: Iterable[Any] = (), files: Iterable[Any] = (), **entries:
 
 def plan_of(**lengths: tuple[int, ...]) -> LoadPlan:
     """A plan that reads a region of such a size for each key."""
-    items = [SimpleNamespace(dest_index=MetadataIndex(key), lengths=size) for key, size in lengths.items()]
+    items = [
+        SimpleNamespace(dest_index=MetadataIndex(key), dest_offsets=torch.Size((0,) * len(size)), lengths=size)
+        for key, size in lengths.items()
+    ]
     return LoadPlan(items)  # type: ignore[arg-type]
 
 
@@ -125,6 +128,8 @@ def test_a_rank_that_saved_for_itself_must_have_saved_all_that_it_loads() -> Non
     """What it did not save it cannot see: the elements of the plan must be those of the target."""
     metadata = metadata_of(x=entry((4, 5), ((0, 0), (2, 5))), object=BytesStorageMetadata())
     check_own_parts("/ckpt", metadata, plan_of(x=(2, 5)), {"x": torch.zeros(2, 5), "object": 5, "new": torch.ones(3)})
+    twice = LoadPlan(plan_of(x=(2, 5)).items * 2)  # a planner may read a part more than once
+    check_own_parts("/ckpt", metadata, twice, {"x": torch.zeros(2, 5)})
     for size, held in (((1, 5), 5), ((4, 5), 20)):
         with pytest.raises(MetadataError, match=f"/ckpt holds {held} of the 10 elements of 'x'.*another sharding"):
             check_own_parts("/ckpt", metadata, plan_of(x=size), {"x": torch.zeros(2, 5)})

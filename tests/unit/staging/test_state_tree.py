@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import enum
 import io
+import pickle
 import threading
 import types
 import warnings
@@ -211,6 +212,22 @@ def test_staging_never_changes_what_it_copies(stager: Stager) -> None:
     tensor.zero_()
     assert copied["mapping"]["t"].tolist() == [0.0, 1.0, 2.0]
     assert copied["mapping"]["n"]["t"].tolist() == [0.0, 1.0, 2.0]
+    assert type(copied["mapping"]) is Attributes
+
+
+def test_mappings_that_are_no_dicts_keep_their_types(stager: Stager) -> None:
+    """What is saved as an object is what it was; what cannot be pickled stays so, and does not become a dict."""
+    tensor = torch.arange(3.0)
+    user = collections.UserDict({"t": tensor, "n": [collections.UserDict(x=1)]})
+    copied = staged(stager, {"pair": (user, types.MappingProxyType({"t": tensor}))})
+    tensor.zero_()
+    kept, proxy = copied["pair"]
+    assert (type(kept), type(kept["n"][0])) == (collections.UserDict, collections.UserDict)
+    assert kept["t"].tolist() == proxy["t"].tolist() == [0.0, 1.0, 2.0]
+    assert kept["n"][0] == {"x": 1}
+    assert kept["n"][0] is not user["n"][0]
+    with pytest.raises(TypeError, match="mappingproxy"):
+        pickle.dumps(proxy)
 
 
 def test_an_empty_state_dict_is_staged(stager: Stager) -> None:

@@ -1,0 +1,174 @@
+"""The deliberate differences between torch's own storage and ours, each with what tells that it is the one.
+
+``docs/compatibility.md`` has the same list, with the reasons, under "Where we differ from torch's own storage".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .describe import Difference, Failed, differences
+from .run import Case, Load
+
+__all__ = ["ALWAYS", "DIFFERENCES", "Verdict", "judge"]
+
+Holds = Callable[["Context", Difference], bool]
+
+
+@dataclass(frozen=True)
+class Context:
+    """A case, and what torch's storage made of it."""
+
+    case: Case
+    theirs: Any
+
+    def load(self, difference: Difference) -> Load | None:
+        """The load that a difference is in."""
+        return self.case.loads[difference.path[1]] if difference.path[0] == "loads" else None
+
+
+class Verdict:
+    """What became of the differences of a case: the names of those that are explained, and the rest."""
+
+    def __init__(self) -> None:
+        self.explained: set[str] = set()
+        self.unexplained: list[Difference] = []
+
+
+def judge(case: Case, theirs: Any, ours: Any, saved_synchronously: Callable[[], Any]) -> Verdict:
+    """Explains the differences of a case.
+
+    Args:
+        theirs: What torch's storage made of it.
+        ours: What ours made of it.
+        saved_synchronously: What torch's storage makes of it by ``dcp.save``, for cases that save in another way.
+    """
+    verdict = Verdict()
+    context = Context(case, theirs)
+    left = _explain(context, _causes_first(case, differences(theirs, ours)), verdict)
+    if left and case.mode not in ("save", "threads"):
+        # torch's staging may have lost something: then what is saved without staging is what counts, at these places.
+        again = _causes_first(case, differences(saved_synchronously(), ours))
+        still = [d for d in again if any(_is_within(d.path, at.path) or _is_within(at.path, d.path) for at in left)]
+        if {d.path for d in still} != {d.path for d in left}:
+            verdict.explained.add(STAGING)
+            left = _explain(context, still, verdict)
+    verdict.unexplained = left
+    return verdict
+
+
+def _explain(context: Context, found: list[Difference], verdict: Verdict) -> list[Difference]:
+    left = []
+    for difference in found:
+        name = next((name for name, holds in DIFFERENCES.items() if holds(context, difference)), None)
+        if name is None:
+            left.append(difference)
+        else:
+            verdict.explained.add(name)
+    return left
+
+
+def _causes_first(case: Case, found: list[Difference]) -> list[Difference]:
+    """Leaves out what follows from another difference: where one of two saves failed, there is nothing to load."""
+    failed = {
+        case.path_of(d.path[2] if len(d.path) > 2 else 0)
+        for d in found
+        if d.path[0] == "saves" and isinstance(d.theirs, Failed) != isinstance(d.ours, Failed)
+    }
+    return [d for d in found if d.path[0] == "saves" or _path_of(case, d) not in failed]
+
+
+def _is_within(path: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return path[: len(other)] == other
+
+
+def _path_of(case: Case, difference: Difference) -> int:
+    kind, number = difference.path[:2]
+    return case.loads[number].path if kind == "loads" else number
+
+
+# --- what tells them apart -------------------------------------------------------------------------------------------
+
+
+def _ours_fails(difference: Difference, *words: str) -> bool:
+    ours = difference.ours
+    return isinstance(ours, Failed) and not isinstance(difference.theirs, Failed) and any(w in ours.what for w in words)
+
+
+def _theirs_fails(difference: Difference, *words: str) -> bool:
+    theirs = difference.theirs
+    return (
+        isinstance(theirs, Failed) and not isinstance(difference.ours, Failed) and any(w in theirs.what for w in words)
+    )
+
+
+def _is_storage_data(context: Context, difference: Difference) -> bool:
+    return "storage_data" in difference.path and difference.path[0] in ("saves", "metadata")
+
+
+def _is_kind_of_checkpoint_id(context: Context, difference: Difference) -> bool:
+    return difference.path[-2:] == ("checkpoint_id", 0)
+
+
+def _is_untrusted(context: Context, difference: Difference) -> bool:
+    load = context.load(difference)
+    return load is not None and not load.trusted and _ours_fails(difference, "UntrustedObject")
+
+
+def _lost_the_save(context: Context, difference: Difference) -> bool:
+    load = context.load(difference)
+    return load is not None and load.ranks > 1 and _ours_fails(difference, "dropped the storage_data of the plan")
+
+
+def _saved_apart(context: Context, difference: Difference) -> bool:
+    load = context.load(difference)
+    if load is None or all(save.together for save in context.case.saves):
+        return False
+    return _ours_fails(difference, "each rank for itself")
+
+
+def _is_no_plain_tensor(context: Context, difference: Difference) -> bool:
+    return difference.path[0] == "saves" and _ours_fails(difference, "Convert it to a dense one, or leave it out")
+
+
+def _does_not_convert(context: Context, difference: Difference) -> bool:
+    return difference.path[0] == "loads" and _ours_fails(difference, "which does not convert to the torch.")
+
+
+def _is_plain_copy(context: Context, difference: Difference) -> bool:
+    if context.case.mode in ("save", "threads"):
+        return False
+    if _theirs_fails(difference, "a leaf Variable that requires grad"):  # torch.load, where such a one has a rare dtype
+        return True
+    if (difference.theirs, difference.ours) == ("torch.nn.parameter.Parameter", "torch.Tensor"):
+        return True
+    return "stride" in difference.path[-2:] or "requires_grad" in difference.path[-2:]
+
+
+def _is_failed_overwrite(context: Context, difference: Difference) -> bool:
+    """torch's has replaced some files of a checkpoint, and then failed."""
+    load, case = context.load(difference), context.case
+    if load is None or not (case.one_path and len(case.saves) > 1):
+        return False
+    ends = [
+        result for saves in context.theirs["saves"].values() if isinstance(saves, dict) for result in saves.values()
+    ]
+    return any(isinstance(end, Failed) for end in ends[1:]) and not isinstance(difference.ours, Failed)
+
+
+ALWAYS = ("storage_data", "checkpoint_id")  # in every checkpoint
+STAGING = "staging of torch"
+DIFFERENCES: dict[str, Holds] = {
+    "storage_data": _is_storage_data,
+    "checkpoint_id": _is_kind_of_checkpoint_id,
+    "objects that need trust": _is_untrusted,
+    "plans that do not say which save": _lost_the_save,
+    "ranks that saved for themselves": _saved_apart,
+    "tensors that are no plain bytes": _is_no_plain_tensor,
+    "dtypes that do not convert": _does_not_convert,
+    "staged tensors are plain": _is_plain_copy,
+    "overwrites that fail": _is_failed_overwrite,
+    STAGING: lambda context, difference: False,  # `judge` finds it
+}

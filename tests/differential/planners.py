@@ -1,0 +1,309 @@
+"""Planners of users: what torch's storage lets them do, they do."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, LoadPlan, SavePlan
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem, SavePlanner, WriteItemType
+
+__all__ = ["LOAD_PLANNERS", "SAVE_PLANNERS", "load_planner", "save_planner"]
+
+
+def _is_chosen(key: Any) -> bool:
+    """About a third of all keys."""
+    return sum(str(key).encode("utf-8", "replace")) % 3 == 0
+
+
+# --- for saves -------------------------------------------------------------------------------------------------------
+
+
+class ScratchSave(DefaultSavePlanner):
+    """Gives every item in the same memory."""
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        super().set_up_planner(*args, **kwargs)
+        self.scratch = torch.empty(4096, dtype=torch.uint8)
+        self.stream = io.BytesIO()
+
+    def resolve_data(self, write_item: Any) -> Any:
+        data = super().resolve_data(write_item)
+        if isinstance(data, io.BytesIO):
+            self.stream.seek(0)
+            self.stream.truncate()
+            self.stream.write(data.getvalue())
+            return self.stream
+        if type(data) is not torch.Tensor or data.nbytes > self.scratch.nbytes or data.dtype.itemsize == 0:
+            return data
+        plain = self.scratch[: data.nbytes].view(data.dtype).view(data.shape)
+        return plain.copy_(data.detach())
+
+
+class RenamingSave(DefaultSavePlanner):
+    """Saves under other names."""
+
+    def set_up_planner(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        super().set_up_planner({f"renamed {key}": value for key, value in state_dict.items()}, *args, **kwargs)
+
+
+class DroppingSave(DefaultSavePlanner):
+    """Leaves some items out."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        return dataclasses.replace(plan, items=[item for item in plan.items if not _is_chosen(item.index.fqn)])
+
+
+class LateDroppingSave(DefaultSavePlanner):
+    """Leaves some items out when the metadata has them already."""
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan = super().finish_plan(new_plan)
+        return dataclasses.replace(plan, items=[item for item in plan.items if not _is_chosen(item.index.fqn)])
+
+
+class AddingSave(DefaultSavePlanner):
+    """Saves more than it is given."""
+
+    def set_up_planner(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        added = {"added tensor": torch.arange(5), "added": {"object": 5}}
+        super().set_up_planner({**state_dict, **added}, *args, **kwargs)
+
+
+class BackwardSave(DefaultSavePlanner):
+    """Writes in another order, and in plans of its own making."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        return [SavePlan(plan.items[::-1]) for plan in plans], metadata
+
+
+class CastingSave(DefaultSavePlanner):
+    """Stores other dtypes than the metadata says, as Megatron and others do."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        data = super().transform_object(write_item, object)
+        return data.to(torch.bfloat16) if isinstance(data, torch.Tensor) and data.dtype is torch.float32 else data
+
+
+class ReadBytesSave(DefaultSavePlanner):
+    """Gives streams that stand at their end."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        data = super().transform_object(write_item, object)
+        if write_item.type == WriteItemType.BYTE_IO:
+            data.read()
+        return data
+
+
+class FailingSave(DefaultSavePlanner):
+    """Fails for some items."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        if _is_chosen(write_item.index.fqn):
+            raise RuntimeError("not this one")
+        return super().resolve_data(write_item)
+
+
+SAVE_PLANNERS: dict[str, Any] = {
+    "default": DefaultSavePlanner,
+    "nested": lambda: DefaultSavePlanner(flatten_state_dict=False),
+    "sharded tensors as they are": lambda: DefaultSavePlanner(flatten_sharded_tensors=False),
+    "to the lowest rank": lambda: DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+    "dedup": lambda: DefaultSavePlanner(dedup_replicated_tensors=True),
+    "cached plans": lambda: DefaultSavePlanner(enable_plan_caching=True),
+    "scratch": ScratchSave,
+    "renaming": RenamingSave,
+    "dropping": DroppingSave,
+    "dropping late": LateDroppingSave,
+    "adding": AddingSave,
+    "backward": BackwardSave,
+    "casting": CastingSave,
+    "read bytes": ReadBytesSave,
+    "failing": FailingSave,
+}
+
+
+def save_planner(name: str, rank: int) -> SavePlanner | None:
+    """A planner by its name; torch's cache of plans is the class's, so that each rank needs a name of its own there."""
+    if name == "none":
+        return None
+    planner: SavePlanner = SAVE_PLANNERS[name]()
+    planner._cached_plans_key = f"rank {rank}"
+    return planner
+
+
+def forget_cached_plans() -> None:
+    """Forgets what planners with ``enable_plan_caching`` have kept."""
+    for name in ("_cached_save_plan", "_cached_final_save_plan", "_cached_all_plans", "_cached_global_plan"):
+        getattr(SavePlanner, name).clear()
+    SavePlanner._cached_metadata.clear()
+
+
+# --- for loads -------------------------------------------------------------------------------------------------------
+
+
+class Recorded(DefaultLoadPlanner):
+    """Keeps a record of what it is asked: of what one item sees, in its order."""
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        self.events: dict[str, list[str]] = {}
+        super().set_up_planner(*args, **kwargs)
+
+    def note(self, what: str, item: ReadItem) -> None:
+        place = f"{item.dest_index.fqn} {tuple(item.dest_offsets)} {tuple(item.storage_offsets)} {tuple(item.lengths)}"
+        self.events.setdefault(place, []).append(what)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.note(f"bytes at {value.tell()}", read_item)
+        super().load_bytes(read_item, value)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        self.note("resolve", read_item)
+        return super().resolve_tensor(read_item)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        self.note(f"commit {tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}", read_item)
+        super().commit_tensor(read_item, tensor)
+
+
+class ScratchLoad(Recorded):
+    """Has every tensor read into the same memory."""
+
+    memory = 1 << 16
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        super().set_up_planner(*args, **kwargs)
+        self.scratch = torch.zeros(self.memory, dtype=torch.uint8)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        target = super().resolve_tensor(read_item)
+        return self.scratch[: target.nbytes].view(target.dtype).view(target.shape)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        super().commit_tensor(read_item, tensor)
+        target = DefaultLoadPlanner.resolve_tensor(self, read_item).detach()
+        target.copy_(tensor)
+
+
+class ConvertingLoad(Recorded):
+    """Reads into float64, and converts that itself."""
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        target = super().resolve_tensor(read_item)
+        return torch.empty_like(target, dtype=torch.float64) if target.dtype is torch.float32 else target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        super().commit_tensor(read_item, tensor)
+        DefaultLoadPlanner.resolve_tensor(self, read_item).detach().copy_(tensor)
+
+
+class DroppingLoad(DefaultLoadPlanner):
+    """Leaves some items out."""
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        return dataclasses.replace(plan, items=[item for item in plan.items if not _is_chosen(item.dest_index.fqn)])
+
+
+class RepeatingLoad(Recorded):
+    """Reads everything twice."""
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        return dataclasses.replace(plan, items=plan.items * 2)
+
+
+class NewPlansLoad(DefaultLoadPlanner):
+    """Makes plans of its own, backward."""
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return [LoadPlan(plan.items[::-1]) for plan in global_plan]
+
+
+class RowsLoad(Recorded):
+    """Reads tensors row by row."""
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        items = [row for item in plan.items for row in _rows(item)]
+        return dataclasses.replace(plan, items=items)
+
+
+def _rows(item: ReadItem) -> list[ReadItem]:
+    if item.type == LoadItemType.BYTE_IO or not item.lengths:
+        return [item]
+    return [
+        dataclasses.replace(
+            item,
+            dest_offsets=torch.Size((item.dest_offsets[0] + row, *item.dest_offsets[1:])),
+            storage_offsets=torch.Size((item.storage_offsets[0] + row, *item.storage_offsets[1:])),
+            lengths=torch.Size((1, *item.lengths[1:])),
+        )
+        for row in range(item.lengths[0])
+    ]
+
+
+class RenamingLoad(DefaultLoadPlanner):
+    """Knows its tensors under other names than the checkpoint does."""
+
+    def create_local_plan(self) -> LoadPlan:
+        self.state_dict = {key.removeprefix("renamed "): value for key, value in self.state_dict.items()}
+        return super().create_local_plan()
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return super().lookup_tensor(index)
+
+
+class ShrinkingLoad(DefaultLoadPlanner):
+    """Gives tensors of another shape than it asked for."""
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        tensor = super().resolve_tensor(read_item)
+        return tensor[:1] if tensor.ndim and len(tensor) > 1 else tensor
+
+
+class FailingLoad(Recorded):
+    """Fails when it hears of some."""
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        if _is_chosen(read_item.dest_index.fqn):
+            raise RuntimeError("not this one")
+
+
+class MetadataLoad(DefaultLoadPlanner):
+    """Makes its own targets, of what the metadata says."""
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        assert metadata is not None
+        for key, entry in metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                state_dict[f"{key}"] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+
+LOAD_PLANNERS: dict[str, Any] = {
+    "default": DefaultLoadPlanner,
+    "nested": lambda: DefaultLoadPlanner(flatten_state_dict=False),
+    "sharded tensors as they are": lambda: DefaultLoadPlanner(flatten_sharded_tensors=False),
+    "partial": lambda: DefaultLoadPlanner(allow_partial_load=True),
+    "recorded": Recorded,
+    "scratch": ScratchLoad,
+    "converting": ConvertingLoad,
+    "dropping": DroppingLoad,
+    "repeating": RepeatingLoad,
+    "new plans": NewPlansLoad,
+    "rows": RowsLoad,
+    "renaming": RenamingLoad,
+    "shrinking": ShrinkingLoad,
+    "failing": FailingLoad,
+    "from metadata": lambda: MetadataLoad(flatten_state_dict=False),
+}
+
+
+def load_planner(name: str) -> LoadPlanner | None:
+    return None if name == "none" else LOAD_PLANNERS[name]()

@@ -1,0 +1,273 @@
+"""Runs a case with one of the two storages, and says what came of it."""
+
+from __future__ import annotations
+
+import functools
+import io
+import logging
+import shutil
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+from dcp_tensorizer import SaveLimits, TensorizerStorageReader, TensorizerStorageWriter
+
+from .describe import Failed, describe, describe_metadata
+from .objects import Books
+from .planners import forget_cached_plans, load_planner, save_planner
+from .values import Box, Maker, Meshes, tensors_in
+from .worlds import Run
+
+__all__ = ["Case", "Load", "Save", "Storages", "run_case"]
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save: of which state, with which planner, and whether the ranks save together."""
+
+    state: Box
+    planner: str = "none"
+    together: bool = True
+
+
+@dataclass(frozen=True)
+class Load:
+    """One load: from which of the paths, onto how many ranks (0: no process group), into what."""
+
+    path: int
+    ranks: int
+    target: Box | tuple[str, ...] | None
+    """The state to load into; or the keys for `_load_state_dict_from_keys`, None for all of them."""
+    planner: str = "none"
+    trusted: bool = True
+
+
+@dataclass(frozen=True)
+class Case:
+    """Saves, and the loads that follow."""
+
+    ranks: int
+    mode: str
+    """``save``; ``async_save``, ``overlap`` (the same while staging goes on): one after the other; ``at once``: without
+    waiting for the one before; ``threads``: each in a thread of its own."""
+    one_path: bool
+    saves: tuple[Save, ...]
+    loads: tuple[Load, ...]
+
+    def path_of(self, save: int) -> int:
+        return 0 if self.one_path and self.mode != "threads" else save
+
+
+class Storages:
+    """Makes readers and writers. Ours keeps its writers: they serve case after case."""
+
+    def __init__(self) -> None:
+        self._writers: dict[tuple[int, str], TensorizerStorageWriter] = {}
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+    def writer(self, ours: bool, rank: int, mode: str, path: Path) -> Any:
+        if not ours:
+            return dcp.FileSystemWriter(path, sync_files=False)
+        kind = "overlap" if mode == "overlap" and rank == 0 else "shared" if mode == "at once" and rank == 0 else ""
+        with self._lock:
+            if (rank, kind) not in self._writers:
+                self._writers[rank, kind] = TensorizerStorageWriter(
+                    thread_count=1,
+                    sync_files=False,
+                    overlap_staging=kind == "overlap",
+                    staging="shared" if kind == "shared" else "buffer",
+                    limits=SaveLimits(max_consecutive_failures=None),
+                )
+            return self._writers[rank, kind]
+
+    def reader(self, ours: bool, path: Path, trusted: bool) -> Any:
+        if not ours:
+            return dcp.FileSystemReader(path)
+        return TensorizerStorageReader(path, allow_pickle=trusted, thread_count=1)
+
+
+def run_case(case: Case, ours: bool, storages: Storages, run: Run, folder: Path, mode: str | None = None) -> Any:
+    """What came of a case: of each save, of each checkpoint's metadata, of each load, on each rank.
+
+    Args:
+        mode: Another one than the case's.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as name, _quiet():
+        forget_cached_plans()
+        job = _Job(case, ours, storages, Path(name), mode or case.mode)
+        saves = run(case.ranks, job.save_all)
+        paths = sorted({case.path_of(number) for number in range(len(case.saves))})
+        metadata = {
+            path: dict(enumerate(run(case.ranks, lambda rank, path=path: job.metadata(path, rank)))) for path in paths
+        }
+        if job.mode == "threads":
+            loads = _in_threads([lambda load=load: run(0, lambda rank: job.load(load, rank)) for load in case.loads])
+        else:
+            loads = [run(load.ranks, lambda rank, load=load: job.load(load, rank)) for load in case.loads]
+        shutil.rmtree(name, ignore_errors=True)
+        Path(name).mkdir()
+    return {
+        "saves": {rank: result for rank, result in enumerate(saves)},
+        "metadata": metadata,
+        "loads": {number: dict(enumerate(results)) for number, results in enumerate(loads)},
+    }
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+class _Job:
+    """A case with one storage."""
+
+    def __init__(self, case: Case, ours: bool, storages: Storages, folder: Path, mode: str) -> None:
+        self.case = case
+        self.mode = mode
+        self._ours = ours
+        self._storages = storages
+        self._folder = folder
+
+    def save_all(self, rank: int) -> Any:
+        case = self.case
+        meshes = Meshes(case.ranks) if case.ranks else None
+        # Made before the first save begins: some are made by collectives, which no save's may meet in the same group.
+        states = [Maker(rank, meshes).make(save.state) for save in case.saves]
+        saves = [functools.partial(self._save, number, state, rank) for number, state in enumerate(states)]
+        if self.mode == "threads":
+            waits = _in_threads(saves)
+        else:
+            waits = []
+            for save in saves:
+                waits.append(save())
+                if self.mode != "at once" or not self._ours:
+                    _wait(waits[-1])
+        for wait in waits:  # with cached plans all of them return one object: it is looked at when all are done
+            _wait(wait)
+        return {number: _outcome(wait) for number, wait in enumerate(waits)}
+
+    def _save(self, number: int, state: Any, rank: int) -> Callable[[], Any]:
+        """Begins a save; what it returns waits for it."""
+        save, where = self.case.saves[number], self._folder / str(self.case.path_of(number))
+        options: dict[str, Any] = {
+            "checkpoint_id": where,
+            "storage_writer": self._storages.writer(self._ours, rank, self.mode, where),
+            "planner": save_planner(save.planner, rank),
+            "use_collectives": save.together,
+        }
+        try:
+            if self.mode in ("save", "threads"):
+                answer = dcp.save(state, **options)
+                return lambda: answer
+            answer = dcp.async_save(state, **options)
+            if isinstance(answer, dcp.state_dict_saver.AsyncSaveResponse):
+                answer.staging_completion.result()
+                answer = answer.upload_completion
+        except BaseException as error:
+            failure = error
+            return lambda: _raise(failure)
+        scribble(state)
+        return answer.result
+
+    def metadata(self, path: int, rank: int) -> Any:
+        """What the reader says of a checkpoint: of all ranks, and of this one for itself."""
+        reader = self._storages.reader(self._ours, self._folder / str(path), True)
+        found = {}
+        for whose, which in (("all", {}), ("own", {"rank": rank})):
+            if (self._folder / str(path) / f"{'__0' if which else ''}.metadata").exists():
+                try:
+                    found[whose] = describe_metadata(reader.read_metadata(**which))
+                except Exception as error:
+                    found[whose] = Failed(f"{type(error).__name__}: {error}")
+        return found
+
+    def load(self, load: Load, rank: int) -> Any:
+        reader = self._storages.reader(self._ours, self._folder / str(load.path), load.trusted)
+        try:
+            if not isinstance(load.target, Box):
+                keys = None if load.target is None else set(load.target)
+                return {"state": describe(_load_state_dict_from_keys(keys, storage_reader=reader))}
+            target = Maker(rank, Meshes(load.ranks) if load.ranks else None).make(load.target)
+            known = {id(tensor): number for number, tensor in enumerate(tensors_in(target))}
+            planner = load_planner(load.planner)
+            dcp.load(target, storage_reader=reader, planner=planner)
+        except (Exception, CheckpointException) as error:
+            return Failed(f"{type(error).__name__}: {_causes(error)}")
+        return {"state": describe(target, known), "events": getattr(planner, "events", None)}
+
+
+def _wait(wait: Callable[[], Any]) -> None:
+    with suppress(Exception, CheckpointException):
+        wait()
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _outcome(wait: Callable[[], Any]) -> Any:
+    try:
+        return describe_metadata(wait())
+    except (Exception, CheckpointException) as error:
+        return Failed(f"{type(error).__name__}: {_causes(error)}")
+
+
+def _causes(error: BaseException) -> str:
+    failures = getattr(error, "failures", {})
+    return "; ".join(f"{type(cause).__name__}: {cause}" for cause, _ in failures.values()) or str(error)
+
+
+def _in_threads(functions: Sequence[Callable[[], Any]]) -> list[Any]:
+    results: list[Any] = [None] * len(functions)
+
+    def call(number: int) -> None:
+        results[number] = functions[number]()
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def scribble(value: Any) -> None:
+    """Changes everything in a state that can be changed."""
+    for tensor in tensors_in(value):
+        with suppress(Exception):
+            getattr(tensor, "_local_tensor", tensor).untyped_storage().fill_(0x5A)
+    _empty(value, set())
+
+
+def _empty(value: Any, seen: set[int]) -> None:
+    value = value.state if isinstance(value, Books) else value
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping | list | tuple):
+        for member in list(value.values() if isinstance(value, Mapping) else value):
+            _empty(member, seen)
+    if isinstance(value, dict | list):
+        value.clear()
+    elif isinstance(value, io.BytesIO):
+        value.seek(0)
+        value.write(b"changed")
