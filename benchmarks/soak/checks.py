@@ -19,7 +19,7 @@ from dcp_tensorizer._format.layout import is_metadata_file_name
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tools.checkpoint_view import data_files, read_parts
 from dcp_tensorizer._tools.retention import Removal, collect, plan_collection
-from dcp_tensorizer.errors import NotCommitted
+from dcp_tensorizer.errors import CheckpointError, NotCommitted
 
 __all__ = ["Wrong", "cause_of", "collect_all", "left_over", "load", "quietly", "state"]
 
@@ -89,13 +89,14 @@ def collect_all(root: Path, keep: int = _KEEP_ALL) -> list[Removal]:
 
 
 def left_over(root: Path) -> list[str]:
-    """Files below a directory that no metadata names, and directories without any."""
+    """Files below a directory that no metadata names."""
     left = []
-    for folder, folders, files in os.walk(root):
-        if not files and not folders and folder != str(root):
-            left.append(f"{folder}/")
+    for folder, _, files in os.walk(root):
         metadata = {name for name in files if is_metadata_file_name(name)}
-        known = data_files(read_parts(open_storage(folder))).keys() if metadata else set()
+        try:
+            known = data_files(read_parts(open_storage(folder))).keys() if metadata else set()
+        except CheckpointError:  # damaged, which shows when it is loaded
+            continue
         left += [f"{folder}/{name}" for name in set(files) - known - metadata - _BESIDE]
     return sorted(left)
 

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
@@ -43,6 +43,7 @@ _DISK_BYTES = 256 << 20
 _MOUNTS = ("defaults", "noauto_da_alloc,commit=300", "data=writeback,noauto_da_alloc,commit=300")
 _NUMBERS = 150_000
 _FORMATS = ("safetensors", "dcp_tensorizer", "dcp", "tensorizer")
+_CONVERTED = "converted"
 _KEEP = 2
 _LONGEST = 0.8  # seconds until the power is cut: a few saves
 _PLACE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -115,7 +116,7 @@ class _Ledger:
 
     def __init__(self) -> None:
         self.may_hold: dict[str, set[int | None]] = {}
-        self.reported: set[int] = set()  # steps in directories of their own, of committed saves
+        self.committed: set[int] = set()  # the steps below `run`
 
     @contextmanager
     def change(self, name: str, becomes: int | None) -> Iterator[None]:
@@ -132,7 +133,7 @@ class _Round:
         self._root, self._ledger, self._writer, self._steps = root, ledger, writer, steps
         self._is_cut = threading.Event()
         self.errors: list[BaseException] = []
-        self._threads = [threading.Thread(target=self._repeat, args=(work,)) for work in (self._save, self._tend)]
+        self._threads = [threading.Thread(target=self._repeat, args=(w,), daemon=True) for w in (self._save, self._tend)]
 
     def run(self, seconds: float, cut: Callable[[], None]) -> int:
         """Lets the threads work for a while, cuts the power, and returns how many of them did not end."""
@@ -166,14 +167,14 @@ class _Round:
     def _tend(self) -> None:
         """A save to a directory of its own, a collection, a conversion."""
         step = next(self._steps)
-        with self._ledger.change(f"step-{step}", step), TensorizerStorageWriter(self._root / f"step-{step}") as writer:
+        name = f"run/step-{step}"
+        with self._ledger.change(name, step), TensorizerStorageWriter(self._root / name) as writer:
             dcp.save(state(step, _NUMBERS), storage_writer=writer, no_dist=True)
-        self._ledger.reported.add(step)
+        self._ledger.committed.add(step)
         self._collect()
-        target, format_ = f"converted-{step}", _FORMATS[step % len(_FORMATS)]
+        target, format_ = f"{_CONVERTED}/{step}", _FORMATS[step % len(_FORMATS)]
         with self._ledger.change(target, step):
-            only_tensors = Options(select=["weight*", "nested*"])
-            convert(self._root / f"step-{step}", self._root / target, format_, options=only_tensors)
+            convert(self._root / name, self._root / target, format_, options=Options(select=["weight*", "nested*"]))
 
     def _collect(self) -> None:
         """``gc --keep 2``."""
@@ -181,15 +182,15 @@ class _Round:
             if not removal.whole:
                 collect(removal)
                 continue
-            name = os.path.basename(removal.path)
+            name = os.path.relpath(removal.path, self._root)
             step = int(name.rpartition("-")[2])
-            if name.startswith("step-") and step in sorted(self._ledger.reported)[-_KEEP:]:
+            if step in sorted(self._ledger.committed)[-_KEEP:]:
                 self.errors.append(Wrong(f"gc --keep {_KEEP} takes {name}"))
             with self._ledger.change(name, None):
                 collected = collect(removal)
                 if collected.kept:
                     raise CheckpointError(collected.kept)
-            self._ledger.reported.discard(step)
+            self._ledger.committed.discard(step)
 
 
 def _rounds(count: int, seed: int, disk: _Disk, tally: Tally) -> None:
@@ -204,8 +205,8 @@ def _rounds(count: int, seed: int, disk: _Disk, tally: Tally) -> None:
             for error in work.errors:
                 tally.blame("wrong", f"round {number}: {error!r}")
             if hung or not disk.unmount():
-                tally.blame("hung", f"round {number}: a thread, or an open file")
-                os._exit(1)
+                tally.blame("hung", f"round {number}: {hung} threads" if hung else f"round {number}: a file is open")
+                return
             disk.mount("defaults")
             tally.rounds += 1
             for name in sorted(ledger.may_hold):
@@ -213,17 +214,19 @@ def _rounds(count: int, seed: int, disk: _Disk, tally: Tally) -> None:
             _clean_up(disk.root, ledger, tally, number)
             if not disk.unmount():
                 tally.blame("left", f"round {number}: a file is open after the loads")
-                os._exit(1)
+                return
 
 
 def _check(root: Path, name: str, ledger: _Ledger, tally: Tally, number: int) -> None:
     """Loads what is at a path. From here on this is what it holds."""
     allowed = ledger.may_hold[name]
-    tally.count("checkpoints loaded" if not name.startswith("converted") else "converted checkpoints loaded")
+    is_converted = name.startswith(_CONVERTED)
+    tally.count("converted checkpoints loaded" if is_converted else "checkpoints loaded")
     try:
-        found = _converted(root / name) if name.startswith("converted") else load(root / name, _NUMBERS, no_dist=True)
+        found = _converted(root / name) if is_converted else load(root / name, _NUMBERS, no_dist=True)
     except Exception as error:
         tally.blame("wrong", f"round {number}: {name}: {error!r}")
+        shutil.rmtree(root / name)  # so that it counts once
         return
     if found not in allowed:
         tally.blame("lost", f"round {number}: {name} holds {found}, not one of {allowed}")
@@ -233,6 +236,8 @@ def _check(root: Path, name: str, ledger: _Ledger, tally: Tally, number: int) ->
     elif len(allowed) > 1:
         tally.count("were being changed, and hold nothing")
     ledger.may_hold[name] = {found}
+    if name.startswith("run/") and found is not None:
+        ledger.committed.add(found)
 
 
 def _converted(path: Path) -> int | None:
@@ -250,14 +255,16 @@ def _converted(path: Path) -> int | None:
 
 def _clean_up(root: Path, ledger: _Ledger, tally: Tally, number: int) -> None:
     """What is done after a crash: a collection, after which nothing is left over. What was converted goes."""
-    for path in root.iterdir():
-        if path.name.startswith((".converted-", "converted-", "lost+found")):
-            shutil.rmtree(path)
+    shutil.rmtree(root / _CONVERTED, ignore_errors=True)
     collect_all(root)
     for path in left_over(root):
         tally.blame("left", f"round {number}: {path}")
+    for path in (root / "run").glob("step-*"):
+        if not any(path.iterdir()):
+            tally.count("empty directories that saves under way left")
+            path.rmdir()
     ledger.may_hold = {name: steps for name, steps in ledger.may_hold.items() if (root / name).exists()}
-    ledger.reported = {step for step in ledger.reported if (root / f"step-{step}").exists()}
+    ledger.committed = {step for step in ledger.committed if ledger.may_hold.get(f"run/step-{step}") == {step}}
 
 
 def main() -> None:
@@ -265,8 +272,7 @@ def main() -> None:
     tally = Tally()
     with quietly(), _disk(folder) as disk:
         _rounds(count, seed, disk, tally)
-    with suppress(BrokenPipeError):
-        print(json.dumps(tally.as_dict()))
+    print(json.dumps(tally.as_dict()))
 
 
 PART = Part(
