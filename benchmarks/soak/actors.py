@@ -280,4 +280,3 @@ def _delay_calls(chance: random.Random) -> None:
 
     for name in _EDGE:
         setattr(LocalStorage, name, delayed(getattr(LocalStorage, name)))
-

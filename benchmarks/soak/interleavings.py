@@ -9,8 +9,8 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Container, Iterator
+from contextlib import closing, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,7 +57,7 @@ def run(rounds: int, seed: int, folder: Path) -> Tally:
         history = History(tally)
         _prepare(places, history)
         team = _Team(places, seed, tally)
-        with suppress(_BrokenDown):
+        with suppress(_BrokenDown), closing(team):
             for number in range(1, rounds + 1):
                 tally.rounds += 1
                 killed = chance.choice(_SAVERS) if chance.random() < _KILLED else None
@@ -66,7 +66,6 @@ def run(rounds: int, seed: int, folder: Path) -> Tally:
                 history.judge(f"round {number}")
                 if number % 10 == 0:
                     _look(places, history, tally, f"after round {number}")
-        team.close()
         _end(places, history, tally)
     return tally
 
@@ -137,7 +136,7 @@ class _Team:
         deadline, death = time.monotonic() + 2 * HANG, time.monotonic() + life
         while busy:
             if killed is not None and time.monotonic() >= death:
-                self._members[killed].process.kill()
+                self._kill(killed, busy)
                 killed = None
             for ready in multiprocessing.connection.wait(list(busy), 0.02):
                 role, index = name = busy[ready]
@@ -151,7 +150,7 @@ class _Team:
                     self._replace(name)
                 elif isinstance(message, str):
                     self._tally.blame("wrong", f"round {number}: {message}")
-                    raise _BrokenDown
+                    raise _BrokenDown  # what it was about to do is not known, and what may be there
             if time.monotonic() > deadline:
                 self._tally.blame("hung", f"round {number}: {list(busy.values())}")
                 raise _BrokenDown
@@ -162,9 +161,14 @@ class _Team:
         except (EOFError, ConnectionError):
             return _DEAD
 
+    def _kill(self, name: _Name, busy: Container[Connection]) -> None:
+        self._tally.count("savers killed")
+        self._members[name].process.kill()
+        if self._members[name].connection not in busy:  # it was done with its round
+            self._replace(name)
+
     def _replace(self, name: _Name) -> None:
         """Starts another one in place of one that was killed."""
-        self._tally.count("savers killed")
         self._members[name].process.join()
         self._members[name].connection.close()
         self._members[name] = self._start(*name)

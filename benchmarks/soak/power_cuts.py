@@ -133,7 +133,9 @@ class _Round:
         self._root, self._ledger, self._writer, self._steps = root, ledger, writer, steps
         self._is_cut = threading.Event()
         self.errors: list[BaseException] = []
-        self._threads = [threading.Thread(target=self._repeat, args=(w,), daemon=True) for w in (self._save, self._tend)]
+        self._threads = [
+            threading.Thread(target=self._repeat, args=(w,), daemon=True) for w in (self._save, self._tend)
+        ]
 
     def run(self, seconds: float, cut: Callable[[], None]) -> int:
         """Lets the threads work for a while, cuts the power, and returns how many of them did not end."""
@@ -232,7 +234,9 @@ def _check(root: Path, name: str, ledger: _Ledger, tally: Tally, number: int) ->
         tally.blame("lost", f"round {number}: {name} holds {found}, not one of {allowed}")
     if len(allowed) > 1 and found is not None:
         newest = found == max(step for step in allowed if step is not None)
-        tally.count("were being changed, and hold the new one" if newest else "were being changed, and hold the old one")
+        tally.count(
+            "were being changed, and hold the new one" if newest else "were being changed, and hold the old one"
+        )
     elif len(allowed) > 1:
         tally.count("were being changed, and hold nothing")
     ledger.may_hold[name] = {found}
