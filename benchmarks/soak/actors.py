@@ -15,7 +15,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -43,6 +42,7 @@ LOADER_RANKS = 2
 IMPORT_STEP = 10**9  # and more: the steps of what is copied in
 COMPOSITE = {"model_0": "model", "optimizer_0": "optimizer"}  # the parts of one, and what their keys begin with
 _ATTEMPTS = 40
+_STOPS = 4
 _EDGE = (
     *("listing", "make_directory", "create", "sync_directory", "put", "read", "head", "open", "put_record"),
     *("is_record", "links", "lock_directory", "remove", "remove_directory"),
@@ -119,10 +119,10 @@ class Saver(Actor):
         self._first = TensorizerStorageWriter(overwrite=False)
 
     def act(self, round_number: int) -> None:
-        for number in range(3):
+        for number in range(4):
             self.pause()
             step = round_number * 100 + self.index * 10 + number
-            what = self.chance.choices(("latest", "step", "composite", "part", "once"), (5, 4, 2, 1, 1))[0]
+            what = self.chance.choices(("latest", "step", "composite", "part", "once"), (8, 4, 2, 1, 1))[0]
             if what == "latest":
                 self._save("latest", step)
             elif what == "step":
@@ -165,7 +165,7 @@ class Loader(Actor):
         dist.init_process_group("gloo", store, rank=rank, world_size=world, timeout=timedelta(seconds=HANG))
 
     def act(self, round_number: int) -> None:
-        for _ in range(4):
+        for _ in range(8):
             self.pause()
             there = [self._choose()]
             dist.broadcast_object_list(there)
@@ -181,7 +181,7 @@ class Loader(Actor):
     def _choose(self) -> str:
         """One of the paths that always hold a checkpoint, or a step that may go at any moment."""
         steps = sorted(path.name for path in self.places.run.glob("step-*") if path.name < f"step-{IMPORT_STEP}")
-        fixed = ["latest", "latest", "best", *(f"best-parts/{part}" for part in COMPOSITE)]
+        fixed = [*["latest"] * 5, "best", *(f"best-parts/{part}" for part in COMPOSITE)]
         return self.chance.choice([*fixed, *steps[-2:]])
 
     def _load(self, path: str) -> tuple[str, int | None]:
@@ -222,8 +222,8 @@ class Copier(Actor):
         source, target = self.places.elsewhere / name, self.places.run / name
         subprocess.run(["cp", "-a", str(self.places.master), str(source)], check=True)
         with subprocess.Popen([*command, str(source), str(target)], stderr=subprocess.PIPE, text=True) as process:
-            while process.poll() is None:
-                self._hold(process.pid)
+            for _ in range(_STOPS):
+                self._stop(process)
             assert process.stderr is not None
             said = process.stderr.read()
         shutil.rmtree(source, ignore_errors=True)
@@ -235,13 +235,13 @@ class Copier(Actor):
             return f"{command[0]}: lacks {sorted(set(expected) - set(equal))[:3]}", None
         return "done", load(target, NUMBERS, no_dist=True)
 
-    def _hold(self, pid: int) -> None:
-        """Stops the program for a moment, somewhere in the midst of its work."""
-        time.sleep(self.chance.uniform(0, 0.003))
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGSTOP)
-            self.pause(0.04)
-            os.kill(pid, signal.SIGCONT)
+    def _stop(self, process: subprocess.Popen[str]) -> None:
+        """Stops the program for as long as a collector takes, somewhere in the midst of its work."""
+        time.sleep(self.chance.uniform(0, 0.002))
+        if process.poll() is None:
+            process.send_signal(signal.SIGSTOP)
+            self.pause(0.4)
+            process.send_signal(signal.SIGCONT)
 
 
 ROLES: dict[str, type[Actor]] = {"saver": Saver, "loader": Loader, "collector": Collector, "copier": Copier}
@@ -253,7 +253,7 @@ def act(role: str, index: int, places: Places, seed: str, connection: Connection
     It sends an `Event` for all that begins and all that ends, None at the end of a round, and text if it breaks down.
     """
     torch.set_num_threads(1)
-    _delay_calls(random.Random(f"{seed} calls"))
+    _delay_calls(random.Random(f"{seed} calls {index}"))
     with quietly():
         try:
             actor = ROLES[role](index, places, random.Random(seed), connection.send)
