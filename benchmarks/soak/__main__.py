@@ -1,4 +1,4 @@
-"""``python -m benchmarks.soak [--only PART] [--rounds N] [--seed N] [--folder DIR]``: runs the parts, stores the page."""
+"""Runs the parts of the soak, one after the other (about 20 minutes), and stores the page of what they counted."""
 
 from __future__ import annotations
 
@@ -34,19 +34,17 @@ def main() -> None:
     if options.redraw:
         rewrite("soak", render(stored("soak"), PARTS))
         return
-    content = {"parts": stored("soak")["parts"] if options.only else {}}
-    content["machine"] = machine(options.folder or tempfile.gettempdir())
-    good = True
+    used, done = machine(options.folder or tempfile.gettempdir()), {}
     for name in [options.only] if options.only else PARTS:
         try:
             ran = _run(PARTS[name], options)
         except Unavailable as reason:
             print(f"{name}: not run: {reason}", file=sys.stderr)
             continue
-        content["parts"][name] = ran | {"commit": content["machine"]["commit"]}
-        good = good and not ran["tally"]["found"]
+        done[name] = ran | {"commit": used["commit"]}
+    content = {"machine": used, "parts": (stored("soak")["parts"] if options.only else {}) | done}
     store("soak", content, render(content, PARTS))
-    if not good:
+    if any(ran["tally"]["found"] for ran in done.values()):
         raise SystemExit("something was lost, wrong, hung or left over")
 
 

@@ -335,6 +335,6 @@ PART = Part(
     "refused, at random moments. After each save, and after each job that was killed, the checkpoint is loaded and "
     "compared bit for bit. A writer process that is killed again and again can be done with its save before. Then the "
     "save is committed on every rank.",
-    rounds=300,
+    rounds=250,
     run=run,
 )

@@ -96,7 +96,7 @@ def _places(folder: Path) -> Iterator[Places]:
 
 
 def _prepare(places: Places, history: History) -> None:
-    """Checkpoints for links to lead to, one to overwrite, and one to be copied in many files, with what is beside it."""
+    """What links lead to, what is overwritten, and a checkpoint of many files to be copied, with what is beside it."""
     for path in ("step-0", "latest", *(f"checkpoint-1/{part}" for part in COMPOSITE)):
         name = COMPOSITE.get(os.path.basename(path), "weight")
         history.note("", Event("save", path, 0, time.monotonic()))
@@ -212,10 +212,10 @@ PART = Part(
     unit="rounds of interleaved work",
     what="Five actors work in one directory at once, in processes of their own, and each call to storage waits for a "
     "random time now and then. Two savers overwrite one checkpoint, and save others; now and then one of them is "
-    f"killed. A loader on {LOADER_RANKS} ranks loads whatever is there. A collector runs `gc` and `gc --keep {KEEP}`. A "
-    "copier brings whole checkpoints from another file system with `cp -a` and `mv`, is stopped in the midst of it, and "
-    "compares what has arrived. In the directory lie checkpoints of several parts, and links to what must stay. At the "
-    "end one `gc --older-than 0` runs.",
-    rounds=120,
+    f"killed. A loader on {LOADER_RANKS} ranks loads whatever is there. A collector runs `gc` and `gc --keep {KEEP}`. "
+    "A copier brings whole checkpoints from another file system with `cp -a` and `mv`, is stopped in the midst of it, "
+    "and compares what has arrived. In the directory lie checkpoints of several parts, and links to what must stay. At "
+    "the end one `gc --older-than 0` runs.",
+    rounds=150,
     run=run,
 )

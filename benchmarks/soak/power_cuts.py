@@ -6,21 +6,23 @@ what was not made durable is gone. All rounds run in one process, on one file sy
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import itertools
-import json
+import multiprocessing
 import os
 import random
 import shutil
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -38,6 +40,7 @@ __all__ = ["PART", "run"]
 
 _SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN
 _NO_LOG_FLUSH = 2
+_CLONE_NEWNS = 0x20000  # of unshare(2): mounts of its own
 _DISK_BYTES = 256 << 20
 # The first is what people have. The others keep less order than POSIX asks for, and flush nothing by themselves.
 _MOUNTS = ("defaults", "noauto_da_alloc,commit=300", "data=writeback,noauto_da_alloc,commit=300")
@@ -46,7 +49,6 @@ _FORMATS = ("safetensors", "dcp_tensorizer", "dcp", "tensorizer")
 _CONVERTED = "converted"
 _KEEP = 2
 _LONGEST = 0.8  # seconds until the power is cut: a few saves
-_PLACE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 def run(rounds: int, seed: int, folder: Path) -> Tally:
@@ -56,23 +58,49 @@ def run(rounds: int, seed: int, folder: Path) -> Tally:
         Unavailable: this user cannot mount a file system from a file.
     """
     if os.geteuid() != 0 or shutil.which("mkfs.ext4") is None:
-        raise Unavailable("to mount a file system from a file needs root, mkfs.ext4 and losetup")
-    job = [sys.executable, "-m", __spec__.name, str(rounds), str(seed), str(folder)]
-    done = subprocess.run(["unshare", "--mount", *job], stdout=subprocess.PIPE, text=True, cwd=_PLACE, check=False)
-    if done.returncode:
-        raise RuntimeError(f"power cuts: exit {done.returncode}")
-    return Tally(**json.loads(done.stdout.splitlines()[-1]))
+        raise Unavailable("to mount a file system from a file needs root, and mkfs.ext4")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_apart, args=(rounds, seed, folder, theirs))
+    process.start()
+    theirs.close()
+    tally = Tally()
+    try:
+        if ours.poll(HANG * (rounds + 2)):
+            tally = ours.recv()
+        else:
+            tally.blame("hung", "the process that cuts the power")
+    except EOFError:
+        raise RuntimeError("the process that cuts the power died") from None
+    finally:
+        process.join(HANG)
+        process.kill()  # a thread that hangs
+        process.join()
+    return tally
+
+
+def _apart(rounds: int, seed: int, folder: Path, connection: Connection) -> None:
+    """In a process of its own, whose mounts nobody else sees and which end with it."""
+    torch.set_num_threads(1)
+    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS):
+        raise OSError(ctypes.get_errno(), "unshare")
+    _call("mount", "--make-rprivate", "/")
+    tally = Tally()
+    with quietly(), _disk(folder) as disk:
+        _rounds(rounds, seed, disk, tally)
+    connection.send(tally)
 
 
 class _Disk:
     """The file system."""
 
-    def __init__(self, device: str, root: Path) -> None:
+    def __init__(self, image: Path, root: Path) -> None:
         self.root = root
-        self._device = device
+        self._image = image
 
     def mount(self, options: str) -> None:
-        _call("mount", "-t", "ext4", "-o", options, self._device, str(self.root))
+        _call("mount", "-t", "ext4", "-o", f"loop,{options}", str(self._image), str(self.root))
 
     def cut(self) -> None:
         """From here on nothing is written, and every call fails."""
@@ -92,8 +120,8 @@ class _Disk:
         return True
 
 
-def _call(*command: str) -> str:
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+def _call(*command: str) -> None:
+    subprocess.run(command, check=True)
 
 
 @contextmanager
@@ -103,12 +131,10 @@ def _disk(folder: Path) -> Iterator[_Disk]:
     with open(image, "wb") as file:
         file.truncate(_DISK_BYTES)
     _call("mkfs.ext4", "-q", "-F", str(image))
-    device = _call("losetup", "--find", "--show", str(image))
     try:
-        yield _Disk(device, root)
+        yield _Disk(image, root)
     finally:
         subprocess.run(["umount", str(root)], stderr=subprocess.DEVNULL, check=False)
-        _call("losetup", "--detach", device)
 
 
 class _Ledger:
@@ -271,25 +297,14 @@ def _clean_up(root: Path, ledger: _Ledger, tally: Tally, number: int) -> None:
     ledger.committed = {step for step in ledger.committed if ledger.may_hold.get(f"run/step-{step}") == {step}}
 
 
-def main() -> None:
-    count, seed, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    tally = Tally()
-    with quietly(), _disk(folder) as disk:
-        _rounds(count, seed, disk, tally)
-    print(json.dumps(tally.as_dict()))
-
-
 PART = Part(
     title="Power cuts",
     unit="power cuts",
     what="An ext4 file system in a file is shut down at a random moment, without a write of its journal, and mounted "
     "again. Until then one thread overwrites a checkpoint with asynchronous saves. Another saves to new directories, "
     f"runs `gc --keep {_KEEP}`, and converts. Afterwards every checkpoint is loaded and compared bit for bit. What was "
-    "reported as done must be there; what was under way may have been done or not. The mount options vary: some give up "
-    "what ext4 does to help programs that do not call fsync.",
-    rounds=80,
+    "reported as done must be there; what was under way may have been done or not. The mount options vary: some give "
+    "up what ext4 does to help programs that do not call fsync.",
+    rounds=100,
     run=run,
 )
-
-if __name__ == "__main__":
-    main()
