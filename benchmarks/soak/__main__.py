@@ -42,7 +42,7 @@ def main() -> None:
             print(f"{name}: not run: {reason}", file=sys.stderr)
             continue
         done[name] = ran | {"commit": used["commit"]}
-    content = {"machine": used, "parts": (stored("soak")["parts"] if options.only else {}) | done}
+    content = {"machine": used, "parts": (stored("soak").get("parts", {}) if options.only else {}) | done}
     store("soak", content, render(content, PARTS))
     if any(ran["tally"]["found"] for ran in done.values()):
         raise SystemExit("something was lost, wrong, hung or left over")
