@@ -91,13 +91,18 @@ def machine(folder: str | Path | None = None) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit that is checked out; None outside of a git repository."""
-    command = ["git", "describe", "--always", "--dirty"]
+    """The commit that is checked out, and whether there are changes to it but results; None outside of git."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+        commit = _git("describe", "--always")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", "..", ":(exclude)results")
     except FileNotFoundError:
         return None
-    return done.stdout.strip() or None
+    return f"{commit}-dirty" if commit and changed else commit or None
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+    return done.stdout.strip()
 
 
 def _file_system(folder: Path) -> str | None:

@@ -7,6 +7,7 @@ blocks are decrypted where they have been read to.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import threading
@@ -128,7 +129,7 @@ class _OpenFiles:
                 try:
                     self._files[name] = self._storage.open(name)
                 except OSError as error:
-                    message = f"cannot open {self._storage.path}/{name}: {error}"
+                    message = f"cannot open {self._storage.path}/{name}: {error}{_advice(error)}"
                     raise ReadError(self._storage.scrub(message)) from self._storage.cause(error)
             return self._files[name]
 
@@ -240,7 +241,7 @@ class _Executor:
             raise ReadError(
                 self._storage.scrub(
                     f"cannot read {operation.nbytes:,} bytes at {operation.offset:,} of {self._storage.path}/"
-                    f"{operation.file} (for {key!r}): {type(error).__name__}: {error}"
+                    f"{operation.file} (for {key!r}): {type(error).__name__}: {error}{_advice(error)}"
                 )
             ) from self._storage.cause(error)
 
@@ -286,6 +287,13 @@ class _Executor:
             f"{keys} in {self._storage.path}/{segment.item.file}: {damaged_bytes} of the tensor at byte "
             f"{segment.item.offset:,} are not what was saved. The file is damaged: load another checkpoint{advice}."
         )
+
+
+def _advice(error: Exception) -> str:
+    """What to do about an error. Whoever reads has looked before that the files are there."""
+    if isinstance(error, FileNotFoundError) or getattr(error, "errno", None) == errno.ESTALE:
+        return ". The checkpoint was overwritten or removed while it was read: load it again, or another one."
+    return ""
 
 
 def with_gaps(segments: Sequence[Segment], places: Sequence[memoryview]) -> list[memoryview]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import threading
@@ -360,13 +361,33 @@ def test_a_truncated_file_is_an_error_and_never_zeros(
 
 
 def test_a_missing_file_is_an_error(damaged: tuple[Storage, torch.Tensor, StoredItem, Path]) -> None:
-    """The error has the file; files that were opened before it are closed."""
+    """The error has the file, and why it went after the look at all files; those opened before it are closed."""
     storage, stored, item, path = damaged
     target = torch.full_like(stored, 7)
     targets = [target_for("w", item._replace(file=name), stored, target) for name in ("f", "missing")]
-    with pytest.raises(ReadError, match="missing"):
+    with pytest.raises(ReadError, match=r"missing.* was overwritten or removed while it was read: load it again"):
         fetch(storage, targets, threads=1, verify=True)
     path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_gone"),
+    [(FileNotFoundError(), True), (OSError(errno.ESTALE, "stale"), True), (OSError(5, "I/O"), False)],
+)
+def test_an_object_that_is_gone_is_an_error(storage: Storage, error: OSError, is_gone: bool) -> None:
+    """Where files are not opened before they are read, the read says that the checkpoint was overwritten."""
+    stored = torch.zeros(10)
+    (item,) = write_file(storage, "f", {"t": stored}).values()
+
+    class Gone(RangeReader):
+        def read_into(self, buffers: Any, offset: int) -> None:
+            raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "open", lambda name: Gone())
+        with pytest.raises(ReadError, match="'t'") as caught:
+            fetch(storage, [target_for("t", item, stored, torch.empty(10))], threads=1, verify=True)
+    assert ("overwritten or removed while it was read" in str(caught.value)) == is_gone
 
 
 def test_one_damaged_tensor_among_many_is_the_error(storage: Storage, tmp_path: Path) -> None:

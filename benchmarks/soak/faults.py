@@ -1,27 +1,25 @@
-"""Many saves with faults: `python -m benchmarks.soak` (`make soak`, about 6 minutes).
+"""Faults: jobs of four ranks overwrite one checkpoint again and again, and things are killed and refused.
 
-Jobs of four ranks overwrite one checkpoint again and again with a changing state, while writer processes, ranks or
-whole jobs are killed at random moments and files are refused. After each save, and after each job that was killed, the
-checkpoint is loaded and must be, whole and bit for bit, the newest save that was committed (or, where a job was
+Writer processes, ranks or whole jobs are killed at random moments. After each save, and after each job that was killed,
+the checkpoint is loaded and must be, whole and bit for bit, the newest save that was committed (or, where a job was
 killed, the one it was in the middle of).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import multiprocessing
 import os
 import random
 import resource
 import signal
-import tempfile
 import threading
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,9 +35,23 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dcp_tensorizer import SaveLimits, TensorizerStorageReader, TensorizerStorageWriter
 
-from .harness import machine, rewrite, store, stored
-from .soak_report import FAILED, FATAL, HANG, SURVIVED, WORLD, render
+from .tally import HANG, Part, Tally
 
+__all__ = ["FAULTS", "PART"]
+
+WORLD = 4
+FAULTS = {
+    "none": "nothing",
+    "writer killed once": "a writer process is killed once",
+    "writer killed again and again": "a writer process is killed again and again",
+    "data refused": "a data file is refused",
+    ".metadata refused": "the `.metadata` file is refused",
+    "one rank killed": "one rank is killed",
+    "all ranks killed": "all ranks are killed",
+    "all ranks and writers killed": "all ranks and writer processes are killed",
+}
+SURVIVED = ("none", "writer killed once")
+FATAL = ("one rank killed", "all ranks killed", "all ranks and writers killed")
 _WEIGHTS = (6, 4, 2, 2, 2, 1, 1, 1)
 _LONGEST_DELAY = 0.3  # seconds from the save's beginning to the fault: about as long as a save takes
 _MARK = "DCP_TENSORIZER_SOAK"
@@ -56,90 +68,113 @@ class Save:
     delay: float
 
 
-@dataclass
-class Tally:
-    """What came of it."""
-
-    saves: Counter[str] = field(default_factory=Counter)
-    committed: Counter[str] = field(default_factory=Counter)
-    longest: float = 0.0
-    loads: int = 0
-    wrong: int = 0
-    lost: int = 0
-    hangs: int = 0
-    leaks: int = 0
-    growth: dict[str, int] = field(default_factory=dict)
-
-
-def soak(count: int, seed: int, folder: Path) -> Tally:
-    """Makes ``count`` saves below a folder, and counts what went wrong."""
+def run(count: int, seed: int, folder: Path) -> Tally:
+    """Makes ``count`` saves below a folder, and one more, so that the run ends with a whole checkpoint alone."""
     chance = random.Random(seed)
-    faults = (*SURVIVED, *FAILED, *FATAL)
     plan = [
-        Save(step, *chance.choices(faults, _WEIGHTS), chance.randrange(WORLD), chance.uniform(0, _LONGEST_DELAY))
-        for step in range(1, count + 1)
+        Save(step, *chance.choices([*FAULTS], _WEIGHTS), chance.randrange(WORLD), chance.uniform(0, _LONGEST_DELAY))
+        for step in range(1, count)
     ]
-    plan.append(Save(count + 1, "none", 0, 0.0))  # so that the run ends with a whole checkpoint and nothing else
-    tally = Tally()
+    plan.append(Save(count, "none", 0, 0.0))
     os.environ[_MARK] = uuid.uuid4().hex
-    holds = {0}  # the steps that the checkpoint may hold; 0: there is none
+    multiprocessing.set_forkserver_preload([__name__])
+    run = _Run()
     while plan:
         journal = folder / f"journal-{plan[0].step}"
-        _run_job(plan, folder, journal, tally)
-        entries = [json.loads(line) for line in journal.read_text().splitlines()]
-        plan, holds = _account(plan, holds, entries, tally)
-    tally.leaks += len(list((folder / "checkpoint").iterdir())) - WORLD - 1  # a file a rank, and .metadata
-    return tally
+        run.job(plan, folder, journal)
+        plan = run.account(plan, [json.loads(line) for line in journal.read_text().splitlines()])
+    for file in sorted(path.name for path in (folder / "checkpoint").iterdir())[WORLD + 1 :]:
+        run.tally.blame("left", file)  # there should be a file a rank, and .metadata
+    return run.result()
 
 
-def _run_job(plan: list[Save], folder: Path, journal: Path, tally: Tally) -> None:
-    """One job, until it has done the plan or is killed."""
-    journal.touch()
-    store_file = folder / f"store-{plan[0].step}"
-    job = mp.spawn(_rank, (plan, folder, store_file, journal), nprocs=WORLD, join=False)
-    deadline = time.monotonic() + 60 + 5 * len(plan)
-    for process in job.processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():
-            tally.hangs += 1
+class _Run:
+    """What has come of the saves so far."""
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+        self.saves: Counter[str] = Counter()
+        self.committed: Counter[str] = Counter()
+        self._growth: dict[str, int] = {}
+        self._holds = {0}  # the steps that the checkpoint may hold; 0: there is none
+
+    def job(self, plan: list[Save], folder: Path, journal: Path) -> None:
+        """One job, until it has done the plan or is killed."""
+        journal.touch()
+        store_file = folder / f"store-{plan[0].step}"
+        arguments = (os.environ[_MARK], plan, folder, store_file, journal)
+        job = mp.start_processes(_rank, arguments, nprocs=WORLD, join=False, start_method="forkserver")
+        deadline = time.monotonic() + 60 + 5 * len(plan)
+        for process in job.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                self.tally.blame("hung", f"a rank of the job that began with {plan[0]}")
+                process.kill()
+                process.join()
+        _, left = psutil.wait_procs([p for p in psutil.process_iter() if _is_ours(p)], timeout=10)
+        for process in left:
+            self.tally.blame("left", f"a writer process of the job that began with {plan[0]}")
             process.kill()
-            process.join()
-    _, left = psutil.wait_procs([p for p in psutil.process_iter() if _is_ours(p)], timeout=10)
-    for process in left:
-        tally.leaks += 1
-        process.kill()
+
+    def account(self, plan: list[Save], entries: list[dict[str, Any]]) -> list[Save]:
+        """Counts a job's entries; returns what is left of the plan."""
+        done = 0
+        for entry in entries:
+            if "found" in entry:
+                self._account_load(entry)
+            elif "growth" in entry:
+                for name, value in entry["growth"].items():
+                    self._growth[name] = max(self._growth.get(name, 0), value)
+            else:
+                self._account_save(plan[done], entry)
+                done += 1
+        rest = plan[done:]
+        if rest and rest[0].fault in FATAL:
+            killed, rest = rest[0], rest[1:]
+            self.saves[killed.fault] += 1
+            self._holds = self._holds | {killed.step}
+        elif rest:
+            raise RuntimeError(f"the job ended by itself in the middle of {rest[0]}")
+        return rest
+
+    def _account_load(self, entry: dict[str, Any]) -> None:
+        self.tally.count("loads")
+        if entry["found"] not in self._holds:
+            self.tally.blame("lost", f"found {entry['found']}, not one of {self._holds}")
+        if entry["wrong"]:
+            self.tally.blame("wrong", f"{entry['found']} is not what was saved, on {entry['wrong']} ranks")
+        self._holds = {entry["found"]}
+
+    def _account_save(self, save: Save, entry: dict[str, Any]) -> None:
+        self.saves[save.fault] += 1
+        self.committed[save.fault] += entry["committed"]
+        expected = {True} if save.fault in SURVIVED else {False} if "refused" in save.fault else {True, False}
+        if entry["committed"] not in expected:
+            self.tally.blame("wrong", f"{save} was {'' if entry['committed'] else 'not '}committed")
+        if entry["seconds"] > HANG:
+            self.tally.blame("hung", f"{save} took {entry['seconds']:.1f} s")
+        if entry["committed"]:
+            self._holds = {save.step}
+
+    def result(self) -> Tally:
+        tally = self.tally
+        tally.rounds = sum(self.saves.values())
+        tally.table = [["what happened during the save", "saves", "committed", "what must hold"]]
+        tally.table += [
+            [words, str(self.saves[fault]), str(self.committed[fault]), _expected(fault)]
+            for fault, words in FAULTS.items()
+        ]
+        for name, value in sorted(self._growth.items()):
+            tally.count(f"growth within a job, from its 5th save on: {name}", value)
+        return tally
 
 
-def _account(
-    plan: list[Save], holds: set[int], entries: list[dict[str, Any]], tally: Tally
-) -> tuple[list[Save], set[int]]:
-    """Counts a job's entries; returns what is left of the plan, and which steps the checkpoint may hold."""
-    done = 0
-    for entry in entries:
-        if "found" in entry:
-            tally.loads += 1
-            if entry["found"] not in holds:
-                tally.lost += 1
-            tally.wrong += entry["wrong"]
-            holds = {entry["found"]}
-        elif "growth" in entry:
-            for name, value in entry["growth"].items():
-                tally.growth[name] = max(tally.growth.get(name, 0), value)
-        else:
-            done += 1
-            tally.saves[entry["fault"]] += 1
-            tally.committed[entry["fault"]] += entry["committed"]
-            tally.longest = max(tally.longest, entry["seconds"])
-            tally.hangs += entry["seconds"] > HANG
-            holds = {entry["step"]} if entry["committed"] else holds
-    rest = plan[done:]
-    if rest and rest[0].fault in FATAL:
-        killed, rest = rest[0], rest[1:]
-        tally.saves[killed.fault] += 1
-        holds = holds | {killed.step}
-    elif rest:
-        raise RuntimeError(f"the job ended by itself in the middle of {rest[0]}")
-    return rest, holds
+def _expected(fault: str) -> str:
+    if fault in SURVIVED:
+        return "the save is committed"
+    if fault in FATAL:
+        return "a new job loads the checkpoint before it, or the new one"
+    return "the save fails on every rank; the checkpoint before it still loads"
 
 
 def _is_ours(process: psutil.Process) -> bool:
@@ -153,7 +188,8 @@ def _is_ours(process: psutil.Process) -> bool:
 # --- in the ranks ----------------------------------------------------------------------------------------------------
 
 
-def _rank(index: int, plan: list[Save], folder: Path, store_file: Path, journal: Path) -> None:
+def _rank(index: int, mark: str, plan: list[Save], folder: Path, store_file: Path, journal: Path) -> None:
+    os.environ[_MARK] = mark  # the server that ranks are forked off may be older than this run
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", f"file://{store_file}", rank=index, world_size=WORLD, timeout=timedelta(seconds=HANG)
@@ -180,7 +216,7 @@ def _rank(index: int, plan: list[Save], folder: Path, store_file: Path, journal:
             if save.fault in FATAL:
                 os._exit(1)  # a rank that lives on: the job is over
             seconds = time.monotonic() - started
-            note(step=save.step, fault=save.fault, committed=committed, seconds=seconds)
+            note(committed=committed, seconds=seconds)
             note(**_load(path, mesh))
             sizes.append(_sizes(writer))
         if len(sizes) > 8:
@@ -292,27 +328,13 @@ def _sizes(writer: TensorizerStorageWriter) -> dict[str, int]:
     return sizes | {"trainer, threads": trainer.num_threads()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--saves", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", help="where to save; the temporary directory otherwise")
-    parser.add_argument("--redraw", action="store_true", help="the page from the stored results, without a run")
-    options = parser.parse_args()
-    if options.redraw:
-        rewrite("soak", render(stored("soak")))
-        return
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        tally = soak(options.saves, options.seed, Path(folder))
-    counted = {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(tally).items()}
-    where = options.folder or tempfile.gettempdir()
-    content = {"machine": machine(where), "saves": options.saves, "seed": options.seed, "tally": counted}
-    content["seconds"] = time.monotonic() - started
-    store("soak", content, render(content))
-    if tally.wrong or tally.lost or tally.hangs or tally.leaks:
-        raise SystemExit("something was lost, wrong or left over")
-
-
-if __name__ == "__main__":
-    main()
+PART = Part(
+    title="Faults",
+    unit="saves",
+    what=f"Jobs of {WORLD} ranks save over one path again and again. Meanwhile processes are killed and files are "
+    "refused, at random moments. After each save, and after each job that was killed, the checkpoint is loaded and "
+    "compared bit for bit. A writer process that is killed again and again can be done with its save before. Then the "
+    "save is committed on every rank.",
+    rounds=250,
+    run=run,
+)

@@ -1,0 +1,114 @@
+"""What the parts of the soak save, how they load it, and what may lie in a directory of checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcp_tensorizer import TensorizerStorageReader
+from dcp_tensorizer._format.layout import is_metadata_file_name
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._tools.checkpoint_view import data_files, read_parts
+from dcp_tensorizer._tools.retention import Removal, collect, plan_collection
+from dcp_tensorizer.errors import CheckpointError, NotCommitted
+
+__all__ = ["Wrong", "cause_of", "collect_all", "left_over", "load", "quietly", "state"]
+
+_BESIDE = {"config.json"}  # what people put beside a checkpoint
+_KEEP_ALL = 1 << 30
+
+
+class Wrong(Exception):
+    """A checkpoint was loaded that is not what anybody saved."""
+
+
+def state(step: int, numbers: int, name: str = "weight", blank: bool = False) -> dict[str, Any]:
+    """A state of ``numbers`` and a few more, each of which tells its step."""
+    values = torch.arange(numbers) + step
+    small = {f"{name}.small{n}": torch.full((7 + n,), step, dtype=torch.float64) for n in range(3)}
+    full = {name: values, **small, "nested": {"scale": torch.tensor(step)}}
+    return {**(_zeroed(full) if blank else full), "step": 0 if blank else step}
+
+
+def _zeroed(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: _zeroed(v) if isinstance(v, dict) else torch.zeros_like(v) for key, v in values.items()}
+
+
+def load(path: Path, numbers: int, name: str = "weight", **options: Any) -> int | None:
+    """The step of the checkpoint at a path, None if there is none.
+
+    Raises:
+        Wrong: it is not whole, or not what was saved.
+        CheckpointError: the loading rank's own, for what could not be loaded.
+    """
+    target = state(0, numbers, name, blank=True)
+    try:
+        dcp.load(target, storage_reader=TensorizerStorageReader(path), **options)
+    except CheckpointException as error:
+        cause = cause_of(error)
+        if isinstance(cause, NotCommitted):
+            return None
+        raise cause from None
+    step = int(target["step"])
+    if not same(target, state(step, numbers, name)):
+        raise Wrong(f"{path} is not what step {step} saved")
+    return step
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two states have the same keys and bits."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return bool(one == other)
+
+
+def cause_of(error: BaseException) -> Exception:
+    """The first rank's own error."""
+    if isinstance(error, CheckpointException):
+        (cause, _), *_ = error.failures.values()
+        assert isinstance(cause, Exception)
+        return cause
+    assert isinstance(error, Exception)
+    return error
+
+
+def collect_all(root: Path, keep: int = _KEEP_ALL) -> list[Removal]:
+    """``gc --older-than 0``: for when nothing is under way. Without ``keep`` all checkpoints stay."""
+    return [collect(removal) for removal in plan_collection(open_storage(root), keep, 0.0)]
+
+
+def left_over(root: Path) -> list[str]:
+    """Files below a directory that no metadata names."""
+    left = []
+    for folder, _, files in os.walk(root):
+        metadata = {name for name in files if is_metadata_file_name(name)}
+        try:
+            known = data_files(read_parts(open_storage(folder))).keys() if metadata else set()
+        except CheckpointError:  # damaged, which shows when it is loaded
+            continue
+        left += [f"{folder}/{name}" for name in set(files) - known - metadata - _BESIDE]
+    return sorted(left)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without the logs of saves and loads that fail as they should, and without warnings."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

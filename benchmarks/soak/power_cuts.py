@@ -1,0 +1,310 @@
+"""Power cuts: a file system of its own, which is shut down in the midst of saves, and mounted again.
+
+It is ext4 in a file, mounted where no other process sees it. The shutdown writes nothing more, not even the journal:
+what was not made durable is gone. All rounds run in one process, on one file system; only `mount` is started in each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import itertools
+import multiprocessing
+import os
+import random
+import shutil
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcp_tensorizer import SaveLimits, TensorizerStorageWriter
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._tools.formats.registry import open_checkpoint
+from dcp_tensorizer._tools.retention import collect, plan_collection
+from dcp_tensorizer.convert import Options, convert
+from dcp_tensorizer.errors import CheckpointError
+
+from .checks import Wrong, collect_all, left_over, load, quietly, state
+from .tally import HANG, Part, Tally, Unavailable
+
+__all__ = ["PART", "run"]
+
+_SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN
+_NO_LOG_FLUSH = 2
+_CLONE_NEWNS = 0x20000  # of unshare(2): mounts of its own
+_DISK_BYTES = 256 << 20
+# The first is what people have. The others keep less order than POSIX asks for, and flush nothing by themselves.
+_MOUNTS = ("defaults", "noauto_da_alloc,commit=300", "data=writeback,noauto_da_alloc,commit=300")
+_NUMBERS = 150_000
+_FORMATS = ("safetensors", "dcp_tensorizer", "dcp", "tensorizer")
+_CONVERTED = "converted"
+_KEEP = 2
+_LONGEST = 0.8  # seconds until the power is cut: a few saves
+
+
+def run(rounds: int, seed: int, folder: Path) -> Tally:
+    """Cuts the power ``rounds`` times.
+
+    Raises:
+        Unavailable: this user cannot mount a file system from a file.
+    """
+    if os.geteuid() != 0 or shutil.which("mkfs.ext4") is None:
+        raise Unavailable("to mount a file system from a file needs root, and mkfs.ext4")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_apart, args=(rounds, seed, folder, theirs))
+    process.start()
+    theirs.close()
+    tally = Tally()
+    try:
+        if ours.poll(HANG * (rounds + 2)):
+            tally = ours.recv()
+        else:
+            tally.blame("hung", "the process that cuts the power")
+    except EOFError:
+        raise RuntimeError("the process that cuts the power died") from None
+    finally:
+        process.join(HANG)
+        process.kill()  # a thread that hangs
+        process.join()
+    return tally
+
+
+def _apart(rounds: int, seed: int, folder: Path, connection: Connection) -> None:
+    """In a process of its own, whose mounts nobody else sees and which end with it."""
+    torch.set_num_threads(1)
+    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS):
+        raise OSError(ctypes.get_errno(), "unshare")
+    _call("mount", "--make-rprivate", "/")
+    tally = Tally()
+    with quietly(), _disk(folder) as disk:
+        _rounds(rounds, seed, disk, tally)
+    connection.send(tally)
+
+
+class _Disk:
+    """The file system."""
+
+    def __init__(self, image: Path, root: Path) -> None:
+        self.root = root
+        self._image = image
+
+    def mount(self, options: str) -> None:
+        _call("mount", "-t", "ext4", "-o", f"loop,{options}", str(self._image), str(self.root))
+
+    def cut(self) -> None:
+        """From here on nothing is written, and every call fails."""
+        descriptor = os.open(self.root, os.O_RDONLY)
+        try:
+            fcntl.ioctl(descriptor, _SHUTDOWN, struct.pack("I", _NO_LOG_FLUSH))
+        finally:
+            os.close(descriptor)
+
+    def unmount(self) -> bool:
+        """Whether nobody has a file open there, soon."""
+        deadline = time.monotonic() + HANG
+        while subprocess.run(["umount", str(self.root)], stderr=subprocess.DEVNULL, check=False).returncode:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
+
+def _call(*command: str) -> None:
+    subprocess.run(command, check=True)
+
+
+@contextmanager
+def _disk(folder: Path) -> Iterator[_Disk]:
+    image, root = folder / "disk", folder / "mounted"
+    root.mkdir()
+    with open(image, "wb") as file:
+        file.truncate(_DISK_BYTES)
+    _call("mkfs.ext4", "-q", "-F", str(image))
+    try:
+        yield _Disk(image, root)
+    finally:
+        subprocess.run(["umount", str(root)], stderr=subprocess.DEVNULL, check=False)
+
+
+class _Ledger:
+    """What each path may hold: steps, and None for nothing."""
+
+    def __init__(self) -> None:
+        self.may_hold: dict[str, set[int | None]] = {}
+        self.committed: set[int] = set()  # the steps below `run`
+
+    @contextmanager
+    def change(self, name: str, becomes: int | None) -> Iterator[None]:
+        """Something changes what is at a path. If it fails, nobody knows what is there."""
+        self.may_hold[name] = self.may_hold.get(name, {None}) | {becomes}
+        yield
+        self.may_hold[name] = {becomes}
+
+
+class _Round:
+    """What is done until the power is cut, by two threads."""
+
+    def __init__(self, root: Path, ledger: _Ledger, writer: TensorizerStorageWriter, steps: Iterator[int]) -> None:
+        self._root, self._ledger, self._writer, self._steps = root, ledger, writer, steps
+        self._is_cut = threading.Event()
+        self.errors: list[BaseException] = []
+        self._threads = [
+            threading.Thread(target=self._repeat, args=(w,), daemon=True) for w in (self._save, self._tend)
+        ]
+
+    def run(self, seconds: float, cut: Callable[[], None]) -> int:
+        """Lets the threads work for a while, cuts the power, and returns how many of them did not end."""
+        for thread in self._threads:
+            thread.start()
+        time.sleep(seconds)
+        cut()
+        self._is_cut.set()
+        for thread in self._threads:
+            thread.join(HANG)
+        return sum(thread.is_alive() for thread in self._threads)
+
+    def _repeat(self, work: Callable[[], None]) -> None:
+        while not self._is_cut.is_set():
+            try:
+                work()
+            except (CheckpointException, CheckpointError, OSError):
+                self._is_cut.wait(HANG)  # nothing fails before
+            except BaseException as error:
+                self.errors.append(error)
+                return
+
+    def _save(self) -> None:
+        """Asynchronous saves over one path."""
+        step = next(self._steps)
+        with self._ledger.change("latest", step):
+            dcp.async_save(
+                state(step, _NUMBERS), checkpoint_id=self._root / "latest", storage_writer=self._writer
+            ).result()
+
+    def _tend(self) -> None:
+        """A save to a directory of its own, a collection, a conversion."""
+        step = next(self._steps)
+        name = f"run/step-{step}"
+        with self._ledger.change(name, step), TensorizerStorageWriter(self._root / name) as writer:
+            dcp.save(state(step, _NUMBERS), storage_writer=writer, no_dist=True)
+        self._ledger.committed.add(step)
+        self._collect()
+        target, format_ = f"{_CONVERTED}/{step}", _FORMATS[step % len(_FORMATS)]
+        with self._ledger.change(target, step):
+            convert(self._root / name, self._root / target, format_, options=Options(select=["weight*", "nested*"]))
+
+    def _collect(self) -> None:
+        """``gc --keep 2``."""
+        for removal in plan_collection(open_storage(self._root), _KEEP, None):
+            if not removal.whole:
+                collect(removal)
+                continue
+            name = os.path.relpath(removal.path, self._root)
+            step = int(name.rpartition("-")[2])
+            if step in sorted(self._ledger.committed)[-_KEEP:]:
+                self.errors.append(Wrong(f"gc --keep {_KEEP} takes {name}"))
+            with self._ledger.change(name, None):
+                collected = collect(removal)
+                if collected.kept:
+                    raise CheckpointError(collected.kept)
+            self._ledger.committed.discard(step)
+
+
+def _rounds(count: int, seed: int, disk: _Disk, tally: Tally) -> None:
+    chance, ledger, steps = random.Random(seed), _Ledger(), itertools.count(1)
+    limits = SaveLimits(max_consecutive_failures=None)
+    with TensorizerStorageWriter(limits=limits) as writer:
+        writer.prewarm(state(0, _NUMBERS))
+        for number in range(count):
+            disk.mount(chance.choice(_MOUNTS))
+            work = _Round(disk.root, ledger, writer, steps)
+            hung = work.run(chance.uniform(0, _LONGEST), disk.cut)
+            for error in work.errors:
+                tally.blame("wrong", f"round {number}: {error!r}")
+            if hung or not disk.unmount():
+                tally.blame("hung", f"round {number}: {hung} threads" if hung else f"round {number}: a file is open")
+                return
+            disk.mount("defaults")
+            tally.rounds += 1
+            for name in sorted(ledger.may_hold):
+                _check(disk.root, name, ledger, tally, number)
+            _clean_up(disk.root, ledger, tally, number)
+            if not disk.unmount():
+                tally.blame("left", f"round {number}: a file is open after the loads")
+                return
+
+
+def _check(root: Path, name: str, ledger: _Ledger, tally: Tally, number: int) -> None:
+    """Loads what is at a path. From here on this is what it holds."""
+    allowed = ledger.may_hold[name]
+    is_converted = name.startswith(_CONVERTED)
+    tally.count("converted checkpoints loaded" if is_converted else "checkpoints loaded")
+    try:
+        found = _converted(root / name) if is_converted else load(root / name, _NUMBERS, no_dist=True)
+    except Exception as error:
+        tally.blame("wrong", f"round {number}: {name}: {error!r}")
+        shutil.rmtree(root / name)  # so that it counts once
+        return
+    if found not in allowed:
+        tally.blame("lost", f"round {number}: {name} holds {found}, not one of {allowed}")
+    if len(allowed) > 1 and found is not None:
+        newest = found == max(step for step in allowed if step is not None)
+        tally.count(
+            "were being changed, and hold the new one" if newest else "were being changed, and hold the old one"
+        )
+    elif len(allowed) > 1:
+        tally.count("were being changed, and hold nothing")
+    ledger.may_hold[name] = {found}
+    if name.startswith("run/") and found is not None:
+        ledger.committed.add(found)
+
+
+def _converted(path: Path) -> int | None:
+    """The step of what was converted; None if there is nothing."""
+    if not path.exists():
+        return None
+    read = {key: tensor.read_all() for key, tensor in open_checkpoint(str(path), {}).tensors.items()}
+    step = int(read["weight"][0])
+    expected = state(step, _NUMBERS)
+    flat = {**expected, "nested.scale": expected["nested"]["scale"]}
+    if any(not value.equal(flat[key]) for key, value in read.items()) or len(read) != 5:
+        raise Wrong(f"{path} is not what step {step} saved")
+    return step
+
+
+def _clean_up(root: Path, ledger: _Ledger, tally: Tally, number: int) -> None:
+    """What is done after a crash: a collection, after which nothing is left over. What was converted goes."""
+    shutil.rmtree(root / _CONVERTED, ignore_errors=True)
+    collect_all(root)
+    for path in left_over(root):
+        tally.blame("left", f"round {number}: {path}")
+    for path in (root / "run").glob("step-*"):
+        if not any(path.iterdir()):
+            tally.count("empty directories that saves under way left")
+            path.rmdir()
+    ledger.may_hold = {name: steps for name, steps in ledger.may_hold.items() if (root / name).exists()}
+    ledger.committed = {step for step in ledger.committed if ledger.may_hold.get(f"run/step-{step}") == {step}}
+
+
+PART = Part(
+    title="Power cuts",
+    unit="power cuts",
+    what="An ext4 file system in a file is shut down at a random moment, without a write of its journal, and mounted "
+    "again. Until then one thread overwrites a checkpoint with asynchronous saves. Another saves to new directories, "
+    f"runs `gc --keep {_KEEP}`, and converts. Afterwards every checkpoint is loaded and compared bit for bit. What was "
+    "reported as done must be there; what was under way may have been done or not. The mount options vary: some give "
+    "up what ext4 does to help programs that do not call fsync.",
+    rounds=100,
+    run=run,
+)
