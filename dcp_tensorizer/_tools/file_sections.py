@@ -57,8 +57,7 @@ def items_by_file(parts: Mapping[int | None, Metadata]) -> dict[str, list[KeyedI
             if isinstance(entry, TensorStorageMetadata)
             for chunk in entry.chunks
         }
-        for (key, offset), place in part.storage_data["items"].items():
-            item = StoredItem(*place)
+        for (key, offset), item in part.storage_data["items"].items():
             if item.length:
                 shape = shapes[key, offset] if item.kind == "tensor" else (item.length,)
                 files[item.file].append(KeyedItem(key, item, shape))
