@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["Made", "Named", "load_inert"]
+__all__ = ["Made", "Named", "count_parts", "load_inert"]
 
 _BUDGET = 8  # parts of keys, for each byte of a pickle; what no pickle shares needs less than one
 _MAX_DEPTH = 64  # of a key
@@ -65,6 +65,26 @@ def load_inert(
     return _Inert(pickled, on_name, on_call).load()
 
 
+def count_parts(key: Any, limit: int) -> int:
+    """How many values must be hashed to hash a key, each as often as the key holds it.
+
+    Raises:
+        pickle.UnpicklingError: more than a limit, or one of them cannot be hashed.
+    """
+    count = 0
+    left: list[tuple[Any, int]] = [(key, 0)]
+    while left:
+        part, depth = left.pop()
+        count += 1 + (part.bit_length() >> 6 if type(part) is int else 0)
+        if count > limit or depth > _MAX_DEPTH:
+            raise pickle.UnpicklingError("its keys are made of too many parts")
+        if type(part) is tuple:
+            left += [(inner, depth + 1) for inner in part]
+        elif type(part) in (list, dict, set, bytearray):
+            raise pickle.UnpicklingError(f"it has a key of type {type(part).__name__}")
+    return count
+
+
 class _Inert(pickle._Unpickler):
     stack: list[Any]
     append: Callable[[Any], None]
@@ -101,19 +121,7 @@ class _Inert(pickle._Unpickler):
         return made
 
     def _check_key(self, key: Any) -> None:
-        """Fails for a key that takes long to hash."""
-        left: list[tuple[Any, int]] = [(key, 0)]
-        while left:
-            part, depth = left.pop()
-            if type(part) is int:
-                self._budget -= part.bit_length() >> 6
-            self._budget -= 1
-            if self._budget < 0 or depth > _MAX_DEPTH:
-                raise pickle.UnpicklingError("its keys are made of too many parts")
-            if type(part) is tuple:
-                left += [(inner, depth + 1) for inner in part]
-            elif type(part) is not Made:
-                hash(part)
+        self._budget -= count_parts(key, self._budget)
 
     def _call(self) -> None:
         arguments = self.stack.pop()
@@ -181,7 +189,8 @@ class _Inert(pickle._Unpickler):
         self._add(members, set)
 
     def _make_frozenset(self) -> None:
-        self.append(frozenset(self._add_to_set(self.pop_mark())))
+        members = self._add_to_set(self.pop_mark())  # which changes what `append` is
+        self.append(frozenset(members))
 
     def _refuse(self) -> None:
         raise pickle.UnpicklingError("it is made in a way that no writer of today does")

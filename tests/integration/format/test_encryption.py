@@ -200,7 +200,7 @@ def test_a_flip_of_any_byte_of_a_checkpoint(tmp_path: Path) -> None:
     state = {"w": torch.arange(60.0).view(6, 10), "extra": {"name": "run"}}
     save(tmp_path, state)
     (file,) = tmp_path.glob("*.tensors")
-    items = [StoredItem(*i) for i in decode((tmp_path / ".metadata").read_bytes(), "m").storage_data["items"].values()]
+    items = list(decode((tmp_path / ".metadata").read_bytes(), "m").storage_data["items"].values())
     read = {offset for item in items for offset in range(item.offset, item.offset + item.length)}
     headers = set(range(min(read) - 200, file.stat().st_size)) - read
     for path, offsets, harmless in (
