@@ -93,14 +93,11 @@ def _members(node: Any) -> Collection[Any]:
 def check_paths(view: CheckpointView) -> None:
     """All keys must be one state dict: none below a value, and each container either a dict or a list."""
     is_list: dict[Path, bool] = {(): False}
-    paths = view.paths
-    for key, path in paths.items():
+    for key, path in view.paths.items():
         for depth, part in enumerate(path):
-            if type(part) is int and part >= len(paths):  # whole lists have fewer members than there are keys
-                raise ConversionError(f"{key!r} would be member {part:,} of a list of which not all is to be converted")
             if is_list.setdefault(path[:depth], type(part) is int) != (type(part) is int):
                 raise ConversionError(f"{key!r} would be in a dict that is a list for other keys: leave it out")
-    for key, path in paths.items():
+    for key, path in view.paths.items():
         if path in is_list:
             raise ConversionError(f"{key!r} cannot be a value, and hold the values of other keys, too: leave it out")
 
@@ -118,7 +115,15 @@ def check_names(view: CheckpointView) -> None:
 
 def check_lists(view: CheckpointView) -> None:
     """Lists must be whole: of a part of one, flattening the nested state dict would give other keys."""
+    paths = view.paths
+    for key, path in paths.items():  # before a list of so many members is made: a whole one has fewer than there are keys
+        if any(type(part) is int and part >= len(paths) for part in path):
+            raise _partial_list(key)
     values = dict.fromkeys(view.objects) | {key: torch.empty(0, device="meta") for key in view.tensors}
-    flat, _ = flatten_state_dict(nested(values, view.paths))
+    flat, _ = flatten_state_dict(nested(values, paths))
     if odd := sorted(flat.keys() ^ values.keys()):
-        raise ConversionError(f"{odd[0]!r} belongs to a list of which not all is to be converted: take all, or none")
+        raise _partial_list(odd[0])
+
+
+def _partial_list(key: str) -> ConversionError:
+    return ConversionError(f"{key!r} belongs to a list of which not all is to be converted: take all, or none")

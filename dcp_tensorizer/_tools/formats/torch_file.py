@@ -91,11 +91,14 @@ def load_fake(file: FileRange, nbytes: int, path: str) -> Any:
     """
     buffered = io.BufferedReader(file)
     try:
-        ends = _check_archive(buffered, nbytes)
+        records = _check_archive(buffered, nbytes)
+    except ValueError as error:
+        raise ConversionError(f"{path} cannot be read: {error}") from error
+    try:
         buffered.seek(0)
         with FakeTensorMode():
             value = torch.load(buffered, weights_only=True)
-        _check_storages(value, ends)
+        _check_storages(value, records)
         return value
     except OSError:
         raise
