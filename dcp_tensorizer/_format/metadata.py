@@ -386,6 +386,8 @@ class _IndexReader:
         )
         if item.offset + item.length > file_nbytes or type(name) is not str:
             raise ValueError(f"the data of {key!r} is in no file")
+        if row.kind and item.dtype != "uint8":
+            raise ValueError(f"{key!r} is an object of {item.dtype}")
         if self._is_encrypted or row.nonce_and_macs:
             self._check_encrypted(key, item)
         self._items[key, offsets] = item

@@ -120,7 +120,10 @@ def check_lists(view: CheckpointView) -> None:
         if any(type(part) is int and part >= len(paths) for part in path):
             raise _partial_list(key)
     values = dict.fromkeys(view.objects) | {key: torch.empty(0, device="meta") for key in view.tensors}
-    flat, _ = flatten_state_dict(nested(values, paths))
+    try:
+        flat, _ = flatten_state_dict(nested(values, paths))
+    except ValueError as error:
+        raise ConversionError(f"two keys of {view.path} would be one: {error}") from error
     if odd := sorted(flat.keys() ^ values.keys()):
         raise _partial_list(odd[0])
 

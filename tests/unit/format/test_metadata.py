@@ -85,7 +85,7 @@ EVERYTHING = metadata_with(
         ("\ud800", None): item(2, kind="object", dtype="uint8"),
         (5, None): item(2, kind="object", dtype="uint8"),
         (("a", 1), (0,)): item(0),
-        ("of no entry", (7, 7)): item(1, kind="wrapper"),
+        ("of no entry", (7, 7)): item(1, dtype="uint8", kind="wrapper"),
         ("of no entry", None): item(1),
     },
     planner_data={"plain": ("pl", 0, "ain"), "object": ("object",)},
@@ -193,7 +193,7 @@ def test_every_flipped_byte_is_found() -> None:
 
 GOOD = metadata_with(
     {"w": entry((2,), ((0,), (2,))), "o": BytesStorageMetadata()},
-    {("w", (0,)): item(0, name="w"), ("o", None): item(0, kind="object")},
+    {("w", (0,)): item(0, name="w"), ("o", None): item(0, dtype="uint8", kind="object")},
     planner_data={},
 )
 
@@ -212,7 +212,7 @@ def rewritten(data: bytes, head: dict[str, Any] | None = None, **contents: bytes
 def places(**changes: Any) -> dict[str, bytes]:
     fields = {"file": 0, "offset": 300_000, "nbytes": 8, "dtype": 0, "kind": 0, "name": None}
     fields |= {"digests": b"12345678", "nonce_and_macs": b""}
-    return {"places": encode_rows([list((fields | changes).values())] * 2)}
+    return {"places": encode_rows([list((fields | changes).values()), list((fields | {"dtype": 1, "kind": 1}).values())])}
 
 
 def entries(*rows: Any) -> dict[str, bytes]:
@@ -236,6 +236,7 @@ WHOLE = [Chunk(0, 0, None, None)]
         places(nbytes=(1 << 64) - 1),
         places(dtype=9),
         places(kind=3),
+        places(kind=1),
         places(name=5),
         places(digests="text"),
         places(digests=None),
