@@ -2,9 +2,9 @@
 
     python -m benchmarks.fuzz --cases 100000 --seed 1
 
-A case is a whole file, of which some bytes are flipped, cut out, moved, or replaced by numbers at the edge of what fits.
-Where the format has a digest of everything, data must be what was saved. ``tests/integration/tools/test_fuzz.py`` runs a
-fixed number of cases with the same code.
+A case is a whole file, of which some bytes are flipped, cut out, moved, or replaced by numbers at the edge of what
+fits. Where the format has a digest of everything, data must be what was saved. Some cases run in
+``tests/integration/tools/test_fuzz.py``, with the same code.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
+from isal.isal_zlib import crc32
 from safetensors.torch import save_file
 
 from dcp_tensorizer import CheckpointError
@@ -36,6 +37,7 @@ from dcp_tensorizer._format import index
 from dcp_tensorizer._format.index import Part, pack, read_head, section_of
 from dcp_tensorizer._format.index_rows import Section
 from dcp_tensorizer._format.tensorizer_file import lay_out
+from dcp_tensorizer._memory.tensor_bytes import host_bytes
 from dcp_tensorizer._tools.formats.registry import open_checkpoint
 from dcp_tensorizer._writer_process.messages import TensorSource
 from dcp_tensorizer.convert import convert
@@ -134,12 +136,16 @@ def _make_ours(folder: Path) -> None:
     convert(folder / "dcp", folder / "ours", "dcp_tensorizer")
 
 
+def _make_safetensors(folder: Path) -> None:
+    save_file(_tensors(), folder / "m.safetensors")
+
+
 def _make_tensorizer(folder: Path) -> None:
     """A file with a small index, so that changes do not all meet the room in it."""
-    save_file(_tensors(), folder / "m.safetensors")
+    _make_safetensors(folder)
     convert(folder / "m.safetensors", folder / "m.tensors", "tensorizer")
     data = (folder / "m.tensors").read_bytes()
-    tensors = {key: tensor for key, tensor in _tensors().items()}
+    tensors = _tensors()
     view = open_checkpoint(folder / "m.tensors", {})
     sources = [
         TensorSource(key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes, "parameter")
@@ -148,8 +154,6 @@ def _make_tensorizer(folder: Path) -> None:
     large, small = lay_out(sources), lay_out(sources, capacity=512)
     content = bytearray(small.head)
     for old, new in zip(large.entries, small.entries, strict=True):
-        from isal.isal_zlib import crc32
-
         body = data[old.offset : old.offset + old.length]
         header = new.with_hashes(crc32(body, crc32(new.header)), b"")
         content += header + body
@@ -179,11 +183,11 @@ TARGETS = {
     "index": Target(_make_ours, "ours/.metadata", "ours", exact=True),
     "index, signed again": Target(_make_ours, "ours/.metadata", "ours", resign=_resigned),
     "torch": Target(lambda folder: torch.save(_state(), folder / "m.pt"), "m.pt", "m.pt"),
-    "safetensors": Target(lambda folder: save_file(_tensors(), folder / "m.safetensors"), "m.safetensors", "m.safetensors"),
+    "safetensors": Target(_make_safetensors, "m.safetensors", "m.safetensors"),
     "tensorizer": Target(_make_tensorizer, "m.tensors", "m.tensors"),
     "dcp": Target(_make_dcp, ".metadata", "."),
     "dcp data": Target(_make_dcp, "__0_0.distcp", "."),
-}  # fmt: skip
+}
 
 
 class _TooLong(BaseException):
@@ -210,9 +214,9 @@ def _read(path: Path) -> dict[str, bytes]:
     """Everything in a checkpoint, by key."""
     view = open_checkpoint(path, {})
     tensors = {
-        key: repr((tensor.dtype, tensor.shape)).encode() + tensor.read_all().view(-1).view(torch.uint8).numpy().tobytes()
+        key: repr((tensor.dtype, tensor.shape)).encode() + bytes(host_bytes(tensor.read_all()))
         for key, tensor in view.tensors.items()
-    }  # fmt: skip
+    }
     return tensors | {key: stored.read() for key, stored in view.objects.items()}
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import xxhash
@@ -39,6 +39,8 @@ __all__ = [
 
 INDEX_VERSION = 1
 
+_Rows = TypeVar("_Rows")
+
 _MAGIC = b"\x89DCPTZR\n"
 # Magic, version, bytes of the head, bytes of the file. This much, the digest and the MAC stand here in every version.
 _FIXED = struct.Struct("<8sQQQ")
@@ -47,6 +49,8 @@ _MAC = 32
 _START = _FIXED.size + _DIGEST + _MAC
 _PICKLE = b"\x80"  # the first byte of any pickle since protocol 2
 _OLD_TRAILER = b"\x00DCPTZR1"  # behind the pickle that this package wrote before its first release
+
+
 class Part(NamedTuple):
     """A section that is to be packed."""
 
@@ -165,7 +169,7 @@ def data_file_names(data: bytes, path: str) -> set[str]:
     return {file.name for file in read_head(data, path).files}
 
 
-def decoded(decode: Callable[[Any], Any], content: memoryview, path: str) -> Any:
+def decoded(decode: Callable[[memoryview], _Rows], content: memoryview, path: str) -> _Rows:
     """What a decoder makes of some bytes.
 
     Raises:

@@ -1,9 +1,9 @@
 """Pickles, read without a class or a function of this process: what they name stays a name.
 
 The standard library's unpickler, of which every operation that could reach a class, call something, or take more time
-than its own bytes is replaced. `pickle.Unpickler` is in C, and lets only the look-up of names be replaced: a pickle can
-change a class that it may look up (BUILD), and hash tuples of tuples for ever, because a tuple that it holds twice costs
-two bytes and doubles the time.
+than its own bytes is replaced. `pickle.Unpickler` is in C, and lets only the look-up of names be replaced. So a pickle
+could change a class that it may look up (BUILD). It could also hash tuples of tuples for ever: a tuple that holds the
+same one twice costs two bytes, and doubles the time.
 """
 
 from __future__ import annotations
@@ -90,9 +90,7 @@ class _Inert(pickle._Unpickler):
     append: Callable[[Any], None]
     pop_mark: Callable[[], list[Any]]
 
-    def __init__(
-        self, pickled: bytes, on_name: Callable[[Named], object], on_call: Callable[[Made], object]
-    ) -> None:
+    def __init__(self, pickled: bytes, on_name: Callable[[Named], object], on_call: Callable[[Made], object]) -> None:
         super().__init__(io.BytesIO(pickled), encoding="bytes")
         self._on_name = on_name
         self._on_call = on_call
@@ -141,14 +139,14 @@ class _Inert(pickle._Unpickler):
 
     def _add(self, members: list[Any], kind: type) -> None:
         """Adds members to a container that the pickle has made."""
-        container = self.stack[-1]
+        container: Any = self.stack[-1]
         if type(container) is Made:
             container.members += members
         elif type(container) is not kind:
             raise pickle.UnpicklingError(f"it adds to a {type(container).__name__}")
-        elif kind is list:
+        elif isinstance(container, list):
             container += members
-        else:
+        elif isinstance(container, set):
             container.update(members)
 
     def _set_items(self, members: list[Any]) -> None:
@@ -195,7 +193,7 @@ class _Inert(pickle._Unpickler):
     def _refuse(self) -> None:
         raise pickle.UnpicklingError("it is made in a way that no writer of today does")
 
-    dispatch = pickle._Unpickler.dispatch | {
+    dispatch = pickle._Unpickler.dispatch | {  # type: ignore[assignment]
         code[0]: operation
         for code, operation in {
             pickle.REDUCE: _call,

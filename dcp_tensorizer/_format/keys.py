@@ -13,12 +13,21 @@ from typing import Any
 
 import msgspec
 from msgspec.msgpack import Ext
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
-__all__ = ["from_key", "from_text", "to_key", "to_text"]
+__all__ = ["ItemKey", "from_key", "from_text", "item_key", "to_key", "to_text"]
+
+ItemKey = tuple[Any, tuple[int, ...] | None]
+"""The key of an item: its own, and the offset of its chunk."""
 
 _SURROGATES, _OTHER, _LARGE = 1, 2, 3
 _MAX_DEPTH = 32  # of tuples in tuples
 _MAX_LARGE = 128  # bytes
+
+
+def item_key(index: MetadataIndex) -> ItemKey:
+    """The key of an item in ``storage_data["items"]``: builtin types only."""
+    return index.fqn, None if index.offset is None else tuple(index.offset)
 
 
 def to_text(text: str) -> str | Ext:
@@ -90,7 +99,7 @@ def _restored(part: Any, depth: int) -> Any:
     if isinstance(part, Ext):
         if part.code != _LARGE:
             return from_text(part)
-        if len(part.data) <= _MAX_LARGE:
+        if len(bytes(part.data)) <= _MAX_LARGE:
             return int.from_bytes(part.data, "little", signed=True)
     if part is None or isinstance(part, bool | int | float | bytes | str):
         return part

@@ -1,8 +1,8 @@
 """What ``torch.save`` writes, looked at before ``torch.load`` is: an archive that is larger than it looks, or a pickle
 that takes for ever, is refused in the time and the memory that its own bytes take.
 
-Python and torch each have a reader of zip archives. They agree on what is in one only if it is laid out in the plain way
-that torch writes, so nothing else is accepted.
+Python and torch each have a reader of zip archives. They agree on what is in one only if it is laid out in the plain
+way that torch writes, so nothing else is accepted.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import struct
 import zipfile
 from typing import IO, Any
 
+from .._torch_compat import tensor_makers
 from .inert_pickle import Made, load_inert
 
 __all__ = ["check_archive", "check_pickle", "check_saved", "is_archive", "record"]
@@ -21,7 +22,6 @@ _END_64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR_64 = struct.Struct("<4sIQI")
 _LOCAL = struct.Struct("<26xHH")  # of a record's header: the lengths of its name and of what else is before its data
 _MAX_DIMENSIONS = 255
-_MAKE_TENSORS = {"torch", "torch._utils", "torch._tensor"}
 
 
 def is_archive(data: bytes) -> bool:
@@ -55,7 +55,7 @@ def check_archive(file: IO[bytes], nbytes: int) -> zipfile.ZipFile:
     directory = _directory(file, nbytes)
     file.seek(0)
     try:
-        archive = zipfile.ZipFile(file)  # type: ignore[arg-type]
+        archive = zipfile.ZipFile(file)
     except Exception as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     infos = archive.infolist()
@@ -123,7 +123,7 @@ def _check_call(made: Made) -> None:
         raise ValueError("it asks for memory")
     if made.what == ("_codecs", "encode") and made.arguments[1:] != ("latin1",):
         raise ValueError("it encodes text in a way that torch.save does not")
-    if made.what.module in _MAKE_TENSORS:
+    if made.what.module in tensor_makers:
         _check_dimensions(made.arguments, 0)
 
 

@@ -328,7 +328,8 @@ def named_paths(keys: Mapping[Any, Any]) -> dict[Any, tuple[str, Path]]:
 
 def _recorded_path(planner_data: Any, key: str) -> Path:
     path = planner_data.get(key) if isinstance(planner_data, dict) else None
-    is_path = type(path) is tuple and all(
-        type(part) is str or (type(part) is int and 0 <= part < 2**63) for part in path
-    )
-    return path if is_path and ".".join(map(str, path)) == key else (key,)
+    if not isinstance(path, tuple) or any(
+        type(part) is not str and not (type(part) is int and 0 <= part < 2**63) for part in path
+    ):
+        return (key,)
+    return path if ".".join(map(str, path)) == key else (key,)

@@ -24,7 +24,6 @@ from dcp_tensorizer import (
     TensorizerStorageWriter,
     UntrustedObject,
 )
-from dcp_tensorizer._format.layout import StoredItem
 from dcp_tensorizer._format.metadata import decode, encode
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

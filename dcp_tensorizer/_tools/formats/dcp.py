@@ -43,6 +43,7 @@ from .torch_file import load_fake, locate
 
 __all__ = ["check", "read", "write"]
 
+
 def read(storage: Storage, pickled: bytes) -> CheckpointView:
     """The contents of a checkpoint that torch's own writer made.
 
@@ -70,7 +71,9 @@ def read(storage: Storage, pickled: bytes) -> CheckpointView:
             read_object = functools.partial(_read_object, storage, info, key)
             objects[key] = StoredObject(key, value_path, info.length, read_object)
         else:
-            infos = [_checked(stored.places.get((stored_key, tuple(chunk.offsets))), key, path) for chunk in entry.chunks]
+            infos = [
+                _checked(stored.places.get((stored_key, tuple(chunk.offsets))), key, path) for chunk in entry.chunks
+            ]
             tensors[key] = _tensor(storage, (key, value_path), entry, infos)
     return CheckpointView(storage.path, "dcp", tensors, objects)
 

@@ -116,7 +116,10 @@ def check_names(view: CheckpointView) -> None:
 def check_lists(view: CheckpointView) -> None:
     """Lists must be whole: of a part of one, flattening the nested state dict would give other keys."""
     paths = view.paths
-    for key, path in paths.items():  # before a list of so many members is made: a whole one has fewer than there are keys
+    for (
+        key,
+        path,
+    ) in paths.items():  # before a list of so many members is made: a whole one has fewer than there are keys
         if any(type(part) is int and part >= len(paths) for part in path):
             raise _partial_list(key)
     values = dict.fromkeys(view.objects) | {key: torch.empty(0, device="meta") for key in view.tensors}

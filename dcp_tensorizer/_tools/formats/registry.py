@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..._format.layout import metadata_file_name
 from ..._format.index import is_index, looks_like_pickle
+from ..._format.layout import metadata_file_name
 from ..._storage.base import Storage
 from ..._storage.open import open_storage
 from ..._storage.redact import redact

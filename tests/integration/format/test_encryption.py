@@ -277,10 +277,10 @@ def test_an_edit_of_the_metadata_alone(tmp_path: Path, edits: list[Any]) -> None
     save(tmp_path, state)
     for kind, change in edits:
         edit_index(tmp_path / ".metadata", kind, change)
-    metadata = decode((tmp_path / ".metadata").read_bytes(), "m")  # as far as can be told without the key, it is whole
+    metadata = decode((tmp_path / ".metadata").read_bytes(), "m")  # without the key, it looks whole
     target = {key: torch.full(tuple(metadata.state_dict_metadata[key].size), -1.0) for key in state}
+    reader = TensorizerStorageReader(tmp_path, encryption=DecryptionParams.from_key(KEY))
     with pytest.raises(CheckpointException) as caught:
-        reader = TensorizerStorageReader(tmp_path, encryption=DecryptionParams.from_key(KEY))
         dcp.load(target, storage_reader=reader)
     assert "its metadata was changed by somebody without its key" in str(caught.value.failures[0][0])
     assert isinstance(caught.value.failures[0][0], DecryptionError)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,12 +24,12 @@ CHANGES = st.lists(
 
 
 @pytest.fixture(scope="module", params=TARGETS)
-def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path, bytes]]:
+def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, bytes]:
     """A kind of file, a folder with one, and what is in that."""
     folder = tmp_path_factory.mktemp("fuzz")
     target = TARGETS[request.param]
     target.make(folder)
-    yield request.param, folder, (folder / target.file).read_bytes()
+    return request.param, folder, (folder / target.file).read_bytes()
 
 
 @settings(

@@ -115,8 +115,13 @@ def test_a_newer_version_is_told_from_a_damaged_one() -> None:
 
 def section(**changes: Any) -> list[Any]:
     fields: dict[str, Any] = {
-        "kind": "entries", "rank": None, "offset": 0, "nbytes": 3, "digest": xxhash.xxh3_128_digest(b"one"), "strong": None
-    }  # fmt: skip
+        "kind": "entries",
+        "rank": None,
+        "offset": 0,
+        "nbytes": 3,
+        "digest": xxhash.xxh3_128_digest(b"one"),
+        "strong": None,
+    }
     return list((fields | changes).values())
 
 

@@ -63,9 +63,16 @@ def test_no_class_of_this_process_is_changed() -> None:
 
 @pytest.mark.parametrize(
     "wrap",
-    [b"}PAIRSK\x01s", b"}(PAIRSK\x01u", b"(PAIRSK\x01d", b"\x8f(PAIRS\x90", b"(PAIRS\x91", b"cbuiltins\nset\n]PAIRSa\x85R"],
+    [
+        b"}PAIRSK\x01s",
+        b"}(PAIRSK\x01u",
+        b"(PAIRSK\x01d",
+        b"\x8f(PAIRS\x90",
+        b"(PAIRS\x91",
+        b"cbuiltins\nset\n]PAIRSa\x85R",
+    ],
     ids=["setitem", "setitems", "dict", "set", "frozenset", "set of a list"],
-)  # fmt: skip
+)
 def test_nested_keys_end(wrap: bytes) -> None:
     """A key that holds the one before it twice, 60 deep, would be hashed for ever; it is refused at once."""
     assert load_inert(doubled(3, wrap)) is not None

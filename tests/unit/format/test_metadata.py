@@ -22,11 +22,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_tensorizer import MetadataError, WriteError
-from dcp_tensorizer._format import metadata as module
+from dcp_tensorizer._format import index_reader as module
 from dcp_tensorizer._format.encryption import Cipher
 from dcp_tensorizer._format.index import Part, pack, read_head, section_of
 from dcp_tensorizer._format.index_rows import (
     Chunk,
+    DataFile,
     Entries,
     Head,
     ObjectEntry,
@@ -212,7 +213,9 @@ def rewritten(data: bytes, head: dict[str, Any] | None = None, **contents: bytes
 def places(**changes: Any) -> dict[str, bytes]:
     fields = {"file": 0, "offset": 300_000, "nbytes": 8, "dtype": 0, "kind": 0, "name": None}
     fields |= {"digests": b"12345678", "nonce_and_macs": b""}
-    return {"places": encode_rows([list((fields | changes).values()), list((fields | {"dtype": 1, "kind": 1}).values())])}
+    return {
+        "places": encode_rows([list((fields | changes).values()), list((fields | {"dtype": 1, "kind": 1}).values())])
+    }
 
 
 def entries(*rows: Any) -> dict[str, bytes]:
@@ -283,13 +286,13 @@ def test_contents_that_make_no_sense_are_refused(contents: dict[str, bytes]) -> 
 def test_heads_that_make_no_sense_are_refused(head: dict[str, Any], message: str) -> None:
     """Dtypes that this torch has not are named, because a newer one may have them."""
     data = encode(GOOD)
-    head = {name: [module.DataFile(*row) for row in value] if name == "files" else value for name, value in head.items()}
+    head = {name: [DataFile(*row) for row in value] if name == "files" else value for name, value in head.items()}
     with pytest.raises(MetadataError, match=message):
         decode(rewritten(data, head), "x")
 
 
 def test_another_release_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch whose `TensorProperties` has fewer fields reads what this one writes, and this one reads what that does."""
+    """One whose `TensorProperties` has fewer fields reads what this one writes, and the other way round."""
 
     @dataclasses.dataclass
     class Fewer:

@@ -6,7 +6,6 @@ import os
 
 import pytest
 from torch.distributed.checkpoint.metadata import (
-    Metadata,
     MetadataIndex,
 )
 

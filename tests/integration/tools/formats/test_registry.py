@@ -13,7 +13,6 @@ from dcp_tensorizer import (
     CheckpointError,
     ConversionError,
     NotCommitted,
-    ReadError,
 )
 from dcp_tensorizer.convert import convert
 
