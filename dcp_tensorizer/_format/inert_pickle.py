@@ -113,9 +113,10 @@ class _Inert(pickle._Unpickler):
         made = Made(what, arguments)
         self._on_call(made)
         for argument in arguments:  # a set of a list, a dict of pairs: whoever makes it hashes what is in there
-            if type(argument) is list and str(what) in _HASHING:
-                for member in argument:
-                    self._check_key(member)
+            if type(argument) in (list, tuple) and str(what) in _HASHING:
+                for member in argument:  # of a dict, pairs of a key and a value
+                    is_pair = what.name in ("OrderedDict", "dict") and type(member) in (list, tuple) and member
+                    self._check_key(member[0] if is_pair else member)
         return made
 
     def _check_key(self, key: Any) -> None:
