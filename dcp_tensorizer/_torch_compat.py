@@ -48,12 +48,12 @@ __all__ = [
     "copy_all",
     "cpu_placement",
     "flatten_state_dict",
-    "layout_by_name",
     "local_elements",
     "negated_view",
     "pickle_of",
     "rebuild_sharded_tensor",
     "release_ipc_counter",
+    "tensor_makers",
     "trusted_globals",
 ]
 
@@ -78,8 +78,9 @@ if not TYPE_CHECKING:
 
 
 GET_LAYOUT = "torch.serialization._get_layout"
-layout_by_name = torch.serialization._get_layout
-"""What a pickled ``torch.layout`` calls: it looks a layout up by its name."""
+
+tensor_makers = frozenset({"torch", "torch._utils", "torch._tensor"})
+"""The modules whose functions and classes a pickle calls to make tensors and shapes."""
 
 
 REBUILD_SUBCLASS = "torch._tensor._rebuild_from_type_v2"
