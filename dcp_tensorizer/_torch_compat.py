@@ -37,11 +37,11 @@ __all__ = [
     "copy_all",
     "cpu_placement",
     "flatten_state_dict",
-    "layout_by_name",
     "local_elements",
     "negated_view",
     "rebuild_sharded_tensor",
     "release_ipc_counter",
+    "tensor_makers",
 ]
 
 # What only conversion needs: fake tensors (see ``torch.serialization.skip_data``), what ``dcp.save`` does with a nested
@@ -64,8 +64,8 @@ if not TYPE_CHECKING:
         return getattr(import_module(module), attribute)
 
 
-layout_by_name = torch.serialization._get_layout
-"""What a pickled ``torch.layout`` calls: it looks a layout up by its name."""
+tensor_makers = frozenset({"torch", "torch._utils", "torch._tensor"})
+"""The modules whose functions and classes a pickle calls to make tensors and shapes."""
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, non_blocking: bool = False) -> None:

@@ -51,7 +51,7 @@ def metadata_of(save_id: str = "s", **planner_data: Any) -> Metadata:
 
 def item_in(file: str) -> StoredItem:
     """Where ``w`` is."""
-    return StoredItem(file, "w", 300_000, 8, "bfloat16", "tensor", b"12345678")
+    return StoredItem(file, "w", 0, 4, "bfloat16", "tensor", b"12345678")
 
 
 def make_checkpoint(
@@ -100,8 +100,7 @@ def make_checkpoint(
             written.append((result.index, StoredItem(*result.storage_data[0]), result.storage_data[1]))
     paths = {key: tuple(key.split(".")) for key in described}
     metadata = Metadata(described, paths, storage_meta=StorageMeta(str(path), save_id))
-    record = None if cipher is None else cipher.record()
-    commit(storage, metadata, written, **{"rank": None, "sync": False, "encryption": record, **committing})
+    commit(storage, metadata, written, **{"rank": None, "sync": False, "cipher": cipher, **committing})
     return Path(path)
 
 

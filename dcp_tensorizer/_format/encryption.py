@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
+import hmac
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import CheckpointError, DecryptionError, WriteError
-from .layout import MAC_BYTES, NONCE_BYTES, Derivation
+from .layout import MAC_BYTES, NONCE_BYTES, Derivation, Seal
 
 if TYPE_CHECKING:
     from tensorizer import DecryptionParams as DecryptionParams
@@ -94,6 +96,11 @@ class Cipher:
     def record(self) -> dict[str, Any]:
         """What ``.metadata`` says of this key."""
         return {"derivation": self.derivation and tuple(self.derivation), "check": self.check_value()}
+
+    def sign(self, fingerprint: bytes) -> bytes:
+        """The MAC of an index's fingerprint: keyed BLAKE2b, with a key for this alone that is made of this one."""
+        key = hashlib.blake2b(key=self.key, person=b"dcptzr.index.key").digest()
+        return hashlib.blake2b(fingerprint, key=key, digest_size=32).digest()
 
     def opens(self, check: bytes) -> bool:
         """Whether a check value was made with this key."""
@@ -193,9 +200,10 @@ def unlock(
         known: A key that was found before; if it is the right one, none is derived, which takes long.
 
     Raises:
-        DecryptionError: there is no key, a wrong one, or one too many.
+        DecryptionError: there is no key, a wrong one, or one too many; or the metadata is not what was saved.
     """
     if known is not None and record is not None and known.opens(record["check"]):
+        _check_seal(known, record["seal"], path)
         return known
     if record is None and params is None:
         return None
@@ -214,7 +222,17 @@ def unlock(
         raise DecryptionError(f"{path} {error}") from None
     if not cipher.opens(record["check"]):
         raise DecryptionError(f"{path} was encrypted with another key, or passphrase, than was given")
+    _check_seal(cipher, record["seal"], path)
     return cipher
+
+
+def _check_seal(cipher: Cipher, seal: Seal, path: str) -> None:
+    """Raises `DecryptionError` for an index that was not made with its checkpoint's key."""
+    if not hmac.compare_digest(cipher.sign(seal.fingerprint), seal.mac):
+        raise DecryptionError(
+            f"{path}: its metadata was changed by somebody without its key, after it was saved. Nothing in it can be "
+            f"trusted: load another checkpoint."
+        )
 
 
 def find_other_key(cipher: Cipher | None, checks: Iterable[tuple[int, bytes]]) -> int | None:

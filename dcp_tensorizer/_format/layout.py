@@ -1,4 +1,4 @@
-"""What a checkpoint looks like on storage: names, the contents of ``.metadata``, block sizes, the version."""
+"""What a checkpoint looks like on storage: names, items, block sizes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import re
 from typing import NamedTuple
 
 __all__ = [
-    "ENCRYPTED_VERSION",
-    "FORMAT",
-    "FORMAT_VERSION",
     "INDEX_CAPACITY",
     "MAC_BYTES",
     "NONCE_BYTES",
     "Derivation",
+    "Seal",
     "StoredItem",
     "block_size",
     "data_file_name",
-    "data_file_names_in",
     "data_file_rank",
     "index_entry_size",
     "is_data_file_name",
@@ -24,10 +21,6 @@ __all__ = [
     "is_temporary_file_name",
     "metadata_file_name",
 ]
-
-FORMAT = "dcp_tensorizer"
-FORMAT_VERSION = 1
-ENCRYPTED_VERSION = 2  # of encrypted checkpoints alone: plain ones are still read by what reads version 1
 
 # tensorizer reserves 256 KiB for the index of a file and fails on the first entry past it
 # (``TensorSerializer.__init__``, ``metadata_size``).
@@ -49,13 +42,12 @@ _ENCRYPTED_ALIGNMENT = 64
 NONCE_BYTES, MAC_BYTES = 24, 16  # of libsodium's secretbox
 
 _DATA_FILE = re.compile(r"__\d+_\d+_[0-9a-f]{32}\.tensors")
-_DATA_FILE_BYTES = re.compile(_DATA_FILE.pattern.encode())
 _METADATA_FILE = re.compile(r"(__\d+)?\.metadata")
 _TEMPORARY_FILE = re.compile(r"(__\d+)?\.metadata\.[0-9a-f]{32}\.tmp")
 
 
 class StoredItem(NamedTuple):
-    """Where the bytes of one write item are; kept in ``.metadata`` as a plain tuple of builtin types."""
+    """Where the bytes of one write item are."""
 
     file: str
     """Data file, relative to the checkpoint's directory; empty for an item without bytes."""
@@ -87,7 +79,7 @@ class StoredItem(NamedTuple):
         return block_size(self.length, encrypted=bool(self.nonce_and_macs))
 
     def to_tuple(self) -> tuple[str | int | bytes, ...]:
-        """What ``.metadata`` holds of it; plain items as they were before there were encrypted ones."""
+        """Builtin types only, for DCP to carry to the coordinator."""
         return tuple(self) if self.nonce_and_macs else tuple(self[:-1])
 
 
@@ -98,6 +90,18 @@ class Derivation(NamedTuple):
     memlimit: int
     algorithm: int
     salt: bytes
+
+
+class Seal(NamedTuple):
+    """What shows that an encrypted checkpoint's index is the one that was saved.
+
+    Attributes:
+        fingerprint: BLAKE2b-256 of everything in the index.
+        mac: Of that, with the checkpoint's key (`Cipher.sign`).
+    """
+
+    fingerprint: bytes
+    mac: bytes
 
 
 def block_size(nbytes: int, *, encrypted: bool = False) -> int:
@@ -136,11 +140,6 @@ def is_data_file_name(name: str) -> bool:
 def data_file_rank(name: str) -> int:
     """The rank that wrote a data file."""
     return int(name.split("_")[2])
-
-
-def data_file_names_in(content: bytes) -> set[str]:
-    """The names of data files that occur in some bytes: they are too odd to occur by chance."""
-    return {name.decode() for name in _DATA_FILE_BYTES.findall(content)}
 
 
 def index_entry_size(name: str, ndim: int) -> int:

@@ -7,6 +7,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from .._format.layout import metadata_file_name
 from .._format.metadata import decode
 from .._storage.base import Storage
+from ..errors import MetadataError
 
 __all__ = ["read_metadata"]
 
@@ -16,9 +17,15 @@ def read_metadata(storage: Storage, rank: int | None = None) -> Metadata | None:
 
     Raises:
         MetadataError: it is damaged, or of another format.
-        UntrustedObject: it names a type that has no place in a checkpoint's metadata.
         ReadError: it cannot be read.
     """
     name = metadata_file_name(rank)
     data = storage.read(name)
-    return None if data is None else decode(data, f"{storage.path}/{name}")
+    if data is None:
+        return None
+    metadata = decode(data, f"{storage.path}/{name}")
+    own = metadata.storage_data["rank"]
+    if own != rank:
+        whose = "all ranks" if own is None else f"rank {own}"
+        raise MetadataError(f"{storage.path}/{name} is the metadata of {whose}: files were exchanged, or renamed")
+    return metadata

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from .._format.chunks import Region
 from .._format.layout import StoredItem
-from .._format.objects import unsafe_globals
+from .._format.objects import load_trusted, unsafe_globals
 from ..errors import UntrustedObject
 from .read_target import ReadTarget
 
@@ -55,7 +55,7 @@ def check_trust(path: str, objects: Sequence[tuple[ReadItem, bytes]]) -> None:
 
 def _check_one(path: str, key: str, content: bytes) -> None:
     try:
-        torch.load(io.BytesIO(content), weights_only=True)
+        load_trusted(content)
     except Exception as error:
         refused = ", ".join(unsafe_globals(content)) or f"{type(error).__name__}: {error}"
         raise UntrustedObject(

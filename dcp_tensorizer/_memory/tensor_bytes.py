@@ -77,7 +77,7 @@ def named_dtype(name: str) -> torch.dtype:
     Raises:
         TypeError: torch has no such dtype.
     """
-    dtype = getattr(torch, name, None)
+    dtype = vars(torch).get(name)  # not getattr: torch imports modules for some names
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"torch has no dtype {name!r}")
     return dtype

@@ -5,23 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from .._format.encryption import Cipher
+from .._format.index import data_file_names
 from .._format.layout import (
-    ENCRYPTED_VERSION,
-    FORMAT,
-    FORMAT_VERSION,
     StoredItem,
-    data_file_names_in,
     data_file_rank,
     is_data_file_name,
     is_metadata_file_name,
     is_temporary_file_name,
     metadata_file_name,
 )
-from .._format.metadata import ItemKey, encode, item_key, verified
+from .._format.metadata import ItemKey, encode, item_key
 from .._memory.garbage import collector_paused
 from .._storage.base import DirectoryLock, Refused, Storage
 from .._threads import in_threads
@@ -67,7 +64,7 @@ def commit(
     rank: int | None,
     sync: bool,
     overwrite: bool = True,
-    encryption: Mapping[str, Any] | None = None,
+    cipher: Cipher | None = None,
 ) -> None:
     """Makes a save the checkpoint at its path. All of its data must be durable by now.
 
@@ -82,27 +79,24 @@ def commit(
         sync: Make the metadata durable.
         overwrite: Replace a checkpoint at the path; otherwise that is an error, also where another job has committed
             one since the save began.
-        encryption: Of an encrypted checkpoint: what it says of its key (`Cipher.record`).
+        cipher: The key of an encrypted checkpoint.
 
     Raises:
         WriteError: nothing has been committed, what was committed before is untouched, and the save's files are
             removed. Or it may have been, or will be, as after a lost answer: then all files stay.
     """
     assert metadata.storage_meta is not None and metadata.storage_meta.save_id is not None
-    save_id = metadata.storage_meta.save_id
     files: dict[str, int] = {}
-    places: dict[ItemKey, tuple[Any, ...]] = {}
+    places: dict[ItemKey, StoredItem] = {}
     with collector_paused():
         for index, item, file_nbytes in items:
-            places[item_key(index)] = item.to_tuple()
+            places[item_key(index)] = item
             if item.file:
                 files[item.file] = file_nbytes
-    content = {"format": FORMAT, "version": FORMAT_VERSION, "save_id": save_id, "files": files, "items": places}
-    if encryption is not None:
-        content |= {"version": ENCRYPTED_VERSION, "encryption": dict(encryption)}
+    content = {"files": files, "items": places}
     try:
         check_data(storage, files)
-        data = _encoded(storage, dataclasses.replace(metadata, storage_data=content))
+        data = _encoded(storage, dataclasses.replace(metadata, storage_data=content), rank, cipher)
         storage.put(metadata_file_name(rank), data, sync=sync, replace=overwrite)
     except Refused as error:
         remove(storage, files)
@@ -143,9 +137,9 @@ def replaced_files(storage: Storage, rank: int | None) -> set[str]:
 
 
 @collector_paused()
-def _encoded(storage: Storage, metadata: Metadata) -> bytes:
+def _encoded(storage: Storage, metadata: Metadata, rank: int | None, cipher: Cipher | None) -> bytes:
     try:
-        return encode(metadata)
+        return encode(metadata, rank=rank, cipher=cipher)
     except Exception as error:
         raise Refused(f"{storage.path}: the checkpoint's metadata cannot be stored: {error}") from error
 
@@ -162,10 +156,10 @@ def remove(storage: Storage, names: Iterable[str]) -> None:
 
 
 def _named_files(storage: Storage, name: str) -> set[str]:
-    """The data files that a metadata file names, found without unpickling it: that takes long, for nothing more.
+    """The data files that a metadata file names, read from its head alone.
 
     Raises:
         CheckpointError: it is damaged, not one of ours, or cannot be read.
     """
     data = storage.read(name)
-    return set() if data is None else data_file_names_in(verified(data, name))
+    return set() if data is None else data_file_names(data, name)

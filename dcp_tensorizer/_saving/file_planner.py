@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from .._format.layout import INDEX_CAPACITY, data_file_name, index_entry_size
 from .._storage.base import UNLIMITED
@@ -13,8 +14,8 @@ __all__ = ["plan_files", "stored_names"]
 _MAX_NAME = 1024  # longer ones would fill a file's index with a few entries
 
 
-def stored_names(keys: Sequence[str]) -> list[str]:
-    """Names for tensors in tensorizer files: the keys themselves where those are unique and can be stored."""
+def stored_names(keys: Sequence[Any]) -> list[str]:
+    """Names for tensors in tensorizer files: the keys themselves where those are unique strings that can be stored."""
     used: set[str] = set()
     names = []
     for number, key in enumerate(keys):
@@ -51,8 +52,10 @@ def plan_files(
     return tuple(FileRequest(data_file_name(rank, n, save_id), tuple(file)) for n, file in enumerate(files))
 
 
-def _storable(key: str) -> bool:
+def _storable(key: Any) -> bool:
     """Whether tensorizer can hold a name and give it back: not empty, and not taken for its own JSON paths."""
+    if not isinstance(key, str):
+        return False
     try:
         return 0 < len(key.encode()) <= _MAX_NAME and not key.startswith("\x1e")
     except UnicodeEncodeError:

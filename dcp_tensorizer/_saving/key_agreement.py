@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -16,10 +15,8 @@ from ..errors import WriteError
 __all__ = ["agree_on_key"]
 
 
-def agree_on_key(
-    cipher: Cipher | None, results: Sequence[Sequence[WriteResult]], storage: Storage
-) -> dict[str, Any] | None:
-    """What ``.metadata`` says of the key; None for a checkpoint that is not encrypted.
+def agree_on_key(cipher: Cipher | None, results: Sequence[Sequence[WriteResult]], storage: Storage) -> None:
+    """Checks that all ranks have the same key, or none.
 
     Args:
         cipher: The coordinator's.
@@ -32,7 +29,7 @@ def agree_on_key(
     checks = ((rank, part[0].storage_data[2]) for rank, part in enumerate(results) if part)
     other = find_other_key(cipher, checks)
     if other is None:
-        return None if cipher is None else cipher.record()
+        return
     for name in {StoredItem(*r.storage_data[0]).file for part in results for r in part} - {""}:
         with suppress(Exception):
             storage.remove(name)

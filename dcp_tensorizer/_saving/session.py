@@ -296,7 +296,7 @@ class SaveSession:
         meta = StorageMeta(checkpoint_id=self.storage.path, save_id=self.id)
         places = ((r.index, StoredItem(*r.storage_data[0]), r.storage_data[1]) for part in results for r in part)
         _check_trainer_lives(self.storage)
-        encryption = agree_on_key(saver.options.write.cipher, results, self.storage)
+        agree_on_key(saver.options.write.cipher, results, self.storage)
         commit(
             self.storage,
             dataclasses.replace(metadata, storage_meta=meta),
@@ -304,7 +304,7 @@ class SaveSession:
             rank=self._metadata_rank,
             sync=saver.options.write.sync,
             overwrite=saver.options.overwrite,
-            encryption=encryption,
+            cipher=saver.options.write.cipher,
         )
 
     def _fail(self, error: CheckpointError) -> None:

@@ -36,10 +36,10 @@ __all__ = [
     "StoredTensor",
     "blocks_of",
     "data_files",
+    "named_paths",
     "plain_tensor",
     "read_parts",
     "unlock_parts",
-    "value_path",
     "view_checkpoint",
 ]
 
@@ -59,8 +59,8 @@ class NonStringKey(str):
 
     value: Any
 
-    def __new__(cls, value: Any) -> NonStringKey:
-        made = super().__new__(cls, value)
+    def __new__(cls, value: Any, name: str | None = None) -> NonStringKey:
+        made = super().__new__(cls, str(value) if name is None else name)
         made.value = value
         return made
 
@@ -209,28 +209,29 @@ def view_checkpoint(
     Raises:
         MetadataError: the stored chunks of a tensor do not make it up; names the key.
     """
-    stored: dict[str, _Value] = {}
+    stored: dict[Any, _Value] = {}
     for rank, metadata in parts.items():
         cipher = (ciphers or {}).get(rank)
         for key, entry in metadata.state_dict_metadata.items():
-            value = _Value(value_path(metadata, key), entry, _chunks(storage, metadata, key, entry, cipher))
+            value = _Value(metadata.planner_data, entry, _chunks(storage, metadata, key, entry, cipher))
             first = stored.setdefault(key, value)
             if first.is_same_tensor(value):
                 first.chunks.update(value.chunks | first.chunks)
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, StoredObject] = {}
-    for key, value in stored.items():
+    for stored_key, (key, path) in named_paths({key: value.planner_data for key, value in stored.items()}).items():
+        value = stored[stored_key]
         chunks = tuple(value.chunks.values())
         if value.is_tensor:
             check_chunks(storage.path, key, value.entry.size, [chunk.region for chunk in chunks])
             dtypes = [chunk.item.dtype for chunk in chunks if chunk.item.length]
             dtype = named_dtype(dtypes[0]) if dtypes else value.entry.properties.dtype
             read = functools.partial(read_region, storage, key, dtype, chunks, verify=True)
-            tensors[key] = StoredTensor(key, value.path, dtype, tuple(value.entry.size), read, chunks)
+            tensors[key] = StoredTensor(key, path, dtype, tuple(value.entry.size), read, chunks)
         else:
             nbytes = sum(chunk.item.length for chunk in chunks)
             read_object = functools.partial(_read_object, storage, key, chunks)
-            objects[key] = StoredObject(key, value.path, nbytes, read_object, chunks[0].item if chunks else None)
+            objects[key] = StoredObject(key, path, nbytes, read_object, chunks[0].item if chunks else None)
     return CheckpointView(storage.path, "dcp_tensorizer", tensors, objects)
 
 
@@ -238,7 +239,7 @@ def view_checkpoint(
 class _Value:
     """What some ranks have stored of a value; chunks by their place in it."""
 
-    path: Path
+    planner_data: Any
     entry: Any
     chunks: dict[torch.Size | None, Chunk]
 
@@ -282,7 +283,7 @@ def plain_tensor(
 
 
 def _chunks(
-    storage: Storage, metadata: Metadata, key: str, entry: Any, cipher: Cipher | None
+    storage: Storage, metadata: Metadata, key: Any, entry: Any, cipher: Cipher | None
 ) -> dict[torch.Size | None, Chunk]:
     """The stored parts of a value, by their place in it."""
     sizes: dict[torch.Size | None, tuple[int, ...]] = {None: ()}
@@ -305,7 +306,30 @@ def _read_object(storage: Storage, key: str, chunks: Sequence[Chunk]) -> bytes:
     return bytes(content)
 
 
-def value_path(metadata: Metadata, key: str) -> Path:
-    """Where in the nested state dict a value was, as DCP's planner recorded it."""
-    path = (metadata.planner_data or {}).get(key, (key,))
-    return path if isinstance(path, tuple) and ".".join(map(str, path)) == key else (key,)
+def named_paths(keys: Mapping[Any, Any]) -> dict[Any, tuple[str, Path]]:
+    """The name of each key, and where in the nested state dict its value was, as DCP's planner recorded it.
+
+    Args:
+        keys: Keys, each with the ``planner_data`` of its metadata.
+    """
+    taken = {key for key in keys if isinstance(key, str)}
+    named: dict[Any, tuple[str, Path]] = {}
+    for key, planner_data in keys.items():
+        if isinstance(key, str):
+            named[key] = key, _recorded_path(planner_data, key)
+            continue
+        name = str(key)
+        while name in taken:
+            name += "_"
+        taken.add(name)
+        named[key] = name, (NonStringKey(key, name),)
+    return named
+
+
+def _recorded_path(planner_data: Any, key: str) -> Path:
+    path = planner_data.get(key) if isinstance(planner_data, dict) else None
+    if not isinstance(path, tuple) or any(
+        type(part) is not str and not (type(part) is int and 0 <= part < 2**63) for part in path
+    ):
+        return (key,)
+    return path if ".".join(map(str, path)) == key else (key,)

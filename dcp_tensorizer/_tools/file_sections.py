@@ -57,11 +57,10 @@ def items_by_file(parts: Mapping[int | None, Metadata]) -> dict[str, list[KeyedI
             if isinstance(entry, TensorStorageMetadata)
             for chunk in entry.chunks
         }
-        for (key, offset), place in part.storage_data["items"].items():
-            item = StoredItem(*place)
+        for (key, offset), item in part.storage_data["items"].items():
             if item.length:
                 shape = shapes[key, offset] if item.kind == "tensor" else (item.length,)
-                files[item.file].append(KeyedItem(key, item, shape))
+                files[item.file].append(KeyedItem(str(key), item, shape))
     for items in files.values():
         items.sort(key=lambda keyed: keyed.item.offset)
     return files

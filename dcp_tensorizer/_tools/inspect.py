@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
-import io
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import torch
-
 from .._format.layout import StoredItem, data_file_rank
-from .._format.objects import unsafe_globals
+from .._format.objects import load_trusted, unsafe_globals
 from .._memory.tensor_bytes import dtype_name
 from ..errors import DecryptionError
 from .checkpoint_view import CheckpointView, Path, StoredObject, StoredTensor
@@ -50,7 +47,7 @@ def inspect_checkpoint(view: CheckpointView, files: Mapping[str, int], pattern: 
 def shown_value(content: bytes) -> tuple[str, str]:
     """Type and value, in short, of what ``torch.save`` made of an object; nothing of it is run."""
     try:
-        value = torch.load(io.BytesIO(content), weights_only=True)
+        value = load_trusted(content)
     except Exception:
         return "?", f"needs {', '.join(unsafe_globals(content))} to load"
     text = repr(value)

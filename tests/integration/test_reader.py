@@ -24,7 +24,6 @@ from dcp_tensorizer import (
     TensorizerStorageWriter,
     UntrustedObject,
 )
-from dcp_tensorizer._format.layout import StoredItem
 from dcp_tensorizer._format.metadata import decode, encode
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -143,7 +142,7 @@ def test_a_flip_of_any_byte_is_an_error_or_changes_nothing(tmp_path):
     save(tmp_path, state)
     (data,) = tmp_path.glob("*.tensors")
     metadata = tmp_path / ".metadata"
-    items = [StoredItem(*item) for item in decode(metadata.read_bytes(), "m").storage_data["items"].values()]
+    items = list(decode(metadata.read_bytes(), "m").storage_data["items"].values())
     read = {offset for item in items for offset in range(item.offset, item.offset + item.length)}
     others = sorted(set(range(data.stat().st_size)) - read)
     places = [(metadata, offset) for offset in range(metadata.stat().st_size)]
@@ -263,7 +262,7 @@ def test_each_load_is_reported(tmp_path, caplog):
     assert second is reader.last_report
     assert (first.path, first.load_id, first.rank, first.items) == (str(path), save_id, 0, 2)
     items = decode((path / ".metadata").read_bytes(), "m").storage_data["items"]
-    assert first.nbytes == sum(StoredItem(*item).length for item in items.values())
+    assert first.nbytes == sum(item.length for item in items.values())
     assert (
         before <= first.started_at <= first.started_at + first.seconds <= second.started_at + 0.01 <= time.time() + 0.01
     )

@@ -10,7 +10,6 @@ import functools
 import io
 import mmap
 import os
-import pathlib
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,29 +28,20 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..._format.chunks import Region
-from ..._format.metadata import unpickle
 from ..._loading.scatter import copy_elements
 from ..._loading.validate import check_chunks, chunk_regions
 from ..._storage.base import Storage
 from ..._torch_compat import FsspecWriter, StorageInfo
 from ...errors import CheckpointError, ConversionError, MetadataError, ReadError, WriteError
 from ..atomic_output import new_directory, shown_path
-from ..checkpoint_view import CheckpointView, Path, StoredObject, StoredTensor, value_path
+from ..checkpoint_view import CheckpointView, Path, StoredObject, StoredTensor, named_paths
 from ..chunk_reader import Chunk, read_region
 from .common import FileRange, Options, open_file, read_range
+from .dcp_metadata import read_pickled
 from .nesting import check_lists, check_names, check_paths, nested
 from .torch_file import load_fake, locate
 
 __all__ = ["check", "read", "write"]
-
-_MORE_CLASSES: dict[tuple[str, str], Any] = {
-    (cls.__module__, cls.__qualname__): cls for cls in (MetadataIndex, StorageInfo)
-} | {
-    # A path is only a text here. It is a class of another module in each release of Python.
-    (module, name): pathlib.PurePosixPath
-    for module in ("pathlib", "pathlib._local")
-    for name in ("PosixPath", "PurePosixPath")
-}
 
 
 def read(storage: Storage, pickled: bytes) -> CheckpointView:
@@ -66,26 +56,25 @@ def read(storage: Storage, pickled: bytes) -> CheckpointView:
         UntrustedObject: it would need code to run.
     """
     path = f"{storage.path}/.metadata"
-    metadata = unpickle(pickled, path, _MORE_CLASSES)
-    if not isinstance(metadata.storage_data, dict):
-        raise MetadataError(f"{path} is not what torch's FileSystemWriter writes")
-    places = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
+    stored = read_pickled(pickled, path)
     size_of = functools.cache(storage.head)
     tensors, objects = {}, {}
-    for key, entry in metadata.state_dict_metadata.items():
+    for stored_key, (key, value_path) in named_paths(dict.fromkeys(stored.entries, stored.planner_data)).items():
+        entry = stored.entries[stored_key]
         if isinstance(entry, BytesStorageMetadata):
-            info = _checked(places.get((key, None)), key, path)
+            info = _checked(stored.places.get((stored_key, None)), key, path)
             if info.offset + info.length > (nbytes := size_of(info.relative_path) or 0):
                 raise MetadataError(
                     f"{storage.path}/{info.relative_path} is missing, or too short to hold {key!r}: it has {nbytes:,} "
                     f"bytes"
                 )
             read_object = functools.partial(_read_object, storage, info, key)
-            objects[key] = StoredObject(key, value_path(metadata, key), info.length, read_object)
-        elif isinstance(entry, TensorStorageMetadata):
-            tensors[key] = _tensor(storage, (key, value_path(metadata, key)), entry, places)
+            objects[key] = StoredObject(key, value_path, info.length, read_object)
         else:
-            raise MetadataError(f"{path} describes {key!r} in a way that torch's FileSystemWriter does not")
+            infos = [
+                _checked(stored.places.get((stored_key, tuple(chunk.offsets))), key, path) for chunk in entry.chunks
+            ]
+            tensors[key] = _tensor(storage, (key, value_path), entry, infos)
     return CheckpointView(storage.path, "dcp", tensors, objects)
 
 
@@ -160,16 +149,14 @@ class _Planner(DefaultSavePlanner):
         return object
 
 
-_Places = Mapping[tuple[str, Any], Any]
-
-
-def _tensor(storage: Storage, named: tuple[str, Path], entry: TensorStorageMetadata, places: _Places) -> StoredTensor:
+def _tensor(
+    storage: Storage, named: tuple[str, Path], entry: TensorStorageMetadata, infos: Sequence[StorageInfo]
+) -> StoredTensor:
     """A tensor whose chunks are looked for in their files when it is read."""
     key = named[0]
     path = f"{storage.path}/.metadata"
     shape, dtype = tuple(entry.size), entry.properties.dtype
     regions = chunk_regions(entry)
-    infos = [_checked(places.get((key, chunk.offsets)), key, path) for chunk in entry.chunks]
     check_chunks(path, key, shape, regions)
     chunks = list(zip(regions, infos, strict=True))
 
@@ -189,7 +176,7 @@ def _located(storage: Storage, key: str, region: Region, info: StorageInfo) -> C
     path = f"{storage.path}/{info.relative_path}"
     purpose = f" (for {key!r})"
     with open_file(storage, info.relative_path, purpose) as reader:
-        value = load_fake(FileRange(reader, info.offset, info.length), path + purpose)
+        value = load_fake(FileRange(reader, info.offset, info.length), info.length, path + purpose)
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != region.size:
         raise ReadError(f"{path} does not hold {key!r} of shape {region.size} at byte {info.offset:,}")
     stored = locate(storage, (key,), value, (info.relative_path, info.offset))
@@ -211,8 +198,8 @@ def _checked(info: Any, key: str, path: str) -> StorageInfo:
         transforms: Sequence[str] = info.transform_descriptors
         raise ConversionError(f"{key!r} is stored transformed ({', '.join(map(str, transforms))}): load and save it")
     name = info.relative_path
-    if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
+    if os.path.basename(name) != name or name in ("", ".", ".."):
         raise MetadataError(f"{path} names a data file {name!r} that is not beside it")
-    if any(type(number) is not int or number < 0 for number in (info.offset, info.length)):
-        raise MetadataError(f"{path} has no data for {key!r}, but {info.length!r} bytes at {info.offset!r}")
+    if not (0 <= info.offset < 2**63 and 0 <= info.length < 2**63):
+        raise MetadataError(f"{path} has no data for {key!r}, but {info.length:,} bytes at {info.offset:,}")
     return info

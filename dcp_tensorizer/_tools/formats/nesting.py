@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,10 @@ from ..._torch_compat import flatten_state_dict
 from ...errors import ConversionError
 from ..checkpoint_view import CheckpointView, NonStringKey, Path
 
-__all__ = ["check_lists", "check_names", "check_paths", "exact_paths", "nested"]
+__all__ = ["check_lists", "check_names", "check_paths", "check_size", "exact_paths", "nested"]
+
+
+_MAX_VALUES = 10_000_000
 
 
 def nested(values: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, Any]:
@@ -53,6 +56,40 @@ def exact_paths(state: Mapping[Any, Any], paths: Mapping[str, Path]) -> dict[str
     return exact
 
 
+def check_size(state: Any) -> None:
+    """Checks how many values there are in a nested state dict, where a container counts as often as it is held.
+
+    Each is looked at once, so that containers which hold each other many times over take no time here; they would where
+    the state dict is flattened.
+
+    Raises:
+        ValueError: there are too many, or a container holds itself.
+    """
+    sizes: dict[int, int] = {}  # of containers; 0: it is being counted
+    left = [(state, False)]
+    while left:
+        node, is_counted = left.pop()
+        members = _members(node)
+        if is_counted:
+            sizes[id(node)] = 1 + sum(sizes.get(id(member), 1) for member in members)
+            if sizes[id(node)] > _MAX_VALUES:
+                raise ValueError(f"it holds more than {_MAX_VALUES:,} values")
+        elif id(node) not in sizes:
+            sizes[id(node)] = 0
+            left.append((node, True))
+            for member in members:
+                if sizes.get(id(member)) == 0:
+                    raise ValueError("a container in it holds itself")
+                if _members(member):
+                    left.append((member, False))
+
+
+def _members(node: Any) -> Collection[Any]:
+    if isinstance(node, Mapping):
+        return list(node.values())
+    return node if isinstance(node, list | tuple | set | frozenset) else ()
+
+
 def check_paths(view: CheckpointView) -> None:
     """All keys must be one state dict: none below a value, and each container either a dict or a list."""
     is_list: dict[Path, bool] = {(): False}
@@ -78,7 +115,21 @@ def check_names(view: CheckpointView) -> None:
 
 def check_lists(view: CheckpointView) -> None:
     """Lists must be whole: of a part of one, flattening the nested state dict would give other keys."""
+    paths = view.paths
+    for (
+        key,
+        path,
+    ) in paths.items():  # before a list of so many members is made: a whole one has fewer than there are keys
+        if any(type(part) is int and part >= len(paths) for part in path):
+            raise _partial_list(key)
     values = dict.fromkeys(view.objects) | {key: torch.empty(0, device="meta") for key in view.tensors}
-    flat, _ = flatten_state_dict(nested(values, view.paths))
+    try:
+        flat, _ = flatten_state_dict(nested(values, paths))
+    except ValueError as error:
+        raise ConversionError(f"two keys of {view.path} would be one: {error}") from error
     if odd := sorted(flat.keys() ^ values.keys()):
-        raise ConversionError(f"{odd[0]!r} belongs to a list of which not all is to be converted: take all, or none")
+        raise _partial_list(odd[0])
+
+
+def _partial_list(key: str) -> ConversionError:
+    return ConversionError(f"{key!r} belongs to a list of which not all is to be converted: take all, or none")

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..._format.index import is_index, looks_like_pickle
 from ..._format.layout import metadata_file_name
-from ..._format.metadata import is_ours
 from ..._storage.base import Storage
 from ..._storage.open import open_storage
 from ..._storage.redact import redact
-from ...errors import ConversionError, DecryptionError, NotCommitted, ReadError
+from ...errors import CheckpointError, ConversionError, DecryptionError, NotCommitted, ReadError
 from ..atomic_output import beside
 from ..checkpoint_view import CheckpointView, read_parts, unlock_parts, view_checkpoint
 from . import dcp, dcp_tensorizer, safetensors, tensorizer, torch_file
@@ -119,18 +119,27 @@ def _open(location: _Location, encryption: DecryptionParams | None) -> Checkpoin
         raise DecryptionError(
             f"{location.path} is of the format {location.format}, which is not decrypted here: read it without a key"
         )
+    try:
+        return _read_foreign(location)
+    except CheckpointError:
+        raise
+    except Exception as error:  # what no reader has thought of: a number or a nesting without end, no such memory
+        raise ConversionError(f"{location.path} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _read_foreign(location: _Location) -> CheckpointView:
     if location.format == "dcp":
-        return dcp.read(storage, storage.read(metadata_file_name()) or b"")
+        return dcp.read(location.storage, location.storage.read(metadata_file_name()) or b"")
     if not location.name:
-        return safetensors.read_directory(storage)
-    return _FILE_READERS[location.format](storage, location.name)
+        return safetensors.read_directory(location.storage)
+    return _FILE_READERS[location.format](location.storage, location.name)
 
 
 def _directory_format(storage: Storage) -> str | None:
     """The format of a checkpoint that is a directory, None if it is none."""
     metadata = storage.read(metadata_file_name())
     if metadata is not None:
-        return "dcp_tensorizer" if is_ours(metadata) else "dcp"
+        return "dcp" if looks_like_pickle(metadata) and not is_index(metadata) else "dcp_tensorizer"
     if storage.head(metadata_file_name(0)) is not None:
         return "dcp_tensorizer"
     return "safetensors" if safetensors.is_directory(storage) else None

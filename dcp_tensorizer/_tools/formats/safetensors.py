@@ -14,9 +14,12 @@ import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
+from msgspec import Meta, Raw, Struct
+from msgspec.json import Decoder
 
 from ..._memory.tensor_bytes import host_bytes
 from ..._storage.base import Storage
@@ -51,7 +54,27 @@ _DTYPES = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
+_Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class _Entry(Struct):
+    """What a header says of a tensor."""
+
+    dtype: str
+    shape: Annotated[tuple[_Count, ...], Meta(max_length=255)]
+    data_offsets: tuple[_Count, _Count]
+
+
+class _Index(Struct):
+    """What ``model.safetensors.index.json`` says: the file of each tensor."""
+
+    weight_map: dict[str, str]
+
+
+_decode_header = Decoder(dict[str, Raw]).decode
+_decode_entry = Decoder(_Entry).decode
+_decode_index = Decoder(_Index).decode
 
 
 # --- reading -------------------------------------------------------------------------------------------------------
@@ -67,8 +90,8 @@ def read_directory(storage: Storage) -> CheckpointView:
     names = [_SINGLE]
     if (index := storage.read(_INDEX)) is not None:
         with _damage_translated(f"{storage.path}/{_INDEX}"):
-            names = sorted(set(json.loads(index)["weight_map"].values()))
-            if any(not isinstance(name, str) or "/" in name or name.startswith(".") for name in names):
+            names = sorted(set(_decode_index(index).weight_map.values()))
+            if any("/" in name or name.startswith(".") for name in names):
                 raise ValueError("it names files that are not beside it")
     tensors: dict[str, StoredTensor] = {}
     for name in names:
@@ -85,33 +108,46 @@ def read(storage: Storage, name: str) -> CheckpointView:
     """
     path = f"{storage.path}/{name}"
     with open_file(storage, name) as reader, _damage_translated(path):
+        nbytes = storage.head(name) or 0
         (length,) = _LENGTH.unpack(read_range(reader, 0, _LENGTH.size))
-        if length > _MAX_HEADER:
-            raise ValueError(f"its header claims to have {length:,} bytes")
-        described = json.loads(read_range(reader, _LENGTH.size, length))
-        described.pop("__metadata__", None)
         base = _LENGTH.size + length
+        if length > _MAX_HEADER or base > nbytes:
+            raise ValueError(f"its header claims to have {length:,} bytes, and the file has {nbytes:,}")
+        raw = _decode_header(read_range(reader, _LENGTH.size, length))
+        raw.pop("__metadata__", None)
+        described = {key: _decode_entry(value) for key, value in raw.items()}
+        _check_offsets(described, nbytes - base)
         return CheckpointView(
-            path, "safetensors", by_key(_tensor(storage, name, key, value, base) for key, value in described.items())
+            path, "safetensors", by_key(_tensor(storage, name, key, entry, base) for key, entry in described.items())
         )
 
 
-def _tensor(storage: Storage, name: str, key: str, value: Mapping[str, Any], base: int) -> StoredTensor:
-    dtype = _DTYPES.get(value["dtype"])
+def _check_offsets(described: Mapping[str, _Entry], nbytes: int) -> None:
+    """Tensors must fill the bytes behind the header, one after the other, as the library demands it."""
+    end = 0
+    for (start, stop), key in sorted((entry.data_offsets, key) for key, entry in described.items()):
+        if start != end or stop < start:
+            raise ValueError(f"{key!r} is at bytes {start:,} to {stop:,}, and the tensor before it ends at {end:,}")
+        end = stop
+    if end != nbytes:
+        raise ValueError(f"its tensors have {end:,} bytes, and {nbytes:,} follow its header")
+
+
+def _tensor(storage: Storage, name: str, key: str, entry: _Entry, base: int) -> StoredTensor:
+    dtype = _DTYPES.get(entry.dtype)
     if dtype is None:
-        raise ValueError(f"{key!r} is of dtype {value['dtype']}, which torch does not have")
-    shape = tuple(map(int, value["shape"]))
-    start, stop = value["data_offsets"]
-    if stop - start != math.prod(shape) * dtype.itemsize or start < 0 or min(shape, default=0) < 0:
-        raise ValueError(f"{key!r} of shape {shape} has {stop - start:,} bytes stored")
-    return plain_tensor(storage, (key,), dtype, shape, (name, base + start))
+        raise ValueError(f"{key!r} is of dtype {entry.dtype}, which torch does not have")
+    start, stop = entry.data_offsets
+    if stop - start != math.prod(entry.shape) * dtype.itemsize:
+        raise ValueError(f"{key!r} of shape {entry.shape} has {stop - start:,} bytes stored")
+    return plain_tensor(storage, (key,), dtype, entry.shape, (name, base + start))
 
 
 @contextmanager
 def _damage_translated(path: str) -> Iterator[None]:
     try:
         yield
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, msgspec.MsgspecError) as error:
         raise ConversionError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -126,8 +162,18 @@ def check(view: CheckpointView, options: Options) -> None:
             raise ConversionError(
                 f"{tensor.key!r} is of {tensor.dtype}, which safetensors has not: leave it out, or convert it"
             )
+        _check_key(tensor.key)
         if tensor.key == "__metadata__":
             raise ConversionError("'__metadata__' cannot be a key in safetensors: leave it out")
+
+
+def _check_key(key: str) -> None:
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        raise ConversionError(
+            f"{key!r} cannot be a key in safetensors: it is not valid Unicode. Leave it out"
+        ) from None
 
 
 def write(

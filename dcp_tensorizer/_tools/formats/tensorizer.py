@@ -55,7 +55,8 @@ def read(storage: Storage, name: str) -> CheckpointView:
         try:
             with TensorDeserializer(file, device="cpu", lazy_load=True) as deserializer:
                 entries = list(deserializer._metadata.values())
-            tensors = by_key(_tensor(storage, name, entry) for entry in entries)
+            nbytes = storage.head(name) or 0
+            tensors = by_key(_tensor(storage, name, nbytes, entry) for entry in entries)
         except OSError:
             raise
         except Exception as error:  # whatever it makes of a damaged file
@@ -63,11 +64,13 @@ def read(storage: Storage, name: str) -> CheckpointView:
     return CheckpointView(path, "tensorizer", tensors)
 
 
-def _tensor(storage: Storage, file: str, entry: Any) -> StoredTensor:
+def _tensor(storage: Storage, file: str, nbytes: int, entry: Any) -> StoredTensor:
     """A tensor as the file's index has it (a ``tensorizer.serialization.TensorEntry``)."""
     dtype = _dtype(entry.dtype)
     if not 0 <= entry.data_offset - entry.offset <= _MAX_HEADER:
         raise ValueError(f"damaged in its index: {str(entry.name)!r} has no header")
+    if entry.data_offset + entry.data_length > nbytes:
+        raise ValueError(f"damaged in its index: {str(entry.name)!r} has more bytes than the file")
     if entry.data_length != math.prod(entry.shape) * dtype.itemsize:
         raise ValueError(f"without data for {str(entry.name)!r}, or damaged in its index")
     tensor = plain_tensor(storage, tuple(entry.name), dtype, tuple(entry.shape), (file, entry.data_offset))

@@ -8,6 +8,7 @@ seeking, and makes the CRC-32s.
 
 from __future__ import annotations
 
+import bisect
 import io
 import pickle
 import struct
@@ -20,7 +21,8 @@ from typing import IO, Any
 import torch
 
 from ..._format.chunks import Region
-from ..._format.objects import unsafe_globals
+from ..._format.objects import load_trusted, unsafe_globals
+from ..._format.torch_archive import check_archive, check_pickle, is_archive, record
 from ..._memory.tensor_bytes import host_bytes
 from ..._storage.base import Storage
 from ..._torch_compat import FakeTensor, FakeTensorMode, checkpoint_offset, flatten_state_dict
@@ -28,7 +30,7 @@ from ...errors import ConversionError, UntrustedObject
 from ..atomic_output import new_file, written_file
 from ..checkpoint_view import BLOCK, CheckpointView, Path, StoredObject, StoredTensor, blocks_of, plain_tensor
 from .common import FileRange, Options, open_file
-from .nesting import check_lists, check_paths, exact_paths, nested
+from .nesting import check_lists, check_paths, check_size, exact_paths, nested
 
 __all__ = ["check", "load_fake", "locate", "read", "write"]
 
@@ -51,11 +53,13 @@ def read(storage: Storage, name: str) -> CheckpointView:
         ConversionError: it cannot be read, or holds no state dict.
     """
     path = f"{storage.path}/{name}"
+    nbytes = storage.head(name) or 0
     with open_file(storage, name) as reader:
-        state = load_fake(FileRange(reader, 0, storage.head(name) or 0), path)
+        state = load_fake(FileRange(reader, 0, nbytes), nbytes, path)
     if not isinstance(state, dict):
         raise ConversionError(f"{path} holds a {type(state).__name__}, and no state dict")
     try:
+        check_size(state)
         values, paths = flatten_state_dict(state)
     except ValueError as error:
         raise ConversionError(f"{path}: {error}") from error
@@ -73,48 +77,79 @@ def read(storage: Storage, name: str) -> CheckpointView:
     return CheckpointView(path, "torch", tensors, objects)
 
 
-def load_fake(file: FileRange, path: str) -> Any:
+def load_fake(file: FileRange, nbytes: int, path: str) -> Any:
     """Loads what ``torch.save`` wrote, with fake tensors for all tensors.
+
+    Args:
+        file: What was written, from its first byte.
+        nbytes: How much that is.
+        path: For messages.
 
     Raises:
         UntrustedObject: it would need code to run.
         ConversionError: it cannot be read.
     """
     buffered = io.BufferedReader(file)
-    _check_archive(buffered, path)
     try:
+        records = _check_archive(buffered, nbytes)
+    except ValueError as error:
+        raise ConversionError(f"{path} cannot be read: {error}") from error
+    try:
+        buffered.seek(0)
         with FakeTensorMode():
-            return torch.load(buffered, weights_only=True)
+            value = torch.load(buffered, weights_only=True)
+        _check_storages(value, records)
+        return value
+    except OSError:
+        raise
     except Exception as error:
         file.seek(0)
         if needed := _unsafe_globals_in(file):
             raise UntrustedObject(f"{path} could run code when it is loaded ({needed}): it was not") from None
-        raise ConversionError(
-            f"{path} cannot be read: {type(error).__name__}: {error} (files of torch before 1.6 must be loaded and "
-            f"saved once more)"
-        ) from error
-
-
-def _check_archive(file: IO[bytes], path: str) -> None:
-    """The elements of tensors must lie in the file as they are, and where torch looks for them."""
-    is_archive = file.read(4) == b"PK\3\4"
-    file.seek(0)
-    if not is_archive:
-        return  # of an old release, or damaged: torch says which
-    try:
-        archive = zipfile.ZipFile(file)
-        orders = [archive.read(name) for name in archive.namelist() if name.endswith("/byteorder")]
-    except Exception as error:
         raise ConversionError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _check_archive(file: IO[bytes], nbytes: int) -> list[tuple[int, int]]:
+    """Where the header of each record begins, and how many bytes the record has, in the file's order.
+
+    The elements of tensors must lie in the file as they are, and where torch looks for them.
+
+    Raises:
+        ValueError: they do not, or the archive would take more time or memory than it has bytes.
+    """
+    is_zip = is_archive(file.read(4))
     file.seek(0)
-    if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
-        raise ConversionError(f"{path} is compressed: load and save it once more")
-    if b"big" in orders:
-        raise ConversionError(f"{path} is of a big-endian machine: load and save it once more on this one")
+    if not is_zip:
+        raise ValueError("it is no archive (files of torch before 1.6 must be loaded and saved once more)")
+    archive = check_archive(file, nbytes)
+    infos = archive.infolist()
+    for info in infos:
+        name = info.filename.lower()  # as torch looks names up
+        if name.endswith("/data.pkl"):
+            check_pickle(record(archive, info))
+        if name.endswith("/byteorder") and record(archive, info) == b"big":
+            raise ValueError("it is of a big-endian machine: load and save it once more on this one")
     # With this record, torch counts with a descriptor behind each record, and does not look where the next one is.
-    is_counted = any(name.endswith("/.format_version") for name in archive.namelist())
-    if is_counted and any(info.file_size and not info.flag_bits & _HAS_DESCRIPTOR for info in archive.infolist()):
-        raise ConversionError(f"{path} is packed again, and not as torch.save does it: load and save it once more")
+    is_counted = any(info.filename.endswith("/.format_version") for info in infos)
+    if is_counted and any(info.file_size and not info.flag_bits & _HAS_DESCRIPTOR for info in infos):
+        raise ValueError("it is packed again, and not as torch.save does it: load and save it once more")
+    return sorted((info.header_offset, info.file_size) for info in infos)
+
+
+def _check_storages(value: Any, records: Sequence[tuple[int, int]]) -> None:
+    """Checks that the bytes of all tensors lie within records of their file.
+
+    Raises:
+        ValueError: some do not.
+    """
+    for tensor in _tensors_in(value):
+        if not isinstance(tensor, FakeTensor) or not tensor.numel():
+            continue
+        storage = tensor.untyped_storage()
+        start = checkpoint_offset(tensor)
+        number = bisect.bisect_right(records, (start, 0)) - 1
+        if number < 0 or storage.nbytes() > records[number][1]:
+            raise ValueError(f"a tensor claims to have {storage.nbytes():,} bytes, more than are stored")
 
 
 def _unsafe_globals_in(file: FileRange) -> str:
@@ -235,7 +270,7 @@ def _loaded(stored: StoredObject, path: str) -> Any:
     """An object as it becomes part of the state dict."""
     content = stored.read()
     try:
-        value = torch.load(io.BytesIO(content), weights_only=True)
+        value = load_trusted(content)
     except Exception:
         raise UntrustedObject(
             f"{stored.key!r} in {path} is an object that could run code when it is loaded "

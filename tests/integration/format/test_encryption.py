@@ -19,6 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from dcp_tensorizer import (
     CheckpointError,
     ChecksumMismatch,
+    DecryptionError,
     TensorizerStorageReader,
     TensorizerStorageWriter,
 )
@@ -30,7 +31,9 @@ from dcp_tensorizer._loading.executor import fetch, limits_of
 from dcp_tensorizer._loading.read_target import ReadTarget
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._tools.formats.registry import open_checkpoint
 
+from ...index_edits import edit_index
 from ...servers import S3Server, SftpServer
 from ...support import ALL_DTYPES, ROOT, dtype_name, encrypted_file, filled, put_file, raw, run_python, same
 
@@ -200,7 +203,7 @@ def test_a_flip_of_any_byte_of_a_checkpoint(tmp_path: Path) -> None:
     state = {"w": torch.arange(60.0).view(6, 10), "extra": {"name": "run"}}
     save(tmp_path, state)
     (file,) = tmp_path.glob("*.tensors")
-    items = [StoredItem(*i) for i in decode((tmp_path / ".metadata").read_bytes(), "m").storage_data["items"].values()]
+    items = list(decode((tmp_path / ".metadata").read_bytes(), "m").storage_data["items"].values())
     read = {offset for item in items for offset in range(item.offset, item.offset + item.length)}
     headers = set(range(min(read) - 200, file.stat().st_size)) - read
     for path, offsets, harmless in (
@@ -214,6 +217,76 @@ def test_a_flip_of_any_byte_of_a_checkpoint(tmp_path: Path) -> None:
             assert (load(tmp_path) == state_of(state)) if harmless else isinstance(load(tmp_path), CheckpointError)
         path.write_bytes(content)
     assert load(tmp_path) == state_of(state)
+
+
+def _number(rows: Any, key: str) -> int:
+    return [entry.key for entry in rows.entries].index(key)
+
+
+def _shape(rows: Any) -> None:
+    rows.entries[_number(rows, "w")].shape = (2, 8207)
+
+
+def _dtype(head: Any) -> None:
+    head.dtypes[head.dtypes.index("float32")] = "int32"
+
+
+def _last_blocks(rows: Any) -> None:
+    """A tensor of two blocks is cut to its second one, at its place in the file and with its own nonce and MAC."""
+    (row,) = [row for row in rows if row.nbytes > 65_536]
+    nonce, macs = row.nonce_and_macs[:24], row.nonce_and_macs[24:]
+    counted = (int.from_bytes(nonce, "little") + 1).to_bytes(24, "little")
+    row.offset, row.nbytes = row.offset + 65_536, row.nbytes - 65_536
+    row.digests, row.nonce_and_macs = row.digests[8:16], counted + macs[16:]
+
+
+def _cut_shape(rows: Any) -> None:
+    """The shape of what `_last_blocks` leaves."""
+    rows.entries[_number(rows, "w")].shape = (15, 2)
+
+
+def _kind(rows: Any) -> None:
+    (row,) = [row for row in rows if row.nbytes == 3]
+    row.kind = 1
+
+
+def _key(rows: Any) -> None:
+    rows.entries[0].key, rows.entries[1].key = rows.entries[1].key, rows.entries[0].key
+
+
+def _place(rows: Any) -> None:
+    rows[0], rows[1] = rows[1], rows[0]
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        [("entries", _shape)],
+        [("head", _dtype)],
+        [("places", _last_blocks), ("entries", _cut_shape)],
+        [("places", _kind)],
+        [("entries", _key)],
+        [("places", _place)],
+        [("head", lambda head: setattr(head, "saved_at", 0))],
+    ],
+    ids=["shape", "dtype", "last blocks", "kind", "key", "place", "time"],
+)
+def test_an_edit_of_the_metadata_alone(tmp_path: Path, edits: list[Any]) -> None:
+    """Whoever has no key can make every digest right, and not the MAC: nothing is loaded, and no target changes."""
+    state = {"w": torch.arange(16_414.0).view(-1, 2), "v": torch.ones(3), "b": torch.ones(3, dtype=torch.uint8)}
+    save(tmp_path, state)
+    for kind, change in edits:
+        edit_index(tmp_path / ".metadata", kind, change)
+    metadata = decode((tmp_path / ".metadata").read_bytes(), "m")  # without the key, it looks whole
+    target = {key: torch.full(tuple(metadata.state_dict_metadata[key].size), -1.0) for key in state}
+    reader = TensorizerStorageReader(tmp_path, encryption=DecryptionParams.from_key(KEY))
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(target, storage_reader=reader)
+    assert "its metadata was changed by somebody without its key" in str(caught.value.failures[0][0])
+    assert isinstance(caught.value.failures[0][0], DecryptionError)
+    assert all((tensor == -1).all() for tensor in target.values())
+    with pytest.raises(DecryptionError, match="changed by somebody"):
+        open_checkpoint(tmp_path, {}, encryption=DecryptionParams.from_key(KEY))
 
 
 def test_one_reader_derives_a_key_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

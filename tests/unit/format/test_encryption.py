@@ -19,7 +19,7 @@ from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, T
 from dcp_tensorizer import DecryptionError
 from dcp_tensorizer._format.encoder import encode
 from dcp_tensorizer._format.encryption import Cipher, encryption_cipher, find_other_key, random_nonce, unlock
-from dcp_tensorizer._format.layout import Derivation, block_size
+from dcp_tensorizer._format.layout import Derivation, Seal, block_size
 from dcp_tensorizer._format.tensorizer_file import lay_out
 from dcp_tensorizer._memory.tensor_bytes import host_bytes
 from dcp_tensorizer._writer_process.messages import TensorSource
@@ -112,27 +112,45 @@ def test_a_key_is_in_no_repr() -> None:
 # --- tensorizer's parameters -----------------------------------------------------------------------------------------
 
 
+def record_of(cipher: Cipher, fingerprint: bytes = b"f" * 32) -> dict[str, Any]:
+    """What the reader of an index says of its key."""
+    return cipher.record() | {"seal": Seal(fingerprint, cipher.sign(fingerprint))}
+
+
+def test_an_index_that_was_made_without_the_key() -> None:
+    """Another fingerprint than was signed, or signed with another key: a `DecryptionError`, also for a known key."""
+    unsigned = record_of(CIPHER) | {"seal": Seal(b"g" * 32, CIPHER.sign(b"f" * 32))}
+    foreign = record_of(CIPHER) | {"seal": Seal(b"f" * 32, Cipher(bytes(32)).sign(b"f" * 32))}
+    for record in (unsigned, foreign):
+        with pytest.raises(DecryptionError, match="/c: its metadata was changed by somebody without its key"):
+            unlock(DecryptionParams.from_key(KEY), record, "/c")
+        with pytest.raises(DecryptionError, match="changed"):
+            unlock(None, record, "/c", known=CIPHER)
+    assert unlock(None, record_of(CIPHER), "/c", known=CIPHER) is CIPHER
+    assert CIPHER.sign(b"f" * 32) != CIPHER.sign(b"g" * 32)
+
+
 def test_keys_of_all_kinds(tmp_path: Path) -> None:
     """Random, given as bytes, read from a file, or from a passphrase: the same key on both sides."""
     random = EncryptionParams.random()
     assert encryption_cipher(random) == Cipher(random.key)
-    assert unlock(DecryptionParams.from_key(random.key), Cipher(random.key).record(), "/c") == Cipher(random.key)
+    assert unlock(DecryptionParams.from_key(random.key), record_of(Cipher(random.key)), "/c") == Cipher(random.key)
     (tmp_path / "key").write_bytes(random.key)
     assert encryption_cipher(EncryptionParams((tmp_path / "key").read_bytes())) == Cipher(random.key)
     made = EncryptionParams.from_string("correct horse", **WEAK, salt=b"sixteen of salt.")
     cipher = encryption_cipher(made)
     assert cipher == Cipher(made.key, Derivation(1, 8192, 2, b"sixteen of salt."))
     assert [type(value) for value in cipher.derivation or ()] == [int, int, int, bytes]
-    assert unlock(DecryptionParams.from_string("correct horse"), cipher.record(), "/c") == cipher
-    assert unlock(DecryptionParams.from_key(made.key), cipher.record(), "/c") == Cipher(made.key)
+    assert unlock(DecryptionParams.from_string("correct horse"), record_of(cipher), "/c") == cipher
+    assert unlock(DecryptionParams.from_key(made.key), record_of(cipher), "/c") == Cipher(made.key)
     with pytest.raises(DecryptionError, match="/c was encrypted with another key"):
-        unlock(DecryptionParams.from_string("other horse"), cipher.record(), "/c")
+        unlock(DecryptionParams.from_string("other horse"), record_of(cipher), "/c")
 
 
 def test_a_passphrase_for_what_was_encrypted_with_a_key() -> None:
     """The error says which of tensorizer's constructors to use."""
     with pytest.raises(DecryptionError, match="from_key"):
-        unlock(DecryptionParams.from_string("passphrase"), Cipher(KEY).record(), "/c")
+        unlock(DecryptionParams.from_string("passphrase"), record_of(Cipher(KEY)), "/c")
 
 
 def test_a_derivation_that_cannot_be_carried_out() -> None:
@@ -140,7 +158,7 @@ def test_a_derivation_that_cannot_be_carried_out() -> None:
     with pytest.raises(DecryptionError, match=r"1,000,000,000,000,000 bytes") as caught:
         unlock(
             DecryptionParams.from_string("passphrase"),
-            Cipher(KEY, Derivation(1, 10**15, 2, bytes(16))).record(),
+            record_of(Cipher(KEY, Derivation(1, 10**15, 2, bytes(16)))),
             "/c",
         )
     assert "passphrase'" not in str(caught.value)

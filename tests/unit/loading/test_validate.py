@@ -65,7 +65,7 @@ def test_no_checkpoint_is_said_with_its_path_and_what_may_be_the_cause() -> None
 def test_where_a_chunk_is() -> None:
     """As the metadata says; if it does not, the key and the offset are named."""
     item = make_item(24)
-    metadata = metadata_of([(("x", (0, 0)), item.to_tuple()), (("o", None), item.to_tuple())])
+    metadata = metadata_of([(("x", (0, 0)), item), (("o", None), item)])
     assert stored_item("/ckpt", metadata, MetadataIndex("x", torch.Size([0, 0]))) == item
     assert stored_item("/ckpt", metadata, MetadataIndex("o")) == item
     with pytest.raises(MetadataError, match=r"/ckpt has no data for 'x' at offset torch.Size\(\[1, 0\]\)"):

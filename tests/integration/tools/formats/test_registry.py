@@ -13,7 +13,6 @@ from dcp_tensorizer import (
     CheckpointError,
     ConversionError,
     NotCommitted,
-    ReadError,
 )
 from dcp_tensorizer.convert import convert
 
@@ -36,7 +35,14 @@ def header(described: Any) -> bytes:
         (header({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 9]}}), ConversionError),
         (header({"x": {"dtype": "Q9", "shape": [2], "data_offsets": [0, 8]}}), ConversionError),
         (header({"x": 5}), ConversionError),
-        (header({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}), ReadError),
+        (header({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}), ConversionError),
+        (header({"x": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}) + b"abcde", ConversionError),
+        (header({k: {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]} for k in "xy"}) + b"abcd", ConversionError),
+        (header({"x": {"dtype": "U8", "shape": [1] * 200_000, "data_offsets": [0, 1]}}) + b"a", ConversionError),
+        (header({"x": {"dtype": "U8", "shape": [-1, -4], "data_offsets": [0, 4]}}) + b"abcd", ConversionError),
+        (header({"x": {"dtype": "U8", "shape": [1 << 70, 0], "data_offsets": [0, 0]}}), ConversionError),
+        (struct.pack("<Q", 200_000) + b'{"x":' + b"[" * 199_995, ConversionError),
+        (header({"\ud800": {"dtype": "U8", "shape": [], "data_offsets": [0, 1]}}) + b"a", ConversionError),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, content: bytes, error: type[Exception]) -> None:

@@ -1,0 +1,233 @@
+"""The index of a checkpoint: the container that ``.metadata`` is.
+
+    start     80 bytes: magic, version, the lengths of head and file, a digest of start and head, a MAC
+    head      MessagePack: what was saved when and by what, the data files, and where each section is
+    sections  MessagePack, one after the other: the entries of the state dict, what the planner recorded, and for each
+              rank the places of what it wrote
+
+Each section has its digest in the head, so that it can be read, checked and decoded by itself. Nothing in the file is
+code. `index_rows` has the types of what is in it, and ``docs/reference/format.md`` describes it for other programs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeVar
+
+import msgspec
+import xxhash
+
+from ..errors import MetadataError
+from .index_rows import Head, Section, SectionKind, decode_head, encode_rows
+from .layout import Seal, is_data_file_name
+
+__all__ = [
+    "INDEX_VERSION",
+    "Part",
+    "data_file_names",
+    "decoded",
+    "is_index",
+    "looks_like_pickle",
+    "nonsense",
+    "pack",
+    "read_head",
+    "read_seal",
+    "section_of",
+]
+
+INDEX_VERSION = 1
+
+_Rows = TypeVar("_Rows")
+
+_MAGIC = b"\x89DCPTZR\n"
+# Magic, version, bytes of the head, bytes of the file. This much, the digest and the MAC stand here in every version.
+_FIXED = struct.Struct("<8sQQQ")
+_DIGEST = 16
+_MAC = 32
+_START = _FIXED.size + _DIGEST + _MAC
+_PICKLE = b"\x80"  # the first byte of any pickle since protocol 2
+_OLD_TRAILER = b"\x00DCPTZR1"  # behind the pickle that this package wrote before its first release
+
+
+class Part(NamedTuple):
+    """A section that is to be packed."""
+
+    kind: SectionKind
+    rank: int | None
+    content: bytes
+
+
+# --- writing -------------------------------------------------------------------------------------------------------
+
+
+def pack(head: Head, parts: Iterable[Part], sign: Callable[[bytes], bytes] | None = None) -> bytes:
+    """The index.
+
+    Args:
+        head: All of it but the sections, which are filled in.
+        parts: What the sections hold.
+        sign: Gives the MAC of a fingerprint, in an encrypted checkpoint.
+    """
+    contents = []
+    offset = 0
+    for part in parts:
+        strong = None if sign is None else _strong(part.content)
+        nbytes = len(part.content)
+        digest = xxhash.xxh3_128_digest(part.content)
+        head.sections.append(Section(part.kind, part.rank, offset, nbytes, digest, strong))
+        contents.append(part.content)
+        offset += nbytes
+    packed = encode_rows(head)
+    fixed = _FIXED.pack(_MAGIC, INDEX_VERSION, len(packed), _START + len(packed) + offset)
+    mac = bytes(_MAC) if sign is None else sign(_strong(fixed, packed))
+    return b"".join((fixed, _digest(fixed, mac, packed), mac, packed, *contents))
+
+
+def _digest(*pieces: bytes | memoryview) -> bytes:
+    state = xxhash.xxh3_128()
+    for piece in pieces:
+        state.update(piece)
+    return state.digest()
+
+
+def _strong(*pieces: bytes | memoryview) -> bytes:
+    state = hashlib.blake2b(digest_size=32)
+    for piece in pieces:
+        state.update(piece)
+    return state.digest()
+
+
+# --- reading -------------------------------------------------------------------------------------------------------
+
+
+def is_index(data: bytes) -> bool:
+    """Whether some bytes begin as an index does, or as the metadata of this package did before its first release."""
+    return data.startswith(_MAGIC) or data[-24:-16] == _OLD_TRAILER
+
+
+def looks_like_pickle(data: bytes) -> bool:
+    """Whether some bytes begin as a pickle does, which torch's ``.metadata`` is."""
+    return data.startswith(_PICKLE)
+
+
+def read_head(data: bytes, path: str) -> Head:
+    """The head of an index, checked; ``path`` is for messages.
+
+    Raises:
+        MetadataError: it is damaged, of another version, or something else; says what it is.
+    """
+    if not data.startswith(_MAGIC):
+        raise MetadataError(f"{path} {_what_it_is(data)}")
+    if len(data) < _START:
+        raise _damaged(path, f"it ends after {len(data):,} bytes")
+    _, version, head_nbytes, nbytes = _FIXED.unpack_from(data)
+    if head_nbytes > len(data) - _START:
+        raise _damaged(path, "its head is not whole")
+    view = memoryview(data)
+    fixed, digest, mac, packed = _start_of(view, head_nbytes)
+    if _digest(fixed, mac, packed) != digest:
+        raise _damaged(path, "its checksum does not match")
+    if version != INDEX_VERSION:
+        raise MetadataError(
+            f"{path} is of format version {version}, and this release reads version {INDEX_VERSION}: install the "
+            f"release of dcp_tensorizer that wrote it, or a newer one"
+        )
+    if nbytes != len(data):
+        raise _damaged(path, f"it has {len(data):,} bytes instead of {nbytes:,}")
+    head = decoded(decode_head, packed, path)
+    _check_head(head, nbytes - _START - head_nbytes, path)
+    return head
+
+
+def read_seal(data: bytes) -> Seal:
+    """The seal of an index whose head has been read."""
+    _, _, head_nbytes, _ = _FIXED.unpack_from(data)
+    fixed, _, mac, packed = _start_of(memoryview(data), head_nbytes)
+    return Seal(_strong(fixed, packed), bytes(mac))
+
+
+def section_of(data: bytes, section: Section, path: str) -> memoryview:
+    """The bytes of a section, checked.
+
+    Raises:
+        MetadataError: they are damaged.
+    """
+    _, _, head_nbytes, _ = _FIXED.unpack_from(data)
+    start = _START + head_nbytes + section.offset
+    content = memoryview(data)[start : start + section.nbytes]
+    if xxhash.xxh3_128_digest(content) != section.digest:
+        raise _damaged(path, "its checksum does not match")
+    if section.strong is not None and _strong(content) != section.strong:
+        raise _damaged(path, "its BLAKE2b digest does not match")
+    return content
+
+
+def data_file_names(data: bytes, path: str) -> set[str]:
+    """The data files that an index names; raises what `read_head` does."""
+    return {file.name for file in read_head(data, path).files}
+
+
+def decoded(decode: Callable[[memoryview], _Rows], content: memoryview, path: str) -> _Rows:
+    """What a decoder makes of some bytes.
+
+    Raises:
+        MetadataError: they are not what the decoder is for.
+    """
+    try:
+        return decode(content)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise nonsense(path, str(error)) from None
+
+
+def nonsense(path: str, what: str) -> MetadataError:
+    """The error for an index with right digests that no writer would write."""
+    return MetadataError(f"{path} is not what any dcp_tensorizer would write: {what}")
+
+
+def _start_of(view: memoryview, head_nbytes: int) -> tuple[memoryview, memoryview, memoryview, memoryview]:
+    """Fixed fields, digest, MAC, and the head."""
+    mac_offset = _FIXED.size + _DIGEST
+    return (
+        view[: _FIXED.size],
+        view[_FIXED.size : mac_offset],
+        view[mac_offset:_START],
+        view[_START : _START + head_nbytes],
+    )
+
+
+def _check_head(head: Head, nbytes: int, path: str) -> None:
+    """Checks that sections fill the bytes behind the head, and that data files lie beside the index."""
+    end = 0
+    for section in head.sections:
+        if section.offset != end or (section.strong is None) != (head.encryption is None):
+            raise nonsense(path, "its sections are not one after the other, or not all of them have a strong digest")
+        end += section.nbytes
+    if end != nbytes:
+        raise nonsense(path, f"its sections have {end:,} bytes, and {nbytes:,} follow its head")
+    kinds = [section.kind for section in head.sections if section.kind != "places"]
+    if kinds.count("entries") != 1 or len(kinds) > 2 or len(set(kinds)) < len(kinds):
+        raise nonsense(path, f"it has sections {kinds}")
+    for file in head.files:
+        if not is_data_file_name(file.name):
+            raise nonsense(path, f"it names a data file {file.name!r}")
+
+
+def _what_it_is(data: bytes) -> str:
+    """What a file is that does not begin as an index does."""
+    if data[-24:-16] == _OLD_TRAILER:
+        return (
+            "is a pickle of dcp_tensorizer from before its first release, which is no longer read: load the "
+            "checkpoint with the revision that wrote it, and save it again"
+        )
+    if data.startswith(_PICKLE):
+        return (
+            "was not written by dcp_tensorizer: it is a pickle, as torch's own FileSystemWriter writes. Load it with "
+            "FileSystemReader, or bring it over with `dcp-tensorizer convert`."
+        )
+    return "was not written by dcp_tensorizer, or is damaged at its beginning. Load another checkpoint."
+
+
+def _damaged(path: str, why: str) -> MetadataError:
+    return MetadataError(f"{path} is damaged: {why}. Load another checkpoint.")

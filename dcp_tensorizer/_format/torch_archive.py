@@ -1,0 +1,139 @@
+"""What ``torch.save`` writes, looked at before ``torch.load`` is: an archive that is larger than it looks, or a pickle
+that takes for ever, is refused in the time and the memory that its own bytes take.
+
+Python and torch each have a reader of zip archives. They agree on what is in one only if it is laid out in the plain
+way that torch writes, so nothing else is accepted.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from typing import IO, Any
+
+from .._torch_compat import tensor_makers
+from .inert_pickle import Made, load_inert
+
+__all__ = ["check_archive", "check_pickle", "check_saved", "is_archive", "record"]
+
+_END = struct.Struct("<4s4HIIH")
+_END_64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR_64 = struct.Struct("<4sIQI")
+_LOCAL = struct.Struct("<26xHH")  # of a record's header: the lengths of its name and of what else is before its data
+_MAX_DIMENSIONS = 255
+
+
+def is_archive(data: bytes) -> bool:
+    """Whether some bytes begin as a zip archive does, and so as what ``torch.save`` has written since torch 1.6."""
+    return data.startswith(b"PK\3\4")
+
+
+def check_saved(data: bytes) -> None:
+    """Looks at what ``torch.save`` made of a value; what is of an older release is left to torch.
+
+    Raises:
+        ValueError: it is not an archive as torch writes it, or what is in it would take too long.
+    """
+    if is_archive(data):
+        archive = check_archive(io.BytesIO(data), len(data))
+        for info in archive.infolist():
+            if info.filename.lower().endswith("/data.pkl"):  # as torch looks names up
+                check_pickle(record(archive, info))
+
+
+def check_archive(file: IO[bytes], nbytes: int) -> zipfile.ZipFile:
+    """Opens an archive whose records lie in it as they are, each at a place of its own.
+
+    Args:
+        file: The archive, from its first byte.
+        nbytes: Its size.
+
+    Raises:
+        ValueError: it is none, or has records that are compressed, or larger than the archive.
+    """
+    directory = _directory(file, nbytes)
+    file.seek(0)
+    try:
+        archive = zipfile.ZipFile(file)
+    except Exception as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    infos = archive.infolist()
+    if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
+        raise ValueError("it is compressed: load and save it once more")
+    end = 0
+    for info in sorted(infos, key=lambda info: info.header_offset):
+        if info.file_size != info.compress_size or info.header_offset < end or info.flag_bits & 1:
+            raise ValueError(f"its record {info.filename!r} overlaps another one, or is not stored as it is")
+        end = info.header_offset + 30 + info.file_size
+    if end > directory or len({info.filename.lower() for info in infos}) < len(infos):
+        raise ValueError("its records have more bytes than the file, or the same name")
+    return archive
+
+
+def _directory(file: IO[bytes], nbytes: int) -> int:
+    """Where the list of records begins; it and its end are the last bytes of the file."""
+    if nbytes < _END.size:
+        raise ValueError("it is too short for an archive")
+    signature, _, _, here, total, size, offset, comment = _END.unpack(_read(file, nbytes - _END.size, _END.size))
+    end = nbytes - _END.size
+    if signature != b"PK\5\6" or comment or here != total:
+        raise ValueError("its last bytes are not the end of an archive: it is cut, or packed again")
+    locator_offset = end - _LOCATOR_64.size
+    locator = _read(file, locator_offset, _LOCATOR_64.size) if locator_offset >= _END_64.size else b""
+    if locator[:4] == b"PK\6\7":
+        end = locator_offset - _END_64.size
+        _, _, large_end, _ = _LOCATOR_64.unpack(locator)
+        large = _END_64.unpack(_read(file, end, _END_64.size))
+        if large[0] != b"PK\6\6" or large_end != end or large[6] != large[7]:
+            raise ValueError("the end of its list of records is damaged")
+        size, offset = large[8], large[9]
+    if offset + size != end:
+        raise ValueError("its list of records is not where its end says")
+    return int(offset)
+
+
+def record(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
+    """The bytes of a record; not compared with its CRC-32, which torch.save may leave out."""
+    assert archive.fp is not None
+    names, more = _LOCAL.unpack(_read(archive.fp, info.header_offset, _LOCAL.size))
+    return _read(archive.fp, info.header_offset + _LOCAL.size + names + more, info.file_size)
+
+
+def _read(file: IO[bytes], offset: int, nbytes: int) -> bytes:
+    file.seek(offset)
+    return file.read(nbytes)
+
+
+def check_pickle(pickled: bytes) -> None:
+    """Looks at a pickle that the weights-only rules of ``torch.load`` are to be applied to.
+
+    Raises:
+        ValueError: it would take more time or memory than it has bytes.
+    """
+    try:
+        load_inert(pickled, on_call=_check_call)
+    except Exception as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _check_call(made: Made) -> None:
+    """Fails for a call that torch allows, and that takes more than its arguments have bytes."""
+    if made.what == ("builtins", "bytearray") and any(type(argument) is int for argument in made.arguments):
+        raise ValueError("it asks for memory")
+    if made.what == ("_codecs", "encode") and made.arguments[1:] != ("latin1",):
+        raise ValueError("it encodes text in a way that torch.save does not")
+    if made.what.module in tensor_makers:
+        _check_dimensions(made.arguments, 0)
+
+
+def _check_dimensions(value: Any, depth: int) -> None:
+    if type(value) is Made:
+        value = value.arguments
+    if type(value) not in (tuple, list):
+        return
+    if len(value) > _MAX_DIMENSIONS:
+        raise ValueError(f"a tensor of {len(value):,} dimensions")
+    if depth < 2:
+        for inner in value:
+            _check_dimensions(inner, depth + 1)

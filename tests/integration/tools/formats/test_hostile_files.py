@@ -1,0 +1,155 @@
+"""Files that were made to do harm: each is refused by name, in the time and the memory that its own bytes take."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+import time
+import tracemalloc
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_tensorizer import CheckpointError, ConversionError, MetadataError, UntrustedObject
+from dcp_tensorizer._tools.formats import torch_file
+from dcp_tensorizer._tools.formats.registry import open_checkpoint
+from dcp_tensorizer.convert import Options, convert
+
+from ....checkpoints import make_checkpoint
+from ....unit.format.test_inert_pickle import doubled
+
+
+def archive(pickled: bytes, **records: bytes) -> bytes:
+    """A file of `torch.save` with a pickle of one's own, and records beside it."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as made:
+        for name, content in {"data.pkl": pickled, "byteorder": b"little", "version": b"3\n", **records}.items():
+            made.writestr(f"archive/{name}", content)
+    return stream.getvalue()
+
+
+def repickled(change: Callable[[bytes], bytes]) -> bytes:
+    """A file of `torch.save` with a tensor of 4 bytes, whose pickle somebody has changed."""
+    stream = io.BytesIO()
+    torch.save({"x": torch.zeros(4, dtype=torch.uint8)}, stream)
+    with zipfile.ZipFile(stream) as stock:
+        pickled = next(stock.read(name) for name in stock.namelist() if name.endswith("data.pkl"))
+    return archive(change(pickled), **{"data/0": bytes(4)})
+
+
+def bomb() -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as made:
+        made.writestr("archive/data.pkl", pickle.dumps({}, 2))
+        made.writestr("archive/byteorder", bytes(300 << 20))
+    return stream.getvalue()
+
+
+def lists_of_lists(levels: int) -> bytes:
+    """A state dict with a list that holds twice the one before it, and so on."""
+    value: Any = [1]
+    for _ in range(levels):
+        value = [value, value]
+    return pickle.dumps({"x": value}, 2)
+
+
+def list_in_itself() -> bytes:
+    value: list[Any] = []
+    value.append(value)
+    return pickle.dumps({"x": value}, 2)
+
+
+def deep(levels: int) -> bytes:
+    return b"\x80\x02}X\x01\x00\x00\x00x" + b"]" * levels + b"a" * (levels - 1) + b"s."
+
+
+FILES = {
+    "bomb": bomb(),
+    "keys": archive(doubled(60, b"}PAIRSK\x01s")),
+    "dimensions": archive(b"\x80\x02ctorch\nSize\n(" + b"K\x01" * 200_000 + b"t\x85R."),
+    "memory": archive(b"\x80\x02cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R."),
+    "lists": archive(lists_of_lists(60)),
+    "itself": archive(list_in_itself()),
+    "deep": archive(deep(50_000)),
+    "elements": repickled(lambda pickled: pickled.replace(b"K\x04tq", b"K\x05tq").replace(b"K\x04\x85", b"K\x05\x85")),
+    "old": pickle.dumps({}, 2),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_torch_files(tmp_path: Path, name: str) -> None:
+    """A bomb, keys and lists without end, memory that nothing fills, a tensor with more bytes than are stored."""
+    assert b"K\x05" in FILES["elements"]
+    (tmp_path / "bad.pt").write_bytes(FILES[name])
+    started = time.monotonic()
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=r"bad\.pt"):
+            convert(tmp_path / "bad.pt", tmp_path / "out", "dcp_tensorizer")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 100 << 20
+    assert time.monotonic() - started < 60
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.pt"]
+
+
+METADATA = {
+    "slots": (
+        b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\nN}X\x07\x00\x00\x00version"
+        b"X\x05\x00\x00\x00wrongs\x86b.",
+        MetadataError,
+    ),
+    "function": (b"\x80\x02ctorch.serialization\n_get_layout\nN}X\x01\x00\x00\x00xK\x01s\x86b.", MetadataError),
+    "keys": (doubled(60, b"}PAIRSK\x01s"), MetadataError),
+    "code": (b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R.", UntrustedObject),
+    "nothing": (pickle.dumps({"a": 1}), MetadataError),
+    "size": (pickle.dumps(torch.Size([1])), MetadataError),
+}
+
+
+@pytest.mark.parametrize("name", METADATA)
+def test_torch_metadata(tmp_path: Path, name: str) -> None:
+    """Nothing in it reaches a class of this process, or takes long."""
+    content, error = METADATA[name]
+    (tmp_path / ".metadata").write_bytes(content)
+    before = dict(vars(Metadata))
+    with pytest.raises(error, match=r"\.metadata"):
+        open_checkpoint(tmp_path, {})
+    assert dict(vars(Metadata)) == before
+    assert not hasattr(torch.serialization._get_layout, "x")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda metadata: metadata.planner_data.update(w=("w", 10**15)),
+        lambda metadata: metadata.planner_data.update(w=["w"]),
+        lambda metadata: setattr(metadata, "planner_data", 5),
+    ],
+    ids=["number", "list", "none"],
+)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_paths_that_a_planner_has_not_recorded(tmp_path: Path, change: Callable[[Any], object]) -> None:
+    """They are not followed: a list of so many members is not made."""
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a", no_dist=True)
+    metadata = pickle.loads((tmp_path / "a" / ".metadata").read_bytes())
+    change(metadata)
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
+    convert(tmp_path / "a", tmp_path / "b.pt", "torch")
+    assert torch.equal(torch.load(tmp_path / "b.pt")["w"], torch.ones(2))
+
+
+def test_a_list_that_cannot_be_whole(tmp_path: Path) -> None:
+    """A member of a high number, alone: no list is made to hold it."""
+    view = open_checkpoint(make_checkpoint(tmp_path / "a", {"w": torch.ones(2)}), {})
+    far = dataclasses.replace(view.tensors["w"], path=("w", 10**15))
+    with pytest.raises(ConversionError, match="'w' belongs to a list of which not all"):
+        torch_file.check(dataclasses.replace(view, tensors={"w": far}), Options())
