@@ -26,6 +26,8 @@ def check_path(value: object) -> None:
     """Raises `TypeError` unless it is a path or a URL. It may hold a password, which must not be shown."""
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"path must be a str or an os.PathLike, and is {_type(value)}")
+    if not isinstance(os.fspath(value), str):
+        raise TypeError(f"path must be text, and {_type(value)} gives {_type(os.fspath(value))}")
 
 
 def check_timeout(value: object, *, least: float | None = None) -> None:

@@ -39,7 +39,7 @@ from ._loading.validate import (
 )
 from ._memory.garbage import collector_paused
 from ._storage.base import TIMEOUT, Storage
-from ._storage.open import is_location, open_storage
+from ._storage.open import absolute_path, is_location, open_storage
 from ._storage.redact import redact, shown
 from .errors import CheckpointError, MetadataError, NotCommitted
 
@@ -79,6 +79,7 @@ class TensorizerStorageReader(StorageReader):
     Raises:
         ValueError, TypeError: an argument makes no sense.
         DecryptionError: there is a key, and no libsodium.
+        WriteError: the path is relative, and there is no working directory.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class TensorizerStorageReader(StorageReader):
         check_callable("on_report", on_report)
         if encryption is not None:
             check_decryption(encryption)
-        self._path = path
+        self._path: str | os.PathLike[str] = absolute_path(path)
         self._options = dict(storage_options or {})
         self._verify = verify
         self._allow_pickle = allow_pickle
@@ -153,7 +154,8 @@ class TensorizerStorageReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Called by DCP before a load, with the ``checkpoint_id`` if there is one."""
         if checkpoint_id:
-            self._path = checkpoint_id
+            check_path(checkpoint_id)
+            self._path = absolute_path(checkpoint_id)
         self._load_id = uuid.uuid4().hex
         self._storage = self._metadata = self._error = None
 

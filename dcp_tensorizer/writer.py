@@ -31,7 +31,7 @@ from ._saving.options import SaveLimits, Staging, check_options
 from ._saving.report import SaveReport
 from ._saving.session import Saver, SaveSession
 from ._staging.stager import StagingFuture
-from ._storage.open import is_location
+from ._storage.open import absolute_path, is_location
 from ._storage.redact import shown
 from ._threads import Deadline
 from .errors import StagingError
@@ -92,7 +92,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     Raises:
         TypeError: an argument is of a wrong type.
         ValueError: an argument has a value that is not allowed, or two of them exclude each other.
-        WriteError: there is a key, and no libsodium.
+        WriteError: there is a key, and no libsodium; or the path is relative, and there is no working directory.
     """
 
     _synchronize_after_execute = False
@@ -117,7 +117,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         if path is not None:
             check_path(path)
         check_callable("on_report", on_report)
-        self._path = path
+        self._path = None if path is None else absolute_path(path)
         self._options = check_options(
             cache=cache_staged_state_dict,
             staging=staging,
@@ -132,6 +132,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         )
         self._synchronize_after_execute = staging != "buffer"
         self._error_of_trainer: StagingError | None = None
+        self._directory_of_trainer: str | None = None
         self._saver = Saver(self._options, on_report)
         self._local = threading.local()  # each save's path and session: saves that nobody staged may run at once
         in_child(self, TensorizerStorageWriter._renew)
@@ -198,8 +199,10 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         """What a copy in another process needs: in PROCESS mode DCP sends one with every save."""
         staged_save = self._saver.stager.begin_save()
         state = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
-        error = None if staged_save is None else staged_save.error
-        return state | {"_error_of_trainer": error, "_closed": self._saver.closed}
+        state["_closed"] = self._saver.closed
+        if staged_save is not None:
+            state |= {"_error_of_trainer": staged_save.error, "_directory_of_trainer": staged_save.directory}
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy writes in its own process, unless it comes to stage something: then it is a trainer's writer."""
@@ -265,7 +268,12 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         return self._saver.save_id
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Called by DCP before a save that is given a ``checkpoint_id``: it holds for the calling thread's save."""
+        """Called by DCP before a save that is given a ``checkpoint_id``: it holds for the calling thread's save.
+
+        A relative one is relative to the working directory in which the save was staged.
+        """
+        if checkpoint_id is not None:
+            check_path(checkpoint_id)
         self._local.path = checkpoint_id
 
     def storage_meta(self) -> StorageMeta:
@@ -280,7 +288,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             self._saver.stager.wait_turn()  # a synchronous save, or one that was staged by another stager
         self._end_session()
         path, self._local.path = self.checkpoint_id, None
-        session = self._local.session = self._saver.begin(path, staged_save, self._error_of_trainer)
+        directory = self._directory_of_trainer if staged_save is None else staged_save.directory
+        session = self._local.session = self._saver.begin(path, directory, staged_save, self._error_of_trainer)
         return StorageMeta(checkpoint_id=session.storage.path, save_id=session.id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from .._descriptor import Descriptor, anonymous_file
 from .._forks import in_child
 from ..errors import StagingError
-from .descriptor import Descriptor, anonymous_file
 from .device import Device
 from .memory_limit import check_headroom
 

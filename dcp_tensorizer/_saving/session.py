@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from .._format.layout import StoredItem, metadata_file_name, save_id_in
 from .._staging.stager import StagedSave, StagedStateDict, Stager
 from .._storage.base import DirectoryLock, Storage
-from .._storage.open import open_storage
+from .._storage.open import absolute_path, open_storage
 from .._storage.redact import redact
 from .._threads import Deadline, in_background
 from .._torch_compat import DCP_VERSION
@@ -104,12 +104,17 @@ class Saver:
         return staged
 
     def begin(
-        self, path: str | os.PathLike[str] | None, staged_save: StagedSave | None, error: StagingError | None = None
+        self,
+        path: str | os.PathLike[str] | None,
+        directory: str | None,
+        staged_save: StagedSave | None,
+        error: StagingError | None = None,
     ) -> SaveSession:
         """Begins a save, inside the step in which DCP hands errors to all ranks.
 
         Args:
             path: Where to save.
+            directory: What a relative path is relative to; None for the working directory of now.
             staged_save: What was staged for it; None if it writes from the tensors themselves.
             error: Of the staging, where that was done in another process.
 
@@ -122,7 +127,7 @@ class Saver:
             if error := error or (None if staged_save is None else staged_save.error):
                 # An error of this save's own: a traceback keeps frames alive, and they keep the tensors.
                 raise StagingError(str(error))
-            storage = self._open(path, staged_save)
+            storage = self._open(path, directory, staged_save)
         except CheckpointError as failure:
             self.failures.failed(failure)
             raise
@@ -151,7 +156,9 @@ class Saver:
         """One of the same options, which shares nothing with this one."""
         return Saver(self.options, self.reports.on_report, closed=self.closed)
 
-    def _open(self, path: str | os.PathLike[str] | None, staged_save: StagedSave | None) -> Storage:
+    def _open(
+        self, path: str | os.PathLike[str] | None, directory: str | None, staged_save: StagedSave | None
+    ) -> Storage:
         if self.closed:
             raise WriteError(_CLOSED)
         if staged_save is not None and staged_save.distributed and not torch.distributed.is_initialized():
@@ -161,7 +168,9 @@ class Saver:
             )
         if path is None:
             raise WriteError("there is nowhere to save: give the writer a path, or the save a checkpoint_id")
-        return open_storage(path, self.options.write.storage_options, self.options.limits.timeout)
+        return open_storage(
+            absolute_path(path, directory), self.options.write.storage_options, self.options.limits.timeout
+        )
 
 
 class SaveSession:

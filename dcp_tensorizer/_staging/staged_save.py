@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import enum
+import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -59,6 +60,8 @@ class StagedSave:
         abandoned: A later save has waited for this one to be taken, in vain. None waits for it again.
         distributed: It was staged by one of several ranks.
         stager: The thread that copies.
+        directory: The working directory when staging began, which relative paths of the save are relative to; None
+            where there is none.
         started_at: ``time.time()`` when staging began.
         stage_seconds: The time that `stage` took.
     """
@@ -73,6 +76,7 @@ class StagedSave:
         self.abandoned = False
         self.distributed = False
         self.stager = threading.current_thread()
+        self.directory = _working_directory()
         self.started_at = 0.0
         self.stage_seconds = 0.0
         # All waiting is on this condition. Its lock may be taken twice by one thread: a signal's handler that closes
@@ -323,4 +327,10 @@ class StagingFuture(concurrent.futures.Future[dict[str, Any]]):
 
 
 def _no_future() -> StagingFuture | None:
+    return None
+
+
+def _working_directory() -> str | None:
+    with suppress(OSError):
+        return os.getcwd()
     return None

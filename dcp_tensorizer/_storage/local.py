@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from .._descriptor import identity
 from .._threads import cores
 from ..errors import NotCommitted, ReadError, WriteError
 from . import directory_record
@@ -75,8 +76,8 @@ class LocalStorage(Storage):
         return files, folders
 
     def make_directory(self) -> None:
-        created = [folder for folder in (self._root, *self._root.parents) if not folder.exists()]
         try:
+            created = [folder for folder in (self._root, *self._root.parents) if not folder.exists()]
             self._root.mkdir(parents=True, exist_ok=True)
             for folder in created:
                 _sync_directory(folder.parent)
@@ -97,6 +98,8 @@ class LocalStorage(Storage):
                 file.flush()
                 if sync:
                     os.fsync(file.fileno())
+            with suppress(FileNotFoundError):
+                _check_kind(self._root / name)  # a rename would replace it
             self._rename(temporary, name, data, replace)
         except OSError as error:
             raise Refused(f"cannot write {self._root / name}: {error}") from error
@@ -128,10 +131,10 @@ class LocalStorage(Storage):
             raise
 
     def read(self, name: str) -> bytes | None:
-        return self._ask(name, Path.read_bytes)
+        return self._ask(name, _read)
 
     def head(self, name: str) -> int | None:
-        return self._ask(name, lambda path: path.stat().st_size)
+        return self._ask(name, lambda path: _check_kind(path, or_directory=True).st_size)
 
     def _ask(self, name: str, ask: Callable[[Path], _T]) -> _T | None:
         path = self._root / name
@@ -143,9 +146,11 @@ class LocalStorage(Storage):
             raise ReadError(f"cannot read {path}: {error}") from error
 
     def open(self, name: str) -> LocalFile:
+        _check_kind(self._root / name)
         return LocalFile(self._root / name)
 
     def open_uncached(self, name: str) -> UncachedFile:
+        _check_kind(self._root / name)
         return UncachedFile(self._root / name)
 
     def put_record(self, name: str) -> None:
@@ -173,9 +178,11 @@ class LocalStorage(Storage):
             (self._root / name).unlink(missing_ok=True)
 
     def remove_directory(self) -> bool:
-        with suppress(OSError):
+        try:
             self._root.rmdir()
-        return not self._root.exists()
+        except OSError as error:
+            return isinstance(error, FileNotFoundError)
+        return True
 
     def _is_local(self) -> bool:
         return _file_system(self._root) in self._local_types
@@ -216,7 +223,7 @@ class _FileLock(DirectoryLock):
             self._fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise WriteError(f"cannot open the checkpoint directory {self._root}: {error}") from error
-        self._release = weakref.finalize(self, _unlock, self._fd, os.getpid())
+        self._release = weakref.finalize(self, _unlock, self._fd, identity(self._fd), os.getpid())
 
     def _is_current(self) -> bool:
         """Whether the directory at the path is still the one that is locked."""
@@ -244,8 +251,8 @@ class _FileLock(DirectoryLock):
         return True
 
 
-def _unlock(fd: int, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child must not end its parent's lock
+def _unlock(fd: int, directory: tuple[int, int] | None, pid: int) -> None:
+    if os.getpid() == pid and identity(fd) == directory:  # a forked child must not end its parent's lock
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_UN)  # the lock would last as long as a forked child's copy of the descriptor
         os.close(fd)
@@ -263,6 +270,27 @@ def _file_system(path: Path) -> str:
             if is_inside and len(mount) >= len(nearest):
                 nearest, kind = mount, rest.split()[0]
     return kind
+
+
+def _read(path: Path) -> bytes:
+    _check_kind(path)
+    return path.read_bytes()
+
+
+def _check_kind(path: Path, *, or_directory: bool = False) -> os.stat_result:
+    """Looks that there is a file, before it is opened: that waits for ever for the other end of a FIFO.
+
+    Raises:
+        OSError: there is none, or it is something else.
+    """
+    status = path.stat()
+    kind = stat.S_IFMT(status.st_mode)
+    if kind == stat.S_IFREG or (or_directory and kind == stat.S_IFDIR):
+        return status
+    if kind == stat.S_IFDIR:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    name = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}.get(kind, "a device")
+    raise OSError(f"it is {name}, and not a file: remove it, or choose another path")
 
 
 def _link(source: Path, target: Path) -> None:

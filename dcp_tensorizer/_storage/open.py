@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..errors import WriteError
 from .base import TIMEOUT, Storage
 from .fsspec import is_known, open_url
 from .local import LocalStorage
 
-__all__ = ["is_location", "open_storage"]
+__all__ = ["absolute_path", "is_location", "open_storage"]
 
 
 def open_storage(
@@ -27,11 +28,41 @@ def open_storage(
     Raises:
         WriteError: the URL's protocol is unknown, its library is missing, or its server cannot be reached.
     """
+    resolved = absolute_path(path)
+    if isinstance(resolved, Path):
+        return LocalStorage(resolved)
+    opened = open_url(resolved, options or {}, timeout)
+    return LocalStorage(opened) if isinstance(opened, Path) else opened
+
+
+def absolute_path(path: str | os.PathLike[str], directory: str | None = None) -> str | Path:
+    """An absolute path, which names the same place in another working directory, or the URL as it is.
+
+    Args:
+        path: As for `open_storage`. A ``~`` is a name as any other.
+        directory: What a relative path is relative to; by default the working directory.
+
+    Raises:
+        WriteError: it cannot be the name of a file, or is relative, and there is no working directory.
+    """
     text = os.fspath(path)
     if _is_local(path):
-        return LocalStorage(Path(os.path.abspath(text)))
-    opened = open_url(text, options or {}, timeout)
-    return LocalStorage(opened) if isinstance(opened, Path) else opened
+        return Path(_absolute(text, directory))
+    protocol, _, rest = text.partition("://")
+    if protocol in ("file", "local") and not rest.startswith(("/", "~")):  # fsspec expands a ~
+        return f"{protocol}://{_absolute(rest, directory)}"
+    return text
+
+
+def _absolute(path: str, directory: str | None) -> str:
+    try:
+        if b"\0" in os.fsencode(path):
+            raise ValueError("it holds a NUL")
+        return os.path.normpath(os.path.join(directory, path)) if directory else os.path.abspath(path)
+    except ValueError as error:
+        raise WriteError(f"{path!r} is no path: {error}") from error
+    except OSError as error:
+        raise WriteError(f"{path!r} is a relative path, and there is no working directory: {error}") from error
 
 
 def is_location(path: object) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from .._format.part_buffer import Parts
 from .._storage.base import Storage
 from .._storage.local import LocalStorage
-from .._storage.open import open_storage
+from .._storage.open import absolute_path, open_storage
 from .._storage.redact import redact
 from ..errors import ConversionError, NotCommitted, WriteError
 
@@ -29,19 +29,20 @@ def beside(path: str, options: Mapping[str, Any]) -> tuple[Storage, str]:
 
     Raises:
         ConversionError: a URL ends before that name, or has no directory.
+        WriteError: it cannot be the name of a file.
     """
     if _is_url(path):
         folder, _, name = path.rpartition("/")
         if not name or folder.endswith(":/"):
             raise ConversionError(f"{redact(path)} names no file in a directory")
         return open_storage(folder, options), name
-    absolute = Path(os.path.abspath(path))
+    absolute = Path(absolute_path(path))
     return LocalStorage(absolute.parent), absolute.name
 
 
 def shown_path(path: str) -> str:
     """What metadata and messages call a result: not where it is written first, and without credentials."""
-    return redact(path) if _is_url(path) else os.path.abspath(path)
+    return redact(str(absolute_path(path)))
 
 
 def _is_url(path: str) -> bool:
@@ -160,7 +161,8 @@ def _renamed(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise WriteError(f"cannot write {path}: {error}") from error
     finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # nothing is there, nor could it be
+            if temporary.is_dir():
+                shutil.rmtree(temporary, ignore_errors=True)
+            else:
+                temporary.unlink(missing_ok=True)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from .._descriptor import identity
 from .._forks import in_child
-from .._memory.descriptor import identity
 
 __all__ = ["Channel"]
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Protocol
 
+from .._descriptor import Descriptor, anonymous_file
 from .._forks import in_child
-from .._memory.descriptor import Descriptor, anonymous_file
 from .._threads import Deadline
 from ..errors import WriteError, WriterProcessDied
 from .channel import Channel

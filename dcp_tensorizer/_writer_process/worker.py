@@ -13,7 +13,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -168,8 +167,8 @@ class _Worker:
             sha256=options.sha256,
         )
         self._job = job
-        if sys.platform == "linux":
-            arguments = job, _thread_ids()
+        with suppress(OSError, RuntimeError):  # without /proc, or another thread, the priority stays
+            arguments = job, _thread_ids(), SpareCores(_first_line_of_stat, time.process_time)
             threading.Thread(target=self._use_spare_cores, args=arguments, name="priority", daemon=True).start()
         try:
             return job.run()
@@ -198,12 +197,11 @@ class _Worker:
         with self._sending, suppress(EOFError):
             self._channel.send(message)
 
-    def _use_spare_cores(self, job: FileJob, others: set[int]) -> None:
+    def _use_spare_cores(self, job: FileJob, others: set[int], spare: SpareCores) -> None:
         """Lowers the priority of a job's threads further, as soon as there are seen to be idle cores for them.
 
         Only that of the job's own threads, which end with it: without privileges a priority cannot be raised again.
         """
-        spare = SpareCores(_first_line_of_stat, time.process_time)
         samples = 0
         while self._job is job:
             time.sleep(_SAMPLE_SECONDS)

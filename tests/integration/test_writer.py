@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import os
 import pickle
 import subprocess
 import threading
@@ -21,6 +22,7 @@ from dcp_tensorizer import SaveLimits, StagingError, TensorizerStorageReader, Te
 from dcp_tensorizer._saving.writer_client import WriterClient
 
 from ..support import kill, memory_files, writer_process
+from ..waiting import Gate
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -173,6 +175,79 @@ def test_closing_with_a_timeout_that_is_none(tmp_path, timeout):
             writer.close(timeout=timeout)
         dcp.async_save(state_of(1), storage_writer=writer).result()
     assert loaded(tmp_path) == (1.0, 1)
+
+
+@pytest.mark.parametrize("name", [".metadata", "data"])
+def test_a_fifo_in_the_place_of_a_file(tmp_path, name):
+    """It hangs neither a save nor a load: the error names it; over a FIFO with the old data's name, a save is fine."""
+    with TensorizerStorageWriter(tmp_path) as writer:
+        dcp.async_save(state_of(1), storage_writer=writer).result()
+        path = tmp_path / name if name == ".metadata" else next(tmp_path.glob("*.tensors"))
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(CheckpointException) as caught:
+            loaded(tmp_path)
+        assert f"cannot read {path}: it is a FIFO, and not a file" in str(cause(caught))
+        future = dcp.async_save(state_of(2), storage_writer=writer)
+        if name == "data":
+            future.result()
+            assert loaded(tmp_path) == (2.0, 2)
+            return
+        with pytest.raises(CheckpointException) as caught:
+            future.result()
+        assert f"cannot write {path}: it is a FIFO, and not a file: remove it" in str(cause(caught))
+
+
+class There(os.PathLike):
+    def __fspath__(self):
+        return "path-like"
+
+
+@pytest.mark.parametrize("path", ["text", Path("path"), There(), "~", "file://url"])
+def test_relative_paths_are_of_the_directory_where_they_were_given(tmp_path, monkeypatch, path):
+    """The path of a writer and of a reader, and a save's checkpoint_id when it was staged: later it may be another."""
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    name = os.fspath(path).removeprefix("file://")
+    with TensorizerStorageWriter(path) as writer:
+        monkeypatch.chdir(tmp_path / "b")
+        dcp.async_save(state_of(1), storage_writer=writer).result()
+        writer_process().suspend()
+        first = dcp.async_save(state_of(2), storage_writer=writer, checkpoint_id="ids")
+        monkeypatch.chdir(tmp_path / "c")
+        writer_process().resume()
+        first.result()
+        dcp.save(state_of(3), storage_writer=writer, checkpoint_id="ids")
+        monkeypatch.chdir(tmp_path / "a")
+        reader = TensorizerStorageReader(path)
+        monkeypatch.chdir(tmp_path)
+        state = state_of(0)
+        dcp.load(state, storage_reader=reader)
+    assert state["step"] == 1
+    assert [loaded(tmp_path / place) for place in (f"a/{name}", "b/ids", "c/ids")] == [(1.0, 1), (2.0, 2), (3.0, 3)]
+    assert sorted(os.listdir(tmp_path)) == ["a", "b", "c"]
+
+
+def test_the_working_directory_may_change_before_the_save_begins(tmp_path, monkeypatch):
+    """DCP gives the checkpoint_id on the save's thread, which may come late."""
+    gate, reset = Gate(), TensorizerStorageWriter.reset
+
+    def late(writer, checkpoint_id=None):
+        gate.pass_through()
+        reset(writer, checkpoint_id)
+
+    monkeypatch.setattr(TensorizerStorageWriter, "reset", late)
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    with TensorizerStorageWriter() as writer:
+        future = dcp.async_save(state_of(1), storage_writer=writer, checkpoint_id="x")
+        gate.wait_reached()
+        monkeypatch.chdir(tmp_path / "b")
+        gate.open()
+        future.result()
+    assert loaded(tmp_path / "a" / "x") == (1.0, 1)
 
 
 def test_nowhere_to_save():

@@ -38,6 +38,17 @@ def test_other_paths_are_refused_by_their_type_alone(value: Any, kind: str) -> N
         check_path(value)
 
 
+def test_a_path_like_gives_text() -> None:
+    """One that gives bytes is refused as bytes are."""
+
+    class Bytes:
+        def __fspath__(self) -> bytes:
+            return b"/a"
+
+    with pytest.raises(TypeError, match=r"^path must be text, and Bytes gives bytes$"):
+        check_path(Bytes())
+
+
 @pytest.mark.parametrize("value", [0.1, 1, 600.0, np.float32(5), threading.TIMEOUT_MAX])
 def test_timeouts_are_positive_and_finite(value: Any) -> None:
     """Up to what the system can wait for."""

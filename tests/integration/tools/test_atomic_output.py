@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dcp_tensorizer import (
+    CheckpointError,
     ConversionError,
     ReadError,
 )
@@ -29,6 +30,17 @@ def test_what_is_there_stays(tmp_path: Path, to: str) -> None:
     with pytest.raises(ConversionError, match="exists"):
         convert(tmp_path / "a", tmp_path / "b", to)
     assert (tmp_path / "b" / "mine").read_text() == "mine"
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("name", ["file/below", "nul\0", "\ud800", "x" * 300])
+def test_where_nothing_can_be_written(tmp_path: Path, to: str, name: str) -> None:
+    """Below a file, under no name at all, or under one that is too long: the error is ours, and nothing is left."""
+    make_checkpoint(tmp_path / "a", {"x": torch.ones(3)})
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"Not a directory|is no path|File name too long"):
+        convert(tmp_path / "a", f"{tmp_path}/{name}", to)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "file"]
 
 
 @pytest.mark.parametrize("to", FORMATS)

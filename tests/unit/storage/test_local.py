@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Callable
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -255,3 +257,96 @@ def test_space_is_reserved_on_disks_only(
     put_file(storage_of(tmp_path), "a", bytes(5000))
     assert asked == allocated
     assert (tmp_path / "a").read_bytes() == bytes(5000)
+
+
+# --- what is there, and is no file, or cannot be reached --------------------------------------------------------------
+
+
+def make_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+def make_link_to_a_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+KINDS = [
+    (make_fifo, "it is a FIFO, and not a file"),
+    (make_socket, "it is a socket, and not a file"),
+    (make_link_to_a_device, "it is a device, and not a file"),
+    (Path.mkdir, "Is a directory"),
+]
+
+
+@pytest.mark.parametrize(("make", "said"), KINDS, ids=["FIFO", "socket", "device", "directory"])
+def test_what_is_no_file_is_an_error(make: Callable[[Path], None], said: str) -> None:
+    """To open a FIFO would wait for ever, and a device may have no end; nothing is put in the place of either."""
+    with tempfile.TemporaryDirectory() as folder:  # a socket's path must be short
+        path = Path(folder) / "file"
+        make(path)
+        before = os.lstat(path)
+        storage = LocalStorage(path.parent)
+        with pytest.raises(ReadError, match=f"cannot read {path}: .*{said}"):
+            storage.read("file")
+        for opening in (storage.open, storage.open_uncached):
+            with pytest.raises(OSError, match=said):
+                opening("file")
+        with pytest.raises(Refused, match=f"cannot write {path}: .*{said}"):
+            storage.put("file", b"data", sync=False)
+        assert os.path.samestat(os.lstat(path), before)
+        assert os.listdir(folder) == ["file"]
+        if make is not Path.mkdir:
+            with pytest.raises(ReadError, match=said):
+                storage.head("file")
+
+
+def test_a_name_that_is_too_long(tmp_path: Path) -> None:
+    """Also in the directories above: each error is ours, and names the path."""
+    storage = LocalStorage(tmp_path / ("x" * 300) / "below")
+    with pytest.raises(WriteError, match=r"cannot create the checkpoint directory.*File name too long"):
+        storage.make_directory()
+    with pytest.raises(ReadError, match="File name too long"):
+        storage.read("file")
+    with pytest.raises(ReadError, match="File name too long"):
+        storage.listing()
+    assert not storage.remove_directory()
+
+
+@pytest.fixture
+def locked(tmp_path: Path) -> Iterator[Path]:
+    """A directory that this process may not enter; root may enter all, and is somebody else meanwhile."""
+    folder = tmp_path / "locked"
+    (folder / "checkpoint").mkdir(parents=True)
+    folder.chmod(0)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield folder
+    finally:
+        os.seteuid(user)
+        folder.chmod(0o700)
+
+
+def test_a_directory_that_cannot_be_entered(locked: Path) -> None:
+    """Each error is ours, and names the path."""
+    storage = LocalStorage(locked / "checkpoint")
+    with pytest.raises(
+        WriteError, match=rf"cannot create the checkpoint directory {storage.path}: .*Permission denied"
+    ):
+        storage.make_directory()
+    with pytest.raises(WriteError, match="Permission denied"):
+        storage.lock_directory()
+    with pytest.raises(Refused, match=f"cannot write {storage.path}/file: .*Permission denied"):
+        storage.put("file", b"data", sync=True)
+    for ask in (storage.read, storage.head):
+        with pytest.raises(ReadError, match=f"cannot read {storage.path}/file: .*Permission denied"):
+            ask("file")
+    with pytest.raises(ReadError, match=f"cannot list {storage.path}: .*Permission denied"):
+        storage.listing()
+    assert not storage.remove_directory()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint import FileSystemWriter
 
-from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
-from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter, WriteError
+from dcp_tensorizer._storage.open import absolute_path, open_storage
 from dcp_tensorizer._torch_compat import FsspecWriter
 
 
@@ -36,6 +36,41 @@ def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.Monk
     storage = open_storage("checkpoints/last")
     assert storage.location == f"{tmp_path}/checkpoints/last"
     assert not storage.in_process
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        ("a/../b", Path("/there/b")),
+        (Path("s3://a"), Path("/there/s3:/a")),
+        ("~/a", Path("/there/~/a")),
+        ("/a", Path("/a")),
+        ("file://a", "file:///there/a"),
+        ("file:///a", "file:///a"),
+        ("s3://bucket/a", "s3://bucket/a"),
+    ],
+)
+def test_paths_are_relative_to_a_directory_that_is_given(given: str | Path, path: str | Path) -> None:
+    """As to the one in which a save was staged. What was text for a path is a path, and a URL stays one."""
+    assert absolute_path(given, "/there") == path
+
+
+@pytest.mark.parametrize("path", ["a\0b", "/\ud800"])
+def test_what_cannot_be_a_files_name(path: str) -> None:
+    """The system takes neither; the error is ours, and shows it."""
+    with pytest.raises(WriteError, match="is no path: "):
+        open_storage(path)
+
+
+def test_a_relative_path_without_a_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leads nowhere; an absolute one does."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(WriteError, match="'a' is a relative path, and there is no working directory"):
+        open_storage("a")
+    assert open_storage(str(tmp_path)).path == str(tmp_path)
 
 
 def test_a_location_has_the_credentials_that_a_path_leaves_out() -> None:

@@ -12,7 +12,7 @@ import os
 import tempfile
 import weakref
 
-from .._forks import in_child
+from ._forks import in_child
 
 __all__ = ["Descriptor", "anonymous_file", "identity"]
 
