@@ -22,6 +22,7 @@ _KINDS = ["tensor", "tensor", "tensor", "parameter", "requires grad", "computed"
 _BOXES = ["dict", "dict", "OrderedDict", "defaultdict", "UserDict", "tagged", "proxy", "nested stateful"]
 _SEQS = ["list", "list", "tuple", "namedtuple", "tagged"]
 _ODD_KEYS = ["", ".", "a.b", "a", "b", "0", "a/b", "../x", "nul\0", "\N{GRINNING FACE}", "é", "e\u0301", "\ud800", "n" * 300]
+_LONG_KEYS = [letter * 60_000 for letter in "abcde"] + ["f" * 70_000]  # a file's index holds four of them
 _OTHER_KEYS = [0, 1, -1, (1, 2), ("a",), None, True, 1.5, b"k"]
 _PLACEMENTS = ["0", "1", "r", "0r", "r0", "00", "01", "rr", "rows"]
 _MODES = ["save", "save", "async_save", "async_save", "overlap", "at once"]
@@ -58,6 +59,8 @@ def _sharded(draw: Any) -> Sharded:
     shape = draw(st.lists(sizes, min_size=2 if "1" in placements else 1, max_size=3).map(tuple))
     if placements == "rr" and _weighted(draw, 2):
         shape = ()
+    if _weighted(draw, 24):
+        shape = (1500, 32)  # of several blocks
     if placements == "rows":
         shape = tuple(max(1, size) for size in shape)
     return Sharded(draw(st.sampled_from(_SHARDED_DTYPES)), shape, placements, draw(_seeds))
@@ -79,6 +82,8 @@ def _leaf(draw: Any, odd: bool) -> Spec:
 
 
 def _key(draw: Any, odd: bool) -> Any:
+    if odd and _weighted(draw, 60):
+        return draw(st.sampled_from(_LONG_KEYS))
     if odd and _weighted(draw, 4):
         return draw(st.sampled_from([*_ODD_KEYS, *_OTHER_KEYS]))
     return draw(st.sampled_from(["w", "x", "y", "z", "step", "layer1", "layer2"]))
@@ -181,7 +186,7 @@ def _loads(draw: Any, saves: tuple[Save, ...], paths: dict[int, int], ranks: int
     assert isinstance(target, Box)
     if save.planner == "renaming":
         target = Box("dict", tuple((f"renamed {key}", value) for key, value in target.items))
-    return Load(path, size, target, planner, trusted)
+    return Load(path, size, target, planner, trusted, _weighted(draw, 6))
 
 
 # --- all of it -------------------------------------------------------------------------------------------------------
@@ -194,7 +199,11 @@ def _save(draw: Any, ranks: int) -> Save:
         planner = draw(st.sampled_from([name for name in sorted(SAVE_PLANNERS) if name not in _BAD_SAVERS]))
     elif _weighted(draw, 12):
         planner = draw(st.sampled_from(_BAD_SAVERS))
-    return Save(draw(_states()), planner)
+    state = draw(_states())
+    if planner == "nested" and _weighted(draw, 2):
+        keys = draw(st.sampled_from([range(9), [(n, "a") for n in range(9)], [b"%d" % n for n in range(9)]]))
+        state = Box("dict", tuple(zip(keys, (value for _, value in state.items), strict=False)))
+    return Save(state, planner)
 
 
 @st.composite
