@@ -145,11 +145,22 @@ def _resolve(item: WriteItem, planner: SavePlanner, lasts: Callable[[torch.Tenso
             torch.save(data, pickled)
             return "wrapper", _blob(pickled)
         check_supported(key, data)
+        _check_shape(item, data)
         return "tensor", data.detach() if lasts(data) else _copy(data)
     except CheckpointError:
         raise
     except Exception as error:
         raise WriteError(f"{key!r} cannot be saved: {describe(error)}") from error
+
+
+def _check_shape(item: WriteItem, tensor: torch.Tensor) -> None:
+    """Raises `WriteError` where a planner gives another shape than it planned: nobody could load that."""
+    planned = None if item.tensor_data is None or item.tensor_data.chunk is None else item.tensor_data.chunk.sizes
+    if planned is not None and planned != tensor.shape:
+        raise WriteError(
+            f"{item.index.fqn!r}: the planner planned a part of shape {tuple(planned)} and its resolve_data gave one of "
+            f"{tuple(tensor.shape)}"
+        )
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

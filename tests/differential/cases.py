@@ -21,22 +21,8 @@ _VIEWS = ["transposed", "stepped", "inner", "conj", "neg", "shared", "odd stride
 _KINDS = ["tensor", "tensor", "tensor", "parameter", "requires grad", "computed"]
 _BOXES = ["dict", "dict", "OrderedDict", "defaultdict", "UserDict", "tagged", "proxy", "nested stateful"]
 _SEQS = ["list", "list", "tuple", "namedtuple", "tagged"]
-_ODD_KEYS = [
-    "",
-    ".",
-    "a.b",
-    "a",
-    "b",
-    "0",
-    "a/b",
-    "../x",
-    "nul\0",
-    "\N{GRINNING FACE}",
-    "é",
-    "e\u0301",
-    "\ud800",
-    "n" * 300,
-]
+_ODD_KEYS = ["", ".", "a.b", "a", "b", "0", "a/b", "../x", "nul\0", "\N{GRINNING FACE}", "é", "e\u0301", "\ud800", "n" * 300]
+_LONG_KEYS = [letter * 60_000 for letter in "abcde"] + ["f" * 70_000]  # a file's index holds four of them
 _OTHER_KEYS = [0, 1, -1, (1, 2), ("a",), None, True, 1.5, b"k"]
 _PLACEMENTS = ["0", "1", "r", "0r", "r0", "00", "01", "rr", "rows"]
 _MODES = ["save", "save", "async_save", "async_save", "overlap", "at once"]
@@ -73,6 +59,8 @@ def _sharded(draw: Any) -> Sharded:
     shape = draw(st.lists(sizes, min_size=2 if "1" in placements else 1, max_size=3).map(tuple))
     if placements == "rr" and _weighted(draw, 2):
         shape = ()
+    if _weighted(draw, 24):
+        shape = (1500, 32)  # of several blocks
     if placements == "rows":
         shape = tuple(max(1, size) for size in shape)
     return Sharded(draw(st.sampled_from(_SHARDED_DTYPES)), shape, placements, draw(_seeds))
@@ -85,9 +73,7 @@ def _objects(odd: bool) -> st.SearchStrategy[Spec]:
 
 @st.composite
 def _leaf(draw: Any, odd: bool) -> Spec:
-    kind = draw(
-        st.sampled_from(["tensor", "tensor", "tensor", "sharded", "sharded", "object", "object", "slice", "odd"])
-    )
+    kind = draw(st.sampled_from(["tensor", "tensor", "tensor", "sharded", "sharded", "object", "object", "slice", "odd"]))
     if kind == "odd":
         return draw(st.sampled_from(sorted(ODD_TENSORS)).map(Odd)) if odd else draw(_tensors())
     if kind == "object":
@@ -96,6 +82,8 @@ def _leaf(draw: Any, odd: bool) -> Spec:
 
 
 def _key(draw: Any, odd: bool) -> Any:
+    if odd and _weighted(draw, 60):
+        return draw(st.sampled_from(_LONG_KEYS))
     if odd and _weighted(draw, 4):
         return draw(st.sampled_from([*_ODD_KEYS, *_OTHER_KEYS]))
     return draw(st.sampled_from(["w", "x", "y", "z", "step", "layer1", "layer2"]))
@@ -142,11 +130,7 @@ def _blank(draw: Any, spec: Spec, trouble: bool) -> Spec:
             return dataclasses.replace(spec, seed=555, dtype=draw(st.sampled_from(_SHARDED_DTYPES)))
         if _weighted(draw, 4):
             return Tensor(spec.dtype, spec.shape, "whole", 555)
-        fit = [
-            p
-            for p in _PLACEMENTS
-            if p != "rows" and ("1" not in p or len(spec.shape) > 1) and (spec.shape or "0" not in p)
-        ]
+        fit = [p for p in _PLACEMENTS if p != "rows" and ("1" not in p or len(spec.shape) > 1) and (spec.shape or "0" not in p)]
         return dataclasses.replace(spec, seed=555, placements=draw(st.sampled_from([*fit, spec.placements])))
     if isinstance(spec, Slice):
         return spec if _weighted(draw, 2) else Tensor("float32", (spec.length,), "whole", 555)
@@ -155,9 +139,7 @@ def _blank(draw: Any, spec: Spec, trouble: bool) -> Spec:
             return Tensor("float32", (2,), "whole", 555)
         return Object(draw(st.sampled_from(["none", "int", "empty list", spec.name])))
     if isinstance(spec, Box):
-        items = [
-            (key, _blank(draw, value, trouble)) for key, value in spec.items if not (trouble and _weighted(draw, 10))
-        ]
+        items = [(key, _blank(draw, value, trouble)) for key, value in spec.items if not (trouble and _weighted(draw, 10))]
         if trouble and _weighted(draw, 10):
             items.append(("extra", draw(_leaf(False))))
         kind = draw(st.sampled_from([*_BOXES[:3], spec.kind])) if spec.kind != "stateful" and trouble else spec.kind
@@ -195,11 +177,7 @@ def _loads(draw: Any, saves: tuple[Save, ...], paths: dict[int, int], ranks: int
     trusted = not _weighted(draw, 8)
     size = ranks if not save.together else draw(st.sampled_from([0, 1, 2, 3])) if _weighted(draw, 2) else ranks
     if _weighted(draw, 8):
-        keys = (
-            None
-            if _weighted(draw, 2)
-            else tuple(draw(st.sampled_from([str(k) for k, _ in save.state.items] or [""])) for _ in "ab")
-        )
+        keys = None if _weighted(draw, 2) else tuple(draw(st.sampled_from([str(k) for k, _ in save.state.items] or [""])) for _ in "ab")
         return Load(path, min(size, 1), keys, trusted=trusted)
     planner = draw(st.sampled_from(sorted(LOAD_PLANNERS))) if _weighted(draw, 2) else "none"
     if save.planner == "nested" and not _weighted(draw, 4):
@@ -208,7 +186,7 @@ def _loads(draw: Any, saves: tuple[Save, ...], paths: dict[int, int], ranks: int
     assert isinstance(target, Box)
     if save.planner == "renaming":
         target = Box("dict", tuple((f"renamed {key}", value) for key, value in target.items))
-    return Load(path, size, target, planner, trusted)
+    return Load(path, size, target, planner, trusted, _weighted(draw, 6))
 
 
 # --- all of it -------------------------------------------------------------------------------------------------------
@@ -221,7 +199,11 @@ def _save(draw: Any, ranks: int) -> Save:
         planner = draw(st.sampled_from([name for name in sorted(SAVE_PLANNERS) if name not in _BAD_SAVERS]))
     elif _weighted(draw, 12):
         planner = draw(st.sampled_from(_BAD_SAVERS))
-    return Save(draw(_states()), planner)
+    state = draw(_states())
+    if planner == "nested" and _weighted(draw, 2):
+        keys = draw(st.sampled_from([range(9), [(n, "a") for n in range(9)], [b"%d" % n for n in range(9)]]))
+        state = Box("dict", tuple(zip(keys, (value for _, value in state.items), strict=False)))
+    return Save(state, planner)
 
 
 @st.composite
@@ -236,9 +218,7 @@ def cases(draw: Any) -> Case:
     if count > 1 and mode != "threads" and _weighted(draw, 3):
         saves = tuple(dataclasses.replace(saves[0], planner="cached plans") for _ in saves)  # the plans stay the same
     if mode == "threads":
-        saves = tuple(
-            dataclasses.replace(s, planner="none" if s.planner == "cached plans" else s.planner) for s in saves
-        )
+        saves = tuple(dataclasses.replace(s, planner="none" if s.planner == "cached plans" else s.planner) for s in saves)
     if _weighted(draw, 12):
         saves = tuple(dataclasses.replace(save, together=False) for save in saves)
     case = Case(ranks, mode, not _weighted(draw, 3), saves, ())

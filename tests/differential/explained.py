@@ -158,6 +158,10 @@ def _is_failed_overwrite(context: Context, difference: Difference) -> bool:
     return any(isinstance(end, Failed) for end in ends[1:]) and not isinstance(difference.ours, Failed)
 
 
+def _has_other_shape(context: Context, difference: Difference) -> bool:
+    return difference.path[0] == "saves" and _ours_fails(difference, "and its resolve_data gave one of")
+
+
 ALWAYS = ("storage_data", "checkpoint_id")  # in every checkpoint
 STAGING = "staging of torch"
 DIFFERENCES: dict[str, Holds] = {
@@ -167,6 +171,7 @@ DIFFERENCES: dict[str, Holds] = {
     "plans that do not say which save": _lost_the_save,
     "ranks that saved for themselves": _saved_apart,
     "tensors that are no plain bytes": _is_no_plain_tensor,
+    "planners that give other shapes": _has_other_shape,
     "dtypes that do not convert": _does_not_convert,
     "staged tensors are plain": _is_plain_copy,
     "overwrites that fail": _is_failed_overwrite,

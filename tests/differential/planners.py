@@ -90,6 +90,16 @@ class CastingSave(DefaultSavePlanner):
         return data.to(torch.bfloat16) if isinstance(data, torch.Tensor) and data.dtype is torch.float32 else data
 
 
+class LyingSave(DefaultSavePlanner):
+    """Gives tensors of another shape than it planned."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        data = super().transform_object(write_item, object)
+        if isinstance(data, torch.Tensor) and _is_chosen(write_item.index.fqn):
+            return data.reshape(-1)
+        return data.mT if isinstance(data, torch.Tensor) and data.ndim == 2 and data.shape[0] == data.shape[1] else data
+
+
 class ReadBytesSave(DefaultSavePlanner):
     """Gives streams that stand at their end."""
 
@@ -123,6 +133,7 @@ SAVE_PLANNERS: dict[str, Any] = {
     "adding": AddingSave,
     "backward": BackwardSave,
     "casting": CastingSave,
+    "lying": LyingSave,
     "read bytes": ReadBytesSave,
     "failing": FailingSave,
 }
@@ -259,6 +270,14 @@ class RenamingLoad(DefaultLoadPlanner):
         return super().lookup_tensor(index)
 
 
+class TransposingLoad(DefaultLoadPlanner):
+    """Gives views of its tensors that lie otherwise in memory."""
+
+    def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
+        part = super().transform_tensor(read_item, tensor)
+        return part.mT if part.ndim == 2 and part.shape[0] == part.shape[1] else part
+
+
 class ShrinkingLoad(DefaultLoadPlanner):
     """Gives tensors of another shape than it asked for."""
 
@@ -299,6 +318,7 @@ LOAD_PLANNERS: dict[str, Any] = {
     "new plans": NewPlansLoad,
     "rows": RowsLoad,
     "renaming": RenamingLoad,
+    "transposing": TransposingLoad,
     "shrinking": ShrinkingLoad,
     "failing": FailingLoad,
     "from metadata": lambda: MetadataLoad(flatten_state_dict=False),

@@ -49,6 +49,8 @@ class Load:
     """The state to load into; or the keys for `_load_state_dict_from_keys`, None for all of them."""
     planner: str = "none"
     trusted: bool = True
+    alone: bool = False
+    """Each rank by itself: ``no_dist``."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,7 @@ class _Job:
             target = Maker(rank, Meshes(load.ranks) if load.ranks else None).make(load.target)
             known = {id(tensor): number for number, tensor in enumerate(tensors_in(target))}
             planner = load_planner(load.planner)
-            dcp.load(target, storage_reader=reader, planner=planner)
+            dcp.load(target, storage_reader=reader, planner=planner, no_dist=load.alone)
         except (Exception, CheckpointException) as error:
             return Failed(f"{type(error).__name__}: {_causes(error)}")
         return {"state": describe(target, known), "events": getattr(planner, "events", None)}

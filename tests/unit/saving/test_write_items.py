@@ -52,6 +52,22 @@ def test_tensors_are_taken_as_they_are_and_objects_as_what_torch_saves() -> None
     assert (unpacked(items["step"].tensor), unpacked(items["text"].tensor)) == (7, "x")
 
 
+class Flattening(DefaultSavePlanner):
+    """Gives its tensors as vectors."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        return super().transform_object(write_item, object).reshape(-1)
+
+
+def test_a_planner_that_gives_another_shape_than_it_planned_is_an_error() -> None:
+    """The metadata has the planned shape: nobody could load what is there."""
+    planner = Flattening()
+    plan, _ = planned({"w": torch.ones(2, 3)})
+    planner.set_up_planner({"w": torch.ones(2, 3)})
+    with pytest.raises(WriteError, match=r"'w'.* planned a part of shape \(2, 3\) and its resolve_data gave one of \(6,\)"):
+        resolve(plan, planner)
+
+
 def test_a_tensor_of_tensors_is_what_torch_saves_of_it() -> None:
     """It has no bytes of its own; it comes back as itself."""
     value = TwoTensor(torch.ones(2), torch.zeros(2))

@@ -1,0 +1,108 @@
+"""Many cases with torch's own storage and with ours: `python -m benchmarks.differential` (about half an hour).
+
+The cases, and what is compared, are those of the tests: see ``tests/differential``. Every case runs with both storages.
+Each of its values, keys, types, errors and fields of metadata must be the same, or a difference that the documentation
+lists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import multiprocessing
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tests.differential.check import Tally, check
+from tests.differential.explained import ALWAYS, DIFFERENCES
+
+from .harness import machine, rewrite, store, stored, table
+from .pages import opening
+
+_JOBS = 2
+_SHOWN = 500  # cases between two lines of progress
+
+
+def _share(count: int, seed: int, folder: str) -> Tally:
+    """Runs some of the cases, in a process of its own."""
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        return check(count, seed, Path(name), _tell)
+
+
+def _tell(tally: Tally) -> None:
+    if tally.cases % _SHOWN == 0:
+        print(f"{tally.cases} cases, {len(tally.unexplained)} unexplained", flush=True)
+
+
+def render(content: dict[str, Any]) -> str:
+    """The page of results."""
+    tally = content["tally"]
+    counts = [
+        ("cases", tally["cases"]),
+        ("equal, but for what differs in every checkpoint", tally["equal"]),
+        ("with a deliberate difference", tally["cases"] - tally["equal"] - len(tally["unexplained"])),
+        ("unexplained", len(tally["unexplained"])),
+        ("saves that both made", tally["saves"]),
+        ("saves that both refused", tally["refused"]),
+        ("loads that both made", tally["loads"]),
+        ("loads that both refused", tally["failed"]),
+    ]
+    explained = [
+        (name, str(tally["explained"].get(name, 0)), "yes" if name in ALWAYS else "no") for name in DIFFERENCES
+    ]
+    how_often = f"{tally['cases']} cases, in {_JOBS} processes. The run took {content['seconds']:.0f} s."
+    again = f"differential --cases {content['cases']} --seed {content['seed']}"
+    return "\n\n".join(
+        (
+            opening("Against torch's own storage", content["machine"], _WHAT, how_often, again, spreads=False),
+            "## Cases",
+            table(("", "count"), [(title, f"{count:,}") for title, count in counts]),
+            "## Deliberate differences",
+            "[Compatibility](../../docs/compatibility.md#where-we-differ-from-torchs-own-storage) says what each of "
+            "them is, and why. A case may have several.",
+            table(("difference", "cases", "in every checkpoint"), explained),
+        )
+    )
+
+
+_WHAT = (
+    "whether this package does what torch's `FileSystemWriter` and `FileSystemReader` do. hypothesis makes cases: "
+    "states, planners, meshes, ways to save, targets to load into. Each case runs with both storages. Values, keys, "
+    "types, strides, errors and metadata are compared."
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", help="where to save; /dev/shm otherwise", default="/dev/shm")
+    parser.add_argument("--redraw", action="store_true", help="the page from the stored results, without a run")
+    options = parser.parse_args()
+    if options.redraw:
+        rewrite("differential", render(stored("differential")))
+        return
+    started = time.monotonic()
+    shares = [options.cases // _JOBS + (job < options.cases % _JOBS) for job in range(_JOBS)]
+    context = multiprocessing.get_context("spawn")
+    arguments = [(share, options.seed * _JOBS + job, options.folder) for job, share in enumerate(shares)]
+    with context.Pool(_JOBS) as pool:
+        tally = sum(pool.starmap(_share, arguments, chunksize=1), Tally())
+    content = {"machine": machine(options.folder), "cases": options.cases, "seed": options.seed}
+    counted = {name: dict(value) if isinstance(value, Counter) else value for name, value in _fields(tally).items()}
+    content |= {"tally": counted, "seconds": time.monotonic() - started}
+    store("differential", content, render(content))
+    if tally.unexplained:
+        print("\n\n".join(tally.unexplained))
+        raise SystemExit(f"{len(tally.unexplained)} cases are unexplained")
+
+
+def _fields(tally: Tally) -> dict[str, Any]:
+    return {field.name: getattr(tally, field.name) for field in dataclasses.fields(tally)}
+
+
+if __name__ == "__main__":
+    main()
