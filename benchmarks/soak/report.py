@@ -54,7 +54,7 @@ def _section(part: Part, ran: dict[str, Any]) -> str:
     if tally["table"]:
         texts.append(table(tally["table"][0], tally["table"][1:]))
     if tally["counts"]:
-        texts.append(table(("", "count"), [(name, f"{number:,}") for name, number in tally["counts"].items()]))
+        texts.append(table(("", "count"), [(name, f"{number:,}") for name, number in sorted(tally["counts"].items())]))
     if tally["found"]:
         texts.append("\n".join(f"- {words}" for words in tally["found"]))
     return "\n\n".join(texts)
