@@ -15,7 +15,7 @@ _WHAT = (
     "whether a checkpoint is ever lost or wrong, whatever happens while it is saved, collected, converted, copied or "
     "loaded. What happens, and when, follows from the seed as far as the machine's own timing lets it."
 )
-_COLUMNS = ("rounds", "lost", "wrong", "hung", "left")
+_BAD = ("lost", "wrong", "hung", "left")
 
 
 def render(content: dict[str, Any], parts: Mapping[str, Part]) -> str:
@@ -29,16 +29,16 @@ def render(content: dict[str, Any], parts: Mapping[str, Part]) -> str:
 
 def _summary(done: dict[str, Any], parts: Mapping[str, Part]) -> str:
     rows = [
-        [parts[name].title, *(f"{ran['tally'][column]:,}" for column in _COLUMNS), *_how(ran)]
+        [
+            *(parts[name].title, f"{ran['tally']['rounds']:,} {parts[name].unit}"),
+            *(f"{ran['tally'][bad]:,}" for bad in _BAD),
+            *(f"{ran['seconds'] / 60:.1f}", str(ran["seed"]), str(ran["commit"])),
+        ]
         for name, ran in done.items()
     ]
-    sums = [f"{sum(ran['tally'][column] for ran in done.values()):,}" for column in _COLUMNS]
-    rows.append(["all", *sums, f"{sum(ran['seconds'] for ran in done.values()) / 60:.1f}", "", ""])
-    return table(("part", "rounds", "lost", "wrong", "hung", "left over", "minutes", "seed", "commit"), rows)
-
-
-def _how(ran: dict[str, Any]) -> tuple[str, ...]:
-    return f"{ran['seconds'] / 60:.1f}", str(ran["seed"]), str(ran["commit"])
+    sums = [f"{sum(ran['tally'][bad] for ran in done.values()):,}" for bad in _BAD]
+    rows.append(["all", "", *sums, f"{sum(ran['seconds'] for ran in done.values()) / 60:.1f}", "", ""])
+    return table(("part", "how often", "lost", "wrong", "hung", "left over", "minutes", "seed", "commit"), rows)
 
 
 _LEGEND = (
@@ -54,7 +54,7 @@ def _section(part: Part, ran: dict[str, Any]) -> str:
     if tally["table"]:
         texts.append(table(tally["table"][0], tally["table"][1:]))
     if tally["counts"]:
-        texts.append(table(("", "count"), [(name, f"{number:,}") for name, number in tally["counts"].items()]))
+        texts.append(table(("", "count"), [(name, f"{number:,}") for name, number in sorted(tally["counts"].items())]))
     if tally["found"]:
         texts.append("\n".join(f"- {words}" for words in tally["found"]))
     return "\n\n".join(texts)

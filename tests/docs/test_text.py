@@ -92,3 +92,17 @@ def test_the_figures_of_the_readme_are_measured() -> None:
     for measured, file in rows:
         results = (RESULTS / file).read_text(encoding="utf-8")
         assert [figure for figure in _figures(measured) if figure not in results] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "begins", "ends"),
+    [(DOCS / "failures.md", "## How this is tested", "`python -m"), (ROOT / "README.md", "`make soak`", "([results]")],
+    ids=["failures", "readme"],
+)
+def test_the_counts_of_the_soak_are_counted(page: Path, begins: str, ends: str) -> None:
+    """Each number that a page gives of the soak stands in its results, with the same word after it."""
+    text = page.read_text(encoding="utf-8").partition(begins)[2].partition(ends)[0]
+    counts = re.findall(r"\b\d[\d,]* +\w+", " ".join(text.split()))
+    assert len(counts) >= 3
+    results = (RESULTS / "soak.md").read_text(encoding="utf-8")
+    assert [count for count in counts if count not in results] == []
