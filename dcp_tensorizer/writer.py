@@ -29,7 +29,8 @@ from ._forks import in_child
 from ._memory.garbage import age_objects
 from ._saving.options import SaveLimits, Staging, check_options
 from ._saving.report import SaveReport
-from ._saving.session import Saver, SaveSession
+from ._saving.saver import Saver
+from ._saving.session import SaveSession
 from ._staging.stager import StagingFuture
 from ._storage.open import absolute_path, is_location
 from ._storage.redact import shown
@@ -262,16 +263,14 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     def save_id(self) -> str:
         """The id of the save that began last; before the first one, of that. It is part of the names of its files.
 
-        Every save has an id of its own, also where DCP does not call `reset`. In PROCESS mode the saves begin in
-        another process, which gives them their ids.
+        In PROCESS mode the saves begin in another process, which gives them their ids.
         """
         return self._saver.save_id
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Called by DCP before a save that is given a ``checkpoint_id``: it holds for the calling thread's save.
 
-        A relative one is relative to the working directory in which the save was staged.
-        """
+        It may be relative to the working directory in which the save was staged."""
         if checkpoint_id is not None:
             check_path(checkpoint_id)
         self._local.path = checkpoint_id

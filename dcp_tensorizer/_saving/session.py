@@ -6,13 +6,7 @@ import concurrent.futures
 import functools
 import logging
 import multiprocessing
-import os
-import threading
-import time
-import uuid
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -20,157 +14,23 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._format.layout import StoredItem, metadata_file_name, save_id_in
-from .._staging.stager import StagedSave, StagedStateDict, Stager
+from .._staging.stager import StagedSave
 from .._storage.base import DirectoryLock, Storage
-from .._storage.open import absolute_path, open_storage
-from .._storage.redact import redact
-from .._threads import Deadline, in_background
+from .._threads import in_background
 from .._torch_compat import DCP_VERSION
-from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
+from ..errors import CheckpointError, WriteError
 from .commit import begin, commit, put_records, remove_records, remove_with_records, replaced_files
-from .failure_counter import FailureCounter
 from .key_agreement import agree_on_key
-from .options import SaveOptions
-from .report import Reports, SaveReport, SaveTimes
-from .write_items import Item, ObjectCheck, resolve, write_results
-from .writer_client import WriterClient, Written
+from .report import SaveReport, SaveTimes
+from .write_items import Item, resolve, write_results
+from .writer_client import Written
 
-__all__ = ["SaveSession", "Saver"]
+if TYPE_CHECKING:
+    from .saver import Saver
+
+__all__ = ["SaveSession"]
 
 logger = logging.getLogger("dcp_tensorizer")
-
-_CLOSED = "the writer is closed: make a new one, or close it after the last save"
-
-
-class Saver:
-    """What the saves of one writer share: the staging buffer, the writer process, and what is known of past saves.
-
-    Args:
-        options: Of the writer.
-        on_report: Called with the report of each save.
-        closed: The writer has been closed, and starts no process.
-
-    Attributes:
-        options: Of the writer.
-        stager: Has the buffers that saves are written from.
-        client: Has them written.
-        failures: Knows which saves failed.
-        reports: Takes what they cost to the user.
-        objects: Warns of objects that will not load.
-        save_id: Of the save that began last; before the first one, of that.
-        closed: The writer has been closed.
-    """
-
-    def __init__(
-        self, options: SaveOptions, on_report: Callable[[SaveReport], object] | None, *, closed: bool = False
-    ) -> None:
-        self.options = options
-        self.client = WriterClient(options.write, devices=options.staging == "device")
-        self.stager = Stager(
-            cache=options.cache,
-            threads=options.write.threads,
-            in_place=options.staging == "shared",
-            copy_from_devices=self.client.snapshot if options.staging == "device" else None,
-            overlap=options.overlap_staging,
-        )
-        self.failures = FailureCounter(options.limits.max_consecutive_failures)
-        self.reports = Reports(on_report)
-        self.objects = ObjectCheck()
-        self.closed = closed
-        self.save_id = uuid.uuid4().hex
-        self._next_id = self.save_id
-        self._numbering = threading.Lock()  # saves that nobody staged may begin at once
-        self._connection: object = None  # to the storage of the last save, kept for the next one
-
-    def stage(self, state_dict: dict[str, Any]) -> StagedStateDict:
-        """Copies a state dict into the staging buffer, once the saves before are over.
-
-        Raises:
-            WriteError: on the coordinator, when too many saves in a row were not committed.
-        """
-        self.stager.wait_turn()
-        self.failures.end()
-        self.failures.check()
-        if self.closed:
-            return self.stager.refuse(StagingError(_CLOSED))
-        with suppress(WriterProcessDied):  # it cannot be started now; the save will say more about it
-            self.client.ensure_process()
-        started_at, started = time.time(), time.perf_counter()
-        staged = self.stager.stage(state_dict)
-        staged.staged_save.started_at = started_at
-        staged.staged_save.stage_seconds = time.perf_counter() - started
-        if staged.staged_save.error is not None:
-            logger.error("staging failed, and so will the save: %s", str(staged.staged_save.error))
-        return staged
-
-    def begin(
-        self,
-        path: str | os.PathLike[str] | None,
-        directory: str | None,
-        staged_save: StagedSave | None,
-        error: StagingError | None = None,
-    ) -> SaveSession:
-        """Begins a save, inside the step in which DCP hands errors to all ranks.
-
-        Args:
-            path: Where to save.
-            directory: What a relative path is relative to; None for the working directory of now.
-            staged_save: What was staged for it; None if it writes from the tensors themselves.
-            error: Of the staging, where that was done in another process.
-
-        Raises:
-            StagingError: this rank could not stage its state dict.
-            WriteError: there is no path, or the writer is closed.
-        """
-        self.failures.begin(redact(str(path)))
-        try:
-            if error := error or (None if staged_save is None else staged_save.error):
-                # An error of this save's own: a traceback keeps frames alive, and they keep the tensors.
-                raise StagingError(str(error))
-            storage = self._open(path, directory, staged_save)
-        except CheckpointError as failure:
-            self.failures.failed(failure)
-            raise
-        self._connection = storage.connection
-        with self._numbering:
-            self.save_id, self._next_id = self._next_id, uuid.uuid4().hex
-            return SaveSession(self, self.save_id, storage, staged_save)
-
-    def close(self, deadline: Deadline) -> None:
-        """Waits for the save under way, then ends the writer process. Whoever calls has still to call `free`."""
-        is_over = self.stager.drain(deadline)
-        self.closed = True
-        self.client.close(deadline)
-        with suppress(RuntimeError):  # a signal's handler has interrupted a write to the stream that the log goes to
-            if not is_over:
-                logger.error("the writer is closed, and the save under way is abandoned")
-            self.failures.end()
-
-    def free(self, deadline: Deadline) -> None:
-        """Gives the memory and the connection back."""
-        self.client.free()
-        self.stager.close(deadline)
-        self._connection = None
-
-    def renewed(self) -> Saver:
-        """One of the same options, which shares nothing with this one."""
-        return Saver(self.options, self.reports.on_report, closed=self.closed)
-
-    def _open(
-        self, path: str | os.PathLike[str] | None, directory: str | None, staged_save: StagedSave | None
-    ) -> Storage:
-        if self.closed:
-            raise WriteError(_CLOSED)
-        if staged_save is not None and staged_save.distributed and not torch.distributed.is_initialized():
-            raise WriteError(
-                f"the process group was destroyed before the save to {redact(str(path))} had begun: each rank "
-                f"would save alone, over the others. Close the writer before destroy_process_group()."
-            )
-        if path is None:
-            raise WriteError("there is nowhere to save: give the writer a path, or the save a checkpoint_id")
-        return open_storage(
-            absolute_path(path, directory), self.options.write.storage_options, self.options.limits.timeout
-        )
 
 
 class SaveSession:

@@ -21,7 +21,22 @@ _VIEWS = ["transposed", "stepped", "inner", "conj", "neg", "shared", "odd stride
 _KINDS = ["tensor", "tensor", "tensor", "parameter", "requires grad", "computed"]
 _BOXES = ["dict", "dict", "OrderedDict", "defaultdict", "UserDict", "tagged", "proxy", "nested stateful"]
 _SEQS = ["list", "list", "tuple", "namedtuple", "tagged"]
-_ODD_KEYS = ["", ".", "a.b", "a", "b", "0", "a/b", "../x", "nul\0", "\N{GRINNING FACE}", "é", "e\u0301", "\ud800", "n" * 300]
+_ODD_KEYS = [
+    "",
+    ".",
+    "a.b",
+    "a",
+    "b",
+    "0",
+    "a/b",
+    "../x",
+    "nul\0",
+    "\N{GRINNING FACE}",
+    "é",
+    "e\u0301",
+    "\ud800",
+    "n" * 300,
+]
 _LONG_KEYS = [letter * 60_000 for letter in "abcde"] + ["f" * 70_000]  # a file's index holds four of them
 _OTHER_KEYS = [0, 1, -1, (1, 2), ("a",), None, True, 1.5, b"k"]
 _PLACEMENTS = ["0", "1", "r", "0r", "r0", "00", "01", "rr", "rows"]
@@ -73,7 +88,9 @@ def _objects(odd: bool) -> st.SearchStrategy[Spec]:
 
 @st.composite
 def _leaf(draw: Any, odd: bool) -> Spec:
-    kind = draw(st.sampled_from(["tensor", "tensor", "tensor", "sharded", "sharded", "object", "object", "slice", "odd"]))
+    kind = draw(
+        st.sampled_from(["tensor", "tensor", "tensor", "sharded", "sharded", "object", "object", "slice", "odd"])
+    )
     if kind == "odd":
         return draw(st.sampled_from(sorted(ODD_TENSORS)).map(Odd)) if odd else draw(_tensors())
     if kind == "object":
@@ -130,7 +147,11 @@ def _blank(draw: Any, spec: Spec, trouble: bool) -> Spec:
             return dataclasses.replace(spec, seed=555, dtype=draw(st.sampled_from(_SHARDED_DTYPES)))
         if _weighted(draw, 4):
             return Tensor(spec.dtype, spec.shape, "whole", 555)
-        fit = [p for p in _PLACEMENTS if p != "rows" and ("1" not in p or len(spec.shape) > 1) and (spec.shape or "0" not in p)]
+        fit = [
+            p
+            for p in _PLACEMENTS
+            if p != "rows" and ("1" not in p or len(spec.shape) > 1) and (spec.shape or "0" not in p)
+        ]
         return dataclasses.replace(spec, seed=555, placements=draw(st.sampled_from([*fit, spec.placements])))
     if isinstance(spec, Slice):
         return spec if _weighted(draw, 2) else Tensor("float32", (spec.length,), "whole", 555)
@@ -139,7 +160,9 @@ def _blank(draw: Any, spec: Spec, trouble: bool) -> Spec:
             return Tensor("float32", (2,), "whole", 555)
         return Object(draw(st.sampled_from(["none", "int", "empty list", spec.name])))
     if isinstance(spec, Box):
-        items = [(key, _blank(draw, value, trouble)) for key, value in spec.items if not (trouble and _weighted(draw, 10))]
+        items = [
+            (key, _blank(draw, value, trouble)) for key, value in spec.items if not (trouble and _weighted(draw, 10))
+        ]
         if trouble and _weighted(draw, 10):
             items.append(("extra", draw(_leaf(False))))
         kind = draw(st.sampled_from([*_BOXES[:3], spec.kind])) if spec.kind != "stateful" and trouble else spec.kind
@@ -177,7 +200,11 @@ def _loads(draw: Any, saves: tuple[Save, ...], paths: dict[int, int], ranks: int
     trusted = not _weighted(draw, 8)
     size = ranks if not save.together else draw(st.sampled_from([0, 1, 2, 3])) if _weighted(draw, 2) else ranks
     if _weighted(draw, 8):
-        keys = None if _weighted(draw, 2) else tuple(draw(st.sampled_from([str(k) for k, _ in save.state.items] or [""])) for _ in "ab")
+        keys = (
+            None
+            if _weighted(draw, 2)
+            else tuple(draw(st.sampled_from([str(k) for k, _ in save.state.items] or [""])) for _ in "ab")
+        )
         return Load(path, min(size, 1), keys, trusted=trusted)
     planner = draw(st.sampled_from(sorted(LOAD_PLANNERS))) if _weighted(draw, 2) else "none"
     if save.planner == "nested" and not _weighted(draw, 4):
@@ -218,7 +245,9 @@ def cases(draw: Any) -> Case:
     if count > 1 and mode != "threads" and _weighted(draw, 3):
         saves = tuple(dataclasses.replace(saves[0], planner="cached plans") for _ in saves)  # the plans stay the same
     if mode == "threads":
-        saves = tuple(dataclasses.replace(s, planner="none" if s.planner == "cached plans" else s.planner) for s in saves)
+        saves = tuple(
+            dataclasses.replace(s, planner="none" if s.planner == "cached plans" else s.planner) for s in saves
+        )
     if _weighted(draw, 12):
         saves = tuple(dataclasses.replace(save, together=False) for save in saves)
     case = Case(ranks, mode, not _weighted(draw, 3), saves, ())

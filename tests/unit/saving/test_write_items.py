@@ -64,7 +64,9 @@ def test_a_planner_that_gives_another_shape_than_it_planned_is_an_error() -> Non
     planner = Flattening()
     plan, _ = planned({"w": torch.ones(2, 3)})
     planner.set_up_planner({"w": torch.ones(2, 3)})
-    with pytest.raises(WriteError, match=r"'w'.* planned a part of shape \(2, 3\) and its resolve_data gave one of \(6,\)"):
+    with pytest.raises(
+        WriteError, match=r"'w'.* planned a part of shape \(2, 3\) and its resolve_data gave one of \(6,\)"
+    ):
         resolve(plan, planner)
 
 
