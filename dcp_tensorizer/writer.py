@@ -261,16 +261,14 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
     @property
     def save_id(self) -> str:
-        """The id of the save that began last; before the first one, of that. It is part of the names of its files.
-
-        In PROCESS mode the saves begin in another process, which gives them their ids.
-        """
+        """The id of the save that began last, in this process; before the first one, of that."""
         return self._saver.save_id
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Called by DCP before a save that is given a ``checkpoint_id``: it holds for the calling thread's save.
 
-        It may be relative to the working directory in which the save was staged."""
+        It may be relative to the working directory in which the save was staged.
+        """
         if checkpoint_id is not None:
             check_path(checkpoint_id)
         self._local.path = checkpoint_id
