@@ -6,6 +6,7 @@ What only conversion needs is imported when it is asked for: it takes half a sec
 from __future__ import annotations
 
 import io
+import zipfile
 from collections.abc import Sequence, Set
 from importlib import import_module
 from typing import IO, TYPE_CHECKING, Any
@@ -107,15 +108,24 @@ def pickle_of(file: IO[bytes]) -> bytes:
         raise ValueError("it is not in the format of torch.save")
     file.seek(0)
     try:
+        entries = zipfile.ZipFile(file).infolist()
+        file.seek(0)
         archive = torch._C.PyTorchFileReader(file)
         names = archive.get_all_records()
-        if "constants.pkl" in names:
-            raise ValueError("it is a TorchScript program")
-        if sum(map(archive.get_record_size, names)) > nbytes:
-            raise ValueError("it is compressed")
+    except Exception as error:
+        raise ValueError(f"it is damaged ({_first_line(error)})") from None
+    if len(names) != len(entries) or sum(entry.file_size for entry in entries) > nbytes:
+        raise ValueError("it is compressed")
+    if "constants.pkl" in names:
+        raise ValueError("it is a TorchScript program")
+    try:
         return bytes(archive.get_record("data.pkl"))
     except RuntimeError as error:
-        raise ValueError(f"it is damaged ({str(error).splitlines()[0]})") from None
+        raise ValueError(f"it is damaged ({_first_line(error)})") from None
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, non_blocking: bool = False) -> None:

@@ -1,8 +1,8 @@
 """Objects as ``torch.save`` stores them: which of their types could run code, and how they are loaded without that.
 
-torch's own weights-only loader does not do for this. It has no data of the standard library's or NumPy's types. A class
-that is added to its list is added for the whole process, and takes any arguments and any state: a dtype that is made
-so reads foreign memory. And it calls everything that it trusts before it meets what it does not.
+torch's own weights-only loader does not do for this. It knows few types of the standard library and none of NumPy. A
+class that is added to its list is added for the whole process, and takes any arguments and any state: a dtype that is
+made so reads foreign memory. And it calls what it trusts before it meets what it does not trust.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def _memory_limit(nbytes):
 
 
 class Unknown:
-    """A type that torch's weights-only rules do not know."""
+    """A type that could run code."""
 
 
 class Job:
@@ -259,7 +259,7 @@ def test_loading_into_a_target_whose_elements_share_memory(loads):
 
 
 def test_loading_an_object_that_could_run_code(loads):
-    """An object outside torch's weights-only rules is refused, named, before any tensor has changed."""
+    """An object that could run code is refused, named, before any tensor has changed."""
     for rank, cause in _causes(loads, "object").items():
         assert type(cause) is UntrustedObject
         assert f"'rank{rank}'" in str(cause)

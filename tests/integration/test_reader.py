@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 class Custom:
-    """An object that the weights-only rules refuse."""
+    """An object whose class could run code."""
 
     def __init__(self, value):
         self.value = value

@@ -336,7 +336,7 @@ def test_exit_codes(checkpoint: Path, tmp_path: Path, damage: str, commands: dic
     elif damage == "metadata":
         os.truncate(checkpoint / ".metadata", 100)
     elif damage == "untrusted":
-        make_checkpoint(checkpoint, {}, {"o": Path})
+        make_checkpoint(checkpoint, {}, {"o": subprocess.Popen})
     else:
         (checkpoint / ".metadata").unlink()
         (checkpoint / ".metadata").mkdir()

@@ -26,7 +26,7 @@ SAFETENSORS_LACKS = {torch.complex32, torch.complex128, torch.float8_e8m0fnu, to
 
 
 class Custom:
-    """What no weights-only loader takes."""
+    """What could run code."""
 
 
 @pytest.mark.parametrize("to", FORMATS)

@@ -153,7 +153,7 @@ def test_results_of_several_files_find_their_items() -> None:
 
 
 def test_an_object_that_would_not_load_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """By key, with what it needs, at its first save alone; tensors and what the weights-only loader takes are not."""
+    """By key, with what it needs, at its first save alone; tensors and data are not."""
     check = ObjectCheck()
     state = {
         "plain": {"lr": 0.1},

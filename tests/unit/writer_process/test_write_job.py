@@ -30,7 +30,7 @@ NAMES = [data_file_name(0, number, "a" * 32) for number in range(3)]
 
 
 class Foreign:
-    """An object that the weights-only loader refuses."""
+    """An object whose class could run code."""
 
 
 def saved(value: object) -> torch.Tensor:
