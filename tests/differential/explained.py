@@ -99,7 +99,9 @@ def _ours_fails(difference: Difference, *words: str) -> bool:
 
 def _theirs_fails(difference: Difference, *words: str) -> bool:
     theirs = difference.theirs
-    return isinstance(theirs, Failed) and not isinstance(difference.ours, Failed) and any(w in theirs.what for w in words)
+    return (
+        isinstance(theirs, Failed) and not isinstance(difference.ours, Failed) and any(w in theirs.what for w in words)
+    )
 
 
 def _is_storage_data(context: Context, difference: Difference) -> bool:
@@ -150,7 +152,9 @@ def _is_failed_overwrite(context: Context, difference: Difference) -> bool:
     load, case = context.load(difference), context.case
     if load is None or not (case.one_path and len(case.saves) > 1):
         return False
-    ends = [result for saves in context.theirs["saves"].values() if isinstance(saves, dict) for result in saves.values()]
+    ends = [
+        result for saves in context.theirs["saves"].values() if isinstance(saves, dict) for result in saves.values()
+    ]
     return any(isinstance(end, Failed) for end in ends[1:]) and not isinstance(difference.ours, Failed)
 
 

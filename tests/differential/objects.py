@@ -126,7 +126,7 @@ PLAIN: dict[str, Callable[[], Any]] = {
     "tuple": lambda: (1, "a", None),
     "empty tuple": lambda: (),
     "list": lambda: [1, [2, "x"]],
-    "empty list": lambda: [],
+    "empty list": list,
     "set": lambda: {3},
     "counter": lambda: [collections.Counter("aab")],
     "ordered in a list": lambda: (collections.OrderedDict(b=1, a=2),),

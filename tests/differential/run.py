@@ -15,20 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from dcp_tensorizer import SaveLimits, TensorizerStorageReader, TensorizerStorageWriter
 
-from .describe import Difference, Failed, describe, describe_metadata, differences
+from .describe import Failed, describe, describe_metadata
 from .objects import Books
 from .planners import forget_cached_plans, load_planner, save_planner
 from .values import Box, Maker, Meshes, tensors_in
 from .worlds import Run
 
-__all__ = ["Case", "Load", "Save", "Storages", "run_case"]
+__all__ = ["Case", "Load", "Save", "Storages", "quiet", "run_case"]
 
 
 @dataclass(frozen=True)
@@ -108,12 +107,14 @@ def run_case(case: Case, ours: bool, storages: Storages, run: Run, folder: Path,
     Args:
         mode: Another one than the case's.
     """
-    with tempfile.TemporaryDirectory(dir=folder) as name, _quiet():
+    with tempfile.TemporaryDirectory(dir=folder) as name, quiet():
         forget_cached_plans()
         job = _Job(case, ours, storages, Path(name), mode or case.mode)
         saves = run(case.ranks, job.save_all)
         paths = sorted({case.path_of(number) for number in range(len(case.saves))})
-        metadata = {path: dict(enumerate(run(case.ranks, lambda rank, path=path: job.metadata(path, rank)))) for path in paths}
+        metadata = {
+            path: dict(enumerate(run(case.ranks, lambda rank, path=path: job.metadata(path, rank)))) for path in paths
+        }
         if job.mode == "threads":
             loads = _in_threads([lambda load=load: run(0, lambda rank: job.load(load, rank)) for load in case.loads])
         else:
@@ -128,7 +129,8 @@ def run_case(case: Case, ours: bool, storages: Storages, run: Run, folder: Path,
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
+    """Nothing is logged, and nobody is warned."""
     logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings():

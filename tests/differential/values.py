@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ..support import filled
@@ -205,8 +205,10 @@ def _viewed(dtype: torch.dtype, shape: tuple[int, ...], view: str, seed: int) ->
         return filled(dtype, shape, seed).share_memory_()
     if view == "odd strides" and 1 in shape:
         strides = [977 if size == 1 else 1 for size in shape]
-        return torch.as_strided(filled(dtype, shape, seed), shape, strides) if shape.count(1) == len(shape) else (
-            filled(dtype, shape, seed)
+        return (
+            torch.as_strided(filled(dtype, shape, seed), shape, strides)
+            if shape.count(1) == len(shape)
+            else (filled(dtype, shape, seed))
         )
     return filled(dtype, shape, seed)
 
@@ -244,7 +246,7 @@ def _seq(kind: str, members: list[Any]) -> Any:
     if kind == "tuple":
         return tuple(members)
     if kind == "namedtuple":
-        return Pair(*(members + [None, None])[:2])
+        return Pair(*[*members, None, None][:2])
     if kind == "tagged":
         tagged = TaggedList()
         tagged.extend(members)
