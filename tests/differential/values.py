@@ -9,7 +9,7 @@ import collections
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,7 +87,7 @@ class Seq:
     members: tuple[Spec, ...]
 
 
-Spec = Union[Tensor, Slice, Sharded, Odd, Object, Box, Seq]
+Spec = Tensor | Slice | Sharded | Odd | Object | Box | Seq
 
 
 class Named(torch.Tensor):
