@@ -58,6 +58,7 @@ gpu: $(filter .venv-gpu/bin/python,$(GPU_PYTHON))
 
 soak: $(READY)
 	$(BIN)/python -m benchmarks.soak
+	$(BIN)/python -m benchmarks.differential
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

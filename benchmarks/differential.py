@@ -29,12 +29,21 @@ _SHOWN = 500  # cases between two lines of progress
 def _share(count: int, seed: int, folder: str) -> Tally:
     """Runs some of the cases, in a process of its own."""
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        return check(count, seed, Path(name), _tell)
+        return check(count, seed, Path(name), _Progress())
 
 
-def _tell(tally: Tally) -> None:
-    if tally.cases % _SHOWN == 0:
-        print(f"{tally.cases} cases, {len(tally.unexplained)} unexplained", flush=True)
+class _Progress:
+    """Shows what is unexplained when it is found, and now and then how many cases there were."""
+
+    def __init__(self) -> None:
+        self._shown = 0
+
+    def __call__(self, tally: Tally) -> None:
+        for case in tally.unexplained[self._shown :]:
+            print(case, flush=True)
+        self._shown = len(tally.unexplained)
+        if tally.cases % _SHOWN == 0:
+            print(f"{tally.cases} cases, {self._shown} unexplained", flush=True)
 
 
 def render(content: dict[str, Any]) -> str:
@@ -96,7 +105,6 @@ def main() -> None:
     content |= {"tally": counted, "seconds": time.monotonic() - started}
     store("differential", content, render(content))
     if tally.unexplained:
-        print("\n\n".join(tally.unexplained))
         raise SystemExit(f"{len(tally.unexplained)} cases are unexplained")
 
 

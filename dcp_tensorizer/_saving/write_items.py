@@ -158,8 +158,8 @@ def _check_shape(item: WriteItem, tensor: torch.Tensor) -> None:
     planned = None if item.tensor_data is None or item.tensor_data.chunk is None else item.tensor_data.chunk.sizes
     if planned is not None and planned != tensor.shape:
         raise WriteError(
-            f"{item.index.fqn!r}: the planner planned a part of shape {tuple(planned)} and its resolve_data gave one of "
-            f"{tuple(tensor.shape)}"
+            f"{item.index.fqn!r}: the planner planned a part of shape {tuple(planned)} and its resolve_data gave one "
+            f"of {tuple(tensor.shape)}"
         )
 
 

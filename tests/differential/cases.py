@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
@@ -41,74 +43,80 @@ _LONG_KEYS = [letter * 60_000 for letter in "abcde"] + ["f" * 70_000]  # a file'
 _OTHER_KEYS = [0, 1, -1, (1, 2), ("a",), None, True, 1.5, b"k"]
 _PLACEMENTS = ["0", "1", "r", "0r", "r0", "00", "01", "rr", "rows"]
 _MODES = ["save", "save", "async_save", "async_save", "overlap", "at once"]
+_OBJECTS = [*PLAIN, *PLAIN, *NEED_TRUST]
+_ODD_OBJECTS = [*_OBJECTS, *UNSAVABLE]
 _BAD_SAVERS = ("failing", "dropping late")
 
-_seeds = st.integers(0, 99)
-_shapes = st.lists(st.sampled_from([0, 1, 2, 3, 3, 5, 8]), max_size=3).map(tuple)
+_SIZES = [3, 2, 1, 0, 3, 5, 8]
+
+
+_up_to = functools.cache(functools.partial(st.integers, 0))  # to make a strategy takes longer than to draw from it
 
 
 def _weighted(draw: Any, chance: int) -> bool:
     """True once in ``chance`` draws; shrinks to False."""
-    return bool(draw(st.integers(0, chance - 1)) == chance - 1)
+    return bool(draw(_up_to(chance - 1)) == chance - 1)
+
+
+def _one_of(draw: Any, options: Sequence[Any]) -> Any:
+    """One of some values; shrinks to the first."""
+    return options[draw(_up_to(len(options) - 1))]
+
+
+def _shape(draw: Any, least: int = 0) -> tuple[int, ...]:
+    return tuple(_one_of(draw, _SIZES) for _ in range(least + draw(_up_to(3 - least))))
 
 
 # --- what is saved ---------------------------------------------------------------------------------------------------
 
 
-@st.composite
-def _tensors(draw: Any) -> Tensor:
-    view = draw(st.sampled_from(_VIEWS)) if _weighted(draw, 2) else "whole"
-    kind = draw(st.sampled_from(_KINDS))
-    return Tensor(draw(st.sampled_from(_DTYPES)), draw(_shapes), view, draw(_seeds), kind, _weighted(draw, 8))
+def _tensor(draw: Any) -> Tensor:
+    view = _one_of(draw, _VIEWS) if _weighted(draw, 2) else "whole"
+    kind = _one_of(draw, _KINDS)
+    return Tensor(_one_of(draw, _DTYPES), _shape(draw), view, draw(_up_to(99)), kind, _weighted(draw, 8))
 
 
-@st.composite
-def _slices(draw: Any) -> Slice:
-    return Slice(draw(st.integers(0, 1)), draw(st.sampled_from([0, 0, 8, 12])), draw(st.sampled_from([8, 8, 16])))
+def _slice(draw: Any) -> Slice:
+    return Slice(draw(st.integers(0, 1)), _one_of(draw, [0, 0, 8, 12]), _one_of(draw, [8, 8, 16]))
 
 
-@st.composite
 def _sharded(draw: Any) -> Sharded:
-    placements = draw(st.sampled_from(_PLACEMENTS))
-    sizes = st.sampled_from([0, 1, 2, 3, 5, 8])
-    shape = draw(st.lists(sizes, min_size=2 if "1" in placements else 1, max_size=3).map(tuple))
+    placements = _one_of(draw, _PLACEMENTS)
+    shape = _shape(draw, 2 if "1" in placements else 1)
     if placements == "rr" and _weighted(draw, 2):
         shape = ()
     if _weighted(draw, 24):
         shape = (1500, 32)  # of several blocks
     if placements == "rows":
         shape = tuple(max(1, size) for size in shape)
-    return Sharded(draw(st.sampled_from(_SHARDED_DTYPES)), shape, placements, draw(_seeds))
+    return Sharded(_one_of(draw, _SHARDED_DTYPES), shape, placements, draw(_up_to(99)))
 
 
-def _objects(odd: bool) -> st.SearchStrategy[Spec]:
-    names = [*PLAIN, *PLAIN, *NEED_TRUST, *(UNSAVABLE if odd else ())]
-    return st.sampled_from(names).map(Object)
+def _object(draw: Any, odd: bool) -> Object:
+    return Object(_one_of(draw, _ODD_OBJECTS if odd else _OBJECTS))
 
 
-@st.composite
 def _leaf(draw: Any, odd: bool) -> Spec:
-    kind = draw(
-        st.sampled_from(["tensor", "tensor", "tensor", "sharded", "sharded", "object", "object", "slice", "odd"])
-    )
+    kind = _one_of(draw, ["tensor", "tensor", "tensor", "sharded", "sharded", "object", "object", "slice", "odd"])
     if kind == "odd":
-        return draw(st.sampled_from(sorted(ODD_TENSORS)).map(Odd)) if odd else draw(_tensors())
+        return Odd(_one_of(draw, sorted(ODD_TENSORS))) if odd else _tensor(draw)
     if kind == "object":
-        return draw(_objects(odd))
-    return draw({"tensor": _tensors(), "sharded": _sharded(), "slice": _slices()}[kind])
+        return _object(draw, odd)
+    makers: dict[str, Callable[[Any], Spec]] = {"tensor": _tensor, "sharded": _sharded, "slice": _slice}
+    return makers[kind](draw)
 
 
 def _key(draw: Any, odd: bool) -> Any:
     if odd and _weighted(draw, 60):
-        return draw(st.sampled_from(_LONG_KEYS))
+        return _one_of(draw, _LONG_KEYS)
     if odd and _weighted(draw, 4):
-        return draw(st.sampled_from([*_ODD_KEYS, *_OTHER_KEYS]))
-    return draw(st.sampled_from(["w", "x", "y", "z", "step", "layer1", "layer2"]))
+        return _one_of(draw, [*_ODD_KEYS, *_OTHER_KEYS])
+    return _one_of(draw, ["w", "x", "y", "z", "step", "layer1", "layer2"])
 
 
 def _box(draw: Any, odd: bool, depth: int, kind: str = "dict", least: int = 0) -> Box:
     items: dict[Any, Spec] = {}
-    for _ in range(draw(st.integers(least, 4 - depth))):
+    for _ in range(least + draw(_up_to(4 - depth - least))):
         items.setdefault(_key(draw, odd), _value(draw, odd, depth))
     return Box(kind, tuple(items.items()))
 
@@ -116,14 +124,13 @@ def _box(draw: Any, odd: bool, depth: int, kind: str = "dict", least: int = 0) -
 def _value(draw: Any, odd: bool, depth: int) -> Spec:
     if depth < 3 and _weighted(draw, 3):
         if _weighted(draw, 2):
-            members = tuple(_value(draw, odd, depth + 1) for _ in range(draw(st.integers(0, 3))))
-            return Seq(draw(st.sampled_from(_SEQS)), members)
-        return _box(draw, odd, depth + 1, draw(st.sampled_from(_BOXES)))
-    return draw(_leaf(odd))
+            members = tuple(_value(draw, odd, depth + 1) for _ in range(draw(_up_to(3))))
+            return Seq(_one_of(draw, _SEQS), members)
+        return _box(draw, odd, depth + 1, _one_of(draw, _BOXES))
+    return _leaf(draw, odd)
 
 
-@st.composite
-def _states(draw: Any) -> Box:
+def _state(draw: Any) -> Box:
     odd = _weighted(draw, 3)
     state = _box(draw, odd, 0, least=0 if odd else 1)
     if _weighted(draw, 4):
@@ -144,7 +151,7 @@ def _blank(draw: Any, spec: Spec, trouble: bool) -> Spec:
         return _blank_tensor(draw, spec, trouble)
     if isinstance(spec, Sharded):
         if trouble and _weighted(draw, 8):
-            return dataclasses.replace(spec, seed=555, dtype=draw(st.sampled_from(_SHARDED_DTYPES)))
+            return dataclasses.replace(spec, seed=555, dtype=_one_of(draw, _SHARDED_DTYPES))
         if _weighted(draw, 4):
             return Tensor(spec.dtype, spec.shape, "whole", 555)
         fit = [
@@ -152,20 +159,20 @@ def _blank(draw: Any, spec: Spec, trouble: bool) -> Spec:
             for p in _PLACEMENTS
             if p != "rows" and ("1" not in p or len(spec.shape) > 1) and (spec.shape or "0" not in p)
         ]
-        return dataclasses.replace(spec, seed=555, placements=draw(st.sampled_from([*fit, spec.placements])))
+        return dataclasses.replace(spec, seed=555, placements=_one_of(draw, [*fit, spec.placements]))
     if isinstance(spec, Slice):
         return spec if _weighted(draw, 2) else Tensor("float32", (spec.length,), "whole", 555)
     if isinstance(spec, Object):
         if trouble and _weighted(draw, 8):
             return Tensor("float32", (2,), "whole", 555)
-        return Object(draw(st.sampled_from(["none", "int", "empty list", spec.name])))
+        return Object(_one_of(draw, ["none", "int", "empty list", spec.name]))
     if isinstance(spec, Box):
         items = [
             (key, _blank(draw, value, trouble)) for key, value in spec.items if not (trouble and _weighted(draw, 10))
         ]
         if trouble and _weighted(draw, 10):
-            items.append(("extra", draw(_leaf(False))))
-        kind = draw(st.sampled_from([*_BOXES[:3], spec.kind])) if spec.kind != "stateful" and trouble else spec.kind
+            items.append(("extra", _leaf(draw, False)))
+        kind = _one_of(draw, [*_BOXES[:3], spec.kind]) if spec.kind != "stateful" and trouble else spec.kind
         return Box(kind, tuple(items))
     if isinstance(spec, Seq):
         members = [_blank(draw, member, trouble) for member in spec.members]
@@ -176,37 +183,36 @@ def _blank(draw: Any, spec: Spec, trouble: bool) -> Spec:
 def _blank_tensor(draw: Any, spec: Tensor, trouble: bool) -> Spec:
     dtype, shape, view = spec.dtype, spec.shape, "whole"
     if _weighted(draw, 3):
-        view = draw(st.sampled_from(["transposed", "stepped", "inner", "shared", "conj", "neg", "odd strides"]))
-    kind = draw(st.sampled_from(_KINDS))
+        view = _one_of(draw, ["transposed", "stepped", "inner", "shared", "conj", "neg", "odd strides"])
+    kind = _one_of(draw, _KINDS)
     if trouble:
-        what = draw(st.sampled_from(["", "", "", "dtype", "shape", "view", "object", "sharded"]))
+        what = _one_of(draw, ["", "", "", "dtype", "shape", "view", "object", "sharded"])
         if what == "dtype":
-            dtype = draw(st.sampled_from(_DTYPES))
+            dtype = _one_of(draw, _DTYPES)
         elif what == "shape":
-            shape = draw(_shapes)
+            shape = _shape(draw)
         elif what == "view":
-            view = draw(st.sampled_from(["meta", "expanded"]))
+            view = _one_of(draw, ["meta", "expanded"])
         elif what == "object":
-            return draw(_objects(False))
+            return _object(draw, False)
         elif what == "sharded" and shape:
             return Sharded(dtype, shape, "0", 555)
     return Tensor(dtype, shape, view, 555, kind)
 
 
-@st.composite
-def _loads(draw: Any, saves: tuple[Save, ...], paths: dict[int, int], ranks: int) -> Load:
-    path = draw(st.sampled_from(sorted(paths)))
+def _load(draw: Any, saves: tuple[Save, ...], paths: dict[int, int], ranks: int) -> Load:
+    path = _one_of(draw, sorted(paths))
     save = saves[paths[path]]
     trusted = not _weighted(draw, 8)
-    size = ranks if not save.together else draw(st.sampled_from([0, 1, 2, 3])) if _weighted(draw, 2) else ranks
+    size = ranks if not save.together else _one_of(draw, [0, 1, 2, 3]) if _weighted(draw, 2) else ranks
     if _weighted(draw, 8):
         keys = (
             None
             if _weighted(draw, 2)
-            else tuple(draw(st.sampled_from([str(k) for k, _ in save.state.items] or [""])) for _ in "ab")
+            else tuple(_one_of(draw, [str(k) for k, _ in save.state.items] or [""]) for _ in "ab")
         )
         return Load(path, min(size, 1), keys, trusted=trusted)
-    planner = draw(st.sampled_from(sorted(LOAD_PLANNERS))) if _weighted(draw, 2) else "none"
+    planner = _one_of(draw, sorted(LOAD_PLANNERS)) if _weighted(draw, 2) else "none"
     if save.planner == "nested" and not _weighted(draw, 4):
         planner = "nested"
     target = _blank(draw, save.state, trouble=_weighted(draw, 3))
@@ -219,16 +225,15 @@ def _loads(draw: Any, saves: tuple[Save, ...], paths: dict[int, int], ranks: int
 # --- all of it -------------------------------------------------------------------------------------------------------
 
 
-@st.composite
-def _save(draw: Any, ranks: int) -> Save:
+def _save(draw: Any) -> Save:
     planner = "none"
     if _weighted(draw, 2):
-        planner = draw(st.sampled_from([name for name in sorted(SAVE_PLANNERS) if name not in _BAD_SAVERS]))
+        planner = _one_of(draw, [name for name in sorted(SAVE_PLANNERS) if name not in _BAD_SAVERS])
     elif _weighted(draw, 12):
-        planner = draw(st.sampled_from(_BAD_SAVERS))
-    state = draw(_states())
+        planner = _one_of(draw, _BAD_SAVERS)
+    state = _state(draw)
     if planner == "nested" and _weighted(draw, 2):
-        keys = draw(st.sampled_from([range(9), [(n, "a") for n in range(9)], [b"%d" % n for n in range(9)]]))
+        keys = _one_of(draw, [range(9), [(n, "a") for n in range(9)], [b"%d" % n for n in range(9)]])
         state = Box("dict", tuple(zip(keys, (value for _, value in state.items), strict=False)))
     return Save(state, planner)
 
@@ -236,12 +241,12 @@ def _save(draw: Any, ranks: int) -> Save:
 @st.composite
 def cases(draw: Any) -> Case:
     """A case with one to three saves, and one to three loads."""
-    ranks = draw(st.sampled_from([0, 0, 0, 1, 2, 2, 3, 4]))
-    mode = draw(st.sampled_from(_MODES))
-    count = draw(st.sampled_from([1, 1, 1, 2, 3]))
+    ranks = _one_of(draw, [0, 0, 0, 0, 0, 1, 2, 2, 3, 4])
+    mode = _one_of(draw, _MODES)
+    count = _one_of(draw, [1, 1, 1, 2, 3])
     if ranks == 0 and _weighted(draw, 8):
         mode, count = "threads", max(2, count)
-    saves = tuple(draw(_save(ranks)) for _ in range(count))
+    saves = tuple(_save(draw) for _ in range(count))
     if count > 1 and mode != "threads" and _weighted(draw, 3):
         saves = tuple(dataclasses.replace(saves[0], planner="cached plans") for _ in saves)  # the plans stay the same
     if mode == "threads":
@@ -252,7 +257,7 @@ def cases(draw: Any) -> Case:
         saves = tuple(dataclasses.replace(save, together=False) for save in saves)
     case = Case(ranks, mode, not _weighted(draw, 3), saves, ())
     paths = {case.path_of(number): number for number in range(count)}
-    loads = tuple(draw(_loads(saves, paths, ranks)) for _ in range(draw(st.sampled_from([1, 1, 2, 3]))))
+    loads = tuple(_load(draw, saves, paths, ranks) for _ in range(_one_of(draw, [1, 1, 2, 3])))
     if mode == "threads":
         loads = tuple(dataclasses.replace(load, ranks=0) for load in loads)
     return dataclasses.replace(case, loads=loads)

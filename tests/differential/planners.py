@@ -85,16 +85,16 @@ class BackwardSave(DefaultSavePlanner):
 class CastingSave(DefaultSavePlanner):
     """Stores other dtypes than the metadata says, as Megatron and others do."""
 
-    def transform_object(self, write_item: Any, object: Any) -> Any:
-        data = super().transform_object(write_item, object)
+    def resolve_data(self, write_item: Any) -> Any:
+        data = super().resolve_data(write_item)
         return data.to(torch.bfloat16) if isinstance(data, torch.Tensor) and data.dtype is torch.float32 else data
 
 
 class LyingSave(DefaultSavePlanner):
     """Gives tensors of another shape than it planned."""
 
-    def transform_object(self, write_item: Any, object: Any) -> Any:
-        data = super().transform_object(write_item, object)
+    def resolve_data(self, write_item: Any) -> Any:
+        data = super().resolve_data(write_item)
         if isinstance(data, torch.Tensor) and _is_chosen(write_item.index.fqn):
             return data.reshape(-1)
         return data.mT if isinstance(data, torch.Tensor) and data.ndim == 2 and data.shape[0] == data.shape[1] else data
@@ -103,8 +103,8 @@ class LyingSave(DefaultSavePlanner):
 class ReadBytesSave(DefaultSavePlanner):
     """Gives streams that stand at their end."""
 
-    def transform_object(self, write_item: Any, object: Any) -> Any:
-        data = super().transform_object(write_item, object)
+    def resolve_data(self, write_item: Any) -> Any:
+        data = super().resolve_data(write_item)
         if write_item.type == WriteItemType.BYTE_IO:
             data.read()
         return data

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import io
 import logging
-import shutil
 import tempfile
 import threading
 import warnings
@@ -27,7 +26,7 @@ from .planners import forget_cached_plans, load_planner, save_planner
 from .values import Box, Maker, Meshes, tensors_in
 from .worlds import Run
 
-__all__ = ["Case", "Load", "Save", "Storages", "run_case"]
+__all__ = ["Case", "Load", "Save", "Storages", "quiet", "run_case", "run_in"]
 
 
 @dataclass(frozen=True)
@@ -105,31 +104,33 @@ def run_case(case: Case, ours: bool, storages: Storages, run: Run, folder: Path,
     """What came of a case: of each save, of each checkpoint's metadata, of each load, on each rank.
 
     Args:
+        folder: Where it saves, below a folder of its own that is removed.
         mode: Another one than the case's.
     """
-    with tempfile.TemporaryDirectory(dir=folder) as name, _quiet():
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        return run_in(Path(name), case, ours, storages, run, mode)
+
+
+def run_in(folder: Path, case: Case, ours: bool, storages: Storages, run: Run, mode: str | None = None) -> Any:
+    """The same in a folder that may be shared with other processes, which have the other ranks."""
+    with quiet():
         forget_cached_plans()
-        job = _Job(case, ours, storages, Path(name), mode or case.mode)
+        job = _Job(case, ours, storages, folder, mode or case.mode)
         saves = run(case.ranks, job.save_all)
         paths = sorted({case.path_of(number) for number in range(len(case.saves))})
-        metadata = {
-            path: dict(enumerate(run(case.ranks, lambda rank, path=path: job.metadata(path, rank)))) for path in paths
-        }
-        if job.mode == "threads":
-            loads = _in_threads([lambda load=load: run(0, lambda rank: job.load(load, rank)) for load in case.loads])
-        else:
-            loads = [run(load.ranks, lambda rank, load=load: job.load(load, rank)) for load in case.loads]
-        shutil.rmtree(name, ignore_errors=True)
-        Path(name).mkdir()
+        metadata = {path: run(case.ranks, functools.partial(job.metadata, path)) for path in paths}
+        calls = [functools.partial(run, load.ranks, functools.partial(job.load, load)) for load in case.loads]
+        loads = _in_threads(calls) if job.mode == "threads" else [call() for call in calls]
     return {
-        "saves": {rank: result for rank, result in enumerate(saves)},
-        "metadata": metadata,
+        "saves": dict(enumerate(saves)),
+        "metadata": {path: dict(enumerate(found)) for path, found in metadata.items()},
         "loads": {number: dict(enumerate(results)) for number, results in enumerate(loads)},
     }
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
+    """Nothing is logged, and nobody is warned."""
     logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings():

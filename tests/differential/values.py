@@ -9,7 +9,7 @@ import collections
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,7 +87,7 @@ class Seq:
     members: tuple[Spec, ...]
 
 
-Spec = Union[Tensor, Slice, Sharded, Odd, Object, Box, Seq]
+Spec = Tensor | Slice | Sharded | Odd | Object | Box | Seq
 
 
 class Named(torch.Tensor):
@@ -246,7 +246,7 @@ def _seq(kind: str, members: list[Any]) -> Any:
     if kind == "tuple":
         return tuple(members)
     if kind == "namedtuple":
-        return Pair(*(members + [None, None])[:2])
+        return Pair(*[*members, None, None][:2])
     if kind == "tagged":
         tagged = TaggedList()
         tagged.extend(members)

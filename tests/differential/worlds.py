@@ -11,7 +11,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed import c10d_logger
 from torch.distributed.checkpoint import _nested_dict, default_planner
+from torch.distributed.checkpoint import logger as dcp_logger
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from .describe import Failed
@@ -61,6 +63,8 @@ def threads_as_ranks() -> Iterator[Run]:
             mock.patch.object(dist.distributed_c10d, "_world", _World()),
             mock.patch.object(multi_threaded_pg.ProcessLocalGroup, "_device_types", [torch.device("cpu")]),
             mock.patch.object(threading.Thread, "start", start_in_world),
+            mock.patch.object(c10d_logger, "_get_msg_dict", _nothing),  # what torch would log: half of its time
+            mock.patch.object(dcp_logger, "_get_msg_dict", _nothing),
             mock.patch.object(default_planner, "_version", version),
             mock.patch.object(_nested_dict, "_version", version),
         ):
@@ -68,6 +72,10 @@ def threads_as_ranks() -> Iterator[Run]:
     finally:
         isolate(False)
         multi_threaded_pg._uninstall_threaded_pg()
+
+
+def _nothing(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    return {}
 
 
 def _run(size: int, function: Callable[[int], Any]) -> list[Any]:
