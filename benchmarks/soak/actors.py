@@ -7,6 +7,7 @@ that orders come about that are rare in the field.
 
 from __future__ import annotations
 
+import faulthandler
 import filecmp
 import os
 import random
@@ -27,9 +28,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import SaveLimits, TensorizerStorageWriter
+from dcp_tensorizer._format.layout import is_record_file_name
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer._tools.retention import collect, plan_collection
+from dcp_tensorizer._tools.retention import Removal, collect, plan_collection
 
 from .checks import cause_of, load, quietly, state
 from .tally import HANG
@@ -62,7 +64,7 @@ class Event:
     """Something that an actor has begun or ended.
 
     Attributes:
-        kind: ``save``, ``load``, ``remove`` or ``copy``.
+        kind: ``save``, ``load``, ``look`` (which checkpoints can go), ``remove`` or ``copy``.
         path: Of the checkpoint, below the directory.
         step: That is saved, or was found; None if none was.
         began, ended: Moments; ``ended`` is None while it lasts.
@@ -196,7 +198,14 @@ class Collector(Actor):
         for _ in range(4):
             self.pause(0.1)
             keep = self.chance.choice((KEEP, KEEP, None))
-            for removal in plan_collection(open_storage(self.places.run), keep, None):
+            removals: list[Removal] = []
+
+            def look(keep: int | None = keep, removals: list[Removal] = removals) -> tuple[str, None]:
+                removals += plan_collection(open_storage(self.places.run), keep, None)
+                return "done", None
+
+            self.told("look", "", None, look)
+            for removal in removals:
                 self.pause(0.01)
                 path = os.path.relpath(removal.path, self.places.run)
                 if removal.kept or not removal.whole:
@@ -221,6 +230,10 @@ class Copier(Actor):
     def _copy(self, command: list[str], name: str) -> tuple[str, int | None]:
         source, target = self.places.elsewhere / name, self.places.run / name
         subprocess.run(["cp", "-a", str(self.places.master), str(source)], check=True)
+        if name.startswith("step-"):  # without its record, so that it is collected one day
+            for record in filter(is_record_file_name, os.listdir(source)):
+                (source / record).unlink()
+        expected = sorted(os.listdir(source))
         with subprocess.Popen([*command, str(source), str(target)], stderr=subprocess.PIPE, text=True) as process:
             for _ in range(_STOPS):
                 self._stop(process)
@@ -229,7 +242,6 @@ class Copier(Actor):
         shutil.rmtree(source, ignore_errors=True)
         if process.returncode:
             return f"{command[0]}: exit {process.returncode}: {said[:200]}", None
-        expected = sorted(path.name for path in self.places.master.iterdir())
         equal, *_ = filecmp.cmpfiles(self.places.master, target, expected, shallow=False)
         if sorted(equal) != expected:
             return f"{command[0]}: lacks {sorted(set(expected) - set(equal))[:3]}", None
@@ -253,6 +265,7 @@ def act(role: str, index: int, places: Places, seed: str, connection: Connection
     It sends an `Event` for all that begins and all that ends, None at the end of a round, and text if it breaks down.
     """
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1)
     _delay_calls(random.Random(f"{seed} calls {index}"))
     with quietly():
         try:

@@ -111,7 +111,7 @@ class _Run:
                 self.tally.blame("hung", f"a rank of the job that began with {plan[0]}")
                 process.kill()
                 process.join()
-        _, left = psutil.wait_procs([p for p in psutil.process_iter() if _is_ours(p)], timeout=10)
+        _, left = psutil.wait_procs([p for p in psutil.process_iter() if _is_ours(p)], timeout=HANG)
         for process in left:
             self.tally.blame("left", f"a writer process of the job that began with {plan[0]}")
             process.kill()

@@ -134,13 +134,13 @@ class History:
         number = _number(removal.path)
         if number is None or removal.path in _LINKS.values():
             return False
-        own = max(_end(save) for path in self._saves for save in self._saves[path] if _unit(path) == removal.path)
+        own = max(save.began for path in self._saves for save in self._saves[path] if _unit(path) == removal.path)
         others: dict[str, list[Event]] = defaultdict(list)
         for path, saves in self._saves.items():
             if _number(_unit(path)) is not None and _unit(path) != removal.path:
                 others[_unit(path)] += [save for save in saves if save.began < _end(removal)]
         higher = sum(bool(saves) and (_number(unit) or 0) > number for unit, saves in others.items())
-        newer = sum(any(_end(save) > own for save in saves) for saves in others.values())
+        newer = sum(any(_end(save) > own for save in saves) for saves in others.values())  # as far as can be told
         return higher >= keep and newer >= keep
 
     def finally_removed(self, removal: Event) -> None:

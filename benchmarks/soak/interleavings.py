@@ -7,6 +7,7 @@ import multiprocessing.connection
 import multiprocessing.process
 import os
 import random
+import signal
 import tempfile
 import time
 from collections.abc import Container, Iterator
@@ -59,15 +60,18 @@ def run(rounds: int, seed: int, folder: Path) -> Tally:
         history = History(tally)
         _prepare(places, history)
         team = _Team(places, seed, tally)
-        with suppress(_BrokenDown), closing(team):
-            for number in range(1, rounds + 1):
-                tally.rounds += 1
-                killed = chance.choice(_SAVERS) if chance.random() < _KILLED else None
-                for actor, event in team.round(number, killed, chance.uniform(0, _LONGEST_LIFE)):
-                    history.note(actor, event)
-                history.judge(f"round {number}")
-                if number % 10 == 0:
-                    _look(places, history, tally, f"after round {number}")
+        try:
+            with closing(team):
+                for number in range(1, rounds + 1):
+                    tally.rounds += 1
+                    killed = chance.choice(_SAVERS) if chance.random() < _KILLED else None
+                    for actor, event in team.round(number, killed, chance.uniform(0, _LONGEST_LIFE)):
+                        history.note(actor, event)
+                    history.judge(f"round {number}")
+                    if number % 10 == 0:
+                        _look(places, history, tally, f"after round {number}")
+        except _BrokenDown:  # what it was about to do is not known, and so not what may be there
+            return tally
         _end(places, history, tally)
     return tally
 
@@ -136,7 +140,8 @@ class _Team:
         busy = {member.connection: name for name, member in self._members.items()}
         for connection in busy:
             connection.send(number)
-        deadline, death = time.monotonic() + 2 * HANG, time.monotonic() + life
+        death = time.monotonic() + life
+        heard = dict.fromkeys(busy, time.monotonic())
         while busy:
             if killed is not None and time.monotonic() >= death:
                 self._kill(killed, busy)
@@ -144,6 +149,7 @@ class _Team:
             for ready in multiprocessing.connection.wait(list(busy), 0.02):
                 role, index = name = busy[ready]
                 message = self._hear(ready)
+                heard[ready] = time.monotonic()
                 if isinstance(message, Event):
                     yield f"{role} {index}", message
                 else:
@@ -153,9 +159,12 @@ class _Team:
                     self._replace(name)
                 elif isinstance(message, str):
                     self._tally.blame("wrong", f"round {number}: {message}")
-                    raise _BrokenDown  # what it was about to do is not known, and what may be there
-            if time.monotonic() > deadline:
-                self._tally.blame("hung", f"round {number}: {list(busy.values())}")
+                    raise _BrokenDown
+            hung = [busy[connection] for connection in busy if time.monotonic() - heard[connection] > HANG]
+            if hung:
+                self._tally.blame("hung", f"round {number}: {hung}")
+                for name in hung:
+                    os.kill(self._members[name].process.pid or 0, signal.SIGUSR1)  # tells where
                 raise _BrokenDown
 
     def _hear(self, connection: Connection) -> Any:
