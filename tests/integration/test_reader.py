@@ -271,6 +271,23 @@ def test_each_load_is_reported(tmp_path, caplog):
     assert str(second) in caplog.text
 
 
+def test_saves_and_loads_have_ids(tmp_path):
+    """As with torch's own storage: on the writer, on the reader, in what a save returns and in the metadata."""
+    with TensorizerStorageWriter(tmp_path) as writer:
+        assert writer.save_id is None
+        returned = dcp.save({"w": torch.ones(2)}, storage_writer=writer)
+        first = writer.save_id
+        assert dcp.async_save({"w": torch.ones(2)}, storage_writer=writer).result().storage_meta.save_id != first
+    assert (returned.storage_meta.save_id, returned.storage_meta.checkpoint_id) == (first, str(tmp_path))
+    reader = TensorizerStorageReader(tmp_path)
+    before, metadata = reader.load_id, reader.read_metadata()
+    assert (metadata.storage_meta.load_id, metadata.storage_meta.save_id == first) == (before, False)
+    theirs = dcp.save({"w": torch.ones(2)}, storage_writer=dcp.FileSystemWriter(tmp_path / "torch"))
+    assert returned.version == metadata.version == theirs.version
+    dcp.load({"w": torch.ones(2)}, storage_reader=reader, checkpoint_id=tmp_path)
+    assert reader.load_id != before
+
+
 def test_a_callback_that_fails_does_not_fail_the_load(weights, caplog):
     """Its error is logged."""
     path, expected = weights
