@@ -117,6 +117,11 @@ def _is_untrusted(context: Context, difference: Difference) -> bool:
     return load is not None and not load.trusted and _ours_fails(difference, "UntrustedObject")
 
 
+def _is_trusted_subclass(context: Context, difference: Difference) -> bool:
+    load = context.load(difference)
+    return load is not None and load.trusted and _theirs_fails(difference, "UnpicklingError")
+
+
 def _lost_the_save(context: Context, difference: Difference) -> bool:
     load = context.load(difference)
     return load is not None and load.ranks > 1 and _ours_fails(difference, "dropped the storage_data of the plan")
@@ -130,7 +135,8 @@ def _saved_apart(context: Context, difference: Difference) -> bool:
 
 
 def _is_no_plain_tensor(context: Context, difference: Difference) -> bool:
-    return difference.path[0] == "saves" and _ours_fails(difference, "Convert it to a dense one, or leave it out")
+    words = ("which cannot be saved. Save", "which DCP cannot plan", "which cannot be staged")
+    return difference.path[0] == "saves" and _ours_fails(difference, *words)
 
 
 def _does_not_convert(context: Context, difference: Difference) -> bool:
@@ -168,6 +174,7 @@ DIFFERENCES: dict[str, Holds] = {
     "storage_data": _is_storage_data,
     "checkpoint_id": _is_kind_of_checkpoint_id,
     "objects that need trust": _is_untrusted,
+    "tensor subclasses that are trusted": _is_trusted_subclass,
     "plans that do not say which save": _lost_the_save,
     "ranks that saved for themselves": _saved_apart,
     "tensors that are no plain bytes": _is_no_plain_tensor,
