@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -11,6 +10,7 @@ from .._format.encryption import Cipher, find_other_key
 from .._format.layout import StoredItem
 from .._storage.base import Storage
 from ..errors import WriteError
+from .commit import remove_with_records
 
 __all__ = ["agree_on_key"]
 
@@ -30,9 +30,7 @@ def agree_on_key(cipher: Cipher | None, results: Sequence[Sequence[WriteResult]]
     other = find_other_key(cipher, checks)
     if other is None:
         return
-    for name in {StoredItem(*r.storage_data[0]).file for part in results for r in part} - {""}:
-        with suppress(Exception):
-            storage.remove(name)
+    remove_with_records(storage, {StoredItem(*r.storage_data[0]).file for part in results for r in part} - {""})
     raise WriteError(
         f"rank {other} has another encryption key than the coordinator, or only one of them has any: give every "
         f"rank's writer the same EncryptionParams, made on one rank and sent to the others, or made of one passphrase "

@@ -142,6 +142,7 @@ class SaveSession:
             self._commit(metadata, results)
         except CheckpointError as error:
             self._fail(error)
+            remove_records(self.storage, map(save_id_in, replaced))  # they are not replaced
             raise
         saver.failures.committed()
         report = self._times.committed(self._report)

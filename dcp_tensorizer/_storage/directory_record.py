@@ -34,6 +34,9 @@ def put_record(path: Path) -> None:
             os.pwrite(descriptor, f"{time.time():020.6f}\n{boot}{_places(path, descriptor)}".encode(), 0)
             if _is_valid(path, descriptor):
                 return
+    except OSError:
+        path.unlink()
+        raise
     finally:
         os.close(descriptor)
 

@@ -1,7 +1,6 @@
 """Processes that are killed: the writer's, and the trainer itself."""
 
 import os
-import shutil
 import signal
 
 import psutil
@@ -12,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.utils.data import DataLoader
 
 from dcp_tensorizer import SaveLimits, TensorizerStorageReader, TensorizerStorageWriter, WriterProcessDied
+from dcp_tensorizer._format.layout import data_file_rank
 
 from .ranks import attempt, eventually, kill_self, run_ranks, workers
 from .training import assert_same
@@ -37,7 +37,7 @@ def _loaded(folder, index, size=100):
 
 def _stop_in_mid_write(folder, index, future, files=1, but=None):
     """Stops this rank's writer process when it has begun a file, the ``files``-th of the rank; returns it."""
-    assert eventually(lambda: len(list(folder.glob(f"__{index}_0_*"))) == files and workers() not in ([], [but]))
+    assert eventually(lambda: len(list(folder.glob(f"__{index}_*.tensors"))) == files and workers() not in ([], [but]))
     (worker,) = workers()
     worker.suspend()
     assert eventually(lambda: worker.status() == psutil.STATUS_STOPPED)
@@ -216,8 +216,9 @@ def test_a_save_succeeds_whatever_happens_to_the_writer_process_once(killed_writ
 def test_a_checkpoint_consists_of_one_save_and_nothing_else(killed_writers, name):
     """Neither dead writer processes nor other ranks of failed saves leave files that the next save would not remove."""
     folder, _ = killed_writers
-    names = sorted(path.name.rpartition("_")[0] or path.name for path in (folder / name).iterdir())
-    assert names == [".metadata", *(f"__{index}_0" for index in range(WORLD))]
+    names = sorted(path.name for path in (folder / name).iterdir())
+    assert names[0] == ".metadata"
+    assert [data_file_rank(name) for name in names[1:]] == list(range(WORLD))
 
 
 def test_a_writer_process_outlives_signals_but_not_a_kill(killed_writers):
@@ -271,10 +272,10 @@ def test_a_writer_process_without_a_trainer_removes_what_it_has_written(killed_t
     assert len(list((folder / "writing" / "checkpoint").glob("*.tensors"))) == 1
 
 
-def test_what_a_killed_job_left_is_removed_by_the_next_save(killed_trainers, tmp_path):
+def test_what_a_killed_job_left_is_removed_by_the_next_save(killed_trainers):
     """When trainer and writer process are killed at once, nobody removes what they wrote; the next job does."""
     folder, _ = killed_trainers
-    path = shutil.copytree(folder / "writing, with its writer" / "checkpoint", tmp_path / "checkpoint")
+    path = folder / "writing, with its writer" / "checkpoint"
     assert len(list(path.glob("*.tensors"))) == 2
     with TensorizerStorageWriter(path) as writer:
         dcp.save(_state(0, 3), storage_writer=writer)
