@@ -12,6 +12,7 @@ from typing import TypeVar
 __all__ = ["NEVER", "Deadline", "cores", "in_background", "in_threads"]
 
 _T = TypeVar("_T")
+_Subject = TypeVar("_Subject")
 
 _REQUESTS_AT_ONCE = 16
 
@@ -40,15 +41,15 @@ class Deadline:
 NEVER = Deadline(None)
 
 
-def in_threads(operation: Callable[[str], _T], names: Sequence[str]) -> list[_T]:
-    """Calls ``operation`` for several files at once, because each call waits for a server.
+def in_threads(operation: Callable[[_Subject], _T], subjects: Sequence[_Subject]) -> list[_T]:
+    """Calls ``operation`` for several files, or parts of one, at once, because each call waits for a server.
 
-    Returns the results in the order of ``names``. Raises what a call raises.
+    Returns the results in the order of ``subjects``. Raises what a call raises.
     """
-    if len(names) < 2:
-        return [operation(name) for name in names]
+    if len(subjects) < 2:
+        return [operation(subject) for subject in subjects]
     with ThreadPoolExecutor(_REQUESTS_AT_ONCE, thread_name_prefix="requests") as pool:
-        return list(pool.map(operation, names))
+        return list(pool.map(operation, subjects))
 
 
 def in_background(operation: Callable[[], _T], *, name: str = "request", daemon: bool = False) -> Future[_T]:

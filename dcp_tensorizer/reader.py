@@ -1,6 +1,6 @@
 """Loading: `TensorizerStorageReader`, the storage reader for ``torch.distributed.checkpoint``.
 
-.metadata --DCP planner--> LoadPlan --read_planner--> byte ranges, sorted and coalesced
+.metadata --DCP planner--> LoadPlan --index--> stored chunks --read_planner--> byte ranges, sorted and coalesced
           --executor--> parallel reads into the targets' memory --> block digests --> planner.commit_tensor
 """
 
@@ -21,10 +21,11 @@ from torch.futures import Future
 
 from ._arguments import check_callable, check_path, check_storage_options, check_thread_count, check_timeout
 from ._format.encryption import Cipher, check_decryption, unlock
+from ._format.index_reader import Index
 from ._loading.executor import fetch
-from ._loading.metadata_reader import read_metadata
+from ._loading.metadata_reader import read_index, read_metadata
 from ._loading.objects import check_trust, deliver_object, read_objects
-from ._loading.read_target import target_of
+from ._loading.read_target import is_object, targets_of, wanted_of
 from ._loading.report import LoadClock, LoadReport, Progress, publish
 from ._loading.tensors import read_tensors
 from ._loading.validate import (
@@ -35,7 +36,6 @@ from ._loading.validate import (
     check_own_parts,
     check_world_size,
     not_committed,
-    stored_item,
 )
 from ._memory.garbage import collector_paused
 from ._storage.base import TIMEOUT, Storage
@@ -118,6 +118,7 @@ class TensorizerStorageReader(StorageReader):
         self._last_report: LoadReport | None = None
         self._cipher: Cipher | None = None
         self._storage: Storage | None = None
+        self._index: Index | None = None
         self._metadata: Metadata | None = None
         self._error: CheckpointError | None = None
         self._is_own_save = False
@@ -157,10 +158,14 @@ class TensorizerStorageReader(StorageReader):
             check_path(checkpoint_id)
             self._path = absolute_path(checkpoint_id)
         self._load_id = uuid.uuid4().hex
-        self._storage = self._metadata = self._error = None
+        self._storage = self._index = self._metadata = self._error = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads the checkpoint's metadata, or with ``rank=`` that rank's own.
+
+        Each tensor is one whole chunk in it, whose parts the reader finds when they are read: DCP's planner goes
+        through all chunks of all tensors on each rank. Where the stored chunks do not make a tensor up, and where each
+        rank saved for itself, the chunks are those that are stored. `stored_metadata` always has those.
 
         DCP swallows what is raised here and asks again for the rank's own. A rank that gets an answer then skips the
         collectives that the other ranks wait in. So a checkpoint of all ranks never answers ``rank=``, and an error is
@@ -188,6 +193,23 @@ class TensorizerStorageReader(StorageReader):
             return self._metadata
         return Metadata({}, planner_data={}, storage_meta=StorageMeta(load_id=self._load_id))
 
+    def stored_metadata(self, *, rank: int | None = None) -> Metadata:
+        """The checkpoint's metadata with each chunk as it is stored; with ``rank`` that rank's own.
+
+        Its ``storage_data`` is a dict. In it ``files`` has the bytes in each data file by name, and ``items`` the place
+        of each chunk.
+
+        Raises:
+            NotCommitted: there is none.
+            MetadataError: it is damaged, or of another format.
+            ReadError: it cannot be read.
+        """
+        storage = open_storage(self._path, self._options, self._timeout)
+        metadata = read_metadata(storage, rank)
+        if metadata is None:
+            raise not_committed(storage.path)
+        return metadata
+
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raises what `read_metadata` could not; keeps the metadata, and checks that the key is the checkpoint's.
 
@@ -208,12 +230,14 @@ class TensorizerStorageReader(StorageReader):
             MetadataError: the stored chunks of a tensor do not cover it; names the key.
             ReadError: a file is missing or has another size than when it was saved.
         """
-        storage, metadata = self._opened()
+        storage, index = self._opened()
         with collector_paused():
+            wanted = [wanted_of(read_item) for read_item in plan.items]
             if not self._per_rank:
-                check_coverage(storage.path, metadata, {read_item.storage_index.fqn for read_item in plan.items})
-            files = {stored_item(storage.path, metadata, read_item.storage_index).file for read_item in plan.items}
-        check_files(storage, metadata, files - {""})
+                check_coverage(storage.path, index, {key for key, _, _ in wanted})
+            index.read_places(wanted)
+            files = {piece.item.file for item in wanted for piece in index.pieces(*item)}
+        check_files(storage, index.files, files - {"", *index.in_memory})
         # Where each rank saved for itself, each reads a save of its own, and there is nothing to agree on.
         return dataclasses.replace(plan, storage_data=ReadFrom("" if self._is_own_save else self._save_id))
 
@@ -252,36 +276,41 @@ class TensorizerStorageReader(StorageReader):
     @property
     def _save_id(self) -> str:
         """Of the save whose metadata was read; empty where that does not say."""
-        meta = self._opened()[1].storage_meta
+        assert self._metadata is not None
+        meta = self._metadata.storage_meta
         return "" if meta is None else meta.save_id or ""
 
-    def _opened(self) -> tuple[Storage, Metadata]:
-        assert self._storage is not None and self._metadata is not None, "read_metadata comes first"
-        return self._storage, self._metadata
+    def _opened(self) -> tuple[Storage, Index]:
+        assert self._storage is not None and self._index is not None, "read_metadata comes first"
+        return self._storage, self._index
 
     def _read_metadata(self, rank: int | None) -> Metadata:
         storage = self._storage = open_storage(self._path, self._options, self._timeout)
-        metadata = read_metadata(storage, rank)
+        index = self._index = read_index(storage, rank)
         if rank is not None:
-            check_world_size(storage, metadata, _world_size())
-        if metadata is None:
+            check_world_size(storage, index is not None, _world_size())
+        if index is None:
             raise not_committed(storage.path)
+        metadata = index.metadata()
         metadata.storage_meta = dataclasses.replace(metadata.storage_meta or StorageMeta(), load_id=self._load_id)
         return metadata
 
     def _unlock(self) -> Cipher | None:
         """The checkpoint's key, before any target changes."""
-        storage, metadata = self._opened()
-        return unlock(self._encryption, metadata.storage_data.get("encryption"), storage.path, self._cipher)
+        storage, index = self._opened()
+        return unlock(self._encryption, index.encryption, storage.path, self._cipher)
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> int:
         """Reads objects, and checks that they are trusted; then tensors. Returns the bytes that were read."""
-        storage, metadata = self._opened()
-        path = storage.path
+        storage, index = self._opened()
+        metadata, path = self._metadata, storage.path
+        assert metadata is not None
         if self._per_rank:
             check_own_parts(path, metadata, plan, getattr(planner, "state_dict", {}))
         with collector_paused():
-            stored = [(i, stored_item(path, metadata, i.storage_index)) for i in plan.items]
+            stored = [(item, index.pieces(*wanted_of(item))) for item in plan.items]
+            objects = [(item, pieces[0].item) for item, pieces in stored if pieces and is_object(pieces)]
+            tensors = [(item, pieces) for item, pieces in stored if not is_object(pieces)]
         read = functools.partial(
             fetch,
             storage,
@@ -289,18 +318,19 @@ class TensorizerStorageReader(StorageReader):
             verify=self._verify,
             cipher=self._cipher,
             page_cache=self._page_cache,
+            in_memory=index.in_memory,
         )
-        objects, nbytes = read_objects([(i, item) for i, item in stored if item.kind != "tensor"], read)
+        contents, nbytes = read_objects(objects, read)
         if not self._allow_pickle:
-            check_trust(path, objects)
+            check_trust(path, contents)
         nbytes += read_tensors(
-            [(i, item) for i, item in stored if item.kind == "tensor"],
+            tensors,
             planner,
-            functools.partial(target_of, path, metadata, world_size=_world_size()),
+            functools.partial(targets_of, path, metadata, world_size=_world_size()),
             lambda targets, progress: read(targets, progress=progress),
             Progress(path, self._on_progress),
         )
-        for read_item, content in objects:
+        for read_item, content in contents:
             deliver_object(path, planner, read_item, content)
         return nbytes
 

@@ -22,7 +22,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_tensorizer._format.chunks import Region
 from dcp_tensorizer._format.encryption import Cipher
-from dcp_tensorizer._format.layout import StoredItem
+from dcp_tensorizer._format.keys import ItemKey
+from dcp_tensorizer._format.layout import StoredItem, data_file_rank
+from dcp_tensorizer._format.places import RankPlaces
 from dcp_tensorizer._memory.tensor_bytes import host_bytes
 from dcp_tensorizer._saving.commit import commit
 from dcp_tensorizer._saving.file_planner import plan_files, stored_names
@@ -37,7 +39,6 @@ ODD = {
     "half": [Region((0, 0), (3, 4)), Region((3, 0), (2, 4))],
     "columns": [Region((0, 0), (5, 1)), Region((0, 1), (5, 3))],
 }
-INDEX = MetadataIndex("w", torch.Size([0]))
 
 
 def metadata_of(save_id: str = "s", **planner_data: Any) -> Metadata:
@@ -52,6 +53,17 @@ def metadata_of(save_id: str = "s", **planner_data: Any) -> Metadata:
 def item_in(file: str) -> StoredItem:
     """Where ``w`` is."""
     return StoredItem(file, "w", 0, 4, "bfloat16", "tensor", b"12345678")
+
+
+def parts_of(files: Mapping[str, int], items: Mapping[ItemKey, StoredItem], **options: Any) -> list[RankPlaces]:
+    """What the ranks that wrote some files tell the coordinator; items without bytes are the first one's."""
+    by_rank: dict[int, dict[ItemKey, StoredItem]] = {data_file_rank(name): {} for name in files}
+    for key, item in items.items():
+        by_rank.setdefault(data_file_rank(item.file) if item.file else 0, {})[key] = item
+    return [
+        RankPlaces.of(rank, own, {n: size for n, size in files.items() if data_file_rank(n) == rank}, **options)
+        for rank, own in sorted(by_rank.items())
+    ]
 
 
 def make_checkpoint(
@@ -91,7 +103,7 @@ def make_checkpoint(
         blob = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
         values.setdefault(first, []).append((MetadataIndex(key), blob, "object"))
         described[key] = BytesStorageMetadata()
-    written = []
+    parts = []
     for rank, own in values.items():
         names = stored_names([index.fqn for index, _, _ in own])
         items = [Item(index, name, kind, tensor) for (index, tensor, kind), name in zip(own, names, strict=True)]
@@ -99,11 +111,10 @@ def make_checkpoint(
         files = plan_files((item.source() for item in items if item.has_bytes), rank, save_id)
         bytes_of = functools.partial(_bytes_of, contents)
         job = FileJob(storage, files, bytes_of, sync=False, threads=1, cipher=cipher, sha256=sha256)
-        for result in write_results(items, job.run()):
-            written.append((result.index, StoredItem(*result.storage_data[0]), result.storage_data[1]))
+        parts += [result.storage_data for result in write_results(items, job.run(), rank)]
     paths = {key: tuple(key.split(".")) for key in described}
     metadata = Metadata(described, paths, storage_meta=StorageMeta(str(path), save_id))
-    commit(storage, metadata, written, **{"rank": None, "sync": False, "cipher": cipher, **committing})
+    commit(storage, metadata, parts, **{"rank": None, "sync": False, "cipher": cipher, **committing})
     return Path(path)
 
 

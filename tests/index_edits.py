@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from dcp_tensorizer._format.index import read_head, section_of
+from dcp_tensorizer._format.index import IndexFile, read_head
 from dcp_tensorizer._format.index_rows import decode_entries, decode_places, encode_rows
 
 _START = 80
@@ -22,7 +22,8 @@ def edit_index(path: Path, kind: str, change: Callable[[Any], object]) -> None:
     """Changes the rows of the first section of a kind, or the ``head``; the MAC stays as it is."""
     data = path.read_bytes()
     head = read_head(data, str(path))
-    contents = [bytes(section_of(data, section, str(path))) for section in head.sections]
+    index = IndexFile(str(path), head, data)
+    contents = [bytes(index.section(section)) for section in head.sections]
     for number, section in enumerate(head.sections):
         if section.kind == kind:
             rows = _DECODERS[kind](contents[number])

@@ -11,7 +11,7 @@ from isal.isal_zlib import crc32  # ten times as fast as zlib's
 from ..errors import ChecksumMismatch
 from .layout import StoredItem
 
-__all__ = ["DigestCheck", "Digester", "TensorHashes", "check_digests"]
+__all__ = ["DigestCheck", "Digester", "TensorHashes", "check_digests", "digests_of"]
 
 _WORTH_UNLOCKING = 256 << 10  # bytes
 
@@ -84,6 +84,11 @@ class TensorHashes:
     def values(self) -> tuple[int, bytes]:
         """CRC-32, and SHA-256 if it is asked for, after all pieces."""
         return self.crc32, b"" if self.sha256 is None else self.sha256.digest()
+
+
+def digests_of(data: bytes) -> bytes:
+    """`StoredItem.digests` of data of one block."""
+    return xxhash.xxh3_64_digest(data)
 
 
 class DigestCheck:

@@ -25,6 +25,14 @@ class Region(NamedTuple):
         size = tuple(last - first for first, last in zip(start, stop, strict=True))
         return Region(start, size) if all(extent > 0 for extent in size) else None
 
+    def moved(self, offset: Sequence[int]) -> Region:
+        """The region of the same size that starts further on."""
+        return Region(tuple(map(sum, zip(self.start, offset, strict=True))), self.size)
+
+    def within(self, outer: Region) -> Region:
+        """The same elements, counted from where ``outer`` starts."""
+        return Region(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.size)
+
 
 def covers(shape: Sequence[int], chunks: Sequence[Region]) -> bool:
     """Whether chunks of a tensor lie within it and hold each of its elements exactly once."""

@@ -2,10 +2,11 @@
 
     start     80 bytes: magic, version, the lengths of head and file, a digest of start and head, a MAC
     head      MessagePack: what was saved when and by what, the data files, and where each section is
-    sections  MessagePack, one after the other: the entries of the state dict, what the planner recorded, and for each
-              rank the places of what it wrote
+    sections  MessagePack, one after the other: the entries of the state dict, what the planner recorded, small values
+              themselves, and for each rank the places of what it wrote
 
-Each section has its digest in the head, so that it can be read, checked and decoded by itself. Nothing in the file is
+Each section has its digest in the head, so that it can be read, checked and decoded by itself: a rank of a load reads
+the places of those whose data it needs. Nothing in the file is
 code. `index_rows` has the types of what is in it, and ``docs/reference/format.md`` describes it for other programs.
 """
 
@@ -20,24 +21,31 @@ import msgspec
 import xxhash
 
 from ..errors import MetadataError
-from .index_rows import Head, Section, SectionKind, decode_head, encode_rows
+from .index_rows import DataFile, Head, Section, SectionKind, decode_head, encode_rows
 from .layout import Seal, is_data_file_name
 
 __all__ = [
+    "FIRST_BYTES",
     "INDEX_VERSION",
+    "IndexFile",
     "Part",
-    "data_file_names",
+    "check_section",
+    "data_files",
     "decoded",
+    "head_end",
     "is_index",
     "looks_like_pickle",
     "nonsense",
+    "open_index",
     "pack",
     "read_head",
     "read_seal",
-    "section_of",
 ]
 
 INDEX_VERSION = 1
+
+FIRST_BYTES = 1 << 20
+"""What to read of an index first. Up to a hundred ranks that is all of it, and more takes another request."""
 
 _Rows = TypeVar("_Rows")
 
@@ -52,11 +60,47 @@ _OLD_TRAILER = b"\x00DCPTZR1"  # behind the pickle that this package wrote befor
 
 
 class Part(NamedTuple):
-    """A section that is to be packed."""
+    """A section that is to be packed; ``files`` are those that its places are in."""
 
     kind: SectionKind
     rank: int | None
     content: bytes
+    files: tuple[DataFile, ...] = ()
+
+
+class IndexFile(NamedTuple):
+    """An index, as far as it has been read.
+
+    Attributes:
+        path: For messages.
+        head: The head.
+        data: The file's first bytes.
+        read: Gives so many bytes from an offset on, where ``data`` is not the whole file. Raises `ReadError`.
+    """
+
+    path: str
+    head: Head
+    data: bytes
+    read: Callable[[int, int], bytes] | None = None
+
+    @property
+    def seal(self) -> Seal:
+        """What shows that it was made with the checkpoint's key."""
+        return read_seal(self.data)
+
+    def section(self, section: Section) -> bytes | memoryview:
+        """The bytes of a section, checked.
+
+        Raises:
+            MetadataError: they are damaged.
+            ReadError: they cannot be read.
+        """
+        start = head_end(self.data) + section.offset
+        if self.read is None or start + section.nbytes <= len(self.data):
+            content: bytes | memoryview = memoryview(self.data)[start : start + section.nbytes]
+        else:
+            content = self.read(start, section.nbytes)
+        return check_section(content, section, self.path)
 
 
 # --- writing -------------------------------------------------------------------------------------------------------
@@ -76,7 +120,7 @@ def pack(head: Head, parts: Iterable[Part], sign: Callable[[bytes], bytes] | Non
         strong = None if sign is None else _strong(part.content)
         nbytes = len(part.content)
         digest = xxhash.xxh3_128_digest(part.content)
-        head.sections.append(Section(part.kind, part.rank, offset, nbytes, digest, strong))
+        head.sections.append(Section(part.kind, part.rank, offset, nbytes, digest, strong, list(part.files)))
         contents.append(part.content)
         offset += nbytes
     packed = encode_rows(head)
@@ -112,8 +156,43 @@ def looks_like_pickle(data: bytes) -> bool:
     return data.startswith(_PICKLE)
 
 
-def read_head(data: bytes, path: str) -> Head:
-    """The head of an index, checked; ``path`` is for messages.
+def head_end(data: bytes) -> int:
+    """Where the head of an index ends, and its sections begin; 0 if even the fixed fields are not there."""
+    return _START + int(_FIXED.unpack_from(data)[2]) if data.startswith(_MAGIC) and len(data) >= _START else 0
+
+
+def open_index(path: str, data: bytes, read: Callable[[int, int], bytes]) -> IndexFile:
+    """An index of which the first bytes have been read.
+
+    Args:
+        path: For messages.
+        data: `FIRST_BYTES` of the file, or all of it, if it has fewer.
+        read: Gives so many bytes from an offset on. Raises `ReadError`.
+
+    Raises:
+        MetadataError: it is damaged, of another version, or something else; says what it is.
+        ReadError: it cannot be read.
+    """
+    if len(data) < FIRST_BYTES or not data.startswith(_MAGIC):
+        return IndexFile(path, read_head(data, path), data)
+    data = _at_least(head_end(data), data, read)
+    head = read_head(data, path, whole=False)
+    # Every load needs all but the places: one request more, and none for each of them.
+    sections = max((s.offset + s.nbytes for s in head.sections if s.kind != "places"), default=0)
+    return IndexFile(path, head, _at_least(head_end(data) + sections, data, read), read)
+
+
+def _at_least(nbytes: int, data: bytes, read: Callable[[int, int], bytes]) -> bytes:
+    return data + read(len(data), nbytes - len(data)) if nbytes > len(data) else data
+
+
+def read_head(data: bytes, path: str, *, whole: bool = True) -> Head:
+    """The head of an index, checked.
+
+    Args:
+        data: The file, or its first bytes.
+        path: For messages.
+        whole: It is the file.
 
     Raises:
         MetadataError: it is damaged, of another version, or something else; says what it is.
@@ -134,7 +213,7 @@ def read_head(data: bytes, path: str) -> Head:
             f"{path} is of format version {version}, and this release reads version {INDEX_VERSION}: install the "
             f"release of dcp_tensorizer that wrote it, or a newer one"
         )
-    if nbytes != len(data):
+    if nbytes < len(data) or (whole and nbytes != len(data)):
         raise _damaged(path, f"it has {len(data):,} bytes instead of {nbytes:,}")
     head = decoded(decode_head, packed, path)
     _check_head(head, nbytes - _START - head_nbytes, path)
@@ -148,28 +227,25 @@ def read_seal(data: bytes) -> Seal:
     return Seal(_strong(fixed, packed), bytes(mac))
 
 
-def section_of(data: bytes, section: Section, path: str) -> memoryview:
-    """The bytes of a section, checked.
+def check_section(content: bytes | memoryview, section: Section, path: str) -> bytes | memoryview:
+    """The bytes of a section, if they are those that were written.
 
     Raises:
-        MetadataError: they are damaged.
+        MetadataError: they are not.
     """
-    _, _, head_nbytes, _ = _FIXED.unpack_from(data)
-    start = _START + head_nbytes + section.offset
-    content = memoryview(data)[start : start + section.nbytes]
     if xxhash.xxh3_128_digest(content) != section.digest:
-        raise _damaged(path, "its checksum does not match")
+        raise _damaged(path, "its checksum does not match, or it was overwritten while it was read")
     if section.strong is not None and _strong(content) != section.strong:
         raise _damaged(path, "its BLAKE2b digest does not match")
     return content
 
 
-def data_file_names(data: bytes, path: str) -> set[str]:
-    """The data files that an index names; raises what `read_head` does."""
-    return {file.name for file in read_head(data, path).files}
+def data_files(head: Head) -> dict[str, int]:
+    """The data files that an index names, and the bytes in each."""
+    return {file.name: file.nbytes for section in head.sections for file in section.files}
 
 
-def decoded(decode: Callable[[memoryview], _Rows], content: memoryview, path: str) -> _Rows:
+def decoded(decode: Callable[[bytes | memoryview], _Rows], content: bytes | memoryview, path: str) -> _Rows:
     """What a decoder makes of some bytes.
 
     Raises:
@@ -206,12 +282,18 @@ def _check_head(head: Head, nbytes: int, path: str) -> None:
         end += section.nbytes
     if end != nbytes:
         raise nonsense(path, f"its sections have {end:,} bytes, and {nbytes:,} follow its head")
-    kinds = [section.kind for section in head.sections if section.kind != "places"]
-    if kinds.count("entries") != 1 or len(kinds) > 2 or len(set(kinds)) < len(kinds):
-        raise nonsense(path, f"it has sections {kinds}")
-    for file in head.files:
-        if not is_data_file_name(file.name):
-            raise nonsense(path, f"it names a data file {file.name!r}")
+    kinds = [section.kind for section in head.sections]
+    first = [kind for kind in kinds if kind != "places"]
+    if first != kinds[: len(first)] or len(set(first)) < len(first) or {"paths", "planner"} <= set(first):
+        raise nonsense(path, f"it has sections {first}, or they come after those of places")
+    if "entries" not in first:
+        raise nonsense(path, "it does not say what the state dict was")
+    names = [file.name for section in head.sections for file in section.files]
+    if len(set(names)) < len(names):
+        raise nonsense(path, "it names a data file twice")
+    for name in names:
+        if not is_data_file_name(name):
+            raise nonsense(path, f"it names a data file {name!r}")
 
 
 def _what_it_is(data: bytes) -> str:

@@ -1,10 +1,12 @@
-"""From the index that ``.metadata`` holds to DCP's ``Metadata``."""
+"""From the index that ``.metadata`` holds to DCP's ``Metadata``, and to the places of what a load asks for."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from msgspec.msgpack import Ext
@@ -20,145 +22,241 @@ from torch.distributed.checkpoint.metadata import (
 from .._memory.garbage import collector_paused
 from .._memory.tensor_bytes import named_dtype
 from ..errors import CheckpointError, MetadataError
-from .index import decoded, nonsense, read_head, read_seal, section_of
-from .index_rows import (
-    KINDS,
-    Chunk,
-    Entries,
-    Head,
-    ObjectEntry,
-    Place,
-    Properties,
-    StrayEntry,
-    TensorEntry,
-    decode_entries,
-    decode_paths,
-    decode_places,
-)
-from .keys import ItemKey, from_key, from_text
-from .layout import MAC_BYTES, NONCE_BYTES, StoredItem
+from .chunk_layout import ChunkLayout
+from .chunks import Region
+from .index import IndexFile, data_files, decoded, nonsense, read_head
+from .index_entries import TensorValue, Value, values_of
+from .index_places import IndexPlaces
+from .index_rows import Properties, Section, SectionKind, decode_entries, decode_paths
+from .keys import ItemKey, from_text
+from .layout import StoredItem
 from .objects import load_object
 
-__all__ = ["decode"]
+__all__ = ["Index", "Piece", "decode"]
 
 # A release of torch may have more of these fields, or fewer: only the dtype is not deprecated.
 _FIELDS = {field.name for field in dataclasses.fields(TensorProperties)}
 
 
-@collector_paused()
 def decode(data: bytes, path: str) -> Metadata:
-    """Checks and reads what `encode` made; ``path`` is for messages.
-
-    Returns:
-        DCP's metadata. Its ``storage_data`` is a dict: ``files`` and ``items`` as in `encode`; ``rank``;
-        ``encryption``, where there is any: what `encryption.unlock` takes; and ``release``, ``torch`` and
-        ``saved_at`` (nanoseconds).
+    """Checks and reads what `encode` made, all of it; ``path`` is for messages.
 
     Raises:
         MetadataError: it is damaged, of another version or format, or makes no sense.
     """
-    head = read_head(data, path)
-    try:
-        return _IndexReader(data, head, path).metadata()
-    except CheckpointError:
-        raise
-    except (ValueError, LookupError, TypeError) as error:
-        raise nonsense(path, f"{type(error).__name__}: {error}") from error
+    return Index(IndexFile(path, read_head(data, path), data)).stored_metadata()
 
 
-class _IndexReader:
-    """Makes DCP's metadata of an index whose head has been read."""
+_Wanted = tuple[Any, tuple[int, ...] | None, Region | None]
+"""A key, the offset of the chunk that a load was shown, and which region of that; both None for an object."""
 
-    def __init__(self, data: bytes, head: Head, path: str) -> None:
-        self._data = data
-        self._head = head
-        self._path = path
-        self._dtypes = [_known_dtype(name, path) for name in head.dtypes]
-        self._files = {file.name: file.nbytes for file in head.files}
-        if len(self._files) < len(head.files):
-            raise nonsense(path, "it names a data file twice")
-        self._parts = [self._decoded(decode_places, section) for section in head.sections if section.kind == "places"]
-        self._items: dict[ItemKey, StoredItem] = {}
-        self._places = [*self._files.items(), ("", 0)]  # the last one for rows of file -1
-        self._names = head.dtypes
-        self._is_encrypted = head.encryption is not None
+
+class Piece(NamedTuple):
+    """What is to be read of one stored chunk.
+
+    Attributes:
+        item: Where the chunk is.
+        shape: The chunk's.
+        region: Which elements of the chunk.
+        part: Where they are in what was asked for.
+    """
+
+    item: StoredItem
+    shape: tuple[int, ...]
+    region: Region
+    part: Region
+
+
+class Index:
+    """A checkpoint's index, of which the places are read when they are wanted.
+
+    Raises:
+        MetadataError: it is damaged, or makes no sense.
+    """
+
+    def __init__(self, file: IndexFile) -> None:
+        self.path = file.path
+        self.head = file.head
+        self.files = data_files(file.head)
+        self._file = file
+        self._known: dict[_Wanted, list[Piece]] = {}  # a load asks twice: before it reads, and when it does
+        with self._sensible(), collector_paused():
+            self._places = IndexPlaces(file)
+            section = self._section("entries")
+            assert section is not None
+            self._values = values_of(decoded(decode_entries, file.section(section), file.path), self._places.count)
+
+    @property
+    def encryption(self) -> Mapping[str, Any] | None:
+        """What is said of the key (see `encryption.unlock`); None if nothing is encrypted."""
+        record = self.head.encryption
+        if record is None:
+            return None
+        return {"derivation": record.derivation, "check": record.check, "seal": self._file.seal}
+
+    @property
+    def in_memory(self) -> dict[str, bytes]:
+        """The file that small values are in, as their places say, and its content."""
+        return {self._places.inline_file: self._places.inline_content}
 
     def metadata(self) -> Metadata:
-        head = self._head
-        described = self._described()
-        content: dict[str, Any] = {"files": self._files, "items": self._items, "rank": head.rank}
-        content |= {"release": head.release, "torch": head.torch, "saved_at": head.saved_at}
-        if head.encryption is not None:
-            record = head.encryption
-            content["encryption"] = {"derivation": record.derivation, "check": record.check}
-            content["encryption"]["seal"] = read_seal(self._data)
-        meta = StorageMeta(
-            checkpoint_id=_maybe(head.checkpoint_id),
-            save_id=_maybe(head.save_id),
-            load_id=_maybe(head.load_id),
-            modules=[from_text(module) for module in head.modules],
-        )
-        return Metadata(
-            described,
-            planner_data=self._planner_data(),
-            storage_data=content,
-            storage_meta=meta if head.has_storage_meta else None,
-            version=_maybe(head.metadata_version),
-        )
+        """DCP's metadata for a load: a tensor is one chunk, wherever its parts are, if they make it up.
 
-    def _decoded(self, decode_content: Any, section: Any) -> Any:
-        return decoded(decode_content, section_of(self._data, section, self._path), self._path)
+        DCP's planners look at each chunk of each tensor on each rank. `pieces` finds those that a rank needs.
+        """
+        return self._metadata(whole=True)
 
-    def _planner_data(self) -> Any:
-        for section in self._head.sections:
-            if section.kind == "paths":
-                return self._decoded(decode_paths, section)
-            if section.kind == "planner":
-                try:
-                    return load_object(bytes(section_of(self._data, section, self._path)))
-                except CheckpointError:
-                    raise
-                except Exception as error:
-                    raise nonsense(self._path, f"its planner's data: {type(error).__name__}: {error}") from error
-        return None
+    def stored_metadata(self) -> Metadata:
+        """DCP's metadata with all chunks as they are stored.
 
-    def _described(self) -> dict[Any, TensorStorageMetadata | BytesStorageMetadata]:
-        (section,) = (section for section in self._head.sections if section.kind == "entries")
-        rows: Entries = self._decoded(decode_entries, section)
-        properties = [self._properties(row) for row in rows.properties]
-        described: dict[Any, TensorStorageMetadata | BytesStorageMetadata] = {}
-        strays = 0
-        for entry in rows.entries:
-            key = entry.key if type(entry.key) is str else from_key(entry.key)
-            if type(entry) is TensorEntry:
-                size = torch.Size(entry.shape)
-                chunks = [self._chunk(key, chunk, size) for chunk in entry.chunks]
-                described[key] = TensorStorageMetadata(TensorProperties(**properties[entry.properties]), size, chunks)
-            elif type(entry) is ObjectEntry:
-                described[key] = BytesStorageMetadata()
-                self._place(key, None, entry.part, entry.row)
-            elif type(entry) is StrayEntry:
-                strays += 1
-                self._place(key, entry.offsets, entry.part, entry.row)
-        if len(described) + strays < len(rows.entries):
-            raise ValueError("it describes a key twice")
-        return described
+        Its ``storage_data`` is a dict: ``files``, the bytes in each data file by name; ``items``, a `StoredItem` for
+        each `item_key`; ``rank``; ``encryption``, where there is any; and ``release``, ``torch`` and ``saved_at``.
 
-    def _chunk(self, key: Any, chunk: Chunk, size: torch.Size) -> ChunkStorageMetadata:
-        offsets, sizes = chunk.offsets, chunk.sizes
-        if offsets is None or sizes is None:
-            offsets, start = _origin(len(size))
-            extent = size
-        elif len(offsets) == len(sizes) == len(size):
-            start, extent = torch.Size(offsets), torch.Size(sizes)
-        else:
-            raise ValueError(f"a chunk of {key!r} has other dimensions than its tensor")
-        self._place(key, offsets, chunk.part, chunk.row)
-        return ChunkStorageMetadata(start, extent)
+        Raises:
+            MetadataError: the places are damaged, or make no sense.
+            ReadError: they cannot be read.
+        """
+        metadata = self._metadata(whole=False)
+        with self._sensible(), collector_paused():
+            metadata.storage_data |= {"files": self.files, "items": self._items()}
+        if (record := self.encryption) is not None:
+            metadata.storage_data["encryption"] = record
+        return metadata
+
+    def incomplete_layout(self, key: Any) -> ChunkLayout | None:
+        """How a tensor is cut whose chunks `metadata` shows as they are stored; None for any other value."""
+        value = self._values.get(key)
+        return value.layout if isinstance(value, TensorValue) and not value.is_whole else None
+
+    def read_places(self, wanted: Iterable[_Wanted]) -> None:
+        """Reads the places of all ranks that have something of what is wanted.
+
+        Args:
+            wanted: What `pieces` will be asked.
+
+        Raises:
+            MetadataError: they are damaged, or make no sense.
+            ReadError: they cannot be read.
+        """
+        needed: set[int] = set()
+        with self._sensible():
+            for key, offset, region in wanted:
+                value = self._values.get(key)
+                if value is None:  # of no entry: it may be anywhere
+                    needed.update(range(self._places.count))
+                elif self._places.is_inline(key, offset):
+                    pass
+                elif isinstance(value, int):
+                    needed.add(value)
+                elif region is not None:
+                    needed.update(value.owners[value.chunks_in(offset or (), region)].tolist())
+            self._places.load(needed)
+
+    def pieces(self, key: Any, offset: tuple[int, ...] | None, region: Region | None) -> list[Piece]:
+        """The stored chunks that have elements of a region.
+
+        Args:
+            key: The tensor's, or an object's.
+            offset: Of the chunk that `metadata` shows; None for an object.
+            region: Of that chunk; None for an object.
+
+        Raises:
+            MetadataError: they are not there; names the key.
+        """
+        wanted = key, offset, region
+        if wanted not in self._known:
+            with self._sensible():
+                self._known[wanted] = self._pieces(*wanted)
+        return self._known[wanted]
+
+    def _pieces(self, key: Any, offset: tuple[int, ...] | None, region: Region | None) -> list[Piece]:
+        value = self._values.get(key)
+        if region is None or not isinstance(value, TensorValue):
+            return [self._object(key, offset, value)]
+        if not math.prod(region.size):
+            return []
+        wanted = region.moved(offset or ())
+        pieces = []
+        for number in value.chunks_in(offset or (), region):
+            chunk = value.layout.regions[number]
+            common = wanted.intersect(chunk)
+            assert common is not None
+            item = self._places.find(key, chunk.start, int(value.owners[number]))
+            if item is None:
+                raise self._nowhere(key, chunk.start)
+            pieces.append(Piece(item, chunk.size, common.within(chunk), common.within(wanted)))
+        found, elements = sum(math.prod(piece.part.size) for piece in pieces), math.prod(region.size)
+        if not pieces:
+            raise self._nowhere(key, offset)
+        if found != elements:
+            raise MetadataError(
+                f"{self.path}: {found:,} of {elements:,} elements of {key!r} are stored where they are to be loaded "
+                f"from: a rank's part is missing or there twice"
+            )
+        return pieces
+
+    def _object(self, key: Any, offset: tuple[int, ...] | None, value: Value | None) -> Piece:
+        owners: Iterable[int] = [value] if isinstance(value, int) else range(self._places.count)
+        item = next((found for owner in owners if (found := self._places.find(key, offset, owner)) is not None), None)
+        if item is None:
+            raise self._nowhere(key, offset)
+        whole = Region((0,), (item.length,))
+        return Piece(item, whole.size, whole, whole)
+
+    def _nowhere(self, key: Any, offset: tuple[int, ...] | None) -> MetadataError:
+        return MetadataError(f"{self.path} has no data for {key!r} at offset {offset}")
+
+    def _items(self) -> dict[ItemKey, StoredItem]:
+        """The place of everything that is stored."""
+        items: dict[ItemKey, StoredItem] = {}
+        self._places.load(range(self._places.count))
+        for key, value in self._values.items():
+            owned: Iterable[tuple[Any, int]] = [(None, value)] if isinstance(value, int) else value.places()
+            for offset, owner in owned:
+                item = None if owner < 0 else self._places.stored(key, offset, owner)
+                if item is not None:
+                    items[key, offset] = item
+                elif owner >= 0:
+                    raise ValueError(f"the place of {key!r} is not where it should be")
+        return dict(self._places.named()) | items
+
+    def _metadata(self, *, whole: bool) -> Metadata:
+        head = self.head
+        with self._sensible(), collector_paused():
+            described = {key: self._described(value, whole=whole) for key, value in self._values.items()}
+            planner_data = self._planner_data()
+            meta = StorageMeta(
+                checkpoint_id=_maybe(head.checkpoint_id),
+                save_id=_maybe(head.save_id),
+                load_id=_maybe(head.load_id),
+                modules=[from_text(module) for module in head.modules],
+            )
+            return Metadata(
+                described,
+                planner_data=planner_data,
+                storage_data={
+                    "rank": head.rank,
+                    "release": head.release,
+                    "torch": head.torch,
+                    "saved_at": head.saved_at,
+                },
+                storage_meta=meta if head.has_storage_meta else None,
+                version=_maybe(head.metadata_version),
+            )
+
+    def _described(self, value: Value, *, whole: bool) -> TensorStorageMetadata | BytesStorageMetadata:
+        if isinstance(value, int):
+            return BytesStorageMetadata()
+        size = torch.Size(value.layout.shape)
+        properties = TensorProperties(**self._properties(value.properties))
+        if value.layout.is_one or (whole and value.is_whole):
+            return TensorStorageMetadata(properties, size, [ChunkStorageMetadata(_origin(len(size)), size)])
+        chunks = [ChunkStorageMetadata(torch.Size(r.start), torch.Size(r.size)) for r in value.layout.regions]
+        return TensorStorageMetadata(properties, size, chunks)
 
     def _properties(self, row: Properties) -> dict[str, Any]:
         values = {
-            "dtype": self._dtypes[row.dtype],
+            "dtype": _known_dtype(row.dtype, self.path),
             "layout": _named(row.layout, torch.layout),
             "requires_grad": row.requires_grad,
             "memory_format": _named(row.memory_format, torch.memory_format),
@@ -166,43 +264,42 @@ class _IndexReader:
         }
         return {name: value for name, value in values.items() if name in _FIELDS}
 
-    def _place(self, key: Any, offsets: tuple[int, ...] | None, part: int, number: int) -> None:
-        """Takes an item's place, unless it has none."""
-        if part < 0:
-            return
-        row: Place = self._parts[part][number]
-        file, file_nbytes = self._places[row.file]
-        name = key if row.name is None else row.name
-        item = StoredItem(
-            file,
-            name,
-            row.offset,
-            row.nbytes,
-            self._names[row.dtype],
-            KINDS[row.kind],
-            row.digests,
-            row.nonce_and_macs,
-        )
-        if item.offset + item.length > file_nbytes or type(name) is not str:
-            raise ValueError(f"the data of {key!r} is in no file")
-        if row.kind and item.dtype != "uint8":
-            raise ValueError(f"{key!r} is an object of {item.dtype}")
-        if self._is_encrypted or row.nonce_and_macs:
-            self._check_encrypted(key, item)
-        self._items[key, offsets] = item
+    def _planner_data(self) -> Any:
+        if (section := self._section("paths")) is not None:
+            return decoded(decode_paths, self._file.section(section), self.path)
+        if (section := self._section("planner")) is None:
+            return None
+        try:
+            return load_object(bytes(self._file.section(section)))
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise nonsense(self.path, f"its planner's data: {type(error).__name__}: {error}") from error
 
-    def _check_encrypted(self, key: Any, item: StoredItem) -> None:
-        """Checks that an item of an encrypted checkpoint is encrypted: what somebody put there is not believed."""
-        sealed = NONCE_BYTES + -(-item.length // item.block) * MAC_BYTES if item.length else 0
-        if not self._is_encrypted or len(item.nonce_and_macs) != sealed:
-            raise ValueError(f"the data of {key!r} is not encrypted as the checkpoint is")
+    def _section(self, kind: SectionKind) -> Section | None:
+        return next((section for section in self.head.sections if section.kind == kind), None)
+
+    def _sensible(self) -> _Sensible:
+        return _Sensible(self.path)
+
+
+class _Sensible:
+    """Says of whatever fails inside that the index makes no sense."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, (ValueError, LookupError, TypeError, OverflowError)):
+            raise nonsense(self._path, f"{type(error).__name__}: {error}") from error
 
 
 @functools.cache
-def _origin(dimensions: int) -> tuple[tuple[int, ...], torch.Size]:
+def _origin(dimensions: int) -> torch.Size:
     """Where a tensor begins."""
-    start = (0,) * dimensions
-    return start, torch.Size(start)
+    return torch.Size([0] * dimensions)
 
 
 def _maybe(text: str | Ext | None) -> str | None:

@@ -13,20 +13,22 @@ from msgspec.msgpack import Decoder, Encoder, Ext
 
 __all__ = [
     "KINDS",
-    "Chunk",
     "DataFile",
     "Entries",
     "Head",
+    "Inline",
     "KeyRecord",
+    "Layout",
     "ObjectEntry",
-    "Place",
+    "Places",
     "Properties",
+    "Run",
     "Section",
     "SectionKind",
-    "StrayEntry",
     "TensorEntry",
     "decode_entries",
     "decode_head",
+    "decode_inline",
     "decode_paths",
     "decode_places",
     "encode_rows",
@@ -34,17 +36,19 @@ __all__ = [
 
 _MAX_DIMENSIONS = 255  # as in a tensorizer file
 KINDS = ("tensor", "object", "wrapper")
-"""What `Place.kind` numbers; see `StoredItem.kind`."""
+"""What `Places.kinds` numbers; see `StoredItem.kind`."""
 
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Reference = Annotated[int, Meta(ge=-1, le=2**63 - 1)]
 _Dims = Annotated[tuple[_Count, ...], Meta(max_length=_MAX_DIMENSIONS)]
-SectionKind = Literal["entries", "paths", "planner", "places"]
+Run = tuple[_Reference, int, _Count]
+"""Numbers at equal distances: the first, the distance, and how many."""
+SectionKind = Literal["entries", "paths", "planner", "inline", "places"]
 Text = str | Ext  # see `keys.to_text`
 Key = str | Ext  # see `keys.to_key`
 
 
-class DataFile(Struct, array_like=True, gc=False):
+class DataFile(Struct, array_like=True, gc=False, frozen=True):
     """A data file, and the bytes in it."""
 
     name: str
@@ -62,10 +66,11 @@ class Section(Struct, array_like=True, gc=False):
     """Where a section is.
 
     Attributes:
-        rank: Whose places are in it; None for items without bytes, and in sections of another kind.
+        rank: Whose places are in it; None in sections of another kind.
         offset: Of its first byte behind the head.
         digest: XXH3-128.
         strong: In an encrypted checkpoint: BLAKE2b-256.
+        files: The data files that its places are in.
     """
 
     kind: SectionKind
@@ -74,6 +79,7 @@ class Section(Struct, array_like=True, gc=False):
     nbytes: _Count
     digest: bytes
     strong: bytes | None
+    files: list[DataFile]
 
 
 class Head(Struct, gc=False):
@@ -85,10 +91,8 @@ class Head(Struct, gc=False):
         rank: Whose own it is, where each rank saved for itself; None: all ranks'.
         save_id, load_id, checkpoint_id, modules, metadata_version: Of DCP's ``Metadata`` and ``StorageMeta``.
         has_storage_meta: Whether there was a ``StorageMeta``.
-        files: All data files; others refer to them by number.
-        dtypes: Names of dtypes; others refer to them by number.
         encryption: What is said of the key; None if nothing is encrypted.
-        sections: In the order in which they follow.
+        sections: In the order in which they follow; those of places come last.
     """
 
     release: str
@@ -101,92 +105,116 @@ class Head(Struct, gc=False):
     checkpoint_id: Text | None
     modules: list[Text]
     metadata_version: Text | None
-    files: list[DataFile]
-    dtypes: list[str]
     encryption: KeyRecord | None
     sections: list[Section]
 
 
-class Properties(Struct, array_like=True, gc=False):
-    """DCP's ``TensorProperties``; all but the number of the dtype by torch's names."""
+class Properties(Struct, array_like=True, gc=False, frozen=True):
+    """DCP's ``TensorProperties``, by torch's names."""
 
-    dtype: _Count
+    dtype: str
     layout: str
     requires_grad: bool
     memory_format: str
     pin_memory: bool
 
 
-class Chunk(Struct, array_like=True, gc=False):
-    """A stored part of a tensor.
+class Layout(Struct, array_like=True, gc=False):
+    """How tensors of one shape are cut into chunks.
 
     Attributes:
-        part: The number of the section of places that has its place; -1: there is none.
-        row: Its row there.
-        offsets, sizes: Where it is in the tensor; both None: it is the whole.
+        count: Of the chunks.
+        offsets, sizes: Of all chunks: for each dimension the numbers, as runs. None: there is one chunk, the whole.
     """
 
-    part: _Reference
-    row: _Count
-    offsets: _Dims | None
-    sizes: _Dims | None
+    shape: _Dims
+    count: _Count
+    offsets: list[list[Run]] | None
+    sizes: list[list[Run]] | None
 
 
 class TensorEntry(Struct, array_like=True, tag=0, gc=False):
-    """A tensor of the state dict; ``properties`` is a row of `Entries.properties`."""
+    """A tensor of the state dict.
+
+    Attributes:
+        properties, layout, owners: Rows of `Entries`.
+        is_whole: Its chunks hold each of its elements once, and all are stored.
+    """
 
     key: Key
     properties: _Count
-    shape: _Dims
-    chunks: list[Chunk]
+    layout: _Count
+    owners: _Count
+    is_whole: bool
 
 
 class ObjectEntry(Struct, array_like=True, tag=1, gc=False):
-    """An object of the state dict, and its place as in `Chunk`."""
+    """An object of the state dict; ``owner``: as one of `Entries.owners`."""
 
     key: Key
-    part: _Reference
-    row: _Count
-
-
-class StrayEntry(Struct, array_like=True, tag=2, gc=False):
-    """Something that was stored, and of which DCP's metadata says nothing: its index and its place."""
-
-    key: Key
-    offsets: _Dims | None
-    part: _Count
-    row: _Count
+    owner: _Reference
 
 
 class Entries(Struct, array_like=True, gc=False):
-    """The state dict, in its order."""
-
-    properties: list[Properties]
-    entries: list[TensorEntry | ObjectEntry | StrayEntry]
-
-
-class Place(Struct, array_like=True, gc=False):
-    """Where the bytes of an item are (`StoredItem`).
+    """The state dict, in its order.
 
     Attributes:
-        file: A row of `Head.files`; -1: it has no bytes.
-        dtype: A row of `Head.dtypes`.
-        kind: See `KINDS`.
-        name: Its name in the file; None: its key.
+        owners: For each chunk of a layout, the number of the section of places that says where it is, counted among
+            those; -1: it is not stored. As runs.
     """
 
-    file: _Reference
-    offset: _Count
-    nbytes: _Count
-    dtype: _Count
-    kind: Annotated[int, Meta(ge=0, lt=len(KINDS))]
-    name: str | None
+    properties: list[Properties]
+    layouts: list[Layout]
+    owners: list[list[Run]]
+    entries: list[TensorEntry | ObjectEntry]
+
+
+class Places(Struct, array_like=True, gc=False):
+    """Where the items of a rank are (`StoredItem`), in columns: little-endian numbers, one for each item.
+
+    Attributes:
+        dtypes: Names, which ``dtype_numbers`` refers to.
+        hashes: uint64: of the items' keys (`places.hash_of`).
+        files: int32: in the section's files; -1: it has no bytes.
+        offsets, sizes: int64: in the file.
+        dtype_numbers: uint8.
+        kinds: uint8; see `KINDS`.
+        digest_sizes: uint32: how many bytes of ``digests`` are of each.
+        digests: Of all items, one after the other.
+        seal_sizes, seals: The same of nonces and MACs; both empty if nothing is encrypted.
+        names: In the file, by the number of the item, where that is not its key.
+        keys: Key and offset, by the number of the item, of what the state dict may not name.
+    """
+
+    dtypes: list[str]
+    hashes: bytes
+    files: bytes
+    offsets: bytes
+    sizes: bytes
+    dtype_numbers: bytes
+    kinds: bytes
+    digest_sizes: bytes
     digests: bytes
-    nonce_and_macs: bytes
+    seal_sizes: bytes
+    seals: bytes
+    names: dict[_Count, str]
+    keys: dict[_Count, tuple[Key, _Dims | None]]
+
+
+class Inline(Struct, array_like=True, gc=False):
+    """Small items, with their bytes: those are also in a data file.
+
+    Attributes:
+        places: As of a rank whose only file is ``content``.
+    """
+
+    places: Places
+    content: bytes
 
 
 encode_rows = Encoder().encode
 decode_head = Decoder(Head).decode
 decode_entries = Decoder(Entries).decode
-decode_places = Decoder(list[Place]).decode
+decode_places = Decoder(Places).decode
+decode_inline = Decoder(Inline).decode
 decode_paths = Decoder(dict[str, tuple[str | int, ...]]).decode

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
 import torch
 from msgspec.msgpack import Ext
 from torch.distributed.checkpoint.metadata import (
@@ -22,48 +24,52 @@ from torch.distributed.checkpoint.metadata import (
 from .._memory.garbage import collector_paused
 from .._memory.tensor_bytes import dtype_name
 from ..errors import WriteError, describe
+from .chunk_layout import ChunkLayout, runs_of
 from .encryption import Cipher
 from .index import Part, pack
 from .index_rows import (
-    KINDS,
-    Chunk,
     DataFile,
     Entries,
     Head,
     KeyRecord,
     ObjectEntry,
-    Place,
     Properties,
-    StrayEntry,
+    Run,
     TensorEntry,
+    decode_places,
     encode_rows,
 )
-from .keys import ItemKey, to_key, to_text
-from .layout import StoredItem, data_file_rank
+from .keys import to_key, to_text
+from .layout import MAX_INLINE_BYTES
 from .objects import load_object
+from .places import InlineItem, RankPlaces, hash_of, inline_rows
 
 __all__ = ["encode"]
 
-_KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
-_NOWHERE = (-1, 0)  # section of places and row there, of what has none
-
 
 @collector_paused()
-def encode(metadata: Metadata, *, rank: int | None = None, cipher: Cipher | None = None) -> bytes:
+def encode(
+    metadata: Metadata, parts: Sequence[RankPlaces], *, rank: int | None = None, cipher: Cipher | None = None
+) -> bytes:
     """The contents of ``.metadata``.
 
     Args:
-        metadata: DCP's. Its ``storage_data`` has ``files``, the bytes in each data file by name, and ``items``, a
-            `StoredItem` for each `item_key`.
+        metadata: DCP's.
+        parts: What each rank has written. Of a chunk that several have written, the last one's is used.
         rank: Whose own it is, where each rank saves for itself.
         cipher: The key of an encrypted checkpoint.
 
     Raises:
         WriteError: no reader could read it; names the key.
     """
-    writer = _IndexWriter(metadata.storage_data["files"], metadata.storage_data["items"])
+    writer = _EntryWriter(parts)
     entries = writer.entries(metadata.state_dict_metadata)
-    parts = [Part("entries", None, encode_rows(entries)), *_planner_part(metadata.planner_data), *writer.places()]
+    sections = [Part("entries", None, encode_rows(entries)), *_planner_part(metadata.planner_data)]
+    if inline := _inline(parts):
+        sections.append(Part("inline", None, encode_rows(inline_rows(inline))))
+    sections += [
+        Part("places", part.rank, part.places, tuple(DataFile(*file) for file in part.files)) for part in parts
+    ]
     meta = metadata.storage_meta or StorageMeta()
     head = Head(
         release=_release(),
@@ -76,12 +82,17 @@ def encode(metadata: Metadata, *, rank: int | None = None, cipher: Cipher | None
         checkpoint_id=_optional_text(meta.checkpoint_id),
         modules=[to_text(str(module)) for module in meta.modules],
         metadata_version=_optional_text(metadata.version),
-        files=[DataFile(name, nbytes) for name, nbytes in writer.files.items()],
-        dtypes=list(writer.dtypes),
         encryption=None if cipher is None else KeyRecord(**cipher.record()),
         sections=[],
     )
-    return pack(head, parts, None if cipher is None else cipher.sign)
+    return pack(head, sections, None if cipher is None else cipher.sign)
+
+
+def _inline(parts: Sequence[RankPlaces]) -> list[InlineItem]:
+    """The small items of all ranks, as many as the index has room for."""
+    items = [item for part in parts for item in part.inline]
+    ends = itertools.accumulate(len(item.content) for item in items)
+    return [item for item, end in zip(items, ends, strict=True) if end <= MAX_INLINE_BYTES]
 
 
 @functools.cache
@@ -93,95 +104,90 @@ def _optional_text(value: Any) -> str | Ext | None:
     return None if value is None else to_text(str(value))
 
 
-class _IndexWriter:
-    """Makes rows of what was saved, and of where it is.
+class _EntryWriter:
+    """Makes rows of the state dict, and finds out who has which chunk."""
 
-    Attributes:
-        files: Bytes of each data file.
-        dtypes: The numbers of dtypes' names.
-    """
-
-    def __init__(self, files: Mapping[str, int], items: Mapping[ItemKey, StoredItem]) -> None:
-        self.files = files
-        self.dtypes: dict[str, int] = {}
-        self._parts: dict[int | None, list[Place]] = {}
-        self._numbers: dict[int | None, int] = {}
-        self._placed = self._place_items(items)
-
-    def _place_items(self, items: Mapping[ItemKey, StoredItem]) -> dict[ItemKey, tuple[int, int]]:
-        """Makes a row of each item; gives the section and the row of each."""
-        file_numbers = {name: number for number, name in enumerate(self.files)}
-        ranks: dict[str, int | None] = {name: data_file_rank(name) for name in self.files}
-        ranks[""] = None
-        placed: dict[ItemKey, tuple[int, int]] = {}
-        for key, item in items.items():
-            rank = ranks[item.file]
-            rows = self._parts.setdefault(rank, [])
-            placed[key] = (self._numbers.setdefault(rank, len(self._numbers)), len(rows))
-            rows.append(
-                Place(
-                    file_numbers.get(item.file, -1),
-                    item.offset,
-                    item.length,
-                    self._dtype(item.dtype),
-                    _KIND_NUMBERS[item.kind],
-                    None if item.name == key[0] else item.name,
-                    item.digests,
-                    item.nonce_and_macs,
-                )
-            )
-        return placed
-
-    def _dtype(self, name: str) -> int:
-        return self.dtypes.setdefault(name, len(self.dtypes))
-
-    def places(self) -> list[Part]:
-        """A section for each rank."""
-        return [Part("places", rank, encode_rows(rows)) for rank, rows in self._parts.items()]
+    def __init__(self, parts: Sequence[RankPlaces]) -> None:
+        rows = [decode_places(part.places) for part in parts]
+        hashes = [np.frombuffer(row.hashes, dtype="<u8") for row in rows]
+        owners = np.repeat(np.arange(len(rows)), [len(of) for of in hashes])
+        hashed = np.concatenate([*hashes, np.zeros(0, dtype="<u8")])
+        order = np.argsort(hashed, kind="stable")  # of equal ones, the last rank's stays the last
+        self._hashes, self._owners = hashed[order], owners[order]
+        self._is_tensor = (
+            np.concatenate([*(np.frombuffer(row.kinds, dtype="u1") for row in rows), _NO_KINDS])[order] == 0
+        )
+        self._properties: dict[Properties, int] = {}
+        self._layouts: dict[tuple[Any, ...], tuple[int, ChunkLayout]] = {}
+        self._runs: dict[bytes, tuple[int, list[Run]]] = {}
 
     def entries(self, described: Mapping[Any, Any]) -> Entries:
-        """The state dict, as DCP describes it, and what is stored beside that."""
-        properties: dict[tuple[Any, ...], int] = {}
-        entries: list[TensorEntry | ObjectEntry | StrayEntry] = []
-        used: set[ItemKey] = set()
+        """The state dict, as DCP describes it."""
+        made: list[tuple[Any, int, ChunkLayout | None]] = []  # key, row of its properties, how it is cut
+        wanted: list[int] = []
         for key, entry in described.items():
             try:
-                entries.append(self._entry(key, entry, properties, used))
+                made.append(self._described(key, entry))
+                layout = made[-1][2]
+                wanted += [hash_of(key, None)] if layout is None else [hash_of(key, r.start) for r in layout.regions]
             except (TypeError, ValueError, OverflowError) as error:
                 raise WriteError(f"{key!r} cannot be described in a checkpoint's metadata: {error}") from error
-        strays = {item: place for item, place in self._placed.items() if item not in used}
-        entries += [StrayEntry(to_key(key), offset, *place) for (key, offset), place in strays.items()]
-        return Entries([Properties(*row) for row in properties], entries)
+        owners, are_tensors = self._find(np.array(wanted, dtype="<u8"))
+        entries: list[TensorEntry | ObjectEntry] = []
+        first = 0
+        for key, properties, layout in made:
+            if layout is None:
+                entries.append(ObjectEntry(to_key(key), int(owners[first])))
+                first += 1
+                continue
+            chunks = slice(first, first + len(layout))
+            number, _ = self._layouts[_identity(layout)]
+            is_whole = bool(are_tensors[chunks].all()) and layout.is_covered
+            entries.append(TensorEntry(to_key(key), properties, number, self._run(owners[chunks]), is_whole))
+            first = chunks.stop
+        layouts = [layout.to_row() for _, layout in self._layouts.values()]
+        return Entries(list(self._properties), layouts, [runs for _, runs in self._runs.values()], entries)
 
-    def _entry(
-        self, key: Any, entry: Any, properties: dict[tuple[Any, ...], int], used: set[ItemKey]
-    ) -> TensorEntry | ObjectEntry:
+    def _described(self, key: Any, entry: Any) -> tuple[Any, int, ChunkLayout | None]:
         if isinstance(entry, BytesStorageMetadata):
-            used.add((key, None))
-            return ObjectEntry(to_key(key), *self._placed.get((key, None), _NOWHERE))
+            return key, -1, None
         if not isinstance(entry, TensorStorageMetadata):
             raise TypeError(f"the planner says that it is a {type(entry).__module__}.{type(entry).__qualname__}")
-        shape = tuple(entry.size)
-        number = properties.setdefault(self._properties(entry.properties), len(properties))
-        chunks = []
-        for chunk in entry.chunks:
-            offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-            if not len(offsets) == len(sizes) == len(shape):
-                raise ValueError(f"a chunk of shape {sizes} at {offsets} is none of a tensor of shape {shape}")
-            used.add((key, offsets))
-            is_whole = sizes == shape and not any(offsets)
-            place = self._placed.get((key, offsets), _NOWHERE)
-            chunks.append(Chunk(*place, None, None) if is_whole else Chunk(*place, offsets, sizes))
-        return TensorEntry(to_key(key), number, shape, chunks)
+        properties = self._properties.setdefault(_properties(entry.properties), len(self._properties))
+        layout = ChunkLayout.of(entry.size, ((chunk.offsets, chunk.sizes) for chunk in entry.chunks))
+        return key, properties, self._layouts.setdefault(_identity(layout), (len(self._layouts), layout))[1]
 
-    def _properties(self, properties: TensorProperties) -> tuple[Any, ...]:
-        return (
-            self._dtype(dtype_name(properties.dtype)),
-            _torch_name(getattr(properties, "layout", torch.strided)),
-            bool(getattr(properties, "requires_grad", False)),
-            _torch_name(getattr(properties, "memory_format", torch.contiguous_format)),
-            bool(getattr(properties, "pin_memory", False)),
-        )
+    def _find(self, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Who has each item (-1: nobody), and whether that is stored as a tensor's elements."""
+        if not len(self._hashes):
+            return np.full(len(wanted), -1), np.zeros(len(wanted), dtype=bool)
+        rows = np.maximum(np.searchsorted(self._hashes, wanted, side="right") - 1, 0)
+        is_there = self._hashes[rows] == wanted
+        return np.where(is_there, self._owners[rows], -1), is_there & self._is_tensor[rows]
+
+    def _run(self, owners: np.ndarray) -> int:
+        """The row of some owners, made if there is none."""
+        name = owners.tobytes()
+        if name not in self._runs:
+            self._runs[name] = len(self._runs), runs_of(owners)
+        return self._runs[name][0]
+
+
+_NO_KINDS = np.zeros(0, dtype="u1")
+
+
+def _identity(layout: ChunkLayout) -> tuple[Any, ...]:
+    return layout.shape, layout.is_one, layout.starts.tobytes(), layout.sizes.tobytes()
+
+
+def _properties(properties: TensorProperties) -> Properties:
+    return Properties(
+        dtype_name(properties.dtype),
+        _torch_name(getattr(properties, "layout", torch.strided)),
+        bool(getattr(properties, "requires_grad", False)),
+        _torch_name(getattr(properties, "memory_format", torch.contiguous_format)),
+        bool(getattr(properties, "pin_memory", False)),
+    )
 
 
 @functools.cache

@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 __all__ = [
     "INDEX_CAPACITY",
+    "INLINE_BYTES",
     "MAC_BYTES",
+    "MAX_INLINE_BYTES",
     "NONCE_BYTES",
     "Derivation",
     "Seal",
@@ -44,6 +46,13 @@ _MAX_ENCRYPTED_BLOCK = 2 << 20
 _ENCRYPTED_ALIGNMENT = 64
 
 NONCE_BYTES, MAC_BYTES = 24, 16  # of libsodium's secretbox
+
+# Small values that are not sharded, such as an optimizer's step, are spread over the files of all ranks. A load would
+# open each of these for a few bytes: so they also stand in the index, which it reads in any case.
+INLINE_BYTES = 4 << 10
+"""The most bytes of an item that stands in the index."""
+MAX_INLINE_BYTES = 1 << 20
+"""Of all of them."""
 
 _DATA_FILE = re.compile(r"__\d+_\d+_[0-9a-f]{32}\.tensors")
 _METADATA_FILE = re.compile(r"(__\d+)?\.metadata")
@@ -83,10 +92,6 @@ class StoredItem(NamedTuple):
     def block(self) -> int:
         """Bytes in each block but the last."""
         return block_size(self.length, encrypted=bool(self.nonce_and_macs))
-
-    def to_tuple(self) -> tuple[str | int | bytes, ...]:
-        """Builtin types only, for DCP to carry to the coordinator."""
-        return tuple(self) if self.nonce_and_macs else tuple(self[:-1])
 
 
 class Derivation(NamedTuple):

@@ -12,7 +12,8 @@ import itertools
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -23,6 +24,7 @@ from .._memory.memory_limit import available_memory
 from .._memory.shared_buffer import aligned
 from .._memory.tensor_bytes import host_bytes
 from .._storage.base import RangeReader, Storage
+from .._storage.memory_read import MemoryReader
 from ..errors import CheckpointError, ChecksumMismatch, ReadError
 from .pinned_pool import PinnedPool, Slot, pool_for
 from .read_planner import MAX_SCRATCH_BYTES, ReadLimits, ReadOperation, Segment, plan_reads
@@ -50,6 +52,7 @@ def fetch(
     cipher: Cipher | None = None,
     limits: ReadLimits | None = None,
     page_cache: bool | None = None,
+    in_memory: Mapping[str, bytes] = MappingProxyType({}),
     device: Device = CUDA,
 ) -> int:
     """Reads everything that the targets want; those on a GPU are ready when it returns.
@@ -63,6 +66,7 @@ def fetch(
         cipher: For items that are encrypted.
         limits: How reads are joined and cut; None for what suits the storage.
         page_cache: Leave what is read from a local disk in the page cache; None: if there is room for it.
+        in_memory: Files that need not be read, by name.
         device: The kind of GPU.
 
     Returns:
@@ -80,7 +84,8 @@ def fetch(
     pool = pool_for(operations, threads or storage.reads.max_threads, device)
     if page_cache is None:
         page_cache = _has_room_to_cache(total)
-    executor = _Executor(storage, targets, operations, verify, cipher, pool, page_cache=page_cache)
+    files = _OpenFiles(storage, operations, in_memory)
+    executor = _Executor(storage, targets, files, verify, cipher, pool, page_cache=page_cache)
     counting = threading.Lock()
     done = 0
 
@@ -117,14 +122,17 @@ class _OpenFiles:
     Operations are in the order of files, so only a few files are open at once.
     """
 
-    def __init__(self, storage: Storage, operations: Iterable[ReadOperation]) -> None:
+    def __init__(self, storage: Storage, operations: Iterable[ReadOperation], in_memory: Mapping[str, bytes]) -> None:
         self._storage = storage
+        self._in_memory = in_memory
         self._operations_left = Counter(operation.file for operation in operations)
         self._files: dict[str, RangeReader] = {}
         self._lock = threading.Lock()
 
     def open(self, name: str) -> RangeReader:
         with self._lock:
+            if name in self._in_memory and name not in self._files:
+                self._files[name] = MemoryReader(self._in_memory[name])
             if name not in self._files:
                 try:
                     self._files[name] = self._storage.open(name)
@@ -152,7 +160,7 @@ class _Executor:
         self,
         storage: Storage,
         targets: Sequence[ReadTarget],
-        operations: Sequence[ReadOperation],
+        files: _OpenFiles,
         verify: bool,
         cipher: Cipher | None,
         pool: PinnedPool | None,
@@ -164,7 +172,7 @@ class _Executor:
         self._verify = verify
         self._cipher = cipher
         self._pool = pool
-        self._files = _OpenFiles(storage, operations)
+        self._files = files
         self._scratch = threading.local()
         # The memory of large targets is looked up here, all at once: between reads, which fill the processor's caches,
         # that takes five times as long. That of small ones is not: many are read at once, and so many objects more

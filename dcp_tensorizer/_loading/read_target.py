@@ -6,18 +6,20 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from .._format.chunks import Region
+from .._format.index_reader import Piece
 from .._format.layout import StoredItem
 from .._memory.tensor_bytes import named_dtype
-from ..errors import MetadataError, ReadError
+from ..errors import ReadError
 from .validate import check_length
 
-__all__ = ["ReadTarget", "can_read_in_place", "read_apart", "target_of"]
+__all__ = ["ReadTarget", "can_read_in_place", "is_object", "read_apart", "targets_of", "wanted_of"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -82,16 +84,35 @@ def can_read_in_place(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     )
 
 
-def target_of(
-    path: str, metadata: Metadata, read_item: ReadItem, item: StoredItem, tensor: torch.Tensor, world_size: int
-) -> ReadTarget | None:
-    """What to read for one item of a load plan, after a look that it fits; None if it has no elements.
+def wanted_of(read_item: ReadItem) -> tuple[Any, tuple[int, ...] | None, Region | None]:
+    """What an item of a load plan asks the index for (see `Index.pieces`)."""
+    index = read_item.storage_index
+    offset = None if index.offset is None else tuple(index.offset)
+    if read_item.type == LoadItemType.BYTE_IO:
+        return index.fqn, offset, None
+    return index.fqn, offset, Region(tuple(read_item.storage_offsets), tuple(read_item.lengths))
+
+
+def is_object(pieces: Sequence[Piece]) -> bool:
+    """Whether something was stored as what ``torch.save`` made of it."""
+    return bool(pieces) and pieces[0].item.kind != "tensor"
+
+
+def targets_of(
+    path: str,
+    metadata: Metadata,
+    read_item: ReadItem,
+    pieces: Sequence[Piece],
+    tensor: torch.Tensor,
+    world_size: int,
+) -> list[ReadTarget]:
+    """What to read for one item of a load plan, after a look that it fits.
 
     Args:
         path: The checkpoint's, for messages.
         metadata: The checkpoint's.
         read_item: The planner's item.
-        item: Where its stored tensor is.
+        pieces: Where that is stored.
         tensor: Receives it.
         world_size: How many ranks load.
 
@@ -100,24 +121,36 @@ def target_of(
         MetadataError: the metadata contradicts itself; names the key.
     """
     key = read_item.dest_index.fqn
-    region = Region(tuple(read_item.storage_offsets), tuple(read_item.lengths))
-    _check_fit(key, region, named_dtype(item.dtype), tensor)
-    if not math.prod(region.size):
-        return None
-    index = read_item.storage_index
-    entry = metadata.state_dict_metadata[index.fqn]
-    assert isinstance(entry, TensorStorageMetadata)
-    shape = _chunk_shape(path, entry, index)
-    check_length(path, key, item, shape)
-    target = ReadTarget.of(key, item, shape, region, tensor)
-    # Other ranks read the same bytes of a tensor that is replicated, or of which they want other columns.
-    target.shared = world_size > 1 and (region.size == entry.size or target.run is None)
-    return target
+    size = tuple(read_item.lengths)
+    entry = metadata.state_dict_metadata.get(read_item.storage_index.fqn)
+    stored = {named_dtype(piece.item.dtype) for piece in pieces}
+    if not stored and isinstance(entry, TensorStorageMetadata):
+        stored = {entry.properties.dtype}
+    for dtype in stored:
+        _check_fit(key, size, dtype, tensor)
+    targets = []
+    for piece in pieces:
+        check_length(path, key, piece.item, piece.shape)
+        target = ReadTarget.of(key, piece.item, piece.shape, piece.region, _part_of(tensor, piece.part))
+        # Other ranks read the same bytes of a tensor that is replicated, or of which they want other columns.
+        is_replicated = isinstance(entry, TensorStorageMetadata) and size == entry.size
+        target.shared = world_size > 1 and (is_replicated or target.run is None)
+        targets.append(target)
+    return targets
 
 
-def _check_fit(key: str, region: Region, stored_dtype: torch.dtype, tensor: torch.Tensor) -> None:
-    if tensor.shape != region.size:
-        raise ReadError(f"{key!r}: stored {region.size} do not fit a target of {tuple(tensor.shape)}")
+def _part_of(tensor: torch.Tensor, part: Region) -> torch.Tensor:
+    if part.size == tensor.shape:
+        return tensor
+    for dim, (start, size) in enumerate(zip(part.start, part.size, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, start, size)
+    return tensor
+
+
+def _check_fit(key: str, size: tuple[int, ...], stored_dtype: torch.dtype, tensor: torch.Tensor) -> None:
+    if tensor.shape != size:
+        raise ReadError(f"{key!r}: stored {size} do not fit a target of {tuple(tensor.shape)}")
     if _is_expanded(tensor):
         raise ReadError(f"{key!r}: the elements of its target share memory (it is expanded): load into a clone of it")
     if tensor.dtype == stored_dtype:
@@ -135,15 +168,6 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
     if tensor.is_contiguous():
         return False
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _chunk_shape(path: str, entry: TensorStorageMetadata, index: MetadataIndex) -> tuple[int, ...]:
-    """The shape of the chunk at an index, whose own number is only a hint."""
-    hinted = entry.chunks[index.index : index.index + 1] if index.index is not None else []
-    for chunk in (*hinted, *entry.chunks):
-        if chunk.offsets == index.offset:
-            return tuple(chunk.sizes)
-    raise MetadataError(f"{path} has no chunk of {index.fqn!r} at offset {index.offset}")
 
 
 def read_apart(targets: Sequence[ReadTarget]) -> Sequence[ReadTarget]:

@@ -8,20 +8,20 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from .._format.layout import StoredItem
+from .._format.index_reader import Piece
 from .._memory.garbage import collector_paused
 from .read_target import ReadTarget
 
 __all__ = ["read_tensors"]
 
-_Items = Sequence[tuple[ReadItem, StoredItem]]
+_Items = Sequence[tuple[ReadItem, Sequence[Piece]]]
 _DELIVERY = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
 
 
 def read_tensors(
     items: _Items,
     planner: LoadPlanner,
-    target_of: Callable[[ReadItem, StoredItem, torch.Tensor], ReadTarget | None],
+    targets_of: Callable[[ReadItem, Sequence[Piece], torch.Tensor], list[ReadTarget]],
     read: Callable[[Sequence[ReadTarget], Callable[[int, int], object]], int],
     progress: Callable[[int, int], object],
 ) -> int:
@@ -31,23 +31,24 @@ def read_tensors(
     when they hear of that: they get one tensor after the other, as from torch's own reader.
 
     Args:
-        items: What to read.
+        items: What to read, and where each is stored.
         planner: Resolves and commits.
-        target_of: Checks that an item fits a tensor, and says what to read; None if that is nothing.
+        targets_of: Checks that an item fits a tensor, and says what to read.
         read: Reads targets, tells of its progress, and returns how many bytes it has read.
         progress: Called with the bytes that are done and the bytes in all.
 
     Returns:
         How many bytes were read.
     """
-    total = sum(item.length for _, item in items)  # an estimate: parts may be less, whole blocks more
+    # An estimate: parts may be less, whole blocks more.
+    total = sum(piece.item.length for _, pieces in items for piece in pieces)
     done = 0
     for batch in _batches(items, planner):
         with collector_paused():
             tensors = [planner.resolve_tensor(read_item).detach() for read_item, _ in batch]
-            targets = [target_of(*item, tensor) for item, tensor in zip(batch, tensors, strict=True)]
+            targets = [t for item, tensor in zip(batch, tensors, strict=True) for t in targets_of(*item, tensor)]
         tell = progress if len(batch) == len(items) else _within(progress, done, total)
-        done += read([target for target in targets if target is not None], tell)
+        done += read(targets, tell)
         for (read_item, _), tensor in zip(batch, tensors, strict=True):
             planner.commit_tensor(read_item, tensor)
     return done

@@ -11,8 +11,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from .._format.chunks import Region, covers
+from .._format.index_reader import Index
+from .._format.keys import item_key
 from .._format.layout import StoredItem, metadata_file_name
-from .._format.metadata import item_key
 from .._memory.tensor_bytes import named_dtype
 from .._storage.base import Storage
 from .._threads import in_threads
@@ -28,7 +29,6 @@ __all__ = [
     "check_one_save",
     "check_own_parts",
     "check_world_size",
-    "chunk_regions",
     "not_committed",
     "stored_item",
 ]
@@ -86,11 +86,6 @@ def stored_item(path: str, metadata: Metadata, index: MetadataIndex) -> StoredIt
     return place  # type: ignore[no-any-return]
 
 
-def chunk_regions(entry: TensorStorageMetadata) -> list[Region]:
-    """Which regions of a tensor its stored chunks hold."""
-    return [Region(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
-
-
 def check_chunks(path: str, key: str, shape: Sequence[int], regions: Sequence[Region]) -> None:
     """Checks that the stored chunks of a tensor hold each of its elements once.
 
@@ -105,12 +100,12 @@ def check_chunks(path: str, key: str, shape: Sequence[int], regions: Sequence[Re
         )
 
 
-def check_coverage(path: str, metadata: Metadata, keys: Iterable[str]) -> None:
-    """Checks the chunks of every tensor among ``keys``, as `check_chunks` does."""
+def check_coverage(path: str, index: Index, keys: Iterable[str]) -> None:
+    """Checks the chunks of every tensor among ``keys`` as `check_chunks` does, unless the save has found them whole."""
     for key in keys:
-        entry = metadata.state_dict_metadata[key]
-        if isinstance(entry, TensorStorageMetadata):
-            check_chunks(path, key, entry.size, chunk_regions(entry))
+        layout = index.incomplete_layout(key)
+        if layout is not None:
+            check_chunks(path, key, layout.shape, layout.regions)
 
 
 def check_length(path: str, key: str, item: StoredItem, shape: tuple[int, ...]) -> None:
@@ -123,14 +118,14 @@ def check_length(path: str, key: str, item: StoredItem, shape: tuple[int, ...]) 
         raise MetadataError(f"{path}: {key!r} of shape {shape} has {item.length:,} bytes stored")
 
 
-def check_world_size(storage: Storage, metadata: Metadata | None, world_size: int) -> None:
+def check_world_size(storage: Storage, has_own: bool, world_size: int) -> None:
     """Checks that a checkpoint whose ranks each saved for themselves is loaded by as many ranks.
 
     All ranks of the load look at the same files, so that all of them find the same.
 
     Args:
         storage: The checkpoint's directory.
-        metadata: This rank's own, if there is any.
+        has_own: There is metadata of this rank's own.
         world_size: How many ranks load.
 
     Raises:
@@ -140,7 +135,7 @@ def check_world_size(storage: Storage, metadata: Metadata | None, world_size: in
     if storage.head(metadata_file_name(0)) is None:
         raise not_committed(storage.path)
     has_last = storage.head(metadata_file_name(world_size - 1)) is not None
-    if metadata is None or not has_last or storage.head(metadata_file_name(world_size)) is not None:
+    if not has_own or not has_last or storage.head(metadata_file_name(world_size)) is not None:
         raise MetadataError(
             f"{storage.path} was saved with use_collectives=False, each rank for itself, by another number of ranks "
             f"than the {world_size} that load it: load it with as many"
@@ -170,15 +165,15 @@ def check_own_parts(path: str, metadata: Metadata, plan: LoadPlan, targets: Mapp
             )
 
 
-def check_files(storage: Storage, metadata: Metadata, names: Iterable[str]) -> None:
-    """Checks that data files are there, and have the sizes that they were saved with.
+def check_files(storage: Storage, sizes: Mapping[str, int], names: Iterable[str]) -> None:
+    """Checks that data files are there, and have the sizes that they were saved with, as ``sizes`` says.
 
     Raises:
         ReadError: one is missing, or has another size; names it.
     """
     ordered = sorted(names)
     for name, nbytes in zip(ordered, in_threads(storage.head, ordered), strict=True):
-        expected = metadata.storage_data["files"][name]
+        expected = sizes[name]
         if nbytes != expected:
             state = "is missing" if nbytes is None else f"has {nbytes:,} bytes instead of {expected:,}"
             raise ReadError(

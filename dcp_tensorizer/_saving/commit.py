@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata
 
 from .._format.encryption import Cipher
-from .._format.index import data_file_names
+from .._format.index import FIRST_BYTES, data_files, open_index
 from .._format.layout import (
-    StoredItem,
     data_file_rank,
     is_data_file_name,
     is_metadata_file_name,
@@ -21,8 +20,8 @@ from .._format.layout import (
     record_file_name,
     save_id_in,
 )
-from .._format.metadata import ItemKey, encode, item_key
-from .._memory.garbage import collector_paused
+from .._format.metadata import encode
+from .._format.places import RankPlaces
 from .._storage.base import DirectoryLock, Refused, Storage
 from .._threads import in_threads
 from ..errors import CheckpointError, WriteError
@@ -101,7 +100,7 @@ def leftovers(storage: Storage, names: Sequence[str]) -> list[str]:
 def commit(
     storage: Storage,
     metadata: Metadata,
-    items: Iterable[tuple[MetadataIndex, StoredItem, int]],
+    parts: Sequence[RankPlaces],
     *,
     rank: int | None,
     sync: bool,
@@ -116,7 +115,7 @@ def commit(
         storage: The checkpoint's directory.
         metadata: DCP's, with the save's id in its ``storage_meta``; it is not changed, because with plan caching the
             planner hands the same one out again.
-        items: Index, place and size of its file for every item written, of all ranks.
+        parts: What each rank has written.
         rank: None, or the rank that commits its own part when ranks save without collectives.
         sync: Make the metadata durable.
         overwrite: Replace a checkpoint at the path; otherwise that is an error, also where another job has committed
@@ -128,17 +127,10 @@ def commit(
             removed. Or it may have been, or will be, as after a lost answer: then all files stay.
     """
     assert metadata.storage_meta is not None and metadata.storage_meta.save_id is not None
-    files: dict[str, int] = {}
-    places: dict[ItemKey, StoredItem] = {}
-    with collector_paused():
-        for index, item, file_nbytes in items:
-            places[item_key(index)] = item
-            if item.file:
-                files[item.file] = file_nbytes
-    content = {"files": files, "items": places}
+    files = dict(file for part in parts for file in part.files)
     try:
         check_data(storage, files)
-        data = _encoded(storage, dataclasses.replace(metadata, storage_data=content), rank, cipher)
+        data = _encoded(storage, metadata, parts, rank, cipher)
         storage.put(metadata_file_name(rank), data, sync=sync, replace=overwrite, save_id=metadata.storage_meta.save_id)
     except Refused as error:
         remove_with_records(storage, files)
@@ -179,10 +171,11 @@ def replaced_files(storage: Storage, rank: int | None) -> set[str]:
     return set()
 
 
-@collector_paused()
-def _encoded(storage: Storage, metadata: Metadata, rank: int | None, cipher: Cipher | None) -> bytes:
+def _encoded(
+    storage: Storage, metadata: Metadata, parts: Sequence[RankPlaces], rank: int | None, cipher: Cipher | None
+) -> bytes:
     try:
-        return encode(metadata, rank=rank, cipher=cipher)
+        return encode(metadata, parts, rank=rank, cipher=cipher)
     except Exception as error:
         raise Refused(f"{storage.path}: the checkpoint's metadata cannot be stored: {error}") from error
 
@@ -211,5 +204,7 @@ def _named_files(storage: Storage, name: str) -> set[str]:
     Raises:
         CheckpointError: it is damaged, not one of ours, or cannot be read.
     """
-    data = storage.read(name)
-    return set() if data is None else data_file_names(data, name)
+    data = storage.read(name, FIRST_BYTES)
+    if data is None:
+        return set()
+    return set(data_files(open_index(name, data, functools.partial(storage.read_range, name)).head))

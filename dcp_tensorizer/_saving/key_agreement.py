@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch.distributed.checkpoint.storage import WriteResult
-
 from .._format.encryption import Cipher, find_other_key
-from .._format.layout import StoredItem
+from .._format.places import RankPlaces
 from .._storage.base import Storage
 from ..errors import WriteError
 from .commit import remove_with_records
@@ -15,22 +13,21 @@ from .commit import remove_with_records
 __all__ = ["agree_on_key"]
 
 
-def agree_on_key(cipher: Cipher | None, results: Sequence[Sequence[WriteResult]], storage: Storage) -> None:
+def agree_on_key(cipher: Cipher | None, parts: Sequence[RankPlaces], storage: Storage) -> None:
     """Checks that all ranks have the same key, or none.
 
     Args:
         cipher: The coordinator's.
-        results: What each rank has written, as `write_items.write_results` gives it.
+        parts: What each rank has written.
         storage: The checkpoint's directory.
 
     Raises:
         WriteError: a rank has another key. The save's files are removed.
     """
-    checks = ((rank, part[0].storage_data[2]) for rank, part in enumerate(results) if part)
-    other = find_other_key(cipher, checks)
+    other = find_other_key(cipher, ((part.rank, part.check) for part in parts))
     if other is None:
         return
-    remove_with_records(storage, {StoredItem(*r.storage_data[0]).file for part in results for r in part} - {""})
+    remove_with_records(storage, [name for part in parts for name, _ in part.files])
     raise WriteError(
         f"rank {other} has another encryption key than the coordinator, or only one of them has any: give every "
         f"rank's writer the same EncryptionParams, made on one rank and sent to the others, or made of one passphrase "

@@ -13,13 +13,13 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .._format.layout import StoredItem, metadata_file_name, save_id_in
+from .._format.layout import metadata_file_name, save_id_in
 from .._staging.stager import StagedSave
 from .._storage.base import DirectoryLock, Storage
 from .._threads import in_background
 from .._torch_compat import DCP_VERSION
 from ..errors import CheckpointError, WriteError
-from .commit import begin, commit, put_records, remove_records, remove_with_records, replaced_files
+from .commit import begin, commit, put_records, remove, remove_records, remove_with_records, replaced_files
 from .key_agreement import agree_on_key
 from .report import SaveReport, SaveTimes
 from .write_items import Item, resolve, write_results
@@ -100,7 +100,7 @@ class SaveSession:
         saver = self._saver
         self._times.planned()
         try:
-            items, written = self._write(plan, planner)
+            items, written, results = self._write(plan, planner)
         except CheckpointError as error:
             self._fail(error)
             remove_records(self.storage, [self.id])
@@ -112,8 +112,6 @@ class SaveSession:
             if not saver.options.cache:
                 saver.client.free()
         saver.objects.check(items)
-        cipher = saver.options.write.cipher
-        results = write_results(items, written.done, b"" if cipher is None else cipher.check_value())
         self._report = self._times.written(
             path=self.storage.path,
             save_id=self.id,
@@ -167,7 +165,7 @@ class SaveSession:
                     f"pass overwrite=True"
                 )
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[Item], Written]:
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[Item], Written, list[WriteResult]]:
         if self._staged_save is not None:
             self._staged_save.wait_copied()
         items = resolve(plan, planner, self._is_staged)
@@ -175,7 +173,13 @@ class SaveSession:
             self._replaced = in_background(functools.partial(replaced_files, self.storage, self._metadata_rank))
         if any(item.has_bytes for item in items):
             put_records(self.storage, [self.id])
-        return items, self._saver.client.write(self.storage, self._rank, self.id, items, self._staged_save)
+        written = self._saver.client.write(self.storage, self._rank, self.id, items, self._staged_save)
+        try:
+            results = write_results(items, written.done, self._rank, planner, self._saver.options.write.cipher)
+        except CheckpointError:
+            remove(self.storage, [file.name for file in written.done.files])
+            raise
+        return items, written, results
 
     def _is_staged(self, tensor: torch.Tensor) -> bool:
         buffer = None if self._staged_save is None else self._staged_save.buffer
@@ -186,15 +190,15 @@ class SaveSession:
         if saver.closed and self._staged_save is not None:  # it has been abandoned
             raise WriteError(f"the writer was closed before the save to {self.storage.path} was over")
         meta = StorageMeta(checkpoint_id=self.storage.path, save_id=self.id)
-        places = ((r.index, StoredItem(*r.storage_data[0]), r.storage_data[1]) for part in results for r in part)
+        parts = [result.storage_data for of_rank in results for result in of_rank]
         _check_trainer_lives(self.storage)
-        agree_on_key(saver.options.write.cipher, results, self.storage)
+        agree_on_key(saver.options.write.cipher, parts, self.storage)
         # The planner's own, which DCP returns to whoever saves: what torch's writer says there, this one says too.
         metadata.version, metadata.storage_meta = DCP_VERSION, meta
         commit(
             self.storage,
             metadata,
-            places,
+            parts,
             rank=self._metadata_rank,
             sync=saver.options.write.sync,
             overwrite=saver.options.overwrite,

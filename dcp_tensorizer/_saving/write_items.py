@@ -8,13 +8,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .._format.layout import StoredItem
+from .._format.checksums import digests_of
+from .._format.encryption import Cipher, random_nonce
+from .._format.keys import ItemKey, item_key
+from .._format.layout import INLINE_BYTES, MAX_INLINE_BYTES, StoredItem
 from .._format.objects import unsafe_globals
+from .._format.places import InlineItem, RankPlaces, hash_of
 from .._memory.garbage import collector_paused
 from .._memory.shared_mappings import SharedFile
 from .._memory.tensor_bytes import check_supported, dtype_name, host_bytes, is_wrapper
@@ -40,12 +45,14 @@ class Item:
         name: Its name in a tensorizer file.
         kind: See `StoredItem.kind`.
         tensor: Its elements, or the bytes of what ``torch.save`` made of it.
+        is_whole: It is not one of several chunks.
     """
 
     index: MetadataIndex
     name: str
     kind: str
     tensor: torch.Tensor
+    is_whole: bool = False
 
     @property
     def dtype(self) -> str:
@@ -77,7 +84,8 @@ def resolve(
     names = stored_names([item.index.fqn for item in plan.items])
     lasts = is_staged if _makes_items(planner) else _always
     return [
-        Item(item.index, name, *_resolve(item, planner, lasts)) for item, name in zip(plan.items, names, strict=True)
+        Item(item.index, name, *_resolve(item, planner, lasts), _is_whole(item))
+        for item, name in zip(plan.items, names, strict=True)
     ]
 
 
@@ -91,18 +99,66 @@ def _always(tensor: torch.Tensor) -> bool:
     return True
 
 
-@collector_paused()
-def write_results(items: Sequence[Item], done: WriteDone, check: bytes = b"") -> list[WriteResult]:
-    """What DCP carries to the coordinator: for each item its place and the size of the file that it is in.
+def _is_whole(item: WriteItem) -> bool:
+    data = item.tensor_data
+    return data is None or (data.chunk is not None and data.chunk.sizes == data.size)
 
-    Behind them the ``check`` value of the key (`Cipher.check_value`), the same for each item.
+
+@collector_paused()
+def write_results(
+    items: Sequence[Item], done: WriteDone, rank: int, planner: SavePlanner | None = None, cipher: Cipher | None = None
+) -> list[WriteResult]:
+    """What DCP carries to the coordinator: one result, with a `RankPlaces`, whatever the number of items.
+
+    Raises:
+        WriteError: a key cannot be stored; names it.
     """
-    places = done.places()
-    results = []
+    written = done.places()
+    places: dict[ItemKey, StoredItem] = {}
     for item in items:
-        stored, file_nbytes = places.get(item.name) or (StoredItem.empty(item.dtype, item.kind), 0)
-        results.append(WriteResult(item.index, stored.length, (stored.to_tuple(), file_nbytes, check)))
-    return results
+        stored, _ = written.get(item.name) or (StoredItem.empty(item.dtype, item.kind), 0)
+        places[item_key(item.index)] = stored
+    part = RankPlaces.of(
+        rank,
+        places,
+        {file.name: file.nbytes for file in done.files},
+        named=() if planner is None or _plans_as_torch(planner) else places,
+        inline=_inline(items, cipher),
+        check=b"" if cipher is None else cipher.check_value(),
+    )
+    return [WriteResult(MetadataIndex(f"rank {rank}"), sum(file.nbytes for file in done.files), part)]
+
+
+def _plans_as_torch(planner: SavePlanner) -> bool:
+    """Whether a planner describes whatever it plans: others may not."""
+    ways = ("create_local_plan", "create_global_plan", "finish_plan")
+    return all(getattr(type(planner), name, None) is getattr(DefaultSavePlanner, name) for name in ways)
+
+
+def _inline(items: Sequence[Item], cipher: Cipher | None) -> list[InlineItem]:
+    """The small ones of a rank's items that are not sharded, as many as its share of the index has room for."""
+    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    room = max(INLINE_BYTES, MAX_INLINE_BYTES // world_size)
+    small: list[InlineItem] = []
+    for item in items:
+        nbytes = item.tensor.nbytes
+        if item.is_whole and item.kind != "wrapper" and 0 < nbytes <= INLINE_BYTES:
+            room -= nbytes
+            if room < 0:
+                break
+            small.append(_small(item, cipher))
+    return small
+
+
+def _small(item: Item, cipher: Cipher | None) -> InlineItem:
+    key, offset = item_key(item.index)
+    content, seal = bytes(host_bytes(item.tensor)), b""
+    if cipher is not None:
+        nonce, encrypted = random_nonce(), memoryview(bytearray(len(content)))
+        seal = nonce + cipher.encrypt(memoryview(content), encrypted, nonce, 0)
+        content = bytes(encrypted)
+    name = None if item.name == key else item.name
+    return InlineItem(hash_of(key, offset), name, item.dtype, item.kind, digests_of(content), seal, content)
 
 
 class ObjectCheck:

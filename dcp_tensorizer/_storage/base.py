@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..errors import WriteError
+from ..errors import ReadError, WriteError
 from .redact import redact
 
 __all__ = [
@@ -240,8 +240,22 @@ class Storage(abc.ABC):
         """
 
     @abc.abstractmethod
-    def read(self, name: str) -> bytes | None:
-        """A small file's contents, None if it does not exist; raises `ReadError`."""
+    def read(self, name: str, most: int | None = None) -> bytes | None:
+        """A small file's contents, ``most`` bytes of them at most; None if it does not exist; raises `ReadError`."""
+
+    def read_range(self, name: str, offset: int, nbytes: int) -> bytes:
+        """So many bytes of a file; raises `ReadError`."""
+        content = bytearray(nbytes)
+        try:
+            file = self.open(name)
+            try:
+                file.read_into([memoryview(content)], offset)
+            finally:
+                file.close()
+        except (OSError, EOFError) as error:
+            message = f"cannot read {nbytes:,} bytes at {offset:,} of {self.path}/{name}: {error}"
+            raise ReadError(self.scrub(message)) from self.cause(error)
+        return bytes(content)
 
     @abc.abstractmethod
     def head(self, name: str) -> int | None:

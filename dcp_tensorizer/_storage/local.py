@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import os
 import stat
 import time
@@ -130,8 +131,8 @@ class LocalStorage(Storage):
                 raise WriteError(f"{self._root / name} may be in place, now or later: {error}") from error
             raise
 
-    def read(self, name: str) -> bytes | None:
-        return self._ask(name, _read)
+    def read(self, name: str, most: int | None = None) -> bytes | None:
+        return self._ask(name, functools.partial(_read, most))
 
     def head(self, name: str) -> int | None:
         return self._ask(name, lambda path: _check_kind(path, or_directory=True).st_size)
@@ -272,9 +273,10 @@ def _file_system(path: Path) -> str:
     return kind
 
 
-def _read(path: Path) -> bytes:
+def _read(most: int | None, path: Path) -> bytes:
     _check_kind(path)
-    return path.read_bytes()
+    with path.open("rb") as file:
+        return file.read(-1 if most is None else most)
 
 
 def _check_kind(path: Path, *, or_directory: bool = False) -> os.stat_result:

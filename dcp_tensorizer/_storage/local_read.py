@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
-
 from .base import RangeReader, rest_of
 from .local_write import BLOCK, open_direct
+from .memory_read import MemoryReader
 from .page_cache import Residency
 
 __all__ = ["LocalFile", "UncachedFile", "read_into"]
@@ -99,28 +98,13 @@ class _Uncached:
             if error.errno != errno.EINVAL:
                 raise
             return None  # the file system opens files for O_DIRECT, but does not read them
-        return _Bounced(buffer[:count], start) if start + count >= offset + nbytes else None
+        return MemoryReader(buffer[:count], start) if start + count >= offset + nbytes else None
 
     def close(self) -> None:
         if self._fd is not None:
             os.close(self._fd)
         if self._residency is not None:
             self._residency.close()
-
-
-class _Bounced(RangeReader):
-    """A range of a file, in memory."""
-
-    def __init__(self, data: memoryview, offset: int) -> None:
-        self._data = np.frombuffer(data, dtype=np.uint8)
-        self._offset = offset
-
-    def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
-        position = offset - self._offset
-        for buffer in buffers:
-            # NumPy copies without the interpreter lock.
-            np.frombuffer(buffer, dtype=np.uint8)[:] = self._data[position : position + buffer.nbytes]
-            position += buffer.nbytes
 
 
 _bounce = threading.local()

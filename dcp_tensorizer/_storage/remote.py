@@ -49,15 +49,15 @@ class RemoteStorage(Storage):
         child.path, child.location = f"{self.path}/{name}", f"{self.location}/{name}"
         return child
 
-    def read(self, name: str) -> bytes | None:
-        return self._ask(name, self._read)
+    def read(self, name: str, most: int | None = None) -> bytes | None:
+        return self._ask(name, lambda name: self._read(name, most))
 
     def head(self, name: str) -> int | None:
         return self._ask(name, self._head)
 
     @abc.abstractmethod
-    def _read(self, name: str) -> bytes:
-        """A file's contents; raises `missing`."""
+    def _read(self, name: str, most: int | None) -> bytes:
+        """A file's contents, ``most`` bytes of them at most; raises `missing`."""
 
     @abc.abstractmethod
     def _head(self, name: str) -> int:

@@ -118,8 +118,8 @@ class S3Storage(RemoteStorage):
         """From the answer to a part: what completing the upload has to say of it."""
         return {name: answer[name] for name in self._client.names_of_part() if name in answer}
 
-    def _read(self, name: str) -> bytes:
-        return _S3Reader(self, name).read()
+    def _read(self, name: str, most: int | None) -> bytes:
+        return _S3Reader(self, name).read(most)
 
     def _head(self, name: str) -> int:
         return int(self.call("head_object", name)["ContentLength"])
@@ -168,9 +168,10 @@ class _S3Reader(RangeReader):
                     raise OSError("the connection broke off again and again")
                 retries.sleep(wait)
 
-    def read(self) -> bytes:
-        """The whole object."""
-        answer = self._storage.call("get_object", self._name)
+    def read(self, most: int | None) -> bytes:
+        """The whole object, or its first bytes."""
+        limits = {} if most is None else {"Range": f"bytes=0-{most - 1}"}
+        answer = self._storage.call("get_object", self._name, **limits)
         if "ContentLength" not in answer:  # some proxies send an answer as they get it
             return bytes(answer["Body"].read())
         content = memoryview(bytearray(answer["ContentLength"]))

@@ -128,11 +128,12 @@ class SftpStorage(RemoteStorage):
             return False
         return True
 
-    def _read(self, name: str) -> bytes:
+    def _read(self, name: str, most: int | None) -> bytes:
         def get(channel: Any) -> bytes:
             with channel.open(self._full(name), "rb") as file:
-                file.prefetch()
-                return bytes(file.read())
+                nbytes = int(file.stat().st_size) if most is None else min(most, int(file.stat().st_size))
+                file.prefetch(nbytes)
+                return bytes(file.read(nbytes))
 
         return self.client.call(get)
 

@@ -75,8 +75,9 @@ class StreamStorage(RemoteStorage):
 
         in_threads(remove, names)
 
-    def _read(self, name: str) -> bytes:
-        return bytes(self._call("cat_file", self._full(name)))
+    def _read(self, name: str, most: int | None) -> bytes:
+        limits = {} if most is None else {"start": 0, "end": most}
+        return bytes(self._call("cat_file", self._full(name), **limits))
 
     def _head(self, name: str) -> int:
         return int(self._call("info", self._full(name))["size"])

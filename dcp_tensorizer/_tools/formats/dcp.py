@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..._format.chunks import Region
 from ..._loading.scatter import copy_elements
-from ..._loading.validate import check_chunks, chunk_regions
+from ..._loading.validate import check_chunks
 from ..._storage.base import Storage
 from ..._torch_compat import FsspecWriter, StorageInfo
 from ...errors import CheckpointError, ConversionError, MetadataError, ReadError, WriteError
@@ -156,7 +156,7 @@ def _tensor(
     key = named[0]
     path = f"{storage.path}/.metadata"
     shape, dtype = tuple(entry.size), entry.properties.dtype
-    regions = chunk_regions(entry)
+    regions = [Region(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
     check_chunks(path, key, shape, regions)
     chunks = list(zip(regions, infos, strict=True))
 

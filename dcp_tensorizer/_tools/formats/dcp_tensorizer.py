@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ..._format.layout import StoredItem
 from ..._memory.tensor_bytes import host_bytes
 from ..._saving.commit import commit, put_records
 from ..._saving.file_planner import plan_files, stored_names
@@ -56,13 +55,10 @@ def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], o
         files = plan_files((item.source() for item in items if item.has_bytes), 0, save_id, storage.max_file_bytes)
         put_records(storage, [save_id])
         done = FileJob(storage, files, bytes_of, sync=True, threads=tensors_at_once(view.tensors.values())).run()
-        written = [
-            (result.index, StoredItem(*result.storage_data[0]), result.storage_data[1])
-            for result in write_results(items, done)
-        ]
+        parts = [result.storage_data for result in write_results(items, done, 0)]
         meta = StorageMeta(shown_path(path), save_id=save_id)
         metadata = Metadata(described, view.paths, storage_meta=meta, version=CURRENT_DCP_VERSION)
-        commit(storage, metadata, written, rank=None, sync=True)
+        commit(storage, metadata, parts, rank=None, sync=True)
 
 
 def _items(view: CheckpointView) -> list[Item]:

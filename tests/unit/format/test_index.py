@@ -13,7 +13,18 @@ import pytest
 import xxhash
 
 from dcp_tensorizer import MetadataError
-from dcp_tensorizer._format.index import INDEX_VERSION, Part, data_file_names, pack, read_head, read_seal, section_of
+from dcp_tensorizer._format.index import (
+    FIRST_BYTES,
+    INDEX_VERSION,
+    IndexFile,
+    Part,
+    check_section,
+    data_files,
+    open_index,
+    pack,
+    read_head,
+    read_seal,
+)
 from dcp_tensorizer._format.index_rows import DataFile, Head, KeyRecord, Section
 from dcp_tensorizer._format.layout import data_file_name
 
@@ -33,8 +44,6 @@ def head_of(**changes: Any) -> Head:
         "checkpoint_id": "/c",
         "modules": [],
         "metadata_version": None,
-        "files": [DataFile(FILE, 7)],
-        "dtypes": ["float32"],
         "encryption": None,
         "sections": [],
     }
@@ -42,7 +51,13 @@ def head_of(**changes: Any) -> Head:
 
 
 def index_of(*contents: bytes, **changes: Any) -> bytes:
-    return pack(head_of(**changes), [Part("entries", None, b"one"), *(Part("places", 3, c) for c in contents)])
+    files = [(DataFile(data_file_name(3, n, "a" * 32), 7),) for n in range(len(contents))]
+    places = [Part("places", 3, content, of) for content, of in zip(contents, files, strict=True)]
+    return pack(head_of(**changes), [Part("entries", None, b"one"), *places])
+
+
+def section_of(data: bytes, section: Section, path: str) -> bytes:
+    return bytes(IndexFile(path, read_head(data, path), data).section(section))
 
 
 def with_head(data: bytes, head: Any) -> bytes:
@@ -62,10 +77,10 @@ def test_the_layout_that_is_documented() -> None:
     assert data[32:48] == xxhash.xxh3_128_digest(data[:32] + data[48 : START + head_nbytes])
     assert data[48:START] == bytes(32)
     head = msgspec.msgpack.decode(data[START : START + head_nbytes])
-    assert head["files"] == [[FILE, 7]]
+    assert [row[6] for row in head["sections"]] == [[], [[FILE, 7]], [[data_file_name(3, 1, "a" * 32), 7]]]
     assert [row[:4] for row in head["sections"]] == [["entries", None, 0, 3], ["places", 3, 3, 3], ["places", 3, 6, 5]]
     assert data[START + head_nbytes :] == b"onetwothree"
-    assert head["sections"][2][4:] == [xxhash.xxh3_128_digest(b"three"), None]
+    assert head["sections"][2][4:6] == [xxhash.xxh3_128_digest(b"three"), None]
 
 
 def test_sections_are_read_by_themselves() -> None:
@@ -74,7 +89,7 @@ def test_sections_are_read_by_themselves() -> None:
     data[-1] ^= 1
     head = read_head(bytes(data), "m")
     assert section_of(bytes(data), head.sections[1], "m") == b"two"
-    assert data_file_names(bytes(data), "m") == {FILE}
+    assert data_files(head)[FILE] == 7
     with pytest.raises(MetadataError, match="m is damaged: its checksum does not match"):
         section_of(bytes(data), head.sections[2], "m")
 
@@ -121,6 +136,7 @@ def section(**changes: Any) -> list[Any]:
         "nbytes": 3,
         "digest": xxhash.xxh3_128_digest(b"one"),
         "strong": None,
+        "files": [],
     }
     return list((fields | changes).values())
 
@@ -128,13 +144,22 @@ def section(**changes: Any) -> list[Any]:
 @pytest.mark.parametrize(
     "change",
     [
-        {"files": [["../../etc/passwd", 1]]},
-        {"files": [["/etc/passwd", 1]]},
-        {"files": [[FILE, -1]]},
-        {"files": [[FILE, 1 << 63]]},
-        {"files": [[FILE, True]]},
-        {"files": [FILE]},
-        {"files": {FILE: 1}},
+        {"sections": [section(files=[["../../etc/passwd", 1]])]},
+        {"sections": [section(files=[["/etc/passwd", 1]])]},
+        {"sections": [section(files=[[FILE, -1]])]},
+        {"sections": [section(files=[[FILE, 1 << 63]])]},
+        {"sections": [section(files=[[FILE, True]])]},
+        {"sections": [section(files=[FILE])]},
+        {"sections": [section(files={FILE: 1})]},
+        {"sections": [section(files=[[FILE, 1], [FILE, 2]])]},
+        {"sections": [section(nbytes=0, kind="places", rank=0), section()]},
+        {
+            "sections": [
+                section(),
+                section(offset=3, nbytes=0, kind="paths"),
+                section(offset=3, nbytes=0, kind="planner"),
+            ]
+        },
         {"sections": []},
         {"sections": [section(offset=1)]},
         {"sections": [section(nbytes=2)]},
@@ -179,4 +204,52 @@ def test_an_encrypted_index_is_signed() -> None:
     assert only.strong == hashlib.blake2b(b"one", digest_size=32).digest()
     changed = msgspec.structs.replace(only, digest=xxhash.xxh3_128_digest(b"ONE"))
     with pytest.raises(MetadataError, match=re.escape("BLAKE2b")):  # XXH3 alone could be forged
-        section_of(data[:-3] + b"ONE", changed, "m")
+        check_section(b"ONE", changed, "m")
+
+
+class Reads:
+    """A file of which ranges are read, and which those were."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.ranges: list[tuple[int, int]] = []
+
+    def __call__(self, offset: int, nbytes: int) -> bytes:
+        self.ranges.append((offset, nbytes))
+        return self.data[offset : offset + nbytes]
+
+    def open(self) -> IndexFile:
+        return open_index("m", self.data[:FIRST_BYTES], self)
+
+
+def test_a_small_index_is_read_at_once() -> None:
+    """All of it is there with its first bytes."""
+    reads = Reads(index_of(b"two"))
+    assert [bytes(reads.open().section(section)) for section in reads.open().head.sections] == [b"one", b"two"]
+    assert reads.ranges == []
+
+
+@pytest.mark.parametrize("large", ["head", "entries", "places"])
+def test_of_a_large_index_places_are_read_when_they_are_wanted(large: str) -> None:
+    """What every load needs takes one request more at most, or two where even the head is that large."""
+    entries = bytes(2 * FIRST_BYTES if large == "entries" else 10)
+    places = [b"a" * (FIRST_BYTES if large == "places" else 10), b"b" * 10]
+    modules = ["m" * 2 * FIRST_BYTES] if large == "head" else []
+    data = pack(head_of(modules=modules), [Part("entries", None, entries), *(Part("places", 3, p) for p in places)])
+    reads = Reads(data)
+    index = reads.open()
+    assert len(reads.ranges) == {"head": 2, "entries": 1, "places": 0}[large]
+    assert bytes(index.section(index.head.sections[0])) == entries
+    before = len(reads.ranges)
+    assert bytes(index.section(index.head.sections[2])) == places[1]
+    assert reads.ranges[before:] == [(len(data) - 10, 10)]
+
+
+def test_a_section_that_was_overwritten_meanwhile_is_found() -> None:
+    """By its digest: it is of another checkpoint."""
+    data = pack(head_of(), [Part("entries", None, b"one"), Part("places", 3, bytes(FIRST_BYTES))])
+    reads = Reads(data)
+    index = reads.open()
+    reads.data = data[:-1] + b"x"
+    with pytest.raises(MetadataError, match="does not match, or it was overwritten while it was read"):
+        index.section(index.head.sections[1])

@@ -90,16 +90,6 @@ def test_metadata_names_are_those_of_torch() -> None:
     ]
 
 
-def test_a_stored_item_is_a_plain_tuple() -> None:
-    """It goes into ``.metadata`` without this package's class."""
-    item = StoredItem("f", "n", 1, 2, "uint8", "tensor", b"d")
-    assert item.to_tuple() == ("f", "n", 1, 2, "uint8", "tensor", b"d")
-    assert type(item.to_tuple()) is tuple
-    encrypted = item._replace(nonce_and_macs=b"s")
-    assert encrypted.to_tuple() == (*item.to_tuple(), b"s")
-    assert [StoredItem(*kept.to_tuple()) for kept in (item, encrypted)] == [item, encrypted]
-
-
 def test_an_item_without_bytes_is_in_no_file() -> None:
     """Its dtype and kind are kept all the same."""
     assert StoredItem.empty("int8", "object") == ("", "", 0, 0, "int8", "object", b"", b"")

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -24,26 +25,25 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_tensorizer import MetadataError, WriteError
 from dcp_tensorizer._format import index_reader as module
 from dcp_tensorizer._format.encryption import Cipher
-from dcp_tensorizer._format.index import Part, pack, read_head, section_of
+from dcp_tensorizer._format.index import IndexFile, Part, pack, read_head
+from dcp_tensorizer._format.index_reader import decode
 from dcp_tensorizer._format.index_rows import (
-    Chunk,
-    DataFile,
     Entries,
     Head,
+    Layout,
     ObjectEntry,
-    Place,
     Properties,
-    StrayEntry,
     TensorEntry,
     decode_entries,
+    decode_places,
     encode_rows,
 )
+from dcp_tensorizer._format.index_writer import encode
 from dcp_tensorizer._format.layout import StoredItem, data_file_name
-from dcp_tensorizer._format.metadata import decode, encode
 from dcp_tensorizer._loading.metadata_reader import read_metadata
 from dcp_tensorizer._storage.open import open_storage
 
-from ...checkpoints import metadata_of
+from ...checkpoints import metadata_of, parts_of
 
 FILES = {data_file_name(rank, 0, "a" * 32): 400_000 for rank in range(3)}
 NAMES = list(FILES)
@@ -61,6 +61,17 @@ def entry(size: tuple[int, ...], *chunks: tuple[tuple[int, ...], tuple[int, ...]
 def metadata_with(entries: dict[Any, Any], items: dict[Any, StoredItem], **fields: Any) -> Metadata:
     meta = fields.pop("storage_meta", StorageMeta("/x", "s"))
     return Metadata(entries, storage_data={"files": FILES, "items": items}, storage_meta=meta, **fields)
+
+
+def encoded(metadata: Metadata, **options: Any) -> bytes:
+    """The index of some metadata, and of the items in its ``storage_data``."""
+    content = metadata.storage_data or {"files": {}, "items": {}}
+    parts = parts_of(content["files"], content["items"], named=content["items"])
+    return encode(dataclasses.replace(metadata, storage_data=None), parts, **options)
+
+
+def section_of(data: bytes, section: Any, path: str) -> bytes:
+    return bytes(IndexFile(path, read_head(data, path), data).section(section))
 
 
 EVERYTHING = metadata_with(
@@ -98,7 +109,7 @@ EVERYTHING = metadata_with(
 def test_everything_comes_back() -> None:
     """Entries in their order, keys of all types, every field of torch's classes, and where everything is."""
     before = time.time_ns()
-    read = decode(encode(EVERYTHING, rank=4), "x")
+    read = decode(encoded(EVERYTHING, rank=4), "x")
     content = read.storage_data
     assert dataclasses.replace(read, storage_data=None) == dataclasses.replace(EVERYTHING, storage_data=None)
     assert list(read.state_dict_metadata) == list(EVERYTHING.state_dict_metadata)
@@ -117,12 +128,12 @@ def test_no_field_of_torch_is_lost(field: str) -> None:
 
 
 def test_each_rank_has_a_section_of_its_own() -> None:
-    """Its places are in it, and no name of a file: those stand in the head once."""
-    data = encode(EVERYTHING)
+    """Its places are in it, and the names of its files stand in the head once."""
+    data = encoded(EVERYTHING)
     head = read_head(data, "x")
     sections = {section.rank: section for section in head.sections if section.kind == "places"}
-    assert set(sections) == {0, 1, 2, None}
-    assert len(msgspec.msgpack.decode(section_of(data, sections[1], "x"))) == 3
+    assert set(sections) == {0, 1, 2}
+    assert len(decode_places(section_of(data, sections[1], "x")).hashes) == 8 * 3
     assert [data.count(name.encode()) for name in NAMES] == [1, 1, 1]
 
 
@@ -130,7 +141,7 @@ def test_metadata_without_some_parts() -> None:
     """No planner's data, no `StorageMeta`, nothing at all."""
     for planner_data in (None, {}):
         bare = metadata_with({}, {}, planner_data=planner_data, storage_meta=None)
-        assert dataclasses.replace(decode(encode(bare), "x"), storage_data=None) == dataclasses.replace(
+        assert dataclasses.replace(decode(encoded(bare), "x"), storage_data=None) == dataclasses.replace(
             bare, storage_data=None
         )
 
@@ -143,7 +154,7 @@ def test_metadata_without_some_parts() -> None:
 def test_what_a_custom_planner_records(data: Any) -> None:
     """Whatever the weights-only rules of `torch.load` accept."""
     metadata = dataclasses.replace(metadata_of(), planner_data=data, storage_data=NOTHING)
-    assert decode(encode(metadata), "x").planner_data == data
+    assert decode(encoded(metadata), "x").planner_data == data
 
 
 NOTHING: dict[str, Any] = {"files": {}, "items": {}}
@@ -156,9 +167,9 @@ class Foreign:
 def test_planner_data_that_no_reader_would_load() -> None:
     """Is refused by name when it is saved."""
     with pytest.raises(WriteError, match=r"the planner put something into it.*Foreign"):
-        encode(dataclasses.replace(metadata_of(), planner_data={"a": Foreign()}, storage_data=NOTHING))
+        encoded(dataclasses.replace(metadata_of(), planner_data={"a": Foreign()}, storage_data=NOTHING))
     with pytest.raises(WriteError, match="cannot be stored"):
-        encode(dataclasses.replace(metadata_of(), planner_data={"a": (n for n in ())}, storage_data=NOTHING))
+        encoded(dataclasses.replace(metadata_of(), planner_data={"a": (n for n in ())}, storage_data=NOTHING))
 
 
 @pytest.mark.parametrize(
@@ -173,12 +184,12 @@ def test_planner_data_that_no_reader_would_load() -> None:
 def test_what_no_reader_would_read_is_not_written(key: Any, described: Any, message: str) -> None:
     """The error names the key."""
     with pytest.raises(WriteError, match=message):
-        encode(metadata_with({key: described}, {}))
+        encoded(metadata_with({key: described}, {}))
 
 
 def test_every_flipped_byte_is_found() -> None:
     """Whichever byte of `.metadata` changes, and wherever it is cut, it is refused."""
-    data = encode(dataclasses.replace(metadata_of(), storage_data=NOTHING))
+    data = encoded(dataclasses.replace(metadata_of(), storage_data=NOTHING))
     assert decode(data, "x").planner_data == {"w": ("w",)}
     for position in range(len(data)):
         damaged = bytearray(data)
@@ -203,7 +214,12 @@ def rewritten(data: bytes, head: dict[str, Any] | None = None, **contents: bytes
     """An index with other fields in its head, and other sections, by kind; with right digests."""
     old = read_head(data, "x")
     parts = [
-        Part(section.kind, section.rank, contents.get(section.kind, bytes(section_of(data, section, "x"))))
+        Part(
+            section.kind,
+            section.rank,
+            contents.get(section.kind if section.rank in (None, 0) else "", section_of(data, section, "x")),
+            tuple(section.files),
+        )
         for section in old.sections
     ]
     fields = msgspec.structs.asdict(old) | {"sections": []} | (head or {})
@@ -211,64 +227,84 @@ def rewritten(data: bytes, head: dict[str, Any] | None = None, **contents: bytes
 
 
 def places(**changes: Any) -> dict[str, bytes]:
-    fields = {"file": 0, "offset": 300_000, "nbytes": 8, "dtype": 0, "kind": 0, "name": None}
-    fields |= {"digests": b"12345678", "nonce_and_macs": b""}
-    return {
-        "places": encode_rows([list((fields | changes).values()), list((fields | {"dtype": 1, "kind": 1}).values())])
-    }
+    """The section of places of `GOOD`, with other columns."""
+    data = encoded(GOOD)
+    (section,) = [section for section in read_head(data, "x").sections if section.rank == 0]
+    rows = decode_places(section_of(data, section, "x"))
+    return {"places": encode_rows(list((msgspec.structs.asdict(rows) | changes).values()))}
 
 
-def entries(*rows: Any) -> dict[str, bytes]:
-    return {"entries": encode_rows(Entries([Properties(0, "strided", False, "contiguous_format", False)], list(rows)))}
+def column(dtype: str, *numbers: int) -> bytes:
+    return np.array(numbers, dtype=dtype).tobytes()
 
 
-WHOLE = [Chunk(0, 0, None, None)]
+def entries(*rows: Any, layout: Any = ((2,), 1, None, None), owners: Any = ((0, 0, 1),)) -> dict[str, bytes]:
+    properties = Properties("float32", "strided", False, "contiguous_format", False)
+    return {"entries": encode_rows(Entries([properties], [Layout(*layout)], [list(owners)], list(rows)))}
+
+
+W = TensorEntry("w", 0, 0, 0, True)
 
 
 @pytest.mark.parametrize(
     "contents",
     [
-        places(file=3),
-        places(file=-2),
-        places(file="../../etc/passwd"),
-        places(offset=-1),
-        places(offset=399_999),
-        places(offset="1"),
-        places(offset=True),
-        places(nbytes=1 << 62),
-        places(nbytes=(1 << 64) - 1),
-        places(dtype=9),
-        places(kind=3),
-        places(kind=1),
-        places(name=5),
+        places(files=column("<i4", 3, 0)),
+        places(files=column("<i4", -2, 0)),
+        places(files=column("<i4", 0)),
+        places(files="../../etc/passwd"),
+        places(offsets=column("<i8", -1, 300_000)),
+        places(offsets=column("<i8", 399_999, 300_000)),
+        places(offsets=b"1"),
+        places(sizes=column("<i8", 1 << 62, 8)),
+        places(sizes=column("<i8", -1, 8)),
+        places(hashes=column("<u8", 5, 5)),
+        places(hashes=column("<u8", 5)),
+        places(hashes=column("<u8", 5, 6)),
+        places(dtype_numbers=b"\0\x09"),
+        places(kinds=b"\0\3"),
+        places(kinds=b"\1\1"),
+        places(kinds=b"\0"),
+        places(names={7: "x"}),
+        places(names={0: 5}),
+        places(keys={7: ["x", None]}),
         places(digests="text"),
-        places(digests=None),
-        places(nonce_and_macs=bytes(40)),
+        places(digests=b"1234"),
+        places(digest_sizes=column("<u4", 1 << 31, 1 << 31)),
+        places(seals=bytes(40)),
+        places(seals=bytes(40), seal_sizes=column("<u4", 40, 0)),
         {"places": b"\xc0"},
         {"places": b"\xdd\xff\xff\xff\xff"},
         {"places": b"\x91" * 100_000},
         {"paths": b"\x91" * 100_000},
         {"paths": msgspec.msgpack.encode({"w": ["w", ["deep"]]})},
         {"paths": msgspec.msgpack.encode({5: ["w"]})},
-        {"entries": b"\x92\x90\x91" * 100_000},
-        entries(TensorEntry("w", 1, (2,), WHOLE)),
-        entries(TensorEntry("w", 0, (-2,), WHOLE)),
-        entries(TensorEntry("w", 0, (1,) * 256, WHOLE)),
-        entries(TensorEntry("w", 0, (2,), [Chunk(5, 0, None, None)])),
-        entries(TensorEntry("w", 0, (2,), [Chunk(0, 7, None, None)])),
-        entries(TensorEntry("w", 0, (2,), [Chunk(0, 0, (0, 0), (2, 1))])),
-        entries(TensorEntry("w", 0, (2,), [Chunk(0, 0, (-1,), (2,))])),
-        entries(ObjectEntry("w", 0, 0), ObjectEntry("w", 0, 0)),
-        entries(ObjectEntry("w", 0, 2)),
-        entries(StrayEntry("w", None, 1, 0)),
-        entries(ObjectEntry(msgspec.msgpack.Ext(2, b"\x91" * 100), 0, 0)),
-        entries(ObjectEntry(msgspec.msgpack.Ext(7, b""), 0, 0)),
+        {"entries": b"\x94\x90\x91" * 100_000},
+        entries(TensorEntry("w", 1, 0, 0, True)),
+        entries(TensorEntry("w", 0, 1, 0, True)),
+        entries(TensorEntry("w", 0, 0, 1, True)),
+        entries(W, layout=((-2,), 1, None, None)),
+        entries(W, layout=((1,) * 256, 1, None, None)),
+        entries(W, layout=((2,), 2, [[(0, 1, 2)]], [[(1, 0, 2)]])),
+        entries(W, layout=((2,), 1, [[(0, 0, 1)], [(0, 0, 1)]], [[(2, 0, 1)], [(1, 0, 1)]])),
+        entries(W, layout=((2,), 1, [[(-1, 0, 1)]], [[(2, 0, 1)]])),
+        entries(W, layout=((2,), 2, [[(0, -1, 2)]], [[(2, 0, 2)]]), owners=[(0, 0, 2)]),
+        entries(W, layout=((2,), 1 << 62, [[(0, 1, 1 << 62)]], [[(1, 0, 1 << 62)]]), owners=[(0, 0, 1 << 62)]),
+        entries(W, layout=((2,), 1, [[(0, 1 << 62, 1)]], [[(0, 1, 1)]])),
+        entries(W, layout=((), 1 << 62, [], []), owners=[(0, 0, 1)]),
+        entries(W, owners=[(7, 0, 1)]),
+        entries(W, owners=[(-1, -1, 2)]),
+        entries(ObjectEntry("w", 0), ObjectEntry("w", 0)),
+        entries(ObjectEntry("w", 2)),
+        entries(ObjectEntry("nowhere", 0)),
+        entries(ObjectEntry(msgspec.msgpack.Ext(2, b"\x91" * 100), 0)),
+        entries(ObjectEntry(msgspec.msgpack.Ext(7, b""), 0)),
     ],
     ids=lambda contents: repr(contents)[:60],
 )
 def test_contents_that_make_no_sense_are_refused(contents: dict[str, bytes]) -> None:
     """What has right digests and is not what a writer writes is a MetadataError, not whatever it leads to later."""
-    data = encode(GOOD)
+    data = encoded(GOOD)
     assert decode(rewritten(data), "x").storage_data["items"] == GOOD.storage_data["items"]
     with pytest.raises(MetadataError, match="x is not what any dcp_tensorizer would write"):
         decode(rewritten(data, **contents), "x")
@@ -277,18 +313,30 @@ def test_contents_that_make_no_sense_are_refused(contents: dict[str, bytes]) -> 
 @pytest.mark.parametrize(
     ("head", "message"),
     [
-        ({"dtypes": ["load"]}, "dtype 'load', which torch .* has not: install a newer one"),
-        ({"dtypes": ["float3_of_tomorrow"]}, "install a newer one"),
-        ({"files": [*map(list, FILES.items()), [NAMES[0], 1]]}, "names a data file twice"),
         ({"save_id": msgspec.msgpack.Ext(2, b"\xc0")}, "an extension that is no string"),
     ],
 )
 def test_heads_that_make_no_sense_are_refused(head: dict[str, Any], message: str) -> None:
-    """Dtypes that this torch has not are named, because a newer one may have them."""
-    data = encode(GOOD)
-    head = {name: [DataFile(*row) for row in value] if name == "files" else value for name, value in head.items()}
+    """Although their digests are right."""
     with pytest.raises(MetadataError, match=message):
-        decode(rewritten(data, head), "x")
+        decode(rewritten(encoded(GOOD), head), "x")
+
+
+@pytest.mark.parametrize("dtype", ["load", "float3_of_tomorrow"])
+def test_dtypes_that_this_torch_has_not_are_named(dtype: str) -> None:
+    """A newer one may have them."""
+    properties = Properties(dtype, "strided", False, "contiguous_format", False)
+    content = encode_rows(Entries([properties], [Layout((2,), 1, None, None)], [[(0, 0, 1)]], [W]))
+    with pytest.raises(MetadataError, match=f"dtype '{dtype}', which torch .* has not: install a newer one"):
+        decode(rewritten(encoded(GOOD), entries=content), "x")
+
+
+def test_a_file_that_is_named_twice() -> None:
+    """Nobody can tell which of the sizes is right."""
+    data = encoded(GOOD)
+    parts = [Part(s.kind, s.rank, section_of(data, s, "x"), tuple(s.files) * 2) for s in read_head(data, "x").sections]
+    with pytest.raises(MetadataError, match="names a data file twice"):
+        decode(pack(msgspec.structs.replace(read_head(data, "x"), sections=[]), parts), "x")
 
 
 def test_another_release_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,9 +346,9 @@ def test_another_release_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     class Fewer:
         dtype: torch.dtype
 
-    data = encode(GOOD)
+    data = encoded(GOOD)
     described = {"w": dataclasses.replace(GOOD.state_dict_metadata["w"], properties=Fewer(torch.float32))}
-    of_fewer = encode(dataclasses.replace(GOOD, state_dict_metadata=described))
+    of_fewer = encoded(dataclasses.replace(GOOD, state_dict_metadata=described))
     assert decode(of_fewer, "x").state_dict_metadata["w"] == GOOD.state_dict_metadata["w"]
     monkeypatch.setattr(module, "TensorProperties", Fewer)
     monkeypatch.setattr(module, "_FIELDS", {"dtype"})
@@ -309,7 +357,7 @@ def test_another_release_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_class_and_no_name_of_torch_is_in_it() -> None:
     """Dtypes and layouts are words."""
-    data = encode(GOOD)
+    data = encoded(GOOD)
     assert b"torch." not in data.replace(torch.__version__.encode(), b"")
     (section,) = [section for section in read_head(data, "x").sections if section.kind == "entries"]
     assert decode_entries(section_of(data, section, "x")).properties[0].layout == "strided"
@@ -324,7 +372,7 @@ ENCRYPTED = metadata_with({"w": entry((2,), ((0,), (2,)))}, {("w", (0,)): SEALED
 
 def test_what_is_said_of_a_key_comes_back() -> None:
     """A value that only the key opens, what it was derived from, and a seal that only the key makes."""
-    record = decode(encode(ENCRYPTED, cipher=CIPHER), "x").storage_data["encryption"]
+    record = decode(encoded(ENCRYPTED, cipher=CIPHER), "x").storage_data["encryption"]
     assert CIPHER.opens(record["check"])
     assert record["derivation"] is None
     assert CIPHER.sign(record["seal"].fingerprint) == record["seal"].mac
@@ -335,9 +383,9 @@ def test_what_is_not_encrypted_as_it_should_be_is_refused(sealed: bytes) -> None
     """An item without a nonce and MACs in an encrypted checkpoint would be believed, whoever put it there."""
     items = {("w", (0,)): SEALED._replace(nonce_and_macs=sealed)}
     with pytest.raises(MetadataError, match="the data of 'w' is not encrypted as the checkpoint is"):
-        decode(encode(metadata_with(ENCRYPTED.state_dict_metadata, items), cipher=CIPHER), "x")
+        decode(encoded(metadata_with(ENCRYPTED.state_dict_metadata, items), cipher=CIPHER), "x")
     with pytest.raises(MetadataError, match="the data of 'w' is not encrypted as the checkpoint is"):
-        decode(encode(ENCRYPTED), "x")
+        decode(encoded(ENCRYPTED), "x")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -350,14 +398,9 @@ def test_a_checkpoint_of_torch_is_told_apart(tmp_path: Any) -> None:
 
 def test_metadata_of_another_rank_is_told_apart(tmp_path: Any) -> None:
     """Files that were exchanged or renamed do not load on the wrong rank."""
-    (tmp_path / "__1.metadata").write_bytes(encode(GOOD, rank=0))
+    (tmp_path / "__1.metadata").write_bytes(encoded(GOOD, rank=0))
     with pytest.raises(MetadataError, match=r"__1\.metadata is the metadata of rank 0"):
         read_metadata(open_storage(tmp_path), 1)
     os.rename(tmp_path / "__1.metadata", tmp_path / ".metadata")
     with pytest.raises(MetadataError, match="is the metadata of rank 0"):
         read_metadata(open_storage(tmp_path))
-
-
-def test_places_are_rows() -> None:
-    """A name that is the key takes a byte, and so does each number of a file or dtype."""
-    assert encode_rows(Place(0, 1, 2, 3, 0, None, b"", b"")) == b"\x98\x00\x01\x02\x03\x00\xc0\xc4\x00\xc4\x00"

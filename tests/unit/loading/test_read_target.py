@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_tensorizer import MetadataError, ReadError
 from dcp_tensorizer._format.chunks import Region
-from dcp_tensorizer._loading.read_target import ReadTarget, can_read_in_place, read_apart, target_of
+from dcp_tensorizer._format.index_reader import Piece
+from dcp_tensorizer._loading.read_target import ReadTarget, can_read_in_place, read_apart, targets_of, wanted_of
 
 from ...support import stored_item
 
@@ -68,48 +69,77 @@ def test_which_targets_share_memory() -> None:
 
 # --- from a planner's item -------------------------------------------------------------------------------------------
 
-CHUNK = ChunkStorageMetadata(torch.Size([2, 0]), torch.Size([2, 5]))
-METADATA = Metadata({"x": TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([4, 5]), [CHUNK])})
+SIZE = torch.Size([4, 5])
+METADATA = Metadata(
+    {
+        "x": TensorStorageMetadata(
+            TensorProperties(torch.float32), SIZE, [ChunkStorageMetadata(torch.Size([0, 0]), SIZE)]
+        )
+    }
+)
+ROWS = Region((0, 0), (2, 5))  # of each of the two chunks
 
 
-def target_in(
+def targets_in(
     tensor: torch.Tensor,
+    pieces: list[Piece] | None = None,
     *,
-    first: tuple[int, ...] = (0, 0),
-    chunk: tuple[int, ...] = (2, 0),
-    number: int | None = 0,
-    nbytes: int = 40,
+    lengths: tuple[int, ...] | None = None,
     dtype: str = "float32",
     world_size: int = 1,
-) -> ReadTarget | None:
-    """What to read for a region of a stored chunk of 2 x 5 elements that has a tensor's shape."""
-    index = MetadataIndex("x", torch.Size(chunk), number)
-    zeros = torch.Size([0] * tensor.ndim)
-    read_item = ReadItem(LoadItemType.TENSOR, MetadataIndex("y"), zeros, index, torch.Size(first), tensor.shape)
-    return target_of("/ckpt", METADATA, read_item, stored_item(nbytes, dtype=dtype), tensor, world_size)
+) -> list[ReadTarget]:
+    """What to read for an item of a plan that has a tensor's shape, of a stored chunk of 2 x 5 elements."""
+    size = tuple(tensor.shape) if lengths is None else lengths
+    region = Region((0, 0), size)
+    pieces = [Piece(stored_item(40, dtype=dtype), (2, 5), region, region)] if pieces is None else pieces
+    zeros, index = torch.Size([0, 0]), MetadataIndex("x", torch.Size([0, 0]))
+    read_item = ReadItem(LoadItemType.TENSOR, MetadataIndex("y"), zeros, index, zeros, torch.Size(size))
+    return targets_of("/ckpt", METADATA, read_item, pieces, tensor, world_size)
 
 
-@pytest.mark.parametrize("number", [0, 7, None])
-def test_what_is_read_for_an_item_of_a_plan(number: int | None) -> None:
-    """The region within its chunk, which is found by its offset whatever its number is said to be."""
+def test_what_an_item_of_a_plan_asks_the_index_for() -> None:
+    """A region of a chunk, or an object; offsets are plain tuples."""
+    index = MetadataIndex("x", torch.Size([2, 0]), 7)
+    of_tensor = ReadItem(
+        LoadItemType.TENSOR, MetadataIndex("y"), torch.Size([0, 0]), index, torch.Size([1, 2]), torch.Size([1, 3])
+    )
+    assert wanted_of(of_tensor) == ("x", (2, 0), Region((1, 2), (1, 3)))
+    empty = torch.Size([])
+    of_object = ReadItem(LoadItemType.BYTE_IO, MetadataIndex("o"), empty, MetadataIndex("o"), empty, torch.Size([0]))
+    assert wanted_of(of_object) == ("o", None, None)
+
+
+def test_what_is_read_for_an_item_of_a_plan() -> None:
+    """The region of the stored chunk goes to the whole tensor, under the key of the target."""
     tensor = torch.zeros(1, 3)
-    target = target_in(tensor, first=(1, 2), number=number)
-    assert target is not None
+    (target,) = targets_in(tensor, [Piece(stored_item(40), (2, 5), Region((1, 2), (1, 3)), Region((0, 0), (1, 3)))])
     assert (target.key, target.shape, target.region) == ("y", (2, 5), Region((1, 2), (1, 3)))
     assert target.tensor is tensor
-    assert (target.in_place, target.shared, target.run) == (True, False, (28, 40))
+    assert (target.in_place, target.shared, target.run) == (False, False, (28, 40))  # bytes, and not float32
+
+
+def test_each_stored_chunk_goes_to_its_part_of_the_tensor() -> None:
+    """Two halves of rows, into two halves of the same memory."""
+    tensor = torch.zeros(4, 5)
+    item = stored_item(40, dtype="float32")
+    targets = targets_in(tensor, [Piece(item, (2, 5), ROWS, ROWS), Piece(item, (2, 5), ROWS, Region((2, 0), (2, 5)))])
+    assert [target.region for target in targets] == [ROWS, ROWS]
+    assert [target.tensor.data_ptr() - tensor.data_ptr() for target in targets] == [0, 40]
+    assert all(target.in_place for target in targets)
 
 
 def test_an_item_without_elements_is_not_read() -> None:
-    """There is nothing to fetch for it."""
-    assert target_in(torch.zeros(0, 5)) is None
+    """There is nothing to fetch for it, but it must fit its target."""
+    assert targets_in(torch.zeros(0, 5), []) == []
+    with pytest.raises(ReadError, match="'y': stored"):
+        targets_in(torch.zeros(0, 5), [], lengths=(0, 4))
 
 
 def test_other_ranks_read_columns_too_but_not_rows() -> None:
     """Of rows that are cut by column, several ranks read the same bytes; alone, a rank shares with nobody."""
     columns, rows = torch.zeros(2, 3), torch.zeros(1, 5)
-    targets = [target_in(tensor, world_size=size) for tensor, size in ((columns, 2), (columns, 1), (rows, 2))]
-    assert [target is not None and target.shared for target in targets] == [True, False, False]
+    targets = [targets_in(tensor, world_size=size) for tensor, size in ((columns, 2), (columns, 1), (rows, 2))]
+    assert [target.shared for of_item in targets for target in of_item] == [True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -123,21 +153,16 @@ def test_other_ranks_read_columns_too_but_not_rows() -> None:
 def test_a_target_that_does_not_fit_is_an_error(tensor: torch.Tensor, words: str) -> None:
     """It names the key."""
     with pytest.raises(ReadError, match=f"'y'.*{words}"):
-        target_in(tensor)
+        targets_in(tensor)
 
 
 def test_a_target_of_another_shape_is_an_error() -> None:
     """It names the key and both shapes."""
-    index = MetadataIndex("x", torch.Size([2, 0]), 0)
-    zeros = torch.Size([0, 0])
-    read_item = ReadItem(LoadItemType.TENSOR, MetadataIndex("y"), zeros, index, zeros, torch.Size([2, 5]))
     with pytest.raises(ReadError, match=r"'y': stored \(2, 5\) do not fit a target of \(3, 5\)"):
-        target_of("/ckpt", METADATA, read_item, stored_item(40, dtype="float32"), torch.zeros(3, 5), 1)
+        targets_in(torch.zeros(3, 5), lengths=(2, 5))
 
 
 def test_metadata_that_contradicts_itself_is_an_error() -> None:
-    """A chunk that is not there, or one that has other bytes than its shape says."""
-    with pytest.raises(MetadataError, match=r"/ckpt has no chunk of 'x' at offset torch.Size\(\[1, 0\]\)"):
-        target_in(torch.zeros(2, 5), chunk=(1, 0))
+    """A chunk that has other bytes than its shape says."""
     with pytest.raises(MetadataError, match=r"/ckpt: 'y' of shape \(2, 5\) has 36 bytes stored"):
-        target_in(torch.zeros(2, 5), nbytes=36)
+        targets_in(torch.zeros(2, 5), [Piece(stored_item(36, dtype="float32"), (2, 5), ROWS, ROWS)])

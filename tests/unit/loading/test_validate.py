@@ -20,6 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from dcp_tensorizer import MetadataError, NotCommitted, ReadError
+from dcp_tensorizer._format.chunk_layout import ChunkLayout
+from dcp_tensorizer._format.chunks import Region
 from dcp_tensorizer._loading.validate import (
     check_chunks,
     check_coverage,
@@ -27,7 +29,6 @@ from dcp_tensorizer._loading.validate import (
     check_length,
     check_own_parts,
     check_world_size,
-    chunk_regions,
     not_committed,
     stored_item,
 )
@@ -77,14 +78,11 @@ def test_where_a_chunk_is() -> None:
 
 def test_coverage_is_checked_of_the_tensors_that_are_loaded() -> None:
     """Of no others, and not of objects; the error says how many elements there are."""
-    metadata = metadata_of(
-        whole=entry((4, 2), ((0, 0), (3, 2)), ((3, 0), (1, 2))),
-        gap=entry((4000, 2), ((0, 0), (3000, 2))),
-        object=BytesStorageMetadata(),
-    )
-    check_coverage("/ckpt", metadata, {"whole", "object"})
+    layouts = {"gap": ChunkLayout.of((4000, 2), [((0, 0), (3000, 2))])}
+    index: Any = SimpleNamespace(incomplete_layout=layouts.get)
+    check_coverage("/ckpt", index, {"whole", "object"})
     with pytest.raises(MetadataError) as caught:
-        check_coverage("/ckpt", metadata, {"whole", "gap"})
+        check_coverage("/ckpt", index, {"whole", "gap"})
     assert str(caught.value) == (
         "/ckpt: the stored chunks of 'gap' do not make up its 8,000 elements: they hold 6,000, and a rank's part is "
         "missing or there twice"
@@ -94,7 +92,7 @@ def test_coverage_is_checked_of_the_tensors_that_are_loaded() -> None:
 def test_chunks_that_overlap_do_not_make_up_a_tensor() -> None:
     """Although they have as many elements as it."""
     with pytest.raises(MetadataError, match="'x' do not make up its 4 elements: they hold 4"):
-        check_chunks("/ckpt", "x", (4,), chunk_regions(entry((4,), ((0,), (2,)), ((1,), (2,)))))
+        check_chunks("/ckpt", "x", (4,), [Region((0,), (2,)), Region((1,), (2,))])
 
 
 @pytest.mark.parametrize("nbytes", [39, 41, 0])
@@ -112,8 +110,8 @@ def test_ranks_that_saved_each_for_itself_are_as_many_as_load(tmp_path: Path, sa
     for rank in range(saved):
         (tmp_path / f"__{rank}.metadata").touch()
     storage = open_storage(tmp_path)
-    check_world_size(storage, metadata_of(), saved)
-    for own in (metadata_of(), None):
+    check_world_size(storage, True, saved)
+    for own in (True, False):
         with pytest.raises(MetadataError, match="another number of ranks than the 3 that load it"):
             check_world_size(storage, own, 3)
 
@@ -121,7 +119,7 @@ def test_ranks_that_saved_each_for_itself_are_as_many_as_load(tmp_path: Path, sa
 def test_a_path_without_any_ranks_metadata_is_not_committed(tmp_path: Path) -> None:
     """And not a checkpoint of another number of ranks."""
     with pytest.raises(NotCommitted, match="holds no committed checkpoint"):
-        check_world_size(open_storage(tmp_path), None, 2)
+        check_world_size(open_storage(tmp_path), False, 2)
 
 
 def test_a_rank_that_saved_for_itself_must_have_saved_all_that_it_loads() -> None:
@@ -142,10 +140,10 @@ def test_files_are_there_and_have_their_sizes(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     for name in ("a", "b", "c"):
         (tmp_path / name).write_bytes(bytes(1000))
-    metadata = metadata_of(files=[("a", 1000), ("b", 1000), ("c", 999_999), ("d", 1)])
-    check_files(storage, metadata, {"a", "b"})
-    check_files(storage, metadata, set())
+    sizes = {"a": 1000, "b": 1000, "c": 999_999, "d": 1}
+    check_files(storage, sizes, {"a", "b"})
+    check_files(storage, sizes, set())
     with pytest.raises(ReadError, match=r"/c has 1,000 bytes instead of 999,999\. The checkpoint is damaged"):
-        check_files(storage, metadata, {"a", "c", "d"})
+        check_files(storage, sizes, {"a", "c", "d"})
     with pytest.raises(ReadError, match=r"/d is missing\. The checkpoint is damaged"):
-        check_files(storage, metadata, {"d", "b"})
+        check_files(storage, sizes, {"d", "b"})

@@ -19,8 +19,14 @@ from dcp_tensorizer._storage.base import temporary_file_name
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer.errors import WriteError
 
-from ...checkpoints import INDEX, item_in, metadata_of
+from ...checkpoints import item_in, metadata_of, parts_of
 from ...support import file_size_limit
+
+W = ("w", (0,))
+
+
+class Unstorable:
+    """Of a type that no reader would load."""
 
 
 def commit_file(storage, name, save_id="s", **options):
@@ -29,7 +35,7 @@ def commit_file(storage, name, save_id="s", **options):
         file.write(b"data")
     options = {"rank": None, "sync": True} | options
     replaced = replaced_files(storage, options["rank"])
-    commit(storage, metadata_of(save_id), [(INDEX, item_in(name), 4)], **options)
+    commit(storage, metadata_of(save_id), parts_of({name: 4}, {W: item_in(name)}), **options)
     remove(storage, replaced)
 
 
@@ -43,7 +49,7 @@ def test_a_storage_that_fails_to_tell_what_is_replaced_does_not_fail_a_save(stor
     commit_file(storage, data_file_name(0, 0, "a" * 32))
     assert replaced_files(storage, None) == {data_file_name(0, 0, "a" * 32)}
 
-    def fail(storage, name):
+    def fail(storage, name, most):
         raise RuntimeError("the filesystem of a plugin")
 
     monkeypatch.setattr(type(storage), "read", fail)
@@ -59,7 +65,7 @@ def test_what_is_committed_can_be_read(storage):
     assert metadata.planner_data == {"w": ("w",)}
     assert metadata.storage_meta == metadata_of().storage_meta
     assert metadata.storage_data["files"] == {name: 4}
-    assert metadata.storage_data["items"] == {("w", (0,)): item_in(name)}
+    assert metadata.storage_data["items"] == {W: item_in(name)}
     assert item_key(MetadataIndex("obj")) == ("obj", None)
 
 
@@ -95,7 +101,7 @@ def test_each_rank_commits_its_own_without_collectives(storage, tmp_path):
 def test_planner_data_that_no_reader_would_load(storage, tmp_path):
     """A foreign class in a planner's data fails the commit by name, and nothing is committed."""
     with pytest.raises(WriteError, match="MetadataIndex"):
-        commit(storage, metadata_of(extra=INDEX), [], rank=None, sync=True)
+        commit(storage, metadata_of(extra=Unstorable()), [], rank=None, sync=True)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -244,9 +250,9 @@ def test_data_that_is_not_where_the_metadata_will_say_is_no_checkpoint(storage, 
         (tmp_path / names[2]).unlink()
     else:
         os.truncate(tmp_path / names[1], 3)
-    items = [(MetadataIndex("w", [rank]), item_in(name), 4) for rank, name in enumerate(names)]
+    parts = parts_of(dict.fromkeys(names, 4), {("w", (rank,)): item_in(name) for rank, name in enumerate(names)})
     ranks = "ranks 1, 2" if harm == "missing" else "rank 1"
     with pytest.raises(WriteError, match=rf"of {ranks} \(__1_0_b.*the ranks do not share this path"):
-        commit(storage, metadata_of("new"), items, rank=None, sync=True)
+        commit(storage, metadata_of("new"), parts, rank=None, sync=True)
     assert read_metadata(storage).storage_data["files"] == {old: 4}
     assert {path.name for path in tmp_path.iterdir()} == {".metadata", old}

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import logging
 import re
+import struct
 import threading
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.testing._internal.two_tensor import TwoTensor
 
 from dcp_tensorizer import StagingError, WriteError
-from dcp_tensorizer._format.layout import StoredItem
+from dcp_tensorizer._format.index_rows import decode_places
+from dcp_tensorizer._format.keys import item_key
+from dcp_tensorizer._format.layout import MAX_INLINE_BYTES, StoredItem
+from dcp_tensorizer._format.places import PlaceTable, RankPlaces, hash_of
 from dcp_tensorizer._saving.write_items import ObjectCheck, resolve, write_results
 from dcp_tensorizer._writer_process.messages import FileResult, TensorSource, WriteDone
 
@@ -119,15 +125,18 @@ def test_items_without_elements_are_not_written_but_reported() -> None:
     ]
     stored = StoredItem("file", "full", 262_200, 16, "float32", "tensor", b"12345678")
     done = WriteDone((FileResult("file", 300_000, (stored,)),), 0.0, 0.0, 0.0)
-    results = {result.index.fqn: result for result in write_results(items, done)}
-    assert results["empty"].storage_data == (("", "", 0, 0, "float8_e4m3fn", "tensor", b""), 0, b"")
-    assert results["full"].storage_data == (
-        ("file", "full", 262_200, 16, "float32", "tensor", b"12345678"),
-        300_000,
-        b"",
-    )
-    assert [results[key].size_in_bytes for key in ("empty", "full")] == [0, 16]
-    assert all(type(result.storage_data[0]) is tuple for result in results.values())
+    (result,) = write_results(items, done, 3)
+    part = result.storage_data
+    assert (part.rank, part.files, part.check) == (3, (("file", 300_000),), b"")
+    assert result.size_in_bytes == 300_000
+    assert items_in(part, [("empty", (0, 0)), ("full", (0, 0))]) == [StoredItem.empty("float8_e4m3fn"), stored]
+
+
+def items_in(part: RankPlaces, keys: list[Any]) -> list[StoredItem | None]:
+    """Where the items with some keys are, as a rank tells the coordinator."""
+    table = PlaceTable(decode_places(part.places), part.files, is_encrypted=bool(part.check))
+    rows = [table.row_of(hash_of(*key)) for key in keys]
+    return [None if row is None else table.item(row, key[0]) for row, key in zip(rows, keys, strict=True)]
 
 
 def test_results_of_several_files_find_their_items() -> None:
@@ -143,11 +152,31 @@ def test_results_of_several_files_find_their_items() -> None:
         FileResult("f1", 2000, (stored[names[3]],)),
         FileResult("f0", 1000, tuple(stored[name] for name in reversed(names[:3]))),
     )
-    results = write_results(items, WriteDone(files, 0.0, 0.0, 0.0))
-    places = [(StoredItem(*r.storage_data[0]).file, StoredItem(*r.storage_data[0]).offset) for r in results]
-    assert places == [("f0", 0), ("f0", 1), ("f0", 2), ("f1", 3)]
-    assert [r.storage_data[1] for r in results] == [1000, 1000, 1000, 2000]
-    assert [r.index for r in results] == [item.index for item in items]
+    (result,) = write_results(items, WriteDone(files, 0.0, 0.0, 0.0), 0)
+    found = items_in(result.storage_data, [item_key(item.index) for item in items])
+    assert [(item.file, item.offset) for item in found if item] == [("f0", 0), ("f0", 1), ("f0", 2), ("f1", 3)]
+    assert dict(result.storage_data.files) == {"f0": 1000, "f1": 2000}
+
+
+def test_the_coordinator_is_told_of_small_values_with_their_bytes() -> None:
+    """Of scalars and objects, and not of parts of sharded tensors; each finds its bytes by its key."""
+    state = {"step": torch.tensor(5.0), "object": 3, "large": torch.ones(2000)}
+    plan, planner = planned(state)
+    items = resolve(plan, planner)
+    chunk = dataclasses.replace(items[0], index=MetadataIndex("chunk", torch.Size([2])), is_whole=False)
+    (result,) = write_results([*items, chunk], WriteDone((), 0.0, 0.0, 0.0), 0)
+    small = {item.hash: item for item in result.storage_data.inline}
+    assert set(small) == {hash_of("step", ()), hash_of("object", None)}
+    step = small[hash_of("step", ())]
+    assert (step.dtype, step.kind, step.content, step.name) == ("float32", "tensor", struct.pack("<f", 5.0), None)
+    assert torch.load(io.BytesIO(small[hash_of("object", None)].content)) == 3
+
+
+def test_small_values_have_no_more_than_their_share_of_the_index() -> None:
+    """As many as fit into it; the others are found in the data files."""
+    plan, planner = planned({f"t{n}": torch.ones(1000) for n in range(300)})
+    (result,) = write_results(resolve(plan, planner), WriteDone((), 0.0, 0.0, 0.0), 0)
+    assert len(result.storage_data.inline) == MAX_INLINE_BYTES // 4000
 
 
 def test_an_object_that_would_not_load_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

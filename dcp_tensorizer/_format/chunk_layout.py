@@ -1,0 +1,151 @@
+"""How tensors of one shape are cut into chunks, and which of the chunks a region touches.
+
+However many ranks have saved, a layout is a few numbers if the tensors were sharded evenly, and tensors of the same
+shape have the same layout.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from .chunks import Region, covers
+from .index_rows import Layout, Run
+
+__all__ = ["ChunkLayout", "expand", "runs_of"]
+
+_MAX_NUMBERS = 1 << 24
+"""More chunks than any job has: a damaged count must not make anybody ask for that much memory."""
+
+
+def runs_of(numbers: np.ndarray) -> list[Run]:
+    """Numbers as runs of equal distances."""
+    steps = np.diff(numbers)
+    turns = [*(np.flatnonzero(steps[1:] != steps[:-1]) + 1).tolist(), len(steps)]
+    runs: list[Run] = []
+    start = 0
+    for turn in turns:  # the steps before it, from `start` on, are equal
+        if turn > start:
+            runs.append((int(numbers[start]), int(steps[start]), turn - start + 1))
+            start = turn + 1
+    if start < len(numbers):
+        runs.append((int(numbers[start]), 0, 1))
+    return runs
+
+
+def expand(runs: Sequence[Run]) -> np.ndarray:
+    """The numbers of some runs; raises `ValueError` if they are too many, or too large."""
+    count = sum(run[2] for run in runs)
+    if count > _MAX_NUMBERS or any(abs(step) * times >= 2**62 or first >= 2**62 for first, step, times in runs):
+        raise ValueError(f"it has {count:,} numbers in a row, or larger ones than there are")
+    return np.concatenate([first + step * np.arange(times, dtype="i8") for first, step, times in runs] or [_NONE])
+
+
+_NONE = np.zeros(0, dtype="i8")
+
+
+class ChunkLayout:
+    """The chunks of tensors of one shape.
+
+    Args:
+        shape: The tensors'.
+        starts, sizes: Of the chunks: arrays of a row for each chunk, with an entry for each dimension. None: there is
+            one chunk, the whole.
+    """
+
+    def __init__(self, shape: tuple[int, ...], starts: np.ndarray | None, sizes: np.ndarray | None) -> None:
+        self.shape = shape
+        self.is_one = starts is None or sizes is None
+        self.starts = np.zeros((1, len(shape)), dtype="i8") if starts is None else starts
+        self.sizes = _rows([shape], len(shape)) if sizes is None else sizes
+        self._found: dict[Region, list[int]] = {}
+
+    @classmethod
+    def of(cls, shape: Sequence[int], chunks: Iterable[tuple[Sequence[int], Sequence[int]]]) -> ChunkLayout:
+        """From the offset and the size of each chunk.
+
+        Raises:
+            ValueError: a chunk has other dimensions than the tensor.
+        """
+        dims = tuple(shape)
+        starts, sizes = [], []
+        for offsets, extents in chunks:
+            if not len(offsets) == len(extents) == len(dims):
+                raise ValueError(
+                    f"a chunk of shape {tuple(extents)} at {tuple(offsets)} is none of a tensor of shape {dims}"
+                )
+            starts.append(tuple(offsets))
+            sizes.append(tuple(extents))
+        if sizes == [dims] and not any(starts[0]):
+            return cls(dims, None, None)
+        return cls(dims, _rows(starts, len(dims)), _rows(sizes, len(dims)))
+
+    @classmethod
+    def from_row(cls, row: Layout) -> ChunkLayout:
+        """From an index; raises `ValueError` where that makes no sense."""
+        dims = len(row.shape)
+        if row.offsets is None or row.sizes is None:
+            return cls(row.shape, None, None)
+        columns = [[expand(runs) for runs in side] for side in (row.offsets, row.sizes)]
+        if row.count > _MAX_NUMBERS or any(len(column) != row.count for side in columns for column in side):
+            raise ValueError("there are more or fewer offsets and sizes than chunks")
+        if any(len(side) != dims for side in columns):
+            raise ValueError("the chunks of a tensor have other dimensions than the tensor")
+        starts, sizes = (np.stack(side, axis=1) if dims else np.zeros((row.count, 0), dtype="i8") for side in columns)
+        if starts.size and (starts.min() < 0 or sizes.min() < 0):
+            raise ValueError("a chunk of a tensor is outside of it")
+        return cls(row.shape, starts, sizes)
+
+    def to_row(self) -> Layout:
+        """For an index."""
+        if self.is_one:
+            return Layout(self.shape, 1, None, None)
+        dims = range(len(self.shape))
+        offsets, sizes = ([runs_of(side[:, dim]) for dim in dims] for side in (self.starts, self.sizes))
+        return Layout(self.shape, len(self), offsets, sizes)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @functools.cached_property
+    def regions(self) -> list[Region]:
+        """All chunks."""
+        pairs = zip(self.starts.tolist(), self.sizes.tolist(), strict=True)
+        return [Region(tuple(start), tuple(size)) for start, size in pairs]
+
+    @functools.cached_property
+    def is_covered(self) -> bool:
+        """Whether the chunks hold each element once."""
+        return self.is_one or covers(self.shape, self.regions)
+
+    def touched_by(self, region: Region) -> list[int]:
+        """The numbers of the chunks that have elements of a region; they are found by bisection."""
+        if region not in self._found:  # the tensors that share a layout are asked for the same regions
+            self._found[region] = self._touched_by(region)
+        return self._found[region]
+
+    def _touched_by(self, region: Region) -> list[int]:
+        if self.is_one or not self.shape:
+            return list(range(len(self)))
+        dim, order, starts, stops = self._sorted
+        first = int(np.searchsorted(stops, region.start[dim], side="right"))
+        last = int(np.searchsorted(starts, region.start[dim] + region.size[dim], side="left"))
+        near = order[first:last]
+        start, size = np.array(region.start), np.array(region.size)
+        within = (self.starts[near] < start + size) & (self.starts[near] + self.sizes[near] > start)
+        return sorted(near[within.all(axis=1)].tolist())
+
+    @functools.cached_property
+    def _sorted(self) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+        """The dimension that tells most chunks apart, the chunks in its order, where they start, and where the
+        furthest one up to each of them stops."""
+        dim = max(range(len(self.shape)), key=lambda d: len(np.unique(self.starts[:, d])))
+        order = np.argsort(self.starts[:, dim], kind="stable")
+        starts = self.starts[order, dim]
+        return dim, order, starts, np.maximum.accumulate(starts + self.sizes[order, dim])
+
+
+def _rows(numbers: Sequence[Sequence[int]], dims: int) -> np.ndarray:
+    return np.array(numbers, dtype="i8").reshape(len(numbers), dims)

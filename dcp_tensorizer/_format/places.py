@@ -1,0 +1,237 @@
+"""Where the items of a rank are: a table in columns, which takes little time to read however many items there are."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from ..errors import WriteError
+from .index_rows import KINDS, Inline, Places, encode_rows
+from .keys import ItemKey, from_key, to_key
+from .layout import MAC_BYTES, NONCE_BYTES, StoredItem
+
+__all__ = ["InlineItem", "PlaceTable", "RankPlaces", "hash_of", "inline_rows"]
+
+_KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
+
+
+def hash_of(key: Any, offset: Sequence[int] | None) -> int:
+    """What an item is found by: XXH3-64 of the MessagePack of its key and the offset of its chunk.
+
+    Raises:
+        TypeError, OverflowError: no key can be like that.
+    """
+    return xxhash.xxh3_64_intdigest(encode_rows((to_key(key), offset)))
+
+
+class InlineItem(NamedTuple):
+    """A small item with its bytes; builtin types, for DCP to carry to the coordinator."""
+
+    hash: int
+    name: str | None
+    """None if it is the key."""
+    dtype: str
+    kind: str
+    digests: bytes
+    nonce_and_macs: bytes
+    content: bytes
+
+
+class RankPlaces(NamedTuple):
+    """What the coordinator is told of what a rank has written; builtin types, for DCP to carry."""
+
+    rank: int
+    files: tuple[tuple[str, int], ...]
+    """The data files, and the bytes in each."""
+    places: bytes
+    """The section of the index that says where each item is."""
+    inline: tuple[InlineItem, ...] = ()
+    check: bytes = b""
+    """Of the encryption key (`Cipher.check_value`)."""
+
+    @classmethod
+    def of(
+        cls,
+        rank: int,
+        items: Mapping[ItemKey, StoredItem],
+        files: Mapping[str, int],
+        named: Collection[ItemKey] = frozenset(),
+        inline: Sequence[InlineItem] = (),
+        check: bytes = b"",
+    ) -> RankPlaces:
+        """Of items by their keys.
+
+        Args:
+            named: Those whose keys stand in the index, because the state dict may not name them.
+
+        Raises:
+            WriteError: a key cannot be stored; names it.
+        """
+        numbers = {name: number for number, name in enumerate(files)} | {"": -1}
+        rows = _table(
+            [_checked_hash(*key) for key in items],
+            list(items.values()),
+            [numbers[item.file] for item in items.values()],
+            {n: item.name for n, ((key, _), item) in enumerate(items.items()) if item.file and item.name != key},
+        )
+        if named:
+            rows.keys = {n: (to_key(key[0]), key[1]) for n, key in enumerate(items) if key in named}
+        return cls(rank, tuple(files.items()), encode_rows(rows), tuple(inline), check)
+
+
+def inline_rows(items: Iterable[InlineItem]) -> Inline:
+    """The section of small items; of several with one hash, the last one."""
+    chosen = list({item.hash: item for item in items}.values())
+    ends = list(itertools.accumulate((len(item.content) for item in chosen), initial=0))
+    stored = [
+        StoredItem("", "", offset, len(i.content), i.dtype, i.kind, i.digests, i.nonce_and_macs)
+        for offset, i in zip(ends, chosen, strict=False)
+    ]
+    names = {n: item.name for n, item in enumerate(chosen) if item.name is not None}
+    rows = _table([item.hash for item in chosen], stored, [0] * len(chosen), names)
+    return Inline(rows, b"".join(item.content for item in chosen))
+
+
+def _table(
+    hashes: Sequence[int], stored: Sequence[StoredItem], file_numbers: Sequence[int], names: dict[int, str]
+) -> Places:
+    if len(set(hashes)) < len(hashes):
+        raise WriteError("two keys of the state dict have the same hash, by an unlikely accident: rename one of them")
+    dtypes: dict[str, int] = {}
+    numbers = [dtypes.setdefault(item.dtype, len(dtypes)) for item in stored]
+    is_encrypted = any(item.nonce_and_macs for item in stored)
+    return Places(
+        dtypes=list(dtypes),
+        hashes=_column(hashes, "<u8"),
+        files=_column(file_numbers, "<i4"),
+        offsets=_column([item.offset for item in stored], "<i8"),
+        sizes=_column([item.length for item in stored], "<i8"),
+        dtype_numbers=bytes(numbers),
+        kinds=bytes(_KIND_NUMBERS[item.kind] for item in stored),
+        digest_sizes=_column([len(item.digests) for item in stored], "<u4"),
+        digests=b"".join(item.digests for item in stored),
+        seal_sizes=_column([len(item.nonce_and_macs) for item in stored], "<u4") if is_encrypted else b"",
+        seals=b"".join(item.nonce_and_macs for item in stored),
+        names=names,
+        keys={},
+    )
+
+
+def _checked_hash(key: Any, offset: Sequence[int] | None) -> int:
+    try:
+        return hash_of(key, offset)
+    except (TypeError, OverflowError) as error:
+        raise WriteError(f"{key!r} cannot be described in a checkpoint's metadata: {error}") from error
+
+
+def _column(numbers: Sequence[int], dtype: str) -> bytes:
+    return np.array(numbers, dtype=dtype).tobytes()
+
+
+class PlaceTable:
+    """The items of a rank.
+
+    Args:
+        rows: The table.
+        files: The data files that they are in, and the bytes in each.
+
+    Raises:
+        ValueError: the table makes no sense.
+    """
+
+    def __init__(self, rows: Places, files: Sequence[tuple[str, int]], *, is_encrypted: bool) -> None:
+        self._rows = rows
+        self._files = [*files, ("", 0)]  # the last one for items without bytes
+        self._is_encrypted = is_encrypted
+        self.hashes = np.frombuffer(rows.hashes, dtype="<u8")
+        self.kinds = np.frombuffer(rows.kinds, dtype="u1")
+        count = len(self.hashes)
+        self._file_numbers = _numbers(rows.files, "<i4", count)
+        self._offsets = _numbers(rows.offsets, "<i8", count)
+        self._sizes = _numbers(rows.sizes, "<i8", count)
+        self._dtype_numbers = _numbers(rows.dtype_numbers, "u1", count)
+        self._digest_ends = _ends(rows.digest_sizes, rows.digests, count)
+        self._seal_ends = _ends(rows.seal_sizes or bytes(4 * count), rows.seals, count)
+        self._check(count)
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    def row_of(self, item_hash: int) -> int | None:
+        """The number of the item with a hash; None if it is not here."""
+        return self._row_numbers.get(item_hash)
+
+    def item(self, row: int, key: Any) -> StoredItem:
+        """Where an item is.
+
+        Raises:
+            ValueError: that makes no sense.
+        """
+        file, offset, nbytes, dtype, kind, digest_end, seal_end = self._places[row]
+        dtype_name, kind_name = self._rows.dtypes[dtype], KINDS[kind]
+        if file < 0:
+            return StoredItem.empty(dtype_name, kind_name)
+        name = self._rows.names.get(row, key)
+        if type(name) is not str:
+            raise ValueError(f"the data of {key!r} has no name")
+        digests = self._rows.digests[self._places[row - 1][5] if row else 0 : digest_end]
+        seal = self._rows.seals[self._places[row - 1][6] if row else 0 : seal_end]
+        item = StoredItem(self._files[file][0], name, offset, nbytes, dtype_name, kind_name, digests, seal)
+        sealed = NONCE_BYTES + -(-nbytes // item.block) * MAC_BYTES if nbytes and self._is_encrypted else 0
+        if len(seal) != sealed:  # what somebody put there is not believed
+            raise ValueError(f"the data of {key!r} is not encrypted as the checkpoint is")
+        return item
+
+    def named(self) -> Iterator[tuple[int, ItemKey]]:
+        """The numbers of the items whose keys stand in the table, and those."""
+        for row, (key, offset) in self._rows.keys.items():
+            yield row, (from_key(key), offset)
+
+    @functools.cached_property
+    def _row_numbers(self) -> dict[int, int]:
+        return {item_hash: row for row, item_hash in enumerate(self.hashes.tolist())}
+
+    @functools.cached_property
+    def _places(self) -> list[tuple[int, ...]]:
+        """The columns as rows of Python's own numbers, which are faster one by one."""
+        columns = self._file_numbers, self._offsets, self._sizes, self._dtype_numbers, self.kinds
+        return list(zip(*(column.tolist() for column in (*columns, self._digest_ends, self._seal_ends)), strict=True))
+
+    def _check(self, count: int) -> None:
+        if len(self.kinds) != count or len(np.unique(self.hashes)) != count:
+            raise ValueError("a table of places has columns of several lengths, or an item twice")
+        if not count:
+            return
+        file_sizes = np.array([nbytes for _, nbytes in self._files], dtype="i8")
+        if self._file_numbers.min() < -1 or self._file_numbers.max() >= len(file_sizes) - 1:
+            raise ValueError("a table of places names a file that is not there")
+        room = file_sizes[self._file_numbers]
+        if self._offsets.min() < 0 or self._sizes.min() < 0 or not np.all(self._sizes <= room - self._offsets):
+            raise ValueError("data is in no file")
+        if self._dtype_numbers.max() >= len(self._rows.dtypes) or self.kinds.max() >= len(KINDS):
+            raise ValueError("a table of places has a dtype, or a kind, that there is not")
+        others = np.unique(self._dtype_numbers[self.kinds > 0])
+        if any(self._rows.dtypes[number] != "uint8" for number in others):
+            raise ValueError("an object has another dtype than uint8")
+        if max((*self._rows.names, *self._rows.keys), default=0) >= count:
+            raise ValueError("a table of places names an item that is not there")
+
+
+def _numbers(column: bytes, dtype: str, count: int) -> np.ndarray:
+    numbers = np.frombuffer(column, dtype=dtype)
+    if len(numbers) != count:
+        raise ValueError("a table of places has columns of several lengths")
+    return numbers
+
+
+def _ends(sizes: bytes, content: bytes, count: int) -> np.ndarray:
+    """Where the bytes of each item end in those of all."""
+    ends = np.cumsum(_numbers(sizes, "<u4", count), dtype="i8")
+    if (int(ends[-1]) if count else 0) != len(content):
+        raise ValueError("a table of places has more or fewer digests than items")
+    return ends
