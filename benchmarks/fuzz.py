@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 
 from dcp_tensorizer import CheckpointError
 from dcp_tensorizer._format import index
-from dcp_tensorizer._format.index import Part, pack, read_head, section_of
+from dcp_tensorizer._format.index import IndexFile, Part, pack, read_head
 from dcp_tensorizer._format.index_rows import Section
 from dcp_tensorizer._format.tensorizer_file import lay_out
 from dcp_tensorizer._memory.tensor_bytes import host_bytes
@@ -165,11 +165,11 @@ def _resigned(data: bytes, changes: Sequence[Change]) -> bytes:
     head = read_head(data, "fuzz")
     number = changes[0].value % (len(head.sections) + 1)
     if number < len(head.sections):
-        contents = [bytes(section_of(data, section, "fuzz")) for section in head.sections]
+        contents = [bytes(IndexFile("fuzz", head, data).section(section)) for section in head.sections]
         contents[number] = changed(contents[number], changes)
         sections: list[Section] = list(head.sections)
         head.sections = []
-        return pack(head, [Part(s.kind, s.rank, c) for s, c in zip(sections, contents, strict=True)])
+        return pack(head, [Part(s.kind, s.rank, c, tuple(s.files)) for s, c in zip(sections, contents, strict=True)])
     start = index._START
     head_nbytes = int.from_bytes(data[16:24], "little")
     packed = changed(data[start : start + head_nbytes], changes)

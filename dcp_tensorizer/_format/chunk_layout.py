@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from .chunks import Region, covers
-from .index_rows import Layout, Run
+from .index_rows import Layout, Run, encode_rows
 
 __all__ = ["ChunkLayout", "expand", "runs_of"]
 
@@ -70,17 +70,15 @@ class ChunkLayout:
             ValueError: a chunk has other dimensions than the tensor.
         """
         dims = tuple(shape)
-        starts, sizes = [], []
-        for offsets, extents in chunks:
+        pairs = list(chunks)
+        for offsets, extents in pairs:
             if not len(offsets) == len(extents) == len(dims):
                 raise ValueError(
                     f"a chunk of shape {tuple(extents)} at {tuple(offsets)} is none of a tensor of shape {dims}"
                 )
-            starts.append(tuple(offsets))
-            sizes.append(tuple(extents))
-        if sizes == [dims] and not any(starts[0]):
+        if len(pairs) == 1 and tuple(pairs[0][1]) == dims and not any(pairs[0][0]):
             return cls(dims, None, None)
-        return cls(dims, _rows(starts, len(dims)), _rows(sizes, len(dims)))
+        return cls(dims, _rows([start for start, _ in pairs], len(dims)), _rows([size for _, size in pairs], len(dims)))
 
     @classmethod
     def from_row(cls, row: Layout) -> ChunkLayout:
@@ -114,6 +112,11 @@ class ChunkLayout:
         """All chunks."""
         pairs = zip(self.starts.tolist(), self.sizes.tolist(), strict=True)
         return [Region(tuple(start), tuple(size)) for start, size in pairs]
+
+    @functools.cached_property
+    def packed_offsets(self) -> list[bytes]:
+        """The MessagePack of each chunk's offset."""
+        return [encode_rows(region.start) for region in self.regions]
 
     @functools.cached_property
     def is_covered(self) -> bool:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
+
+from .._memory.tensor_bytes import named_dtype
 from .._threads import in_threads
+from ..errors import MetadataError
 from .index import IndexFile, decoded
-from .index_rows import Section, decode_inline, decode_places
+from .index_rows import Places, Section, decode_inline, decode_places
 from .keys import ItemKey
 from .layout import StoredItem, metadata_file_name
 from .places import PlaceTable, hash_of
 
-__all__ = ["IndexPlaces"]
+__all__ = ["IndexPlaces", "known_dtype"]
 
 
 class IndexPlaces:
@@ -54,8 +58,7 @@ class IndexPlaces:
         get_all = map if self._file.read is None else in_threads
         for number, section, content in zip(missing, sections, get_all(self._file.section, sections), strict=True):
             files = [(file.name, file.nbytes) for file in section.files]
-            rows = decoded(decode_places, content, self._file.path)
-            self._tables[number] = PlaceTable(rows, files, is_encrypted=self._is_encrypted)
+            self._tables[number] = self._table(decoded(decode_places, content, self._file.path), files)
 
     def is_inline(self, key: Any, offset: tuple[int, ...] | None) -> bool:
         """Whether an item stands in the index itself."""
@@ -90,4 +93,19 @@ class IndexPlaces:
     def _read_inline(self, section: Section) -> PlaceTable:
         rows = decoded(decode_inline, self._file.section(section), self._file.path)
         self.inline_content = rows.content
-        return PlaceTable(rows.places, [(self.inline_file, len(rows.content))], is_encrypted=self._is_encrypted)
+        return self._table(rows.places, [(self.inline_file, len(rows.content))])
+
+    def _table(self, rows: Places, files: Sequence[tuple[str, int]]) -> PlaceTable:
+        for name in rows.dtypes:
+            known_dtype(name, self._file.path)
+        return PlaceTable(rows, files, is_encrypted=self._is_encrypted)
+
+
+def known_dtype(name: str, path: str) -> torch.dtype:
+    """The dtype with a name; raises `MetadataError` if this torch has none."""
+    try:
+        return named_dtype(name)
+    except TypeError:
+        raise MetadataError(
+            f"{path} has tensors of dtype {name!r}, which torch {torch.__version__} has not: install a newer one"
+        ) from None

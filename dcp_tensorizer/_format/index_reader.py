@@ -20,13 +20,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from .._memory.garbage import collector_paused
-from .._memory.tensor_bytes import named_dtype
 from ..errors import CheckpointError, MetadataError
 from .chunk_layout import ChunkLayout
 from .chunks import Region
 from .index import IndexFile, data_files, decoded, nonsense, read_head
 from .index_entries import TensorValue, Value, values_of
-from .index_places import IndexPlaces
+from .index_places import IndexPlaces, known_dtype
 from .index_rows import Properties, Section, SectionKind, decode_entries, decode_paths
 from .keys import ItemKey, from_text
 from .layout import StoredItem
@@ -256,7 +255,7 @@ class Index:
 
     def _properties(self, row: Properties) -> dict[str, Any]:
         values = {
-            "dtype": _known_dtype(row.dtype, self.path),
+            "dtype": known_dtype(row.dtype, self.path),
             "layout": _named(row.layout, torch.layout),
             "requires_grad": row.requires_grad,
             "memory_format": _named(row.memory_format, torch.memory_format),
@@ -304,15 +303,6 @@ def _origin(dimensions: int) -> torch.Size:
 
 def _maybe(text: str | Ext | None) -> str | None:
     return None if text is None else from_text(text)
-
-
-def _known_dtype(name: str, path: str) -> torch.dtype:
-    try:
-        return named_dtype(name)
-    except TypeError:
-        raise MetadataError(
-            f"{path} has tensors of dtype {name!r}, which torch {torch.__version__} has not: install a newer one"
-        ) from None
 
 
 def _named(name: str, kind: type) -> Any:

@@ -42,7 +42,7 @@ from .index_rows import (
 from .keys import to_key, to_text
 from .layout import MAX_INLINE_BYTES
 from .objects import load_object
-from .places import InlineItem, RankPlaces, hash_of, inline_rows
+from .places import InlineItem, RankPlaces, hash_of, hashes_of, inline_rows
 
 __all__ = ["encode"]
 
@@ -129,7 +129,7 @@ class _EntryWriter:
             try:
                 made.append(self._described(key, entry))
                 layout = made[-1][2]
-                wanted += [hash_of(key, None)] if layout is None else [hash_of(key, r.start) for r in layout.regions]
+                wanted += [hash_of(key, None)] if layout is None else hashes_of(key, layout.packed_offsets)
             except (TypeError, ValueError, OverflowError) as error:
                 raise WriteError(f"{key!r} cannot be described in a checkpoint's metadata: {error}") from error
         owners, are_tensors = self._find(np.array(wanted, dtype="<u8"))

@@ -15,8 +15,9 @@ from .index_rows import KINDS, Inline, Places, encode_rows
 from .keys import ItemKey, from_key, to_key
 from .layout import MAC_BYTES, NONCE_BYTES, StoredItem
 
-__all__ = ["InlineItem", "PlaceTable", "RankPlaces", "hash_of", "inline_rows"]
+__all__ = ["InlineItem", "PlaceTable", "RankPlaces", "checked_hash", "hash_of", "hashes_of", "inline_rows"]
 
+_PAIR = b"\x92"  # the MessagePack of two values begins with it
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 
 
@@ -26,7 +27,13 @@ def hash_of(key: Any, offset: Sequence[int] | None) -> int:
     Raises:
         TypeError, OverflowError: no key can be like that.
     """
-    return xxhash.xxh3_64_intdigest(encode_rows((to_key(key), offset)))
+    return xxhash.xxh3_64_intdigest(_PAIR + encode_rows(to_key(key)) + encode_rows(offset))
+
+
+def hashes_of(key: Any, packed_offsets: Iterable[bytes]) -> list[int]:
+    """The same of several chunks of a tensor, whose offsets are MessagePack already."""
+    start = _PAIR + encode_rows(to_key(key))
+    return [xxhash.xxh3_64_intdigest(start + offset) for offset in packed_offsets]
 
 
 class InlineItem(NamedTuple):
@@ -74,7 +81,7 @@ class RankPlaces(NamedTuple):
         """
         numbers = {name: number for number, name in enumerate(files)} | {"": -1}
         rows = _table(
-            [_checked_hash(*key) for key in items],
+            [checked_hash(*key) for key in items],
             list(items.values()),
             [numbers[item.file] for item in items.values()],
             {n: item.name for n, ((key, _), item) in enumerate(items.items()) if item.file and item.name != key},
@@ -122,7 +129,8 @@ def _table(
     )
 
 
-def _checked_hash(key: Any, offset: Sequence[int] | None) -> int:
+def checked_hash(key: Any, offset: Sequence[int] | None) -> int:
+    """The same as `hash_of`, of what is to be saved; raises `WriteError`, which names the key."""
     try:
         return hash_of(key, offset)
     except (TypeError, OverflowError) as error:

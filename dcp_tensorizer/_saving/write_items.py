@@ -19,7 +19,7 @@ from .._format.encryption import Cipher, random_nonce
 from .._format.keys import ItemKey, item_key
 from .._format.layout import INLINE_BYTES, MAX_INLINE_BYTES, StoredItem
 from .._format.objects import unsafe_globals
-from .._format.places import InlineItem, RankPlaces, hash_of
+from .._format.places import InlineItem, RankPlaces, checked_hash
 from .._memory.garbage import collector_paused
 from .._memory.shared_mappings import SharedFile
 from .._memory.tensor_bytes import check_supported, dtype_name, host_bytes, is_wrapper
@@ -158,7 +158,7 @@ def _small(item: Item, cipher: Cipher | None) -> InlineItem:
         seal = nonce + cipher.encrypt(memoryview(content), encrypted, nonce, 0)
         content = bytes(encrypted)
     name = None if item.name == key else item.name
-    return InlineItem(hash_of(key, offset), name, item.dtype, item.kind, digests_of(content), seal, content)
+    return InlineItem(checked_hash(key, offset), name, item.dtype, item.kind, digests_of(content), seal, content)
 
 
 class ObjectCheck:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 from typing import Any
 
 import torch
@@ -159,15 +160,28 @@ def forget_cached_plans() -> None:
 
 
 class Recorded(DefaultLoadPlanner):
-    """Keeps a record of what it is asked: of what one item sees, in its order."""
+    """Keeps a record of what it is asked."""
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        self.events: dict[str, list[str]] = {}
+        self._seen: dict[tuple[Any, ...], list[str]] = {}
         super().set_up_planner(*args, **kwargs)
 
+    @property
+    def events(self) -> dict[str, dict[str, int]]:
+        """Of each key: what one item sees, in its order, and how many elements see that.
+
+        In torch's plans there is an item for each stored chunk, and in ours one for all of them.
+        """
+        found: dict[str, dict[str, int]] = {}
+        for (key, _, _, lengths), seen in self._seen.items():
+            of_key = found.setdefault(f"{key}", {})
+            of_key[", ".join(seen)] = of_key.get(", ".join(seen), 0) + math.prod(lengths)
+        return found
+
     def note(self, what: str, item: ReadItem) -> None:
-        place = f"{item.dest_index.fqn} {tuple(item.dest_offsets)} {tuple(item.storage_offsets)} {tuple(item.lengths)}"
-        self.events.setdefault(place, []).append(what)
+        if item.type == LoadItemType.BYTE_IO or math.prod(item.lengths):
+            place = item.dest_index.fqn, item.dest_offsets, item.storage_offsets, item.lengths
+            self._seen.setdefault(place, []).append(what)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.note(f"bytes at {value.tell()}", read_item)
@@ -178,7 +192,7 @@ class Recorded(DefaultLoadPlanner):
         return super().resolve_tensor(read_item)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        self.note(f"commit {tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}", read_item)
+        self.note(f"commit {tensor.dtype} {tensor.requires_grad}", read_item)
         super().commit_tensor(read_item, tensor)
 
 

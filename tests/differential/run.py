@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import io
 import logging
@@ -198,7 +199,11 @@ class _Job:
         for whose, which in (("all", {}), ("own", {"rank": rank})):
             if (self._folder / str(path) / f"{'__0' if which else ''}.metadata").exists():
                 try:
-                    found[whose] = describe_metadata(reader.read_metadata(**which))
+                    read = reader.read_metadata(**which)
+                    if self._ours:  # a load is shown whole tensors
+                        stored = reader.stored_metadata(**which)
+                        read = dataclasses.replace(read, state_dict_metadata=stored.state_dict_metadata)
+                    found[whose] = describe_metadata(read)
                 except Exception as error:
                     found[whose] = Failed(f"{type(error).__name__}: {error}")
         return found

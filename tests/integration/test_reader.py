@@ -1,7 +1,6 @@
 """Loading in one process: targets, conversions, trust, damage, coverage."""
 
 import copy
-import dataclasses
 import logging
 import os
 import time
@@ -11,7 +10,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from dcp_tensorizer import (
     CheckpointError,
@@ -24,7 +22,11 @@ from dcp_tensorizer import (
     TensorizerStorageWriter,
     UntrustedObject,
 )
-from dcp_tensorizer._format.metadata import decode, encode
+from dcp_tensorizer._format.chunks import Region
+from dcp_tensorizer._format.metadata import decode
+from dcp_tensorizer._saving import write_items
+
+from ..checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -132,8 +134,9 @@ def damage(path, offset):
         stream.write(bytes([byte ^ 1 << offset % 8]))
 
 
-def test_a_flip_of_any_byte_is_an_error_or_changes_nothing(tmp_path):
+def test_a_flip_of_any_byte_is_an_error_or_changes_nothing(tmp_path, monkeypatch):
     """Of every byte that a load reads, `.metadata` included, and of a sample of the others."""
+    monkeypatch.setattr(write_items, "INLINE_BYTES", 0)  # small values are read from the data file, too
     state = {
         "model": {"w": torch.arange(60.0).view(6, 10), "half": torch.ones(7, dtype=torch.bfloat16)},
         "step": torch.tensor(3),
@@ -190,17 +193,12 @@ def test_files_are_checked_before_a_target_changes(weights, damage):
     assert bool((target["w"] == 7).all())
 
 
-def test_incomplete_chunks_are_an_error(weights):
+def test_incomplete_chunks_are_an_error(tmp_path):
     """Metadata whose chunks do not cover a tensor names it, before its target changes."""
-    path, _ = weights
-    metadata = decode((path / ".metadata").read_bytes(), "x")
-    entry = metadata.state_dict_metadata["w"]
-    half = dataclasses.replace(entry, chunks=[ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([100, 500]))])
-    metadata.state_dict_metadata["w"] = half
-    (path / ".metadata").write_bytes(encode(metadata))
+    make_checkpoint(tmp_path, {"w": torch.ones(200, 500)}, chunks={"w": [Region((0, 0), (100, 500))]})
     target = {"w": torch.full((200, 500), 7.0)}
     with pytest.raises(CheckpointException) as caught:
-        load(path, target)
+        load(tmp_path, target)
     assert isinstance(cause(caught), MetadataError)
     assert "'w'" in str(cause(caught))
     assert bool((target["w"] == 7).all())

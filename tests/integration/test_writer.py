@@ -28,11 +28,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def state_of(value):
-    return {"w": torch.full((1000,), float(value)), "step": value}
+    return {"w": torch.full((2000,), float(value)), "step": value}
 
 
 def loaded(path):
-    state = {"w": torch.zeros(1000), "step": None}
+    state = {"w": torch.zeros(2000), "step": None}
     dcp.load(state, storage_reader=TensorizerStorageReader(path))
     assert len(set(state["w"].tolist())) == 1
     return state["w"][0].item(), state["step"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -29,6 +31,7 @@ from dcp_tensorizer._format.layout import StoredItem
 from dcp_tensorizer._format.metadata import decode
 from dcp_tensorizer._loading.executor import fetch, limits_of
 from dcp_tensorizer._loading.read_target import ReadTarget
+from dcp_tensorizer._saving import write_items
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tools.formats.registry import open_checkpoint
@@ -198,8 +201,9 @@ def test_every_damage_is_found(storage: Storage, tmp_path: Path, verify: bool) -
         read(storage, swapped, stored, torch.zeros_like(stored), verify=verify)
 
 
-def test_a_flip_of_any_byte_of_a_checkpoint(tmp_path: Path) -> None:
+def test_a_flip_of_any_byte_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of `.metadata` and of every byte that a load reads: an error; of headers, which it does not read: nothing."""
+    monkeypatch.setattr(write_items, "INLINE_BYTES", 0)  # small values are read from the data file, too
     state = {"w": torch.arange(60.0).view(6, 10), "extra": {"name": "run"}}
     save(tmp_path, state)
     (file,) = tmp_path.glob("*.tensors")
@@ -219,50 +223,90 @@ def test_a_flip_of_any_byte_of_a_checkpoint(tmp_path: Path) -> None:
     assert load(tmp_path) == state_of(state)
 
 
+def test_small_values_in_the_index_are_encrypted(tmp_path: Path) -> None:
+    """They come back from there, and nothing of them can be read in it."""
+    state = {"w": torch.arange(60.0).view(6, 10), "extra": {"name": "a secret name"}}
+    save(tmp_path, state)
+    (file,) = tmp_path.glob("*.tensors")
+    file.write_bytes(bytes(file.stat().st_size))
+    assert load(tmp_path) == state_of(state)
+    index = (tmp_path / ".metadata").read_bytes()
+    assert b"a secret name" not in index
+    assert state["w"].numpy().tobytes()[:16] not in index
+
+
 def _number(rows: Any, key: str) -> int:
     return [entry.key for entry in rows.entries].index(key)
 
 
 def _shape(rows: Any) -> None:
-    rows.entries[_number(rows, "w")].shape = (2, 8207)
+    _reshape(rows, (2, 8207))
 
 
-def _dtype(head: Any) -> None:
-    head.dtypes[head.dtypes.index("float32")] = "int32"
+def _reshape(rows: Any, shape: tuple[int, ...]) -> None:
+    rows.layouts[rows.entries[_number(rows, "w")].layout].shape = shape
+
+
+def _dtype(rows: Any) -> None:
+    rows.dtypes[rows.dtypes.index("float32")] = "int32"
+
+
+def _changed(column: bytes, dtype: str, row: int, number: int) -> bytes:
+    numbers = np.frombuffer(column, dtype=dtype).copy()
+    numbers[row] = number
+    return numbers.tobytes()
 
 
 def _last_blocks(rows: Any) -> None:
     """A tensor of two blocks is cut to its second one, at its place in the file and with its own nonce and MAC."""
-    (row,) = [row for row in rows if row.nbytes > 65_536]
-    nonce, macs = row.nonce_and_macs[:24], row.nonce_and_macs[24:]
-    counted = (int.from_bytes(nonce, "little") + 1).to_bytes(24, "little")
-    row.offset, row.nbytes = row.offset + 65_536, row.nbytes - 65_536
-    row.digests, row.nonce_and_macs = row.digests[8:16], counted + macs[16:]
+    sizes, offsets = np.frombuffer(rows.sizes, "<i8"), np.frombuffer(rows.offsets, "<i8")
+    row = int(sizes.argmax())
+    rows.offsets = _changed(rows.offsets, "<i8", row, int(offsets[row]) + 65_536)
+    rows.sizes = _changed(rows.sizes, "<i8", row, int(sizes[row]) - 65_536)
+    rows.digests = _cut(rows, "digest_sizes", "digests", row, lambda of: of[8:16])
+
+    def second(seal: bytes) -> bytes:
+        counted = (int.from_bytes(seal[:24], "little") + 1).to_bytes(24, "little")
+        return counted + seal[24 + 16 :]
+
+    rows.seals = _cut(rows, "seal_sizes", "seals", row, second)
+
+
+def _cut(rows: Any, sizes: str, content: str, row: int, change: Callable[[bytes], bytes]) -> bytes:
+    """The bytes of all items, with other ones for one of them, whose size is changed, too."""
+    column = getattr(rows, sizes)
+    ends = [0, *np.cumsum(np.frombuffer(column, "<u4")).tolist()]
+    before, own, after = (
+        getattr(rows, content)[slice(*pair)] for pair in ((0, ends[row]), ends[row : row + 2], (ends[row + 1], None))
+    )
+    setattr(rows, sizes, _changed(column, "<u4", row, len(change(own))))
+    return before + change(own) + after
 
 
 def _cut_shape(rows: Any) -> None:
     """The shape of what `_last_blocks` leaves."""
-    rows.entries[_number(rows, "w")].shape = (15, 2)
+    _reshape(rows, (15, 2))
 
 
 def _kind(rows: Any) -> None:
-    (row,) = [row for row in rows if row.nbytes == 3]
-    row.kind = 1
+    rows.kinds = bytes(int(dtype == rows.dtypes.index("uint8")) for dtype in rows.dtype_numbers)
 
 
 def _key(rows: Any) -> None:
-    rows.entries[0].key, rows.entries[1].key = rows.entries[1].key, rows.entries[0].key
+    first, second = rows.entries[_number(rows, "b")], rows.entries[_number(rows, "v")]
+    first.key, second.key = second.key, first.key
 
 
 def _place(rows: Any) -> None:
-    rows[0], rows[1] = rows[1], rows[0]
+    first, second, *_ = np.frombuffer(rows.hashes, "<u8").tolist()
+    rows.hashes = _changed(_changed(rows.hashes, "<u8", 0, second), "<u8", 1, first)
 
 
 @pytest.mark.parametrize(
     "edits",
     [
         [("entries", _shape)],
-        [("head", _dtype)],
+        [("places", _dtype)],
         [("places", _last_blocks), ("entries", _cut_shape)],
         [("places", _kind)],
         [("entries", _key)],

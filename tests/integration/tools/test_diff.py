@@ -11,12 +11,12 @@ import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 
+from dcp_tensorizer._format.places import RankPlaces
 from dcp_tensorizer._saving.commit import commit
 from dcp_tensorizer._saving.file_planner import plan_files
 from dcp_tensorizer._storage.open import open_storage
@@ -118,17 +118,17 @@ def save_wrapper(path: Path, chunks: list[bytes]) -> None:
     """A tensor of a subclass, with two elements in each chunk."""
     storage = open_storage(path)
     storage.make_directory()
-    written = []
+    parts = []
     for rank, content in enumerate(chunks):
         source = TensorSource("w", "uint8", (len(content),), len(content), "wrapper")
         files = plan_files([source], rank, "a" * 32)
         job = FileJob(storage, files, lambda _, content=content: memoryview(content), sync=False, threads=1)  # type: ignore[misc]
-        (place,) = job.run().places().values()
-        written.append((MetadataIndex("w", torch.Size([2 * rank])), *place))
+        ((item, nbytes),) = job.run().places().values()
+        parts.append(RankPlaces.of(rank, {("w", (2 * rank,)): item}, {item.file: nbytes}))
     regions = [ChunkStorageMetadata(torch.Size([2 * rank]), torch.Size([2])) for rank in range(len(chunks))]
     described = {"w": TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([2 * len(chunks)]), regions)}
     metadata = Metadata(described, {"w": ("w",)}, storage_meta=StorageMeta(str(path), "a" * 32))
-    commit(storage, metadata, written, rank=None, sync=False)
+    commit(storage, metadata, parts, rank=None, sync=False)
 
 
 def test_tensors_of_subclasses_differ_in_any_chunk(tmp_path: Path) -> None:

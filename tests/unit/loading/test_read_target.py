@@ -112,10 +112,12 @@ def test_what_an_item_of_a_plan_asks_the_index_for() -> None:
 def test_what_is_read_for_an_item_of_a_plan() -> None:
     """The region of the stored chunk goes to the whole tensor, under the key of the target."""
     tensor = torch.zeros(1, 3)
-    (target,) = targets_in(tensor, [Piece(stored_item(40), (2, 5), Region((1, 2), (1, 3)), Region((0, 0), (1, 3)))])
+    (target,) = targets_in(
+        tensor, [Piece(stored_item(40, dtype="float32"), (2, 5), Region((1, 2), (1, 3)), Region((0, 0), (1, 3)))]
+    )
     assert (target.key, target.shape, target.region) == ("y", (2, 5), Region((1, 2), (1, 3)))
     assert target.tensor is tensor
-    assert (target.in_place, target.shared, target.run) == (False, False, (28, 40))  # bytes, and not float32
+    assert (target.in_place, target.shared, target.run) == (True, False, (28, 40))
 
 
 def test_each_stored_chunk_goes_to_its_part_of_the_tensor() -> None:
