@@ -23,6 +23,7 @@ from ._arguments import check_callable, check_path, check_storage_options, check
 from ._format.encryption import Cipher, check_decryption, unlock
 from ._format.index_reader import Index
 from ._loading.executor import fetch
+from ._loading.kept_plan import KeptPlan
 from ._loading.metadata_reader import read_index, read_metadata
 from ._loading.objects import check_trust, deliver_object, read_objects
 from ._loading.read_target import is_object, targets_of, wanted_of
@@ -119,6 +120,7 @@ class TensorizerStorageReader(StorageReader):
         self._cipher: Cipher | None = None
         self._storage: Storage | None = None
         self._index: Index | None = None
+        self._plan: KeptPlan | None = None
         self._metadata: Metadata | None = None
         self._error: CheckpointError | None = None
         self._is_own_save = False
@@ -158,7 +160,7 @@ class TensorizerStorageReader(StorageReader):
             check_path(checkpoint_id)
             self._path = absolute_path(checkpoint_id)
         self._load_id = uuid.uuid4().hex
-        self._storage = self._index = self._metadata = self._error = None
+        self._storage = self._index = self._plan = self._metadata = self._error = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads the checkpoint's metadata, or with ``rank=`` that rank's own.
@@ -239,7 +241,9 @@ class TensorizerStorageReader(StorageReader):
             files = {piece.item.file for item in wanted for piece in index.pieces(*item)}
         check_files(storage, index.files, files - {"", *index.in_memory})
         # Where each rank saved for itself, each reads a save of its own, and there is nothing to agree on.
-        return dataclasses.replace(plan, storage_data=ReadFrom("" if self._is_own_save else self._save_id))
+        read_from = ReadFrom("" if self._is_own_save else self._save_id)
+        self._plan = KeptPlan.keep(plan, self._rank, read_from)
+        return self._plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Checks that all ranks have read the metadata of one save, while another job may replace it.
@@ -248,6 +252,9 @@ class TensorizerStorageReader(StorageReader):
             MetadataError: they have not; no target has changed.
         """
         check_one_save(self._opened()[0].path, [plan.storage_data for plan in plans])
+        for rank, plan in enumerate(plans):
+            if isinstance(plan, KeptPlan):
+                plan.send_to(rank)
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -260,6 +267,7 @@ class TensorizerStorageReader(StorageReader):
             UntrustedObject: objects could run code; names keys and types, before any target changes.
         """
         self._clock.begin_reading()
+        self._plan = None  # it has come back
         nbytes = self._read(plan, planner)
         path = self._opened()[0].path
         self._last_report = self._clock.report(path, self._save_id, self._load_id, self._rank, len(plan.items), nbytes)
