@@ -1,4 +1,4 @@
-"""The scale benchmark: `python -m benchmarks.scale` (about an hour; `--quick` for a smaller one, not to be quoted).
+"""The scale benchmark: `python -m benchmarks.scale` (about 90 minutes; `--quick` for a smaller one, not to be quoted).
 
 `--only items`, `--only worlds` and `--only ranks` measure a part and print its page. `--redraw` makes the page and the
 picture again from the stored results, and measures nothing.
@@ -28,7 +28,7 @@ _NOTE = (
 
 
 def _items(sizes: tuple[int, ...], rounds: int, folder: str) -> list[dict[str, Any]]:
-    base = {"kind": "items", "saves": 3, "loads": 2, "folder": folder}
+    base = {"kind": "items", "saves": 2, "loads": 2, "folder": folder}
     cases = [{"contender": name, "size": size, **base} for size in sizes for name in (OURS, TORCH)]
     return run_cases("benchmarks.scale.items_case", cases, rounds)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from .. import charts
 from ..harness import RESULTS
-from .summary import OURS, TORCH, Summary, curve, exponent
+from .summary import OURS, TORCH, Summary, curve, exponent, sizes
 
 _COLOURS = {OURS: "#0072b2", TORCH: "#e69f00"}
 _CHARACTERS = 170
@@ -44,7 +44,10 @@ def plot(summary: Summary, notes: Sequence[str]) -> None:
         for contender, colour in _COLOURS.items():
             points = {x: y / panel.unit for x, y in curve(summary, panel.kind, contender, *panel.path).items()}
             axes.plot(list(points), list(points.values()), "o-", color=colour, label=label(contender, points))
-        axes.set_xscale("log", base=2 if panel.kind == "worlds" else 10)
+        axes.set_xscale("log")
+        shown = sizes(summary, panel.kind)
+        axes.set_xticks(shown, [f"{size:,}" for size in shown])
+        axes.set_xticks([], minor=True)
         axes.set_yscale("log")
         axes.set_title(panel.title, fontsize=9.5, fontweight="bold", loc="left")
         axes.set_xlabel(_SIZES[panel.kind], fontsize=8)

@@ -81,8 +81,9 @@ _WHAT = (
 _WHO = {OURS: "this package.", TORCH: "torch's own `FileSystemWriter` and `FileSystemReader`."}
 _COLUMNS = {
     "stop": "how long `async_save` stops training, in each save but the first.",
-    "durable": "time from the call of `async_save` until the save is durable. Training runs meanwhile.",
-    "longest pause": "longest time between two steps of a loop that runs in the trainer during the save.",
+    "durable": "time from the call of `async_save` until the save is durable. The trainer computes nothing meanwhile.",
+    "longest pause": "longest time that the trainer's main thread waits for Python's interpreter during the save. It "
+    "asks for it each millisecond.",
     "full collections": "runs of Python's garbage collector over all objects, during the save.",
     "to the first byte": "time on one rank from `read_metadata` until the first data file is opened. Tensors are "
     "sharded as they were saved. Collectives are not in it.",
