@@ -41,6 +41,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.load
 	$(BIN)/python -m benchmarks.remote
 	$(BIN)/python -m benchmarks.verify
+	$(BIN)/python -m benchmarks.scale
 
 # On a machine with a GPU: its tests, and its benchmark. GPU_PYTHON may be any Python that has a CUDA build of torch,
 # this package and the group `gpu`; else one is made, with the torch that the registry gives for this machine.

@@ -1,0 +1,103 @@
+"""The scale benchmark: `python -m benchmarks.scale` (about 90 minutes; `--quick` for a smaller one, not to be quoted).
+
+`--only items`, `--only worlds` and `--only ranks` measure a part and print its page. `--redraw` makes the page and the
+picture again from the stored results, and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ..harness import machine, rewrite, run_cases, store, stored
+from ..pages import machine_line
+from .plot import plot
+from .report import render
+from .summary import OURS, TORCH, ratios, summarise
+
+_SIZES = {"items": (1_000, 5_000, 20_000, 100_000), "worlds": (8, 64, 512, 2_048, 8_192), "ranks": (2, 8, 32)}
+_QUICK = {"items": (1_000, 5_000), "worlds": (8, 64), "ranks": (2,)}
+_ROUNDS = 3
+_NOTE = (
+    "Lower is better. Both axes are logarithmic. Ranks are simulated, with a state like that of Llama 3 70B with Adam. "
+    "Where one process cannot hold it, a smaller one is measured and scaled. Points are medians. All figures: scale.md."
+)
+
+
+def _items(sizes: tuple[int, ...], rounds: int, folder: str) -> list[dict[str, Any]]:
+    base = {"kind": "items", "saves": 2, "loads": 2, "folder": folder}
+    cases = [{"contender": name, "size": size, **base} for size in sizes for name in (OURS, TORCH)]
+    return run_cases("benchmarks.scale.items_case", cases, rounds)
+
+
+def _worlds(sizes: tuple[int, ...], rounds: int, folder: str) -> list[dict[str, Any]]:
+    """A save of each world, and loads of what it left."""
+    results = []
+    for size in sizes:
+        cases = []
+        for name in (OURS, TORCH):
+            where = f"{folder}/{name}-{size}"
+            cases.append({"kind": "worlds", "contender": name, "size": size, "folder": where})
+        results += run_cases("benchmarks.scale.world_case", [case | {"step": "save"} for case in cases], 1)
+        results += run_cases("benchmarks.scale.world_case", [case | {"step": "load"} for case in cases], rounds)
+        for case in cases:
+            shutil.rmtree(case["folder"], ignore_errors=True)
+    return results
+
+
+def _ranks(sizes: tuple[int, ...], rounds: int, folder: str) -> list[dict[str, Any]]:
+    base = {"kind": "ranks", "folder": folder}
+    cases = [{"contender": name, "size": size, **base} for size in sizes for name in (OURS, TORCH)]
+    return run_cases("benchmarks.scale.ranks_case", cases, rounds)
+
+
+_PARTS = {"items": _items, "worlds": _worlds, "ranks": _ranks}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", choices=_PARTS, help="one part; the results are printed and not stored")
+    parser.add_argument("--sizes", type=int, nargs="+", help="instead of that part's own")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--folder", help="where to save: on the file system to be measured", default=None)
+    parser.add_argument("--redraw", action="store_true", help="from the stored results, without measuring")
+    options = parser.parse_args()
+    if options.sizes and not options.only:
+        parser.error("--sizes goes with --only")
+    name = "scale-quick" if options.quick else "scale"
+    if options.redraw:
+        content = stored(name)
+        rewrite(name, render(content))
+    else:
+        content = measure(options)
+        if options.only:
+            print(render(content))
+            return
+        store(name, content, render(content))
+    if content["plotted"]:
+        plot(content["summary"], [_NOTE, f"Machine: {machine_line(content['machine'])}"])
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    sizes: dict[str, Any] = dict(_QUICK if options.quick else _SIZES)
+    if options.only:
+        sizes = {options.only: tuple(options.sizes or sizes[options.only])}
+    rounds = options.rounds or (1 if options.quick else _ROUNDS)
+    with tempfile.TemporaryDirectory(dir=options.folder or Path.cwd()) as folder:
+        results = [result for part in sizes for result in _PARTS[part](sizes[part], rounds, folder)]
+    summary = summarise(results)
+    return {
+        "machine": machine(options.folder),
+        "plotted": not (options.quick or options.only),
+        "ratios": ratios(summary),
+        "summary": summary,
+        "results": results,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Many small tensors on one rank, in a process of its own: prints its measurements as one line of JSON."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+
+from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
+
+from ..savers import discard
+from .summary import OURS
+from .watch import Stopped, limits
+
+_ELEMENTS = 2_500
+"""10 kB: 100,000 of them are 1 GB."""
+_TICK = 0.001
+State = dict[str, torch.Tensor]
+
+
+def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Saves and loads; what it had when it was stopped."""
+    torch.set_num_threads(1)
+    state = {f"layers.{number}.weight": torch.full((_ELEMENTS,), float(number)) for number in range(case["size"])}
+    found: dict[str, Any] = {"saves": [], "loads": []}
+    writer: Any = TensorizerStorageWriter(folder) if case["contender"] == OURS else FileSystemWriter(folder)
+    try:
+        for _ in range(case["saves"]):
+            discard(folder)
+            with limits():
+                found["saves"].append(_save(state, writer))
+        loaded = {key: torch.zeros(_ELEMENTS) for key in state}
+        for _ in range(case["loads"]):
+            with limits():
+                found["loads"].append(_load(loaded, case["contender"], folder))
+        if not all(torch.equal(loaded[key], state[key]) for key in state):
+            raise AssertionError("what was loaded is not what was saved")
+        writer.close()
+    except Stopped as stopped:
+        found["stopped"] = str(stopped)
+    return found
+
+
+def _save(state: State, writer: Any) -> dict[str, float]:
+    durable: list[float] = []
+    with _full_collections() as collections:
+        started = time.perf_counter()
+        future = dcp.async_save(state, storage_writer=writer, no_dist=True)
+        stall = time.perf_counter() - started
+        future.add_done_callback(lambda _: durable.append(time.perf_counter()))
+        gap = _longest_gap(durable)
+        future.result()
+    return {"stall": stall, "durable": durable[0] - started, "gap": gap, "collections": len(collections)}
+
+
+def _longest_gap(done: list[float]) -> float:
+    """The longest time that this thread did not get the interpreter, in seconds, until something is done.
+
+    It asks for it each millisecond. A loop that computes would keep it from the save, which is measured elsewhere.
+    """
+    longest, last = 0.0, time.perf_counter()
+    while not done:
+        time.sleep(_TICK)
+        now = time.perf_counter()
+        longest = max(longest, now - last - _TICK)
+        last = now
+    return longest
+
+
+def _load(state: State, contender: str, folder: Path) -> float:
+    reader: Any = TensorizerStorageReader(folder) if contender == OURS else FileSystemReader(folder)
+    started = time.perf_counter()
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return time.perf_counter() - started
+
+
+@contextmanager
+def _full_collections() -> Iterator[list[int]]:
+    """Gets an entry for each full collection of the garbage collector."""
+    seen: list[int] = []
+
+    def count(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            seen.append(info["generation"])
+
+    gc.callbacks.append(count)
+    try:
+        yield seen
+    finally:
+        gc.callbacks.remove(count)
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    case = json.loads(sys.argv[1])
+    with tempfile.TemporaryDirectory(dir=case["folder"], ignore_cleanup_errors=True) as folder:
+        print(json.dumps([measure(case, Path(folder) / "checkpoint")]), flush=True)
+    os._exit(0)  # what was stopped may have threads that go on
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""A state like that of Llama 3 70B with Adam, sharded by rows over any number of ranks: names, shapes and chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+LAYERS = 80
+MOST_CHUNKS = 1_200_000
+"""Chunks of all ranks that one process can hold: 1.5 kB of Python objects each."""
+OPTIONS = (
+    *("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"),
+    *("foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"),
+)
+"""Of an optimizer's parameter group: 11 objects, the same on each rank."""
+_HIDDEN, _KEYS, _INNER, _WORDS = 8192, 1024, 28672, 128256
+_LAYER = {
+    "self_attn.q_proj": (_HIDDEN, _HIDDEN),
+    "self_attn.k_proj": (_KEYS, _HIDDEN),
+    "self_attn.v_proj": (_KEYS, _HIDDEN),
+    "self_attn.o_proj": (_HIDDEN, _HIDDEN),
+    "mlp.gate_proj": (_INNER, _HIDDEN),
+    "mlp.up_proj": (_INNER, _HIDDEN),
+    "mlp.down_proj": (_HIDDEN, _INNER),
+    "input_layernorm": (_HIDDEN,),
+    "post_attention_layernorm": (_HIDDEN,),
+}
+Path = tuple[str, ...]
+
+
+class Piece(NamedTuple):
+    """What one rank writes of one item."""
+
+    path: Path
+    kind: str
+    """``tensor``, of float32, or ``object``."""
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    number: int
+    """Which of the tensor's chunks it is."""
+
+    @property
+    def key(self) -> str:
+        """The name that DCP gives it."""
+        return ".".join(self.path)
+
+
+@dataclass(frozen=True)
+class Model:
+    """The state of a model of so many layers."""
+
+    layers: int = LAYERS
+
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes."""
+        found = {
+            "embed_tokens.weight": (_WORDS, _HIDDEN),
+            "norm.weight": (_HIDDEN,),
+            "lm_head.weight": (_WORDS, _HIDDEN),
+        }
+        for layer in range(self.layers):
+            found |= {f"layers.{layer}.{name}.weight": shape for name, shape in _LAYER.items()}
+        return found
+
+    def tensors(self) -> dict[Path, tuple[int, ...]]:
+        """Paths and shapes of what is sharded: parameters, and Adam's two averages of each."""
+        found: dict[Path, tuple[int, ...]] = {}
+        for name, shape in self.parameters().items():
+            found[("model", name)] = shape
+            found |= {("optim", "state", name, average): shape for average in ("exp_avg", "exp_avg_sq")}
+        return found
+
+    def scalars(self) -> list[Path]:
+        """Paths of what every rank has: Adam's count of steps, for each parameter."""
+        return [("optim", "state", name, "step") for name in self.parameters()]
+
+    def objects(self) -> list[Path]:
+        """Paths of the objects that every rank has."""
+        return [("optim", "param_groups", option) for option in OPTIONS]
+
+    @property
+    def factor(self) -> float:
+        """How many times as many tensors the model of 80 layers has."""
+        return len(Model().tensors()) / len(self.tensors())
+
+
+def fitting(ranks: int, most_chunks: int = MOST_CHUNKS) -> Model:
+    """The largest model, of at most 80 layers, whose chunks on all ranks are at most so many."""
+    layers = LAYERS
+    while layers > 1 and len(Model(layers).tensors()) * ranks > most_chunks:
+        layers -= 1
+    return Model(layers)
+
+
+def rows_of(rows: int, rank: int, ranks: int) -> tuple[int, int]:
+    """First row and number of rows of a rank's shard, as DTensor's ``Shard(0)`` has it: the last ones may be empty."""
+    step = -(-rows // ranks)
+    first = min(rank * step, rows)
+    return first, min(step, rows - first)
+
+
+def pieces(model: Model, rank: int, ranks: int) -> Iterator[Piece]:
+    """What a rank writes, after DCP has given what several ranks have to one of them.
+
+    Of a tensor with fewer rows than ranks the empty shards are alike: the first of those ranks has it.
+    """
+    for path, shape in model.tensors().items():
+        first, count = rows_of(shape[0], rank, ranks)
+        if count or first > rows_of(shape[0], rank - 1, ranks)[0] or not rank:
+            yield Piece(path, "tensor", (first, *(0 for _ in shape[1:])), (count, *shape[1:]), rank)
+    for number, path in enumerate(model.scalars()):
+        if number % ranks == rank:
+            yield Piece(path, "tensor", (), (), 0)
+    for number, path in enumerate(model.objects()):
+        if number % ranks == rank:
+            yield Piece(path, "object", (), (), 0)

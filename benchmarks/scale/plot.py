@@ -1,0 +1,64 @@
+"""The picture: curves on log axes, with the exponents that were fitted to them."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .. import charts
+from ..harness import RESULTS
+from .summary import OURS, TORCH, Summary, curve, exponent, sizes
+
+_COLOURS = {OURS: "#0072b2", TORCH: "#e69f00"}
+_CHARACTERS = 170
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One figure by size, of both."""
+
+    title: str
+    kind: str
+    path: tuple[str, ...]
+    unit: float = 1.0
+
+
+PANELS = (
+    Panel("Planning a load, one rank (s)", "worlds", ("load", "seconds")),
+    Panel("Metadata read by one rank (MB)", "worlds", ("load", "read"), 1e6),
+    Panel("Peak memory of that (MB)", "worlds", ("load", "memory"), 1e6),
+    Panel("Coordinating a save, coordinator (s)", "worlds", ("first", "coordinator")),
+    Panel("Small tensors: save until durable (s)", "items", ("durable",)),
+    Panel("Small tensors: load (s)", "items", ("load",)),
+)
+_SIZES = {"worlds": "ranks", "items": "tensors"}
+
+
+def plot(summary: Summary, notes: Sequence[str]) -> None:
+    """Writes ``results/scale.png``."""
+    plt = charts.plt
+    figure, grid = plt.subplots(2, 3, figsize=(11, 7), layout="constrained")
+    for axes, panel in zip(grid.flat, PANELS, strict=True):
+        for contender, colour in _COLOURS.items():
+            points = {x: y / panel.unit for x, y in curve(summary, panel.kind, contender, *panel.path).items()}
+            axes.plot(list(points), list(points.values()), "o-", color=colour, label=label(contender, points))
+        axes.set_xscale("log")
+        shown = sizes(summary, panel.kind)
+        axes.set_xticks(shown, [f"{size:,}" for size in shown])
+        axes.set_xticks([], minor=True)
+        axes.set_yscale("log")
+        axes.set_title(panel.title, fontsize=9.5, fontweight="bold", loc="left")
+        axes.set_xlabel(_SIZES[panel.kind], fontsize=8)
+        axes.legend(fontsize=8, frameon=False)
+    lines = [line for note in notes for line in textwrap.wrap(note, _CHARACTERS)]
+    figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=7.5)
+    figure.savefig(RESULTS / "scale.png", dpi=160)
+    plt.close(figure)
+
+
+def label(contender: str, points: Mapping[int, float]) -> str:
+    """A curve's name, with its exponent where there is one."""
+    slope = exponent(points)
+    return contender if math.isnan(slope) else f"{contender}: exponent {slope:.2f}"

@@ -1,0 +1,81 @@
+"""Real ranks on one machine, with a process group: prints each one's seconds as one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, empty, zeros
+
+from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
+
+from .summary import OURS
+
+_TENSORS, _ROWS, _COLUMNS = 64, 1024, 512
+"""128 MB (134,217,728 bytes) of float32."""
+
+
+def _rank(rank: int, case: dict[str, Any], folder: str) -> None:
+    warnings.simplefilter("ignore")
+    ranks = case["size"]
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (ranks,))
+    shape, where = (_ROWS, _COLUMNS), {"device_mesh": mesh, "placements": [Shard(0)]}
+    state = {f"layers.{number}.weight": empty(shape, **where) for number in range(_TENSORS)}
+    for number, tensor in enumerate(state.values()):
+        tensor.to_local().fill_(number * ranks + rank)
+    path = Path(folder) / "checkpoint"
+    seconds = {"save": _save(state, case["contender"], path)}
+    loaded = {key: zeros(shape, **where) for key in state}
+    seconds["load"] = _load(loaded, case["contender"], path)
+    assert all(torch.equal(loaded[key].to_local(), state[key].to_local()) for key in state)
+    gathered: list[Any] = [None] * ranks
+    dist.all_gather_object(gathered, seconds)
+    if rank == 0:
+        (Path(folder) / "result.json").write_text(json.dumps(gathered))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _save(state: dict[str, DTensor], contender: str, path: Path) -> float:
+    """The first save of a job, with all that begins with it, until it is durable."""
+    dist.barrier()
+    started = time.perf_counter()
+    writer: Any = TensorizerStorageWriter(path) if contender == OURS else FileSystemWriter(path)
+    dcp.async_save(state, storage_writer=writer).result()
+    seconds = time.perf_counter() - started
+    writer.close()
+    return seconds
+
+
+def _load(state: dict[str, DTensor], contender: str, path: Path) -> float:
+    dist.barrier()
+    started = time.perf_counter()
+    reader: Any = TensorizerStorageReader(path) if contender == OURS else FileSystemReader(path)
+    dcp.load(state, storage_reader=reader)
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    case = json.loads(sys.argv[1])
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory(dir=case["folder"]) as folder:
+        mp.spawn(_rank, args=(case, folder), nprocs=case["size"])
+        print((Path(folder) / "result.json").read_text())
+
+
+if __name__ == "__main__":
+    main()

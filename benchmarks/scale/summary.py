@@ -1,0 +1,133 @@
+"""From the results of all cases to their medians, to exponents, and to what the project wants."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from ..harness import spread
+from .model import fitting
+
+Summary = dict[str, dict[str, Any]]
+OURS, TORCH = "dcp_tensorizer", "torch"
+_SCALED = ("seconds", "read", "memory", "coordinator", "rank", "sent", "broadcast")
+LOAD, COORDINATOR, RANK = ("load", "seconds"), ("first", "coordinator"), ("first", "rank")
+
+
+def summarise(results: Iterable[dict[str, Any]]) -> Summary:
+    """Per kind of case, contender and size: each figure's median and spread, or why it was ``stopped``."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for result in results:
+        if "error" in result:
+            continue
+        case = result["case"]
+        groups.setdefault(f"{case['kind']} | {case['contender']} | {case['size']}", []).append(result)
+    return {name: _OF_KIND[name.split(" | ")[0]](runs) for name, runs in groups.items()}
+
+
+def _items(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Saves but the first of each process, and loads."""
+    found = [rank for run in runs for rank in run["ranks"]]
+    saves = [save for one in found for save in one["saves"][1:]]
+    figures = ("stall", "durable", "gap", "collections")
+    return {
+        **{figure: spread(save[figure] for save in saves) for figure in figures},
+        "first save": spread(one["saves"][0]["durable"] for one in found if one["saves"]),
+        "load": spread(seconds for one in found for seconds in one["loads"]),
+        "stopped": next((one["stopped"] for one in found if "stopped" in one), None),
+    }
+
+
+def _worlds(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a load costs, and a first save and a repeated one, scaled to a model of 80 layers."""
+    factor = fitting(runs[0]["case"]["size"]).factor
+    found: dict[str, Any] = {"stopped": {}}
+    for step, parts in (("load", ("load",)), ("save", ("first", "repeat"))):
+        measured = [run["ranks"][0] for run in runs if run["case"]["step"] == step]
+        found["stopped"] |= {part: one["stopped"] for one in measured if "stopped" in one for part in parts}
+        done = [one for one in measured if "stopped" not in one]
+        for part in parts if done else ():
+            rows = [one if part == "load" else one[part] for one in done]
+            found[part] = {name: spread(row[name] * _scale(name, factor) for row in rows) for name in rows[0]}
+    return found
+
+
+def _scale(figure: str, factor: float) -> float:
+    return factor if figure in _SCALED else 1.0
+
+
+def _ranks(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The slowest rank counts."""
+    return {step: spread(max(rank[step] for rank in run["ranks"]) for run in runs) for step in ("save", "load")}
+
+
+_OF_KIND: dict[str, Callable[[list[dict[str, Any]]], dict[str, Any]]] = {
+    "items": _items,
+    "worlds": _worlds,
+    "ranks": _ranks,
+}
+
+
+def sizes(summary: Summary, kind: str) -> list[int]:
+    """The sizes that there are of a kind of case."""
+    return sorted({int(name.split(" | ")[2]) for name in summary if name.startswith(f"{kind} | ")})
+
+
+def median(summary: Summary, kind: str, contender: str, size: int, *path: str) -> float:
+    """A figure's median; nan without one."""
+    found: Any = summary.get(f"{kind} | {contender} | {size}")
+    for name in path:
+        found = found.get(name) if found is not None else None
+    return math.nan if found is None else float(found["median"])
+
+
+def curve(summary: Summary, kind: str, contender: str, *path: str) -> dict[int, float]:
+    """A figure's medians by size, where there are any."""
+    found = {size: median(summary, kind, contender, size, *path) for size in sizes(summary, kind)}
+    return {size: value for size, value in found.items() if not math.isnan(value)}
+
+
+def exponent(points: Mapping[int, float]) -> float:
+    """The slope of a curve on log axes, by least squares; nan for fewer than two points, or one of 0."""
+    if len(points) < 2 or min(points.values()) <= 0:
+        return math.nan
+    xs, ys = [math.log(x) for x in points], [math.log(y) for y in points.values()]
+    x_mean, y_mean = sum(xs) / len(xs), sum(ys) / len(ys)
+    across = sum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True))
+    return across / sum((x - x_mean) ** 2 for x in xs)
+
+
+def ratios(summary: Summary) -> list[tuple[str, str, str]]:
+    """The figures that this package promises, from medians of one run."""
+
+    def ours(kind: str, size: int, *path: str) -> float:
+        return median(summary, kind, OURS, size, *path)
+
+    def over_torch(kind: str, size: int, *path: str) -> float:
+        return ours(kind, size, *path) / median(summary, kind, TORCH, size, *path)
+
+    def slope(path: Sequence[str]) -> float:
+        return exponent(curve(summary, "worlds", OURS, *path))
+
+    rows = [
+        ("exponent in ranks: planning a load, on one rank", "<= 0.2", slope(LOAD)),
+        ("exponent in ranks: coordinating a save, on each rank", "<= 0.2", slope(RANK)),
+        ("exponent in ranks: coordinating a save, on the coordinator", "<= 1.1", slope(COORDINATOR)),
+    ]
+    for ranks in (512, 8192):
+        where = f"70B on {ranks:,} ranks, one rank's load"
+        rows += [
+            (f"{where}: metadata read, MB", "<= 5", ours("worlds", ranks, "load", "read") / 1e6),
+            (f"{where}: from `read_metadata` to the first byte, s", "<= 2", ours("worlds", ranks, *LOAD)),
+            (f"{where}: peak memory, MB", "<= 100", ours("worlds", ranks, "load", "memory") / 1e6),
+        ]
+    rows += [
+        ("20,000 small tensors: save until durable, s", "<= 2", ours("items", 20_000, "durable")),
+        ("20,000 small tensors: stop / torch's", "<= 1.0", over_torch("items", 20_000, "stall")),
+        ("100,000 small tensors: save until durable, s", "<= 10", ours("items", 100_000, "durable")),
+        ("100,000 small tensors: load, s", "<= 6", ours("items", 100_000, "load")),
+        ("32 real ranks: time of the first save / torch's", "<= 1.0", over_torch("ranks", 32, "save")),
+        ("32 real ranks: time of the load / torch's", "<= 0.8", over_torch("ranks", 32, "load")),
+    ]
+    return [(name, wanted, f"{value:.3f}") for name, wanted, value in rows]

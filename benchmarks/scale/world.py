@@ -1,0 +1,278 @@
+"""One process plays many ranks: what DCP's hooks cost on one of them, and on the coordinator, without any data.
+
+Everything that knows the inside of a storage writer is here. Results are made as if each rank had written its items,
+and the data files are empty but of the right size. What is measured goes through DCP's own hooks.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import pickle
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, empty
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
+from dcp_tensorizer._format.layout import StoredItem, block_size
+from dcp_tensorizer._saving.file_planner import plan_files
+from dcp_tensorizer._saving.write_items import Item, write_results
+from dcp_tensorizer._writer_process.messages import FileRequest, FileResult, WriteDone
+
+from .model import Model, Piece, pieces
+from .summary import OURS
+from .watch import Opens, bytes_read, limits, peak, reset_peak
+
+_ALIGNMENT = 64
+_FILE_HEAD = 300_000  # bytes before the first tensor of a tensorizer file, for its index
+_OBJECT_BYTES = 1_000
+
+
+def write_checkpoint(contender: str, folder: Path, ranks: int, model: Model) -> None:
+    """Makes the checkpoint that so many ranks would have saved."""
+    with _save(contender, folder, ranks, model) as save:
+        save.run()
+
+
+def time_coordination(contender: str, folder: Path, ranks: int, model: Model) -> dict[str, dict[str, float]]:
+    """What a first save and a repeated one cost beside writing the data; the checkpoint is there afterwards.
+
+    Returns:
+        For each: ``coordinator`` and ``rank``, the seconds there; ``sent``, the bytes from each rank; ``broadcast``,
+        the bytes of the metadata that DCP then sends to all ranks.
+    """
+    with _save(contender, folder, ranks, model) as save:
+        return {"first": save.run(), "repeat": save.run()}
+
+
+def time_load(contender: str, folder: Path, rank: int, ranks: int, model: Model) -> dict[str, float]:
+    """What one rank does before it asks for the first byte of a tensor, sharded as it was saved.
+
+    Returns:
+        ``seconds``; ``read``, bytes; ``memory``, bytes at most beyond what there was before; ``opened``, files of
+        metadata.
+    """
+    state, opens = targets(rank, ranks, model), _opens()
+    reader = _reader(contender, folder)
+    gc.collect()
+    read_before, memory_before, started = bytes_read(), reset_peak(), time.perf_counter()
+    with limits(), opens.of(folder):
+        _load(reader, state, rank)
+    assert opens.first_byte_at is not None, "it read nothing"
+    return {
+        "seconds": opens.first_byte_at - started,
+        "read": bytes_read() - read_before,
+        "memory": peak() - memory_before,
+        "opened": opens.count,
+    }
+
+
+@functools.cache
+def _opens() -> Opens:
+    return Opens()
+
+
+def targets(rank: int, ranks: int, model: Model) -> dict[str, Any]:
+    """What a rank loads into: tensors whose memory nobody has touched yet. Objects would be read before them."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,))
+    values: dict[tuple[str, ...], torch.Tensor] = {
+        path: empty(shape, device_mesh=mesh, placements=[Shard(0)]) for path, shape in model.tensors().items()
+    }
+    state: dict[str, Any] = {}
+    for path, value in (values | {path: torch.empty(()) for path in model.scalars()}).items():
+        at = state
+        for part in path[:-1]:
+            at = at.setdefault(part, {})
+        at[path[-1]] = value
+    return state
+
+
+def _reader(contender: str, folder: Path) -> Any:
+    return TensorizerStorageReader(folder) if contender == OURS else FileSystemReader(folder)
+
+
+def _load(reader: Any, state: dict[str, Any], rank: int) -> None:
+    """DCP's hooks in their order, up to the read."""
+    planner, is_coordinator = DefaultLoadPlanner(), rank == 0
+    reader.reset()
+    metadata = reader.read_metadata()
+    planner.set_up_planner(state, metadata, is_coordinator)
+    reader.set_up_storage_reader(metadata, is_coordinator, rank=rank, use_collectives=True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+@contextmanager
+def _save(contender: str, folder: Path, ranks: int, model: Model) -> Iterator[_Save]:
+    writer = _Ours(folder) if contender == OURS else _Torch(folder)
+    try:
+        yield _Save(writer, ranks, model)
+    finally:
+        writer.storage_writer.close()
+
+
+class _Save:
+    """Saves of one writer, all of whose ranks are played here."""
+
+    def __init__(self, writer: _Writer, ranks: int, model: Model) -> None:
+        self._writer = writer
+        self._ranks = ranks
+        self._model = model
+
+    def run(self) -> dict[str, float]:
+        self._writer.begin()
+        seconds, sent = [], []
+        for rank in range(self._ranks):
+            written = self._writer.written(rank, list(pieces(self._model, rank, self._ranks)))
+            started = time.perf_counter()
+            sent.append(pickle.dumps(self._writer.results(written)))
+            seconds.append(time.perf_counter() - started)
+        metadata = describe(self._model, self._ranks)
+        gc.collect()
+        with limits():
+            started = time.perf_counter()
+            self._writer.storage_writer.finish(metadata, [pickle.loads(results) for results in sent])
+            coordinator = time.perf_counter() - started
+        return {
+            "coordinator": coordinator,
+            "rank": statistics.median(seconds),
+            "sent": statistics.median(map(len, sent)),
+            "broadcast": len(pickle.dumps(metadata)),
+        }
+
+
+def describe(model: Model, ranks: int) -> Metadata:
+    """DCP's metadata, as its planner on the coordinator makes it."""
+    found: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
+    shapes = model.tensors() | dict.fromkeys(model.scalars(), ())
+    for rank in range(ranks):
+        for piece in pieces(model, rank, ranks):
+            key = piece.key
+            if key not in found:
+                paths[key] = piece.path
+                found[key] = BytesStorageMetadata()
+                if piece.kind == "tensor":
+                    properties = TensorProperties(torch.float32)
+                    found[key] = TensorStorageMetadata(properties, torch.Size(shapes[piece.path]), [])
+            if piece.kind == "tensor":
+                found[key].chunks.append(ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.shape)))
+    return Metadata(found, planner_data=paths)
+
+
+class _Writer(Protocol):
+    """How a storage writer is made to believe that its ranks have written."""
+
+    @property
+    def storage_writer(self) -> Any:
+        """The writer."""
+
+    def begin(self) -> None:
+        """Goes through the coordinator's hooks, as far as the data."""
+
+    def written(self, rank: int, own: list[Piece]) -> Any:
+        """What a rank knows when its data is durable."""
+
+    def results(self, written: Any) -> list[WriteResult]:
+        """What it tells the coordinator."""
+
+
+def _index(piece: Piece) -> MetadataIndex:
+    is_object = piece.kind == "object"
+    return MetadataIndex(piece.key) if is_object else MetadataIndex(piece.key, torch.Size(piece.offsets), piece.number)
+
+
+def _tensor(piece: Piece) -> torch.Tensor:
+    if piece.kind == "object":
+        return torch.empty(_OBJECT_BYTES, dtype=torch.uint8, device="meta")
+    return torch.empty(piece.shape, device="meta")
+
+
+class _Ours:
+    """This package's writer."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._save_id = ""
+        self.storage_writer = TensorizerStorageWriter(folder)
+
+    def begin(self) -> None:
+        writer = self.storage_writer
+        self._save_id = writer.storage_meta().save_id
+        writer.set_up_storage_writer(True, rank=0, use_collectives=True)
+        (plan,) = writer.prepare_global_plan([writer.prepare_local_plan(SavePlan([]))])
+        writer.write_data(plan, DefaultSavePlanner()).wait()
+
+    def written(self, rank: int, own: list[Piece]) -> tuple[list[Item], WriteDone]:
+        items = [Item(_index(piece), piece.key, piece.kind, _tensor(piece)) for piece in own]
+        requests = plan_files((item.source() for item in items if item.has_bytes), rank, self._save_id)
+        files = tuple(map(_file, requests))
+        for file in files:
+            with open(self._folder / file.name, "wb") as created:
+                created.truncate(file.nbytes)
+        return items, WriteDone(files, 0.0, 0.0, 0.0)
+
+    def results(self, written: tuple[list[Item], WriteDone]) -> list[WriteResult]:
+        return write_results(*written)
+
+
+def _file(request: FileRequest) -> FileResult:
+    """A file that is complete, with digests of nothing."""
+    items, offset = [], _FILE_HEAD
+    for source in request.tensors:
+        name, nbytes = source.name, source.nbytes
+        blocks = -(-nbytes // block_size(nbytes))
+        digests = os.urandom(8 * (blocks + (blocks > 1)))
+        items.append(StoredItem(request.name, name, offset, nbytes, source.dtype, source.kind, digests))
+        offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return FileResult(request.name, offset, tuple(items))
+
+
+class _Torch:
+    """torch's own writer. Its results are made while it writes; nothing is left to do when the data is durable."""
+
+    def __init__(self, folder: Path) -> None:
+        self.storage_writer = FileSystemWriter(folder)
+
+    def begin(self) -> None:
+        writer = self.storage_writer
+        writer.set_up_storage_writer(True, rank=0, use_collectives=True)
+        writer.prepare_local_plan(SavePlan([]))
+
+    def written(self, rank: int, own: list[Piece]) -> list[WriteResult]:
+        results, offset = [], 0
+        for piece in own:
+            nbytes = _tensor(piece).nbytes + _OBJECT_BYTES  # torch.save puts so much around each tensor
+            place = _StorageInfo(f"__{rank}_0.distcp", offset, nbytes)
+            results.append(WriteResult(_index(piece), nbytes, place))
+            offset += nbytes
+        return results
+
+    def results(self, written: list[WriteResult]) -> list[WriteResult]:
+        return written
