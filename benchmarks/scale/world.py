@@ -209,9 +209,10 @@ def _index(piece: Piece) -> MetadataIndex:
 
 
 def _tensor(piece: Piece) -> torch.Tensor:
+    """Something of the right size; only small values have memory."""
     if piece.kind == "object":
-        return torch.empty(_OBJECT_BYTES, dtype=torch.uint8, device="meta")
-    return torch.empty(piece.shape, device="meta")
+        return torch.zeros(_OBJECT_BYTES, dtype=torch.uint8)
+    return torch.empty(piece.shape, device="meta") if piece.shape else torch.zeros(())
 
 
 class _Ours:
@@ -229,16 +230,16 @@ class _Ours:
         (plan,) = writer.prepare_global_plan([writer.prepare_local_plan(SavePlan([]))])
         writer.write_data(plan, DefaultSavePlanner()).wait()
 
-    def written(self, rank: int, own: list[Piece]) -> tuple[list[Item], WriteDone]:
-        items = [Item(_index(piece), piece.key, piece.kind, _tensor(piece)) for piece in own]
+    def written(self, rank: int, own: list[Piece]) -> tuple[list[Item], WriteDone, int]:
+        items = [Item(_index(p), p.key, p.kind, _tensor(p), is_whole=not p.offsets) for p in own]
         requests = plan_files((item.source() for item in items if item.has_bytes), rank, self._save_id)
         files = tuple(map(_file, requests))
         for file in files:
             with open(self._folder / file.name, "wb") as created:
                 created.truncate(file.nbytes)
-        return items, WriteDone(files, 0.0, 0.0, 0.0)
+        return items, WriteDone(files, 0.0, 0.0, 0.0), rank
 
-    def results(self, written: tuple[list[Item], WriteDone]) -> list[WriteResult]:
+    def results(self, written: tuple[list[Item], WriteDone, int]) -> list[WriteResult]:
         return write_results(*written)
 
 
