@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from dcp_tensorizer import SaveLimits, TensorizerStorageReader, TensorizerStorageWriter
 
 from .describe import Failed, describe, describe_metadata
+from .memory import KnownMemory
 from .objects import Books
 from .planners import forget_cached_plans, load_planner, save_planner
 from .values import Box, Maker, Meshes, tensors_in
@@ -208,14 +209,16 @@ class _Job:
         try:
             if not isinstance(load.target, Box):
                 keys = None if load.target is None else set(load.target)
-                return {"state": describe(_load_state_dict_from_keys(keys, storage_reader=reader))}
+                with KnownMemory():
+                    return {"state": describe(_load_state_dict_from_keys(keys, storage_reader=reader))}
             target = Maker(rank, Meshes(load.ranks) if load.ranks else None).make(load.target)
-            known = {id(tensor): number for number, tensor in enumerate(tensors_in(target))}
+            before = tensors_in(target)  # held until the end: the `id` of one that is gone could be another's
             planner = load_planner(load.planner)
-            dcp.load(target, storage_reader=reader, planner=planner, no_dist=load.alone)
+            with KnownMemory():
+                dcp.load(target, storage_reader=reader, planner=planner, no_dist=load.alone)
         except (Exception, CheckpointException) as error:
             return Failed(f"{type(error).__name__}: {_causes(error)}")
-        return {"state": describe(target, known), "events": getattr(planner, "events", None)}
+        return {"state": describe(target, before), "events": getattr(planner, "events", None)}
 
 
 def _wait(wait: Callable[[], Any]) -> None:
