@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import io
-import logging
 import tempfile
 import threading
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 from dcp_tensorizer import SaveLimits, TensorizerStorageReader, TensorizerStorageWriter
 
+from ..support import quietly
 from .describe import Failed, describe, describe_metadata
 from .memory import KnownMemory
 from .objects import Books
@@ -27,7 +26,7 @@ from .planners import forget_cached_plans, load_planner, save_planner
 from .values import Box, Maker, Meshes, tensors_in
 from .worlds import Run
 
-__all__ = ["Case", "Load", "Save", "Storages", "quiet", "run_case", "run_in"]
+__all__ = ["Case", "Load", "Save", "Storages", "run_case", "run_in"]
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ def run_case(case: Case, ours: bool, storages: Storages, run: Run, folder: Path,
 
 def run_in(folder: Path, case: Case, ours: bool, storages: Storages, run: Run, mode: str | None = None) -> Any:
     """The same in a folder that may be shared with other processes, which have the other ranks."""
-    with quiet():
+    with quietly():
         forget_cached_plans()
         job = _Job(case, ours, storages, folder, mode or case.mode)
         saves = run(case.ranks, job.save_all)
@@ -127,18 +126,6 @@ def run_in(folder: Path, case: Case, ours: bool, storages: Storages, run: Run, m
         "metadata": {path: dict(enumerate(found)) for path, found in metadata.items()},
         "loads": {number: dict(enumerate(results)) for number, results in enumerate(loads)},
     }
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Nothing is logged, and nobody is warned."""
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 class _Job:
