@@ -26,6 +26,7 @@ _STYLES: dict[str, dict[str, Any]] = {
     "ahead": {"color": "#e69f00"},
     "behind": {"color": "#9aa1a8"},
     "overlap": {"facecolor": "#eceef0", "edgecolor": "#9aa1a8", "hatch": "/////", "linewidth": 0},
+    "alone": {"facecolor": "white", "edgecolor": "#9aa1a8", "hatch": "....", "linewidth": 0.8},
     "raw": {"facecolor": "white", "edgecolor": "#6b7280", "linewidth": 0.8},
 }
 _MEANINGS = {
@@ -33,8 +34,10 @@ _MEANINGS = {
     "ahead": "a peer, clearly ahead",
     "behind": "a peer, clearly behind",
     "overlap": "a peer whose range overlaps: no difference shown",
+    "alone": "a peer with nothing to compare it with: dcp_tensorizer failed, or was not measured",
     "raw": "a plain transfer of the same bytes, no checkpoint",
 }
+_IF_DRAWN = ("alone", "raw")  # in the legend only where a bar is of that kind
 _WHISKERS = "from the lowest to the highest value; the bar is the median"
 _READS = "raw reads of the same bytes: lowest, median, highest"
 _RC: dict[str, Any] = {
@@ -67,7 +70,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Panel:
-    """Groups of bars, by title; in each, peers are compared with the bar named ``reference``."""
+    """Groups of bars, by title; in each, peers are compared with the bar named ``reference``, if it was measured."""
 
     title: str
     groups: Mapping[str, Sequence[Bar]]
@@ -79,6 +82,16 @@ class Panel:
 
     def bars(self) -> Iterable[Bar]:
         return (bar for bars in self.groups.values() for bar in bars)
+
+    def kinds(self) -> Iterable[str]:
+        return (self.kind_of(bar, bars) for bars in self.groups.values() for bar in bars)
+
+    def kind_of(self, bar: Bar, bars: Sequence[Bar]) -> str:
+        """What a bar of a group is: for a peer that was measured, what a comparison with the reference says."""
+        if bar.kind != "peer" or bar.spread is None:
+            return bar.kind
+        reference = next((other.spread for other in bars if other.name == self.reference), None)
+        return "alone" if reference is None else compare(dict(reference), dict(bar.spread), self.more_is_better)
 
 
 def draw(name: str, title: str, notes: Sequence[str], panels: Sequence[Panel], columns: int, size: Any) -> None:
@@ -100,14 +113,13 @@ def draw(name: str, title: str, notes: Sequence[str], panels: Sequence[Panel], c
 
 def _draw_panel(axes: Axes, panel: Panel, named: bool) -> None:
     lines: list[tuple[str, Bar | None]] = []
-    highest = max(bar.spread["max"] for bar in panel.bars() if bar.spread is not None)
+    highest = max((bar.spread["max"] for bar in panel.bars() if bar.spread is not None), default=1.0)
     end = panel.cut or highest * _ROOM
     for group, bars in panel.groups.items():
         if group:
             lines.append((group, None))
-        reference = next((bar.spread for bar in bars if bar.name == panel.reference), None)
         for bar in bars:
-            _draw_bar(axes, panel, bar, len(lines), reference, end)
+            _draw_bar(axes, panel, bar, len(lines), panel.kind_of(bar, bars), end)
             lines.append((bar.name, bar))
     axes.set_xlim(0, end)
     axes.set_ylim(len(lines) - 0.4, -0.6)
@@ -138,14 +150,10 @@ def _draw_ticks(axes: Axes, panel: Panel, lines: Sequence[tuple[str, Bar | None]
         axes.xaxis.set_major_formatter("{x:.0%}")
 
 
-def _draw_bar(axes: Axes, panel: Panel, bar: Bar, y: int, reference: Spread | None, end: float) -> None:
+def _draw_bar(axes: Axes, panel: Panel, bar: Bar, y: int, kind: str, end: float) -> None:
     if bar.spread is None:
         axes.text(0, y, bar.missing, va="center", color="#6b7280", fontsize=7.5, style="italic")
         return
-    kind = bar.kind
-    if kind == "peer":
-        assert reference is not None
-        kind = compare(dict(reference), dict(bar.spread), panel.more_is_better)
     low, median, high = (bar.spread[field] for field in ("min", "median", "max"))
     axes.barh(y, max(median, end * _LEAST), height=0.72, **_STYLES[kind])
     axes.plot([low, high], [y, y], color=_DARK, linewidth=1.2, marker="|", markersize=5, markeredgewidth=1.2)
@@ -182,10 +190,9 @@ def _finish(figure: Figure, notes: Sequence[str], panels: Sequence[Panel]) -> No
 
 
 def _handles(panels: Sequence[Panel]) -> list[Any]:
-    raw = any(bar.kind == "raw" for panel in panels for bar in panel.bars())
-    handles: list[Any] = [
-        Patch(**_STYLES[kind], label=text) for kind, text in _MEANINGS.items() if kind != "raw" or raw
-    ]
+    drawn = {kind for panel in panels for kind in panel.kinds()}
+    shown = [kind for kind in _MEANINGS if kind in drawn or kind not in _IF_DRAWN]
+    handles: list[Any] = [Patch(**_STYLES[kind], label=_MEANINGS[kind]) for kind in shown]
     handles.append(Line2D([], [], color=_DARK, marker="|", linewidth=1.2, label=_WHISKERS))
     if any(panel.band is not None for panel in panels):
         handles.append(Patch(color=_BAND, alpha=0.4, label=_READS))

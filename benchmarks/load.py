@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,17 +141,22 @@ def _failures(results: list[dict[str, Any]]) -> dict[tuple[str, str], str]:
 def _whole_cases(summary: Summary, failures: dict[tuple[str, str], str]) -> list[str]:
     parts = []
     for workload in WORKLOADS:
-        limits = summary.get(f"{_OURS} | {workload} | whole")
-        if limits is None:
+        if not _is_measured(summary, workload):
             continue
-        preadv, direct = (cell(rates(limits[kind], limits["bytes"]), _TWO) for kind in ("preadv", "direct"))
-        rows = [("*raw reads*", preadv, direct, "-")]
+        limits = summary.get(f"{_OURS} | {workload} | whole")
+        preadv, direct = (cell(limits and rates(limits[kind], limits["bytes"]), _TWO) for kind in ("preadv", "direct"))
+        rows: list[tuple[str, ...]] = [("*raw reads*", preadv, direct, "-")]
         for format_name, (_, loaders) in FORMATS.items():
             error = failures.get((format_name, workload))
             rows += [_whole_row(name, summary.get(f"{name} | {workload} | whole"), error) for name in loaders]
         header = ("loader", "warm (GB/s)", "cold (GB/s)", "peak memory (MB)")
         parts += [f"## {TITLES[workload]}", table(header, rows)]
     return parts
+
+
+def _is_measured(summary: Summary, workload: str) -> bool:
+    """Whether any loader got through the workload."""
+    return any(f"{name} | {workload} | whole" in summary for name in _LOADERS)
 
 
 def _whole_row(name: str, entry: dict[str, Any] | None, error: str | None) -> tuple[str, ...]:
@@ -265,7 +271,7 @@ def plot(content: dict[str, Any]) -> None:
     """Warm and cold loads of the three workloads, with the raw reads of the same run as a band."""
     summary = content["summary"]
     failures = _failures(content["results"])
-    titles = {w: TITLES[w].rsplit(",", 1)[0] for w in WORKLOADS if f"{_OURS} | {w} | whole" in summary}
+    titles = {w: TITLES[w].rsplit(",", 1)[0] for w in WORKLOADS if _is_measured(summary, w)}
 
     def panel(title: str, kind: str, limit: str, workload: str) -> Panel:
         entries = {n: summary.get(f"{n} | {workload} | whole") for n in _LOADERS}
@@ -276,8 +282,7 @@ def plot(content: dict[str, Any]) -> None:
             values = entry and rates(entry[kind], entry["bytes"])
             bars.append(Bar(_DRAWN.get(n, n), values, "ours" if n.startswith(_OURS) else "peer", missing))
         ours = entries[_OURS]
-        assert ours is not None
-        return Panel(title, {"": bars}, _OURS, _TWO, band=rates(ours[limit], ours["bytes"]))
+        return Panel(title, {"": bars}, _OURS, _TWO, band=ours and rates(ours[limit], ours["bytes"]))
 
     panels = [
         panel(f"{name.capitalize()}: {title}", name, limit, workload)
@@ -286,11 +291,11 @@ def plot(content: dict[str, Any]) -> None:
     ]
     cold = [panel.band for panel in panels[len(titles) :] if panel.band is not None]
     rounds, case = round_count(content["results"]), content["results"][0]["case"]
-    low, high = min(band["min"] for band in cold), max(band["max"] for band in cold)
+    low, high = (f"{edge:.2f}" for edge in _edges(cold))
     notes = [
         "Longer is better. Warm: the files are in the page cache. Cold: the disk is read. Peers are compared with "
         "dcp_tensorizer, which checks all checksums; safetensors checks none.",
-        f"The raw reads are no ceiling. Their speed varies within the run: cold, it was {low:.2f} to {high:.2f} GB/s "
+        f"The raw reads are no ceiling. Their speed varies within the run: cold, it was {low} to {high} GB/s "
         "over the three workloads. They also ask the disk for 4 blocks at once, and dcp_tensorizer asks for more. So a "
         "load can be faster than they are.",
         f"Rounds: {rounds}, of {case['warm']} warm and {case['cold']} cold loads, one format after the other. These "
@@ -299,6 +304,13 @@ def plot(content: dict[str, Any]) -> None:
         f"Machine: {machine_line(content['machine'])}",
     ]
     draw("load", "Loading from a local disk, by one process (GB/s)", notes, panels, columns=len(titles), size=(11, 6.6))
+
+
+def _edges(spreads: Sequence[Mapping[str, float]]) -> tuple[float, float]:
+    """The lowest and the highest of all values."""
+    nothing = float("nan")
+    lowest = min((values["min"] for values in spreads), default=nothing)
+    return lowest, max((values["max"] for values in spreads), default=nothing)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import re
@@ -9,7 +10,7 @@ import resource
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from dcp_tensorizer._writer_process.messages import TensorSource
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "dcp_tensorizer"
 WORKER = "dcp_tensorizer._writer_process.worker"
+_MOUNT_NAMESPACE = ("unshare", "--map-root-user", "--mount", "sh", "-c")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -176,10 +178,25 @@ def file_size_limit(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def run_python(script: str, *arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+def run_python(script: str, *arguments: object, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
     """Runs a script in an interpreter of its own. If it fails, this fails with its output."""
+    return _run([sys.executable, "-c", script, *map(str, arguments)], timeout)
+
+
+def can_mount(mounts: str) -> bool:
+    """Whether this system lets these tests mount something where nobody else sees it."""
+    return subprocess.run([*_MOUNT_NAMESPACE, mounts], capture_output=True, check=False).returncode == 0
+
+
+def run_python_with(mounts: str, script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """The same where shell commands have mounted something before: ``$1`` in them is the script's first argument."""
+    command = f'script="$1" && shift && {mounts} && exec "$0" -c "$script" "$@"'
+    return _run([*_MOUNT_NAMESPACE, command, sys.executable, script, *map(str, arguments)], 90.0)
+
+
+def _run(command: Sequence[str], timeout: float) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
+        command,
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -189,6 +206,19 @@ def run_python(script: str, *arguments: str, timeout: float = 60.0) -> subproces
     )
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without the logs of saves and loads that fail as they should, and without warnings."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def open_descriptors() -> dict[int, str]:

@@ -32,8 +32,9 @@ from dcp_tensorizer._format.layout import is_record_file_name
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tools.retention import Removal, collect, plan_collection
+from tests.support import quietly
 
-from .checks import cause_of, load, quietly, state
+from .checks import cause_of, load, state
 from .tally import HANG
 
 __all__ = ["COMPOSITE", "IMPORT_STEP", "KEEP", "LOADER_RANKS", "NUMBERS", "ROLES", "Event", "Places", "act"]

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +17,7 @@ from dcp_tensorizer._tools.checkpoint_view import data_files, read_parts
 from dcp_tensorizer._tools.retention import Removal, collect, plan_collection
 from dcp_tensorizer.errors import CheckpointError, NotCommitted
 
-__all__ = ["Wrong", "cause_of", "collect_all", "left_over", "load", "quietly", "state"]
+__all__ = ["Wrong", "cause_of", "collect_all", "left_over", "load", "state"]
 
 _BESIDE = {"config.json"}  # what people put beside a checkpoint
 _KEEP_ALL = 1 << 30
@@ -99,16 +95,3 @@ def left_over(root: Path) -> list[str]:
             continue
         left += [f"{folder}/{name}" for name in set(files) - known - metadata - _BESIDE]
     return sorted(left)
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Without the logs of saves and loads that fail as they should, and without warnings."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)

@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 
 from tests.crash_scenarios import SCENARIOS, enumerate_crashes
+from tests.support import quietly
 
-from .checks import quietly
 from .tally import Part, Tally
 
 __all__ = ["PART", "run"]

@@ -32,8 +32,9 @@ from dcp_tensorizer._tools.formats.registry import open_checkpoint
 from dcp_tensorizer._tools.retention import collect, plan_collection
 from dcp_tensorizer.convert import Options, convert
 from dcp_tensorizer.errors import CheckpointError
+from tests.support import quietly
 
-from .checks import Wrong, collect_all, left_over, load, quietly, state
+from .checks import Wrong, collect_all, left_over, load, state
 from .tally import HANG, Part, Tally, Unavailable
 
 __all__ = ["PART", "run"]

@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import NotCommitted, ReadError, WriteError
 from .base import TAKEN, FileInfo, RangeReader, Sink, temporary_file_name
 from .remote import Ranges, RemoteStorage
-from .sftp_client import LOST, SftpClient, sync_file, write_all
+from .sftp_client import LOST, SftpClient, read_range, sync_file, write_all
 
 __all__ = ["SftpStorage"]
 
@@ -104,8 +104,7 @@ class SftpStorage(RemoteStorage):
         def get(start: int, stop: int) -> bytes:
             def read(channel: Any) -> bytes:
                 with channel.open(path, "rb") as file:
-                    (data,) = file.readv([(start, stop - start)])
-                    return bytes(data)
+                    return read_range(channel, file, start, stop)
 
             return self.client.call(read)
 
@@ -131,9 +130,8 @@ class SftpStorage(RemoteStorage):
     def _read(self, name: str, most: int | None) -> bytes:
         def get(channel: Any) -> bytes:
             with channel.open(self._full(name), "rb") as file:
-                nbytes = int(file.stat().st_size) if most is None else min(most, int(file.stat().st_size))
-                file.prefetch(nbytes)
-                return bytes(file.read(nbytes))
+                size = int(file.stat().st_size)
+                return read_range(channel, file, 0, size if most is None else min(most, size))
 
         return self.client.call(get)
 

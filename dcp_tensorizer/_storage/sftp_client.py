@@ -5,17 +5,18 @@ from __future__ import annotations
 import socket
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import paramiko
-from paramiko.sftp import CMD_EXTENDED, CMD_VERSION
+from paramiko.sftp import CMD_EXTENDED, CMD_READ, CMD_STATUS, CMD_VERSION, int64
 
 from .retry import Retries, is_transient, patience_of
 
-__all__ = ["LOST", "SftpClient", "sync_file", "write_all"]
+__all__ = ["LOST", "SftpClient", "read_range", "sync_file", "write_all"]
 
 LOST = (ConnectionError, TimeoutError)
 """Errors after which nobody knows what became of a request."""
@@ -26,6 +27,7 @@ _KEEPALIVE = 20
 _CHANNELS = 8  # OpenSSH allows 10 a connection, unless it is told otherwise (MaxSessions)
 _FOR_FSSPEC = {"skip_instance_cache", "use_listings_cache", "temppath"}
 _FSYNC = "fsync@openssh.com"
+_REQUESTS = 256  # to read, under way at a time: 8 MiB
 
 
 class _Channel(paramiko.SFTPClient):  # type: ignore[misc]
@@ -186,6 +188,49 @@ def write_all(file: Any, data: memoryview) -> None:
     file.write(data[:-1])
     file.set_pipelined(False)  # this write waits for its answer, and for those to all before it
     file.write(data[-1:])
+
+
+def read_range(channel: Any, file: Any, start: int, stop: int) -> bytes:
+    """A range of an open file, less where the file ends.
+
+    paramiko's own ``prefetch`` asks in a thread. When all answers are there before that thread's next request, it takes
+    the rest for done, and asks again for one piece after the other.
+    """
+    pieces: deque[_Piece] = deque()
+    data = bytearray()
+    for offset in range(start, stop, file.MAX_REQUEST_SIZE):
+        if len(pieces) == _REQUESTS:
+            data += pieces.popleft().whole()
+        pieces.append(_Piece(channel, file.handle, offset, min(file.MAX_REQUEST_SIZE, stop - offset)))
+    for piece in pieces:
+        data += piece.whole()
+    return bytes(data)
+
+
+class _Piece:
+    """A request to read, under way; paramiko hands over its answer."""
+
+    def __init__(self, channel: Any, handle: bytes, offset: int, nbytes: int) -> None:
+        self._channel, self._handle, self._offset, self._nbytes = channel, handle, offset, nbytes
+        self._data: bytes | None = None
+        channel._async_request(self, CMD_READ, handle, int64(offset), nbytes)
+
+    def _async_response(self, kind: int, message: paramiko.Message, number: int) -> None:
+        self._data = b""
+        if kind != CMD_STATUS:
+            self._data = message.get_string()
+            return
+        with suppress(EOFError):  # of the file
+            self._channel._convert_status(message)
+
+    def whole(self) -> bytes:
+        """Waits for the answer, and asks for the rest where the server gave less."""
+        while self._data is None:
+            self._channel._read_response()
+        rest = self._nbytes - len(self._data)
+        if not self._data or not rest:
+            return self._data
+        return self._data + _Piece(self._channel, self._handle, self._offset + len(self._data), rest).whole()
 
 
 def sync_file(channel: Any, file: Any) -> None:

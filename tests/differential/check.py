@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
+from ..support import quietly
 from .cases import cases
 from .describe import Failed
 from .explained import ALWAYS, Verdict, judge
-from .run import Case, Storages, quiet, run_case
+from .run import Case, Storages, run_case
 from .worlds import Run, threads_as_ranks
 
 __all__ = ["Tally", "check", "check_one"]
@@ -99,7 +100,7 @@ def check(count: int, number: int, folder: Path, on_case: Callable[[Tally], obje
             each()
     finally:
         torch.set_num_threads(threads)
-        with quiet():
+        with quietly():
             storages.close()
     return tally
 

@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import io
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,9 +45,9 @@ class Difference:
         return f"{'/'.join(map(str, self.path))}: torch {str(self.theirs)[:300]} | ours {str(self.ours)[:300]}"
 
 
-def describe(value: Any, known: Mapping[int, int] | None = None) -> Any:
-    """Describes a value; ``known`` numbers the tensors that were there before, by ``id``."""
-    return _Describer(known or {}).of(value)
+def describe(value: Any, before: Sequence[torch.Tensor] = ()) -> Any:
+    """Describes a value, and says which of the tensors that were there ``before`` are still in it."""
+    return _Describer({id(tensor): number for number, tensor in enumerate(before)}).of(value)
 
 
 class _Describer:

@@ -20,6 +20,15 @@ def _is_chosen(key: Any) -> bool:
     return sum(str(key).encode("utf-8", "replace")) % 3 == 0
 
 
+def _stock(planner: Any) -> dict[str, Any]:
+    """torch's own planner, with the options that the one for saves and the one for loads share."""
+    return {
+        "default": planner,
+        "nested": lambda: planner(flatten_state_dict=False),
+        "sharded tensors as they are": lambda: planner(flatten_sharded_tensors=False),
+    }
+
+
 # --- for saves -------------------------------------------------------------------------------------------------------
 
 
@@ -121,9 +130,7 @@ class FailingSave(DefaultSavePlanner):
 
 
 SAVE_PLANNERS: dict[str, Any] = {
-    "default": DefaultSavePlanner,
-    "nested": lambda: DefaultSavePlanner(flatten_state_dict=False),
-    "sharded tensors as they are": lambda: DefaultSavePlanner(flatten_sharded_tensors=False),
+    **_stock(DefaultSavePlanner),
     "to the lowest rank": lambda: DefaultSavePlanner(dedup_save_to_lowest_rank=True),
     "dedup": lambda: DefaultSavePlanner(dedup_replicated_tensors=True),
     "cached plans": lambda: DefaultSavePlanner(enable_plan_caching=True),
@@ -320,9 +327,7 @@ class MetadataLoad(DefaultLoadPlanner):
 
 
 LOAD_PLANNERS: dict[str, Any] = {
-    "default": DefaultLoadPlanner,
-    "nested": lambda: DefaultLoadPlanner(flatten_state_dict=False),
-    "sharded tensors as they are": lambda: DefaultLoadPlanner(flatten_sharded_tensors=False),
+    **_stock(DefaultLoadPlanner),
     "partial": lambda: DefaultLoadPlanner(allow_partial_load=True),
     "recorded": Recorded,
     "scratch": ScratchLoad,

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
-import logging
 import tempfile
 import threading
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +19,15 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 from dcp_tensorizer import SaveLimits, TensorizerStorageReader, TensorizerStorageWriter
 
+from ..support import quietly
 from .describe import Failed, describe, describe_metadata
+from .memory import KnownMemory
 from .objects import Books
 from .planners import forget_cached_plans, load_planner, save_planner
 from .values import Box, Maker, Meshes, tensors_in
 from .worlds import Run
 
-__all__ = ["Case", "Load", "Save", "Storages", "quiet", "run_case", "run_in"]
+__all__ = ["Case", "Load", "Save", "Storages", "run_case", "run_in"]
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def run_case(case: Case, ours: bool, storages: Storages, run: Run, folder: Path,
 
 def run_in(folder: Path, case: Case, ours: bool, storages: Storages, run: Run, mode: str | None = None) -> Any:
     """The same in a folder that may be shared with other processes, which have the other ranks."""
-    with quiet():
+    with quietly():
         forget_cached_plans()
         job = _Job(case, ours, storages, folder, mode or case.mode)
         saves = run(case.ranks, job.save_all)
@@ -127,18 +127,6 @@ def run_in(folder: Path, case: Case, ours: bool, storages: Storages, run: Run, m
         "metadata": {path: dict(enumerate(found)) for path, found in metadata.items()},
         "loads": {number: dict(enumerate(results)) for number, results in enumerate(loads)},
     }
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Nothing is logged, and nobody is warned."""
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 class _Job:
@@ -213,14 +201,16 @@ class _Job:
         try:
             if not isinstance(load.target, Box):
                 keys = None if load.target is None else set(load.target)
-                return {"state": describe(_load_state_dict_from_keys(keys, storage_reader=reader))}
+                with KnownMemory():
+                    return {"state": describe(_load_state_dict_from_keys(keys, storage_reader=reader))}
             target = Maker(rank, Meshes(load.ranks) if load.ranks else None).make(load.target)
-            known = {id(tensor): number for number, tensor in enumerate(tensors_in(target))}
+            before = tensors_in(target)  # held until the end: the `id` of one that is gone could be another's
             planner = load_planner(load.planner)
-            dcp.load(target, storage_reader=reader, planner=planner, no_dist=load.alone)
+            with KnownMemory():
+                dcp.load(target, storage_reader=reader, planner=planner, no_dist=load.alone)
         except (Exception, CheckpointException) as error:
             return Failed(f"{type(error).__name__}: {_causes(error)}")
-        return {"state": describe(target, known), "events": getattr(planner, "events", None)}
+        return {"state": describe(target, before), "events": getattr(planner, "events", None)}
 
 
 def _wait(wait: Callable[[], Any]) -> None:

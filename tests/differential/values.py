@@ -110,7 +110,7 @@ ODD_TENSORS = {
     "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
     "bits8": lambda: torch.arange(4, dtype=torch.uint8).view(torch.bits8),
     "bits16": lambda: torch.arange(4, dtype=torch.int16).view(torch.bits16),
-    "uint4": lambda: torch.empty(4, dtype=torch.uint4),
+    "uint4": lambda: torch.arange(4, dtype=torch.uint8).view(torch.uint4),
     "subclass": lambda: torch.arange(4.0).as_subclass(Named),
     "wrapper": _wrapper,
     "buffer": lambda: torch.nn.Buffer(torch.arange(3.0)),

@@ -1,15 +1,10 @@
 """Systems that lack what most have: /proc, a directory for temporary files, and descriptors that nobody else closes."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from .test_full_disk import MOUNT
+from ..support import can_mount, run_python, run_python_with
 
-ROOT = Path(__file__).parents[2]
+NOTHING_IN_PROC = "mount -t tmpfs none /proc"
 
 JOB = """
 import os, sys, tempfile
@@ -81,30 +76,12 @@ print("fine")
 """
 
 
-def run(command, tmp_path):
-    done = subprocess.run(
-        [*command, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
-
-
-def _can_hide_proc():
-    return subprocess.run([*MOUNT, "mount -t tmpfs none /proc"], capture_output=True, check=False).returncode == 0
-
-
-@pytest.mark.skipif(not _can_hide_proc(), reason="this system lets nobody mount a file system")
+@pytest.mark.skipif(not can_mount(NOTHING_IN_PROC), reason="this system lets nobody mount a file system")
 def test_neither_proc_nor_a_place_for_temporary_files(tmp_path):
     """Saves and loads work: they only know less of memory, cores and threads."""
-    hidden = 'mount -t tmpfs none /proc && exec "$0" -c "$1" "$2"'
-    run([*MOUNT, hidden, sys.executable, JOB + NO_PROC], tmp_path)
+    assert run_python_with(NOTHING_IN_PROC, JOB + NO_PROC, tmp_path).stdout == "fine\n"
 
 
 def test_a_trainer_that_closes_all_descriptors(tmp_path):
     """As a daemon does: saves go on, and nothing is sent, read or closed that has the numbers since."""
-    run([sys.executable, "-c", JOB + CLOSERANGE], tmp_path)
+    assert run_python(JOB + CLOSERANGE, tmp_path, timeout=90).stdout == "fine\n"

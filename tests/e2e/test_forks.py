@@ -1,13 +1,8 @@
 """A forked child that has its parent's writer: to close it, or to save with it, is no business of the parent's."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from ..support import run_python
 
 # The child is forked while a save waits for the writer process, with the locks that belong to that.
 JOB = """
@@ -67,13 +62,4 @@ if child != 0:
 @pytest.mark.parametrize("what", ["closes", "leaves the block", "saves"])
 def test_a_child_leaves_its_parents_writer_alone(tmp_path, what):
     """It does not hang, and the parent's save goes on with the process that it was given to."""
-    done = subprocess.run(
-        [sys.executable, "-c", JOB, str(tmp_path), what],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
+    assert run_python(JOB, tmp_path, what).stdout == "fine\n"

@@ -1,10 +1,6 @@
 """A disk that is full: a small file system of its own, mounted where nobody else sees it."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +8,9 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_tensorizer import TensorizerStorageReader
 
-ROOT = Path(__file__).parents[2]
-MOUNT = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+from ..support import can_mount, run_python_with
+
+SMALL_DISK = 'mount -t tmpfs -o size=16m none "$1"'
 PAGE = 4096
 
 # Saves, fills the disk up to what the case leaves free, saves again, and tells what happened; copies what is left to
@@ -57,27 +54,13 @@ print(json.dumps([first, second, third, before, after]))
 """
 
 
-def _can_mount():
-    return subprocess.run([*MOUNT, "mount -t tmpfs none /mnt"], capture_output=True, check=False).returncode == 0
-
-
-@pytest.mark.skipif(not _can_mount(), reason="this system lets nobody mount a file system")
+@pytest.mark.skipif(not can_mount("mount -t tmpfs none /mnt"), reason="this system lets nobody mount a file system")
 @pytest.mark.parametrize("case", ["data", ".metadata"])
 def test_a_full_disk(tmp_path, case):
     """The error says so and where, the old checkpoint is as it was and alone, and with room the next save works."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = 'mount -t tmpfs -o size=16m none "$1" && exec "$0" -c "$2" "$1" "$3" "$4" "$5"'
-    done = subprocess.run(
-        [*MOUNT, mounted, sys.executable, str(disk), JOB, str(tmp_path), case, str(PAGE)],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONWARNINGS": "ignore"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python_with(SMALL_DISK, JOB, disk, tmp_path, case, PAGE)
     first, second, third, before, after = json.loads(done.stdout)
     assert (first, third) == (None, None)
     (message,) = second

@@ -1,13 +1,12 @@
 """One directory seen through two mounts: a lock that is taken through one cannot be seen through the other."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from .test_full_disk import MOUNT, ROOT
+from ..support import can_mount, run_python_with
+
+OVERLAY = "mkdir l u w m && mount -t overlay -o lowerdir=l,upperdir=u,workdir=w o m"
 
 # Overwrites a checkpoint through an overlay. Before the commit, collects through the overlay's upper directory.
 JOB = """
@@ -21,7 +20,7 @@ from dcp_tensorizer._saving import session
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tools.retention import collect, plan_collection
 
-merged, upper = (Path(name) / "run" for name in sys.argv[1:3])
+merged, upper = (Path(sys.argv[1], name, "run") for name in ("m", "u"))
 commit, told = session.commit, {}
 
 def collect_and_commit(*args, **options):
@@ -39,29 +38,13 @@ print(json.dumps([told, state["x"].tolist(), len(list((merged / "step-1").iterdi
 """
 
 
-def _can_overlay():
-    overlay = "mount -t tmpfs none /mnt && cd /mnt && mkdir l u w m"
-    overlay += " && mount -t overlay -o lowerdir=l,upperdir=u,workdir=w o m"
-    return subprocess.run([*MOUNT, overlay], capture_output=True, check=False).returncode == 0
-
-
-@pytest.mark.skipif(not _can_overlay(), reason="this system lets nobody mount an overlay")
+@pytest.mark.skipif(
+    not can_mount(f"mount -t tmpfs none /mnt && cd /mnt && {OVERLAY}"),
+    reason="this system lets nobody mount an overlay",
+)
 def test_a_collection_through_another_view(tmp_path):
     """It finds a save's files and no lock, removes nothing and says why; the save commits, and its checkpoint loads."""
-    mounted = (
-        'mount -t tmpfs none "$1" && cd "$1" && mkdir l u w m '
-        '&& mount -t overlay -o lowerdir=l,upperdir=u,workdir=w o m && cd "$3" && exec "$0" -c "$2" "$1/m" "$1/u"'
-    )
-    done = subprocess.run(
-        [*MOUNT, mounted, sys.executable, str(tmp_path), JOB, str(ROOT)],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONWARNINGS": "ignore"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python_with(f'mount -t tmpfs none "$1" && (cd "$1" && {OVERLAY})', JOB, tmp_path)
     told, values, files = json.loads(done.stdout)
     assert told == {
         "merged": ["a save is under way there"],

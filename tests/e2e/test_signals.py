@@ -1,12 +1,9 @@
 """A signal's handler that closes the writer returns in time, whatever the main thread was doing."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from ..support import run_python
+
 TIMEOUT = 1.0
 SLACK = 2.0  # a busy machine's; what held the handler up took 5 s more, or for ever
 
@@ -142,16 +139,7 @@ print(json.dumps(seconds))
 
 def test_a_handler_that_closes_the_writer_returns(tmp_path):
     """In the copy, waiting for a turn or for memory, with each lock that it may hold, in a save and in a load."""
-    done = subprocess.run(
-        [sys.executable, "-c", JOB, str(tmp_path), str(TIMEOUT)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python(JOB, tmp_path, TIMEOUT, timeout=120)
     seconds = json.loads(done.stdout)
     assert len(seconds) == 9
     late = {place: value for place, value in seconds.items() if value is None or value > TIMEOUT + SLACK}

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from paramiko.sftp import CMD_CLOSE, CMD_FSTAT, CMD_OPEN, CMD_READ
 
 from dcp_tensorizer import ReadError, WriteError
 from dcp_tensorizer._format.layout import data_file_name
@@ -56,6 +57,47 @@ def test_a_read_survives_a_lost_connection(open_sftp: Opener, tcp: TcpProxy) -> 
     storage.open(NAME).read_into([memoryview(buffer)], 1000)
     assert bytes(buffer) == CONTENT[1000 : 1000 + len(buffer)]
     assert tcp.connections == 2
+
+
+def test_a_range_is_asked_for_once(open_sftp: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a request for each 32 KiB, and no other, also if each answer is there before the next request."""
+    storage = open_sftp()
+    put_file(storage, NAME, CONTENT[:200_000])
+    (channel,) = storage.client._idle
+    ask, sent = channel._async_request, []
+
+    def ask_and_read(taker: Any, kind: int, *arguments: Any) -> int:
+        sent.append(kind)
+        number: int = ask(taker, kind, *arguments)
+        if kind == CMD_READ:
+            channel._read_response()
+        return number
+
+    monkeypatch.setattr(channel, "_async_request", ask_and_read)
+    buffer = bytearray(150_000)
+    storage.open(NAME).read_into([memoryview(buffer)], 1000)
+    assert bytes(buffer) == CONTENT[1000:151_000]
+    assert sent == [CMD_OPEN, *[CMD_READ] * 5, CMD_CLOSE]
+    assert storage.read(NAME) == CONTENT[:200_000]
+    assert sent[7:] == [CMD_OPEN, CMD_FSTAT, *[CMD_READ] * 7, CMD_CLOSE]
+
+
+def test_a_server_that_gives_less(open_sftp: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server may answer with fewer bytes than it was asked for: the rest is asked for again."""
+    storage = open_sftp()
+    put_file(storage, NAME, CONTENT[:100_000])
+    (channel,) = storage.client._idle
+    ask = channel._async_request
+
+    def ask_for_less(taker: Any, kind: int, *arguments: Any) -> int:
+        if kind == CMD_READ:
+            arguments = (*arguments[:-1], min(arguments[-1], 10_000))
+        return ask(taker, kind, *arguments)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(channel, "_async_request", ask_for_less)
+    assert storage.read(NAME) == CONTENT[:100_000]
+    with pytest.raises(EOFError, match="500 bytes too early"):
+        storage.open(NAME).read_into([memoryview(bytearray(1000))], 99_500)
 
 
 @pytest.mark.parametrize("after", [0, 300_000])
