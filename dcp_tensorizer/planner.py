@@ -95,7 +95,6 @@ class SavePlanner(DefaultSavePlanner):
         self.plan = CompactPlan.of(Items(columns, history=self._history if self._may_refer() else None), None)
         return self.plan
 
-    @collector_paused()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """On the coordinator: who writes what.
 
@@ -142,16 +141,15 @@ class SavePlanner(DefaultSavePlanner):
 
     def _plans_its_own_way(self) -> bool:
         """Whether a subclass overrides what torch's ``create_global_plan`` calls."""
-        names = ("_dedup_save_plans", "_create_global_plan", "_create_global_plan_with_caching")
+        names = ("_dedup_save_plans", "_create_global_plan")
         return any(getattr(type(self), name, None) is not getattr(DefaultSavePlanner, name, None) for name in names)
 
     def _resolved(self, rank: int, plan: SavePlan, tables: dict[bytes, Table]) -> SavePlan:
         """A rank's plan with its items, also where it only referred to them."""
         items = plan.items
         if isinstance(items, Reference):
-            if self._history is None:
-                raise ValueError("enable_plan_caching must be the same on all ranks")
-            return CompactPlan.of(Items(self._history.received(rank, items), tables=tables), plan.storage_data)
+            history = self._history or History()  # a new one knows nothing, and says so
+            return CompactPlan.of(Items(history.received(rank, items), tables=tables), plan.storage_data)
         if isinstance(items, Items) and isinstance(items.source, Encoded):
             items.tables = tables
         return plan

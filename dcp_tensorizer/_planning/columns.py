@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias
@@ -12,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from .paths import PackedPaths, Pickled, unpack_paths
 
 __all__ = ["KINDS", "Columns", "Integers", "Spec", "Table", "Unsupported", "columns_of", "spec_of", "write_items"]
 
@@ -66,7 +69,7 @@ class Table:
         kinds: Of each item, see `KINDS`.
         spec_numbers: Of each item; -1: it is an object.
         specs: All specs.
-        planner_data: What the plan says beside its items.
+        data: What the plan says beside its items, or that packed.
     """
 
     keys: list[str]
@@ -74,7 +77,12 @@ class Table:
     kinds: Integers
     spec_numbers: Integers
     specs: list[Spec]
-    planner_data: Any
+    data: Any
+
+    @functools.cached_property
+    def planner_data(self) -> Any:
+        """What the plan says beside its items."""
+        return unpack_paths(self.data) if isinstance(self.data, (PackedPaths, Pickled)) else self.data
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -96,7 +104,7 @@ class Columns:
 
     def with_data(self, planner_data: Any) -> Columns:
         """The same items with something else beside them."""
-        return dataclasses.replace(self, table=dataclasses.replace(self.table, planner_data=planner_data))
+        return dataclasses.replace(self, table=dataclasses.replace(self.table, data=planner_data))
 
     def select(self, rows: Integers) -> Columns:
         """Some of the items."""

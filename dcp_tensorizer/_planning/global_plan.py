@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +11,12 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkSto
 from torch.distributed.checkpoint.planner import SavePlan
 
 from .._format.chunks import overlapping_pair
+from .._memory.garbage import collector_paused
 from ..errors import WriteError
 from .columns import Columns, Integers, Spec, Unsupported, columns_of
 from .merge import Merged, merge
 from .metadata import RuleMetadata, chunk_list, describe
+from .paths import merge_paths
 from .plan import Choice, CompactPlan, Items, choose
 from .wire import Encoded, encode
 
@@ -37,6 +37,7 @@ class GlobalPlan:
     entries: list[tuple[str, tuple[Spec, list[ChunkStorageMetadata]] | None]]
     planner_data: Any
 
+    @collector_paused()
     def metadata(self) -> RuleMetadata:
         """DCP's, a new one: whoever gets it may change it."""
         described = {key: describe(*entry) if entry else BytesStorageMetadata() for key, entry in self.entries}
@@ -69,24 +70,11 @@ def make_global_plan(plans: Sequence[Columns], *, to_lowest_rank: bool, merges_p
     rows = np.split(merged.kept, np.cumsum([len(plan) for plan in plans])[:-1])
     hints = np.split(merged.hint, np.cumsum([len(plan) for plan in plans])[:-1])
     choices = [choose(kept, hint[kept]) for kept, hint in zip(rows, hints, strict=True)]
-    # Most ranks share one table, and so one dict.
-    paths = [data for data, _ in itertools.groupby([plan.table.planner_data for plan in plans], key=_Same)]
-    planner_data = dict(ChainMap(*[data.value for data in paths])) if merges_paths else None
+    planner_data = merge_paths(plan.table.data for plan in plans) if merges_paths else None
     return GlobalPlan(choices, _entries(merged, is_complete=len(plans) > 1), planner_data)
 
 
-class _Same:
-    """Equal if the values are one object."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
-
-
+@collector_paused()
 def _entries(merged: Merged, *, is_complete: bool) -> list[tuple[str, tuple[Spec, list[ChunkStorageMetadata]] | None]]:
     """The entries of the state dict. Tensors of one shape are mostly sharded in the same way: that is checked once."""
     known: dict[Any, list[ChunkStorageMetadata]] = {}

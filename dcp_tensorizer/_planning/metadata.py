@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from .._memory.garbage import collector_paused
 from .columns import Integers, Spec, Unsupported, spec_of
-from .wire import pack, pack_integers, pack_paths, unpack, unpack_integers, unpack_paths
+from .paths import pack_paths, unpack_paths, with_keys
+from .wire import pack, pack_integers, unpack, unpack_integers
 
 __all__ = ["RuleMetadata", "chunk_list", "describe"]
 
@@ -49,7 +50,8 @@ class RuleMetadata(Metadata):
     @functools.cached_property
     def planner_data(self) -> Any:
         """As torch's; where it was received it is decoded when it is asked for."""
-        return unpack_paths(self._packed[1])
+        described, paths = self._packed
+        return unpack_paths(with_keys(paths, described[0]))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Metadata):
@@ -75,7 +77,8 @@ class RuleMetadata(Metadata):
         if untouched:
             data: bytes = self.__dict__["_content"]
             return data
-        return pack((_encoded(self.state_dict_metadata), pack_paths(self.planner_data)))
+        described = _encoded(self.state_dict_metadata)
+        return pack((described, pack_paths(self.planner_data, described[0])))
 
 
 def describe(spec: Spec, chunks: list[ChunkStorageMetadata]) -> TensorStorageMetadata:

@@ -34,7 +34,7 @@ class Reference(NamedTuple):
 class Choice(NamedTuple):
     """Which items of a plan are to be written: how many, a bit for each of the plan, and their hints, packed."""
 
-    count: int
+    items: int
     kept: bytes
     hints: bytes
 
@@ -108,7 +108,7 @@ class Items(MutableSequence[WriteItem]):
     def __len__(self) -> int:
         if self._changed is not None:
             return len(self._changed)
-        return len(self.columns) if self.choice is None else self.choice.count
+        return len(self.columns) if self.choice is None else self.choice.items
 
     def __getitem__(self, at: Any) -> Any:
         if self._changed is not None or isinstance(at, slice):

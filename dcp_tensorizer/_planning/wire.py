@@ -8,17 +8,16 @@ import pickle
 import zlib
 from typing import Any
 
-import msgspec
 import numpy as np
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from .columns import Columns, Integers, Table, spec_of
+from .paths import pack_paths, with_keys
 
-__all__ = ["Encoded", "encode", "pack", "pack_integers", "pack_paths", "unpack", "unpack_integers", "unpack_paths"]
+__all__ = ["Encoded", "encode", "pack", "pack_integers", "unpack", "unpack_integers"]
 
 _LEVEL = 1  # most of it is the same number again and again
 _DTYPES = ("<i1", "<i2", "<i4", "<i8")
-_Paths = dict[str, tuple[str | int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,43 +81,16 @@ def unpack_integers(packed: tuple[str, bytes]) -> Integers:
     return np.frombuffer(packed[1], packed[0]).astype(np.int64)
 
 
-def pack_paths(planner_data: Any) -> tuple[bool, bytes]:
-    """The paths of keys, as flattening makes them; or else a pickle of what a planner of the user's has in their place.
-
-    Equal paths have equal bytes, which is not so of pickles: those tell whether two strings are one object.
-    """
-    if type(planner_data) is dict and all(map(_is_path, planner_data.items())):
-        try:
-            return True, msgspec.msgpack.encode(planner_data)
-        except UnicodeEncodeError:  # a lone surrogate
-            pass
-    return False, pickle.dumps(planner_data, pickle.HIGHEST_PROTOCOL)
-
-
-def unpack_paths(packed: tuple[bool, bytes]) -> Any:
-    """What `pack_paths` packed."""
-    return msgspec.msgpack.decode(packed[1], type=_Paths) if packed[0] else pickle.loads(packed[1])
-
-
-def _is_path(entry: tuple[Any, Any]) -> bool:
-    key, path = entry
-    return (
-        type(key) is str
-        and type(path) is tuple
-        and all(type(part) is str or (type(part) is int and -(2**63) <= part < 2**63) for part in path)
-    )
-
-
 def _pack_table(table: Table) -> bytes:
     numbers = [pack_integers(column) for column in (table.key_numbers, table.kinds, table.spec_numbers)]
     specs = [(spec.shape, TensorProperties(*spec.properties)) for spec in table.specs]  # memory formats need its help
-    return pack((table.keys, numbers, specs, pack_paths(table.planner_data)))
+    return pack((table.keys, numbers, specs, pack_paths(table.planner_data, table.keys)))
 
 
 def _unpack_table(data: bytes) -> Table:
-    keys, numbers, specs, paths = unpack(data)
+    keys, numbers, specs, packed = unpack(data)
     key_numbers, kinds, spec_numbers = map(unpack_integers, numbers)
-    return Table(keys, key_numbers, kinds, spec_numbers, [spec_of(*spec) for spec in specs], unpack_paths(paths))
+    return Table(keys, key_numbers, kinds, spec_numbers, [spec_of(*spec) for spec in specs], with_keys(packed, keys))
 
 
 def _pack_places(columns: Columns) -> bytes:
