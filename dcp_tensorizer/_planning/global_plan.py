@@ -70,11 +70,11 @@ def make_global_plan(plans: Sequence[Columns], *, to_lowest_rank: bool, merges_p
     rows = np.split(merged.kept, np.cumsum([len(plan) for plan in plans])[:-1])
     hints = np.split(merged.hint, np.cumsum([len(plan) for plan in plans])[:-1])
     choices = [choose(kept, hint[kept]) for kept, hint in zip(rows, hints, strict=True)]
-    planner_data = merge_paths(plan.table.data for plan in plans) if merges_paths else None
-    return GlobalPlan(choices, _entries(merged, is_complete=len(plans) > 1), planner_data)
+    with collector_paused():
+        planner_data = merge_paths(plan.table.data for plan in plans) if merges_paths else None
+        return GlobalPlan(choices, _entries(merged, is_complete=len(plans) > 1), planner_data)
 
 
-@collector_paused()
 def _entries(merged: Merged, *, is_complete: bool) -> list[tuple[str, tuple[Spec, list[ChunkStorageMetadata]] | None]]:
     """The entries of the state dict. Tensors of one shape are mostly sharded in the same way: that is checked once."""
     known: dict[Any, list[ChunkStorageMetadata]] = {}

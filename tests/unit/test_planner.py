@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import DefaultSavePlanner
@@ -170,6 +171,29 @@ def test_what_ranks_get_is_small() -> None:
     compared(ours, theirs)
     assert max(ours.answered) < 600 < max(theirs.answered) / 50
     assert ours.broadcast < theirs.broadcast / 30
+
+
+def test_what_is_sent_does_not_grow_with_the_ranks() -> None:
+    """Eight times as many ranks: hardly more bytes for each of them, at the first save and at a repeat."""
+    costs = []
+    for ranks in (8, 64):
+        planners = [SavePlanner() for _ in range(ranks)]
+        planned = [plan_save(planners, states_of(ranks, layers=40)) for _ in range(2)]
+        costs.append([max(cost) for p in planned for cost in (p.sent, p.answered, [p.broadcast])])
+    assert [few * 1.5 > many for few, many in zip(*costs, strict=True)] == [True] * 6
+
+
+def test_in_another_process_group_all_is_sent() -> None:
+    """After an elastic restart within the process, rank 0 may be another process."""
+    planners = [SavePlanner() for _ in range(RANKS)]
+    small = []
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            small += [max(plan_save(planners, states_of()).sent) < 250 for _ in range(2)]
+        finally:
+            dist.destroy_process_group()
+    assert small == [False, True, False, True]
 
 
 def test_without_caching_nothing_is_remembered() -> None:
@@ -379,6 +403,13 @@ def test_items_that_columns_cannot_hold_are_planned_by_torch() -> None:
     assert [type(i) for plan in planned.plans for i in plan.items if i.index.fqn == "model.odd"] == [OddItem]
 
 
+def test_keys_that_are_no_strings_are_planned_by_torch() -> None:
+    """Without flattening they stay what they are."""
+    states: list[dict[Any, Any]] = [{1: torch.ones(2), "x": shard((4,), rank, 2)} for rank in range(2)]
+    planned = both(states, flatten_state_dict=False, flatten_sharded_tensors=False)
+    assert list(planned.metadata.state_dict_metadata) == [1, "x"]
+
+
 class OddItem(WriteItem):
     """A write item of the user's own."""
 
@@ -480,6 +511,7 @@ def test_twenty_thousand_items_cause_no_full_collection() -> None:
     """A full one goes through all that a trainer has, while nothing else of the trainer runs."""
     state = {f"layer{number}": torch.zeros(1) for number in range(20_000)}
     planner = SavePlanner()
+    gc.collect()  # one is allowed now and then
     before = gc.get_stats()[-1]["collections"]
     planner.set_up_planner(state, None, True)
     plans, metadata = planner.create_global_plan([pickle.loads(pickle.dumps(planner.create_local_plan()))])
