@@ -57,7 +57,7 @@ def encoded(plan: SavePlan) -> Encoded:
         return encode(columns_of(items, plan.planner_data)[0])
     if isinstance(items.source, Encoded) and items.choice is None and "planner_data" not in plan.__dict__:
         return items.source
-    return encode(items.chosen()[0].with_data(plan.planner_data))
+    return encode(items.chosen[0].with_data(plan.planner_data))
 
 
 def make_global_plan(plans: Sequence[Columns], *, to_lowest_rank: bool, merges_paths: bool) -> GlobalPlan:

@@ -95,6 +95,7 @@ class Items(MutableSequence[WriteItem]):
         """All columns, also of items that are not chosen."""
         return self.source if isinstance(self.source, Columns) else self.source.decode(self.tables)
 
+    @functools.cached_property
     def chosen(self) -> tuple[Columns, Integers]:
         """The columns of the chosen items, and their hints."""
         if self.choice is None:
@@ -103,7 +104,7 @@ class Items(MutableSequence[WriteItem]):
         return self.columns.select(np.flatnonzero(kept)), unpack_integers(unpack(self.choice.hints))
 
     def __iter__(self) -> Iterator[WriteItem]:
-        return iter(self._changed) if self._changed is not None else write_items(*self.chosen())
+        return iter(self._changed) if self._changed is not None else write_items(*self.chosen)
 
     def __len__(self) -> int:
         if self._changed is not None:
@@ -113,7 +114,7 @@ class Items(MutableSequence[WriteItem]):
     def __getitem__(self, at: Any) -> Any:
         if self._changed is not None or isinstance(at, slice):
             return list(self)[at]
-        columns, hints = self.chosen()
+        columns, hints = self.chosen
         row = np.array([range(len(hints))[at]])
         return next(write_items(columns.select(row), hints[row]))
 
@@ -126,6 +127,14 @@ class Items(MutableSequence[WriteItem]):
     def insert(self, at: int, item: WriteItem) -> None:
         """As of a list."""
         self._change().insert(at, item)
+
+    def sort(self, **arguments: Any) -> None:
+        """As of a list."""
+        self._change().sort(**arguments)
+
+    def copy(self) -> list[WriteItem]:
+        """As of a list."""
+        return list(self)
 
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, (list, Items)) else NotImplemented
@@ -208,7 +217,7 @@ class CompactPlan(SavePlan):
         is_theirs = "planner_data" not in self.__dict__ or self.planner_data is items.table.planner_data
         if items.coordinator is not None and isinstance(source, Encoded) and source.may_refer and is_theirs:
             return CompactPlan.of, (Answer(Reference(items.coordinator, source.digest), choice), self.storage_data)
-        return self._whole(*items.chosen())
+        return self._whole(*items.chosen)
 
     def _whole(self, columns: Columns, hints: Integers) -> tuple[Any, ...]:
         encoded = encode(columns.with_data(self.planner_data))

@@ -443,11 +443,13 @@ def test_items_are_as_a_list() -> None:
     assert (ours.items[1], ours.items[-1], ours.items[1:3]) == (theirs.items[1], theirs.items[-1], theirs.items[1:3])
     assert (ours.items + theirs.items, theirs.items + ours.items) == (theirs.items * 2, theirs.items * 2)
     assert (len(ours.items), repr(ours.items), bool(ours.items)) == (len(theirs.items), repr(theirs.items), True)
+    assert (ours.items.copy(), [ours.items[n] for n in range(len(ours.items))]) == (theirs.items, theirs.items)
     with pytest.raises(IndexError):
         ours.items[len(theirs.items)]
     for plan in (ours, theirs):
         plan.items[0] = plan.items[1]
         plan.items.pop()
+        plan.items.sort(key=str)
     assert ours.items == theirs.items
     assert ours != SavePlan([])
 
