@@ -22,6 +22,7 @@ from .errors import (
 
 if TYPE_CHECKING:
     from ._saving.options import SaveLimits
+    from .planner import SavePlanner
     from .reader import TensorizerStorageReader
     from .writer import TensorizerStorageWriter
 
@@ -35,6 +36,7 @@ __all__ = [
     "NotCommitted",
     "ReadError",
     "SaveLimits",
+    "SavePlanner",
     "SaveReport",
     "StagingError",
     "TensorizerStorageReader",
@@ -49,10 +51,11 @@ __version__ = version("dcp_tensorizer")
 
 _ON_USE = {
     "SaveLimits": "_saving.options",
+    "SavePlanner": "planner",
     "TensorizerStorageReader": "reader",
     "TensorizerStorageWriter": "writer",
 }
-_MODULES = ("convert", "reader", "writer")
+_MODULES = ("convert", "planner", "reader", "writer")
 
 if not TYPE_CHECKING:
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-__all__ = ["Region", "covers", "regions_of_range"]
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Region", "covers", "overlapping_pair", "regions_of_range"]
+
+Integers: TypeAlias = NDArray[np.int64]
+
+_MAX_ROUNDS = 8  # of cuts along all dimensions: sharding needs one or two, and what is left is swept
 
 
 class Region(NamedTuple):
@@ -56,7 +65,9 @@ def _lie_within(shape: Sequence[int], chunks: Sequence[Region]) -> bool:
 def _are_disjoint(shape: Sequence[int], chunks: Sequence[Region]) -> bool:
     if _is_grid(shape, chunks):  # as sharding makes it: two cells overlap only if they are the same cell
         return len({chunk.start for chunk in chunks}) == len(chunks)
-    return not any(chunk.intersect(other) for number, chunk in enumerate(chunks) for other in chunks[:number])
+    starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
+    stops = starts + np.array([chunk.size for chunk in chunks], dtype=np.int64)  # they lie within: no overflow
+    return overlapping_pair(starts, stops) is None
 
 
 def _is_grid(shape: Sequence[int], chunks: Sequence[Region]) -> bool:
@@ -67,6 +78,103 @@ def _is_grid(shape: Sequence[int], chunks: Sequence[Region]) -> bool:
         if any(chunk.size[dim] != cell_size[chunk.start[dim]] for chunk in chunks):
             return False
     return True
+
+
+def overlapping_pair(starts: Integers, stops: Integers) -> tuple[int, int] | None:
+    """The numbers of two chunks that overlap; None if there are none.
+
+    Chunks that sharding makes can be cut apart: a cut along a dimension goes through no chunk and has some on either
+    side. That takes O(n log n), and so does what cannot be cut apart in two dimensions. As DCP sees it, a chunk
+    without elements overlaps another one if it lies strictly inside.
+
+    Args:
+        starts, stops: A row for each chunk, and a column for each dimension.
+    """
+    if len(starts) < 2:
+        return None
+    if not starts.shape[1]:
+        return 0, 1
+    low, high = _numbered(starts, stops)
+    for group in _cut_apart(low, high):
+        pair = _sweep(group, low, high)
+        if pair is not None:
+            return pair
+    return None
+
+
+def _numbered(starts: Integers, stops: Integers) -> tuple[Integers, Integers]:
+    """Replaces coordinates by their numbers in order, dimension by dimension: they are less than twice the chunks."""
+    both = np.concatenate([starts, stops])
+    columns = [np.unique(column, return_inverse=True)[1].reshape(-1) for column in both.T]
+    numbers = np.stack(columns, axis=1)
+    return numbers[: len(starts)], numbers[len(starts) :]
+
+
+def _cut_apart(low: Integers, high: Integers) -> list[list[int]]:
+    """The groups of two chunks or more that no cut divides further. All groups are cut at once."""
+    dims = low.shape[1]
+    width = 2 * len(low)  # more than any coordinate: behind it begins the next group
+    rows, groups, count, vain = np.arange(len(low)), np.zeros(len(low), dtype=np.int64), 1, 0
+    for dim in itertools.islice(itertools.cycle(range(dims)), _MAX_ROUNDS * dims):
+        order = np.lexsort((high[rows, dim], low[rows, dim], groups))
+        rows, groups = rows[order], groups[order]
+        reach = np.maximum.accumulate(high[rows, dim] + groups * width)
+        cuts = low[rows[1:], dim] + groups[1:] * width >= reach[:-1]
+        groups = np.concatenate([[0], np.cumsum(cuts)])
+        vain = vain + 1 if groups[-1] + 1 == count else 0
+        several = (np.bincount(groups) > 1)[groups]
+        rows, groups = rows[several], np.unique(groups[several], return_inverse=True)[1].reshape(-1)
+        if not len(rows) or vain == dims:
+            break
+        count = int(groups[-1]) + 1
+    if not len(rows):
+        return []
+    return [part.tolist() for part in np.split(rows, np.flatnonzero(np.diff(groups)) + 1)]
+
+
+def _sweep(group: list[int], low: Integers, high: Integers) -> tuple[int, int] | None:
+    """Two chunks of a group that overlap. A dimension in which all have a point in common tells nothing."""
+    some_low, some_high = low[group], high[group]
+    dims = np.flatnonzero(some_low.max(axis=0) >= some_high.min(axis=0)).tolist()
+    if not dims:
+        return group[0], group[1]
+    if len(dims) > 2:
+        return _sweep_many(group, some_low[:, dims], some_high[:, dims])
+    boxes = np.stack([some_low[:, dims[0]], some_high[:, dims[0]], some_low[:, dims[-1]], some_high[:, dims[-1]]])
+    return _sweep_two(sorted(zip(*boxes.tolist(), group, strict=True)))
+
+
+def _sweep_two(boxes: list[tuple[int, int, int, int, int]]) -> tuple[int, int] | None:
+    """Sweeps boxes (start and stop in one dimension, and in the other, and their number), sorted.
+
+    The active ones lie side by side in the other dimension, so that only neighbours need to be compared.
+    """
+    active: list[tuple[int, int, int]] = []
+    ends: list[tuple[int, tuple[int, int, int]]] = []
+    for start, stop, low, high, number in boxes:
+        while ends and ends[0][0] <= start:
+            del active[bisect_left(active, heapq.heappop(ends)[1])]
+        box = (low, high, number)
+        at = bisect_left(active, box)
+        if at and active[at - 1][1] > low:
+            return active[at - 1][2], number
+        if at < len(active) and active[at][0] < high:
+            return active[at][2], number
+        active.insert(at, box)
+        heapq.heappush(ends, (stop, box))
+    return None
+
+
+def _sweep_many(group: list[int], low: Integers, high: Integers) -> tuple[int, int] | None:
+    """Sweeps along the first dimension, and compares each chunk with all active ones: sharding makes no such groups."""
+    active = np.zeros(0, dtype=np.int64)
+    for row in np.lexsort((high[:, 0], low[:, 0])):
+        active = active[high[active, 0] > low[row, 0]]
+        overlaps = ((low[active] < high[row]) & (high[active] > low[row])).all(axis=1)
+        if overlaps.any():
+            return group[active[overlaps.argmax()]], group[row]
+        active = np.append(active, row)
+    return None
 
 
 def regions_of_range(start: int, stop: int, shape: Sequence[int]) -> Iterator[Region]:

@@ -15,7 +15,7 @@ from .._forks import in_child
 
 __all__ = ["age_objects", "collector_paused"]
 
-_AGEINGS = 64
+_AGEINGS = 96
 """Without a full collection in between: some ten saves. Then one may come, for cycles that were aged and died."""
 
 

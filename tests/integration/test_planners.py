@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from dcp_tensorizer import MetadataError, TensorizerStorageReader, TensorizerStorageWriter
+from dcp_tensorizer import MetadataError, SavePlanner, TensorizerStorageReader, TensorizerStorageWriter
 
 KEYS = [f"layer{number}" for number in range(4)]
 
@@ -93,6 +93,37 @@ def test_a_planner_with_one_buffer_saves_every_item(tmp_path: Path, staged: bool
     dcp.load(loaded, storage_reader=TensorizerStorageReader(tmp_path))
     assert values(loaded) == [2.0, 4.0, 6.0, 8.0]
     assert (loaded["a"], loaded["b"]) == ("one", "two")
+
+
+class Doubles(SavePlanner):
+    """Saves twice what is there, and other objects."""
+
+    def lookup_object(self, index: Any) -> Any:
+        value = super().lookup_object(index)
+        return "two" if value == "one" else value
+
+    def transform_object(self, write_item: Any, value: Any) -> Any:
+        value = super().transform_object(write_item, value)
+        return value * 2 if isinstance(value, torch.Tensor) else value
+
+    def resolve_data(self, write_item: Any) -> Any:
+        value = super().resolve_data(write_item)
+        return value + 1 if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["dcp_tensorizer", "torch"])
+def test_a_subclass_of_our_planner_saves_what_it_makes(tmp_path: Path, ours: bool) -> None:
+    """Its own ``lookup_object``, ``transform_object`` and ``resolve_data``, at the first save and at a repeat."""
+    planner = Doubles()
+    with TensorizerStorageWriter() as writer:
+        for number in range(2):
+            storage = writer if ours else FileSystemWriter(tmp_path / str(number))
+            path, saved = tmp_path / str(number), {**state(number), "a": "one"}
+            dcp.save(saved, checkpoint_id=path, storage_writer=storage, planner=planner)
+            loaded = {**{key: torch.zeros(1) for key in KEYS}, "a": ""}
+            dcp.load(loaded, storage_reader=TensorizerStorageReader(path) if ours else FileSystemReader(path))
+            assert values(loaded) == [2 * (number + key) + 1 for key in range(len(KEYS))]
+            assert loaded["a"] == "two"
 
 
 def plan_of(reader: TensorizerStorageReader) -> LoadPlan:

@@ -23,6 +23,7 @@ from dcp_tensorizer import (
     NotCommitted,
     ReadError,
     SaveLimits,
+    SavePlanner,
     SaveReport,
     StagingError,
     TensorizerStorageReader,
@@ -60,6 +61,7 @@ def test_exported_names_are_pinned() -> None:
         "NotCommitted",
         "ReadError",
         "SaveLimits",
+        "SavePlanner",
         "SaveReport",
         "StagingError",
         "TensorizerStorageReader",
@@ -195,7 +197,7 @@ def test_not_committed_is_a_file_not_found_error() -> None:
 
 @pytest.mark.parametrize(
     "cls",
-    [TensorizerStorageReader, TensorizerStorageWriter, LoadReport, SaveLimits, SaveReport, *EXCEPTIONS],
+    [TensorizerStorageReader, TensorizerStorageWriter, LoadReport, SaveLimits, SavePlanner, SaveReport, *EXCEPTIONS],
     ids=lambda c: c.__name__,
 )
 def test_everything_public_is_documented(cls: type) -> None:

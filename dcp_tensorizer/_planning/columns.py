@@ -1,0 +1,193 @@
+"""A rank's write items as columns: a few arrays in place of a dozen objects for each item."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from .paths import PackedPaths, Pickled, unpack_paths
+
+__all__ = ["KINDS", "Columns", "Integers", "Spec", "Table", "Unsupported", "columns_of", "spec_of", "write_items"]
+
+Integers: TypeAlias = NDArray[np.int64]
+
+KINDS = (WriteItemType.TENSOR, WriteItemType.SHARD, WriteItemType.BYTE_IO)
+"""What `Table.kinds` numbers."""
+
+_TENSOR, _SHARD, _BYTE_IO = range(3)
+_KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
+_FIELDS = {
+    WriteItem: {"index", "type", "bytes_io_data", "tensor_data"},
+    TensorWriteData: {"chunk", "properties", "size"},
+    ChunkStorageMetadata: {"offsets", "sizes"},
+    MetadataIndex: {"fqn", "offset", "index"},
+    SavePlan: {"items", "storage_data", "planner_data", "usable"},
+}
+# A release of torch that knows more of items than columns hold plans in its own way.
+_UNDERSTOOD = all({field.name for field in dataclasses.fields(cls)} == names for cls, names in _FIELDS.items())
+_properties = operator.attrgetter(*[field.name for field in dataclasses.fields(TensorProperties)])
+
+
+class Unsupported(Exception):
+    """Some items are more than columns can hold: a planner of the user's made them."""
+
+
+class Spec(NamedTuple):
+    """What is the same for all chunks of a tensor: its shape, and the fields of its ``TensorProperties``."""
+
+    shape: tuple[int, ...]
+    properties: tuple[Any, ...]
+
+
+def spec_of(size: Iterable[int], properties: TensorProperties) -> Spec:
+    """The spec of a tensor.
+
+    Raises:
+        Unsupported: the properties are of a class of the user's.
+    """
+    if type(properties) is not TensorProperties:
+        raise Unsupported
+    return Spec(tuple(size), _properties(properties))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Table:
+    """What is usually the same on all ranks.
+
+    Attributes:
+        keys: All keys, in order.
+        key_numbers: Of each item.
+        kinds: Of each item, see `KINDS`.
+        spec_numbers: Of each item; -1: it is an object.
+        specs: All specs.
+        data: What the plan says beside its items, or that packed.
+    """
+
+    keys: list[str]
+    key_numbers: Integers
+    kinds: Integers
+    spec_numbers: Integers
+    specs: list[Spec]
+    data: Any
+
+    @functools.cached_property
+    def planner_data(self) -> Any:
+        """What the plan says beside its items."""
+        return unpack_paths(self.data) if isinstance(self.data, (PackedPaths, Pickled)) else self.data
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Columns:
+    """The write items of a rank.
+
+    Attributes:
+        dims: How many dimensions the chunk of each item has; -1: it is an object.
+        starts, sizes: A row for each item, with zeros behind its dimensions.
+    """
+
+    table: Table
+    dims: Integers
+    starts: Integers
+    sizes: Integers
+
+    def __len__(self) -> int:
+        return len(self.dims)
+
+    def with_data(self, planner_data: Any) -> Columns:
+        """The same items with something else beside them."""
+        return dataclasses.replace(self, table=dataclasses.replace(self.table, data=planner_data))
+
+    def select(self, rows: Integers) -> Columns:
+        """Some of the items."""
+        table = self.table
+        chosen = dataclasses.replace(
+            table,
+            key_numbers=table.key_numbers[rows],
+            kinds=table.kinds[rows],
+            spec_numbers=table.spec_numbers[rows],
+        )
+        return Columns(chosen, self.dims[rows], self.starts[rows], self.sizes[rows])
+
+
+def columns_of(items: Iterable[WriteItem], planner_data: Any) -> tuple[Columns, Integers]:
+    """The columns of items, and their hints (``MetadataIndex.index``; -1: none). Each item may be dropped at once.
+
+    Raises:
+        Unsupported: an item is more than columns can hold.
+    """
+    keys: dict[str, int] = {}
+    specs: dict[Spec, int] = {}
+    rows: list[tuple[int, int, int, int, int]] = []
+    places: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for item in items:
+        kind, spec, start, size = _understand(item)
+        number = -1 if spec is None else specs.setdefault(spec, len(specs))
+        hint = -1 if item.index.index is None else item.index.index
+        rows.append((keys.setdefault(item.index.fqn, len(keys)), kind, number, -1 if spec is None else len(size), hint))
+        places.append((start, size))
+    columns = np.array(rows, dtype=np.int64).reshape(-1, 5).T.copy()
+    width = max((len(size) for _, size in places), default=0)
+    starts, sizes = (
+        np.array([place[at] + (0,) * (width - len(place[at])) for place in places], dtype=np.int64).reshape(
+            len(places), width
+        )
+        for at in (0, 1)
+    )
+    table = Table(list(keys), columns[0], columns[1], columns[2], list(specs), planner_data)
+    return Columns(table, columns[3], starts, sizes), columns[4]
+
+
+def _understand(item: WriteItem) -> tuple[int, Spec | None, tuple[int, ...], tuple[int, ...]]:
+    """The kind of an item, its spec, and the place of its chunk."""
+    index, data = item.index, item.tensor_data
+    if (
+        not _UNDERSTOOD
+        or type(item) is not WriteItem
+        or type(index) is not MetadataIndex
+        or type(index.fqn) is not str
+        or item.type not in _KIND_NUMBERS
+        or item.bytes_io_data is not None
+        or not (index.index is None or (type(index.index) is int and index.index >= 0))
+    ):
+        raise Unsupported
+    if item.type == WriteItemType.BYTE_IO:
+        if data is not None or index.offset is not None or index.index is not None:
+            raise Unsupported
+        return _BYTE_IO, None, (), ()
+    if type(data) is not TensorWriteData or type(data.chunk) is not ChunkStorageMetadata:
+        raise Unsupported
+    start, size = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+    if index.offset is None or tuple(index.offset) != start or len(start) != len(size):
+        raise Unsupported
+    return _KIND_NUMBERS[item.type], spec_of(data.size, data.properties), start, size
+
+
+def write_items(columns: Columns, hints: Integers) -> Iterator[WriteItem]:
+    """Makes DCP's items, one when it is asked for; a hint of -1 is none."""
+    table, width = columns.table, columns.starts.shape[1]
+    starts, sizes = (
+        columns.starts.ravel().tolist(),
+        columns.sizes.ravel().tolist(),
+    )  # a list for each item would be many
+    per_item = (table.key_numbers, table.kinds, table.spec_numbers, columns.dims, hints)
+    for row, (key, kind, number, dims, hint) in enumerate(zip(*[c.tolist() for c in per_item], strict=True)):
+        if kind == _BYTE_IO:
+            yield WriteItem(MetadataIndex(table.keys[key]), WriteItemType.BYTE_IO)
+            continue
+        spec = table.specs[number]
+        begin, end = row * width, row * width + dims
+        chunk = ChunkStorageMetadata(torch.Size(starts[begin:end]), torch.Size(sizes[begin:end]))
+        yield WriteItem(
+            MetadataIndex(table.keys[key], chunk.offsets, None if hint < 0 else hint),
+            KINDS[kind],
+            tensor_data=TensorWriteData(chunk, TensorProperties(*spec.properties), torch.Size(spec.shape)),
+        )

@@ -1,0 +1,232 @@
+"""A save plan whose items are made when they are asked for, and which is carried from rank to rank as few bytes.
+
+A rank sends its plan as columns. If the coordinator knows them already, it sends their digest. The coordinator answers
+with the numbers of the items that the rank is to write.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator, MutableSequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from .columns import Columns, Integers, Table, Unsupported, columns_of, write_items
+from .wire import Encoded, encode, pack, pack_integers, unpack, unpack_integers
+
+if TYPE_CHECKING:
+    from .history import History
+
+__all__ = ["Answer", "Choice", "CompactPlan", "Items", "Reference", "choose"]
+
+
+class Reference(NamedTuple):
+    """In the place of items that the coordinator knows: whose coordinator it is, and their digest."""
+
+    coordinator: str
+    digest: bytes
+
+
+class Choice(NamedTuple):
+    """Which items of a plan are to be written: how many, a bit for each of the plan, and their hints, packed."""
+
+    items: int
+    kept: bytes
+    hints: bytes
+
+
+class Answer(NamedTuple):
+    """The coordinator's, in the place of items that the rank knows: which of them it is to write."""
+
+    reference: Reference
+    choice: Choice
+
+
+def choose(kept: Any, hints: Integers) -> Choice:
+    """The choice of the items for which ``kept`` is true; ``hints`` are theirs (-1: none)."""
+    return Choice(len(hints), np.packbits(kept).tobytes(), pack(pack_integers(hints)))
+
+
+class Items(MutableSequence[WriteItem]):
+    """The items of a plan. Each is made anew whenever it is asked for, unless they have been changed.
+
+    Args:
+        source: The columns.
+        choice: Which of them; None: all, without hints.
+        history: Of the planner whose local plan this is, if others may answer by referring to it.
+        coordinator: The coordinator's planner, if this is an answer to a rank that understands a reference.
+        tables: What has been decoded of other ranks' plans.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        source: Columns | Encoded,
+        choice: Choice | None = None,
+        *,
+        history: History | None = None,
+        coordinator: str | None = None,
+        tables: dict[bytes, Table] | None = None,
+    ) -> None:
+        self.source = source
+        self.choice = choice
+        self.history = history
+        self.coordinator = coordinator
+        self.tables: dict[bytes, Table] = {} if tables is None else tables
+        self._changed: list[WriteItem] | None = None
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether columns no longer say what they are."""
+        return self._changed is not None
+
+    @property
+    def table(self) -> Table:
+        """What the plan has in common with those of other ranks."""
+        return self.source.table if isinstance(self.source, Columns) else self.source.decode_table(self.tables)
+
+    @functools.cached_property
+    def columns(self) -> Columns:
+        """All columns, also of items that are not chosen."""
+        return self.source if isinstance(self.source, Columns) else self.source.decode(self.tables)
+
+    @functools.cached_property
+    def chosen(self) -> tuple[Columns, Integers]:
+        """The columns of the chosen items, and their hints."""
+        if self.choice is None:
+            return self.columns, np.full(len(self.columns), -1)
+        kept = np.unpackbits(np.frombuffer(self.choice.kept, np.uint8), count=len(self.columns))
+        return self.columns.select(np.flatnonzero(kept)), unpack_integers(unpack(self.choice.hints))
+
+    def __iter__(self) -> Iterator[WriteItem]:
+        return iter(self._changed) if self._changed is not None else write_items(*self.chosen)
+
+    def __len__(self) -> int:
+        if self._changed is not None:
+            return len(self._changed)
+        return len(self.columns) if self.choice is None else self.choice.items
+
+    def __getitem__(self, at: Any) -> Any:
+        if self._changed is not None or isinstance(at, slice):
+            return list(self)[at]
+        columns, hints = self.chosen
+        row = np.array([range(len(hints))[at]])
+        return next(write_items(columns.select(row), hints[row]))
+
+    def __setitem__(self, at: Any, item: Any) -> None:
+        self._change()[at] = item
+
+    def __delitem__(self, at: Any) -> None:
+        del self._change()[at]
+
+    def insert(self, at: int, item: WriteItem) -> None:
+        """As of a list."""
+        self._change().insert(at, item)
+
+    def sort(self, **arguments: Any) -> None:
+        """As of a list."""
+        self._change().sort(**arguments)
+
+    def copy(self) -> list[WriteItem]:
+        """As of a list."""
+        return list(self)
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, (list, Items)) else NotImplemented
+
+    def __add__(self, other: Iterable[WriteItem]) -> list[WriteItem]:
+        return [*self, *other]
+
+    def __radd__(self, other: Iterable[WriteItem]) -> list[WriteItem]:
+        return [*other, *self]
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By themselves they are copied, and sent, as a list. `CompactPlan` sends less."""
+        return list, (list(self),)
+
+    def _change(self) -> list[WriteItem]:
+        if self._changed is None:
+            self._changed = list(self)
+        return self._changed
+
+
+class CompactPlan(SavePlan):
+    """torch's ``SavePlan`` with `Items`, and sent as columns, or as a reference to them.
+
+    What is pickled is for the ranks of one save alone.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @functools.cached_property
+    def planner_data(self) -> Any:
+        """As torch's; of a plan that was received it is decoded when it is asked for."""
+        return self.items.table.planner_data if isinstance(self.items, Items) else None
+
+    @classmethod
+    def of(cls, items: Any, storage_data: Any) -> CompactPlan:
+        """A plan whose ``planner_data`` is that of its items."""
+        plan = cls.__new__(cls)
+        plan.__dict__.update(items=items, storage_data=storage_data, usable=True)
+        return plan
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SavePlan):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in _FIELDS)
+
+    def __copy__(self) -> CompactPlan:
+        return dataclasses.replace(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompactPlan:
+        return type(self)(*[copy.deepcopy(getattr(self, name), memo) for name in _FIELDS])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        items = self.items
+        if isinstance(items, (Reference, Answer)):
+            return CompactPlan.of, (items, self.storage_data)
+        try:
+            if not isinstance(items, Items) or items.is_changed:
+                return self._whole(*columns_of(items, self.planner_data))
+            if items.choice is not None:
+                return self._answer(items, items.choice)
+            return self._report(items)
+        except Unsupported:
+            return SavePlan, (list(items), self.storage_data, self.planner_data, self.usable)
+
+    def _report(self, items: Items) -> tuple[Any, ...]:
+        """A rank's plan for the coordinator; what is in ``planner_data`` by now belongs to it."""
+        columns = items.columns.with_data(self.planner_data)
+        encoded = encode(columns, may_refer=items.history is not None)
+        reference = None if items.history is None else items.history.sending(columns, encoded.digest)
+        if reference is not None:
+            return CompactPlan.of, (reference, self.storage_data)
+        return _received, (encoded, None, self.storage_data)
+
+    def _answer(self, items: Items, choice: Choice) -> tuple[Any, ...]:
+        """The coordinator's plan for a rank; most ranks know everything but their choice."""
+        source = items.source
+        is_theirs = "planner_data" not in self.__dict__ or self.planner_data is items.table.planner_data
+        if items.coordinator is not None and isinstance(source, Encoded) and source.may_refer and is_theirs:
+            return CompactPlan.of, (Answer(Reference(items.coordinator, source.digest), choice), self.storage_data)
+        return self._whole(*items.chosen)
+
+    def _whole(self, columns: Columns, hints: Integers) -> tuple[Any, ...]:
+        encoded = encode(columns.with_data(self.planner_data))
+        choice = choose(np.ones(len(columns), bool), hints) if len(hints) and hints.max() >= 0 else None
+        return _received, (encoded, choice, self.storage_data)
+
+
+def _received(encoded: Encoded, choice: Choice | None, storage_data: Any) -> CompactPlan:
+    return CompactPlan.of(Items(encoded, choice), storage_data)
+
+
+_FIELDS = [field.name for field in dataclasses.fields(SavePlan)]

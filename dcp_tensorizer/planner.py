@@ -1,0 +1,167 @@
+"""Planning: `SavePlanner`, a planner for ``torch.distributed.checkpoint`` whose cost hardly grows with the ranks.
+
+state dict --create_local_plan()--> columns             each rank
+           --one gather-->          or their digest
+columns    --create_global_plan()--> who writes what    coordinator
+           --one scatter-->         a bit for each item
+answer     --finish_plan()-->       the rank's items    each rank, made one by one
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from ._memory.garbage import collector_paused
+from ._planning.columns import Table, Unsupported, columns_of
+from ._planning.global_plan import GlobalPlan, encoded, make_global_plan
+from ._planning.history import History
+from ._planning.plan import Answer, CompactPlan, Items, Reference
+from ._planning.wire import Encoded
+
+__all__ = ["SavePlanner"]
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Plans saves as torch's ``DefaultSavePlanner`` does, for many tensors on many ranks.
+
+    Pass it as ``planner`` to ``dcp.async_save`` or ``dcp.save``, with any storage writer, the same one for every save
+    of a job::
+
+        planner = SavePlanner()
+        for step in ...:
+            dcp.async_save(state_dict, storage_writer=writer, planner=planner)
+
+    What is saved is the same, and so is the ``Metadata``. The costs are not: torch's planner makes a dozen objects for
+    each item on each rank, sends all of them, and compares them one by one on the coordinator. This one sends columns,
+    and where a rank's plan is as it was in one of the last saves, a digest.
+
+    A plan is refused if chunks overlap, are missing or lie outside their tensor. The error names the keys.
+
+    Subclasses may override what those of ``DefaultSavePlanner`` may. What columns cannot hold is planned by torch.
+    Use one planner for each process group.
+
+    Args:
+        flatten_state_dict: Save the members of nested dicts and lists one by one.
+        flatten_sharded_tensors: Take apart ``ShardedTensor`` in ``ShardedTensor``.
+        dedup_replicated_tensors: Without effect, as in torch.
+        dedup_save_to_lowest_rank: Have the lowest rank write what several have; otherwise plans are balanced.
+        enable_plan_caching: Remember the last plans, so that a repeat is neither sent nor planned again. They belong
+            to this planner, and are told apart by their contents. In PROCESS mode nothing is remembered: DCP sends a
+            copy of the planner with each save.
+    """
+
+    _history: History | None = None
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        dedup_replicated_tensors: bool | None = None,
+        dedup_save_to_lowest_rank: bool = False,
+        enable_plan_caching: bool = True,
+    ) -> None:
+        # torch's own cache is one for all planners of a process.
+        super().__init__(
+            flatten_state_dict, flatten_sharded_tensors, dedup_replicated_tensors, dedup_save_to_lowest_rank
+        )
+        self._history = History() if enable_plan_caching else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has sent nothing yet."""
+        return {**self.__dict__, "_history": None if self._history is None else History()}
+
+    @collector_paused()
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Called by DCP with what is to be saved."""
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    @collector_paused()
+    def create_local_plan(self) -> SavePlan:
+        """What this rank could write."""
+        if self._history is not None:
+            self._history.begin()
+        try:
+            columns, _ = columns_of(self._items(), self.mappings if self.flatten_state_dict else None)
+        except Unsupported:
+            return super().create_local_plan()
+        self.plan = CompactPlan.of(Items(columns, history=self._history if self._may_refer() else None), None)
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """On the coordinator: who writes what.
+
+        Raises:
+            WriteError: chunks overlap, are missing or lie outside their tensor; names the keys.
+        """
+        tables: dict[bytes, Table] = {}
+        plans = [self._resolved(rank, plan, tables) for rank, plan in enumerate(all_plans)]
+        try:
+            sources = [encoded(plan) for plan in plans]
+            if self._plans_its_own_way():
+                raise Unsupported
+        except Unsupported:
+            return super().create_global_plan(plans)
+        result = self._planned(sources, tables)
+        coordinator = None if self._history is None else self._history.id
+        self.global_plan = [
+            CompactPlan.of(Items(source, choice, coordinator=coordinator, tables=tables), plan.storage_data)
+            for source, choice, plan in zip(sources, result.choices, plans, strict=True)
+        ]
+        self.metadata = result.metadata()
+        return self.global_plan, self.metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """What this rank is to write."""
+        if self._history is not None:
+            if isinstance(new_plan.items, Answer):
+                columns = self._history.answered(new_plan.items)
+                new_plan = CompactPlan.of(Items(columns, new_plan.items.choice), new_plan.storage_data)
+            self._history.end()
+        return super().finish_plan(new_plan)
+
+    def _items(self) -> Iterator[WriteItem]:
+        """torch's items of the state dict, each of which may be dropped before the next one is made."""
+        plans = (
+            create_default_local_save_plan({key: value}, self.is_coordinator) for key, value in self.state_dict.items()
+        )
+        return itertools.chain.from_iterable(plan.items for plan in plans)
+
+    def _may_refer(self) -> bool:
+        """Whether nobody but this class sees what ranks send: a subclass gets whole plans."""
+        cls = type(self)
+        return cls.create_global_plan is SavePlanner.create_global_plan and cls.finish_plan is SavePlanner.finish_plan
+
+    def _plans_its_own_way(self) -> bool:
+        """Whether a subclass overrides what torch's ``create_global_plan`` calls."""
+        names = ("_dedup_save_plans", "_create_global_plan")
+        return any(getattr(type(self), name, None) is not getattr(DefaultSavePlanner, name, None) for name in names)
+
+    def _resolved(self, rank: int, plan: SavePlan, tables: dict[bytes, Table]) -> SavePlan:
+        """A rank's plan with its items, also where it only referred to them."""
+        items = plan.items
+        if isinstance(items, Reference):
+            history = self._history or History()  # a new one knows nothing, and says so
+            return CompactPlan.of(Items(history.received(rank, items), tables=tables), plan.storage_data)
+        if isinstance(items, Items) and isinstance(items.source, Encoded):
+            items.tables = tables
+        return plan
+
+    def _planned(self, sources: list[Encoded], tables: dict[bytes, Table]) -> GlobalPlan:
+        """What comes of the plans, or came of them before."""
+        options = {"to_lowest_rank": self.dedup_save_to_lowest_rank, "merges_paths": self.flatten_state_dict}
+        if self._history is None:
+            return make_global_plan([source.decode(tables) for source in sources], **options)
+        key = (tuple(source.digest for source in sources), *options.values())
+        result: GlobalPlan | None = self._history.find(key)
+        if result is None:
+            result = make_global_plan([source.decode(tables) for source in sources], **options)
+        self._history.planned(key, sources, result)
+        return result

@@ -1,0 +1,174 @@
+"""`SavePlanner` on real ranks: what is saved with it is what torch's planner saves, with either storage writer."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from dcp_tensorizer import SavePlanner, TensorizerStorageReader, TensorizerStorageWriter
+
+from .ranks import attempt, run_ranks
+from .test_layouts import LAYOUTS, Uneven
+from .training import AppState, assert_same, full, random_tensor
+
+WORLD = 4
+
+
+def _tensors(rank, seed):
+    """One and two dimensions of a mesh, uneven shards, replicas, ranks of a mesh of their own, scalars and objects."""
+    line, square = init_device_mesh("cpu", (WORLD,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    corner = dist.device_mesh.DeviceMesh("cpu", [0, 2])
+
+    def tensor(*shape, dtype=torch.float32):
+        return random_tensor(dtype, shape, seed)
+
+    return {
+        "rows": distribute_tensor(tensor(8, 3), line, [Shard(0)]),
+        "uneven": distribute_tensor(tensor(5, 3, dtype=torch.bfloat16), line, [Shard(0)]),
+        "few": distribute_tensor(tensor(2, 3), line, [Shard(0)]),
+        "columns": distribute_tensor(tensor(3, 7), line, [Shard(1)]),
+        "square": distribute_tensor(tensor(6, 4), square, [Shard(0), Shard(1)]),
+        "hybrid": distribute_tensor(tensor(6, 4), square, [Replicate(), Shard(0)]),
+        "replicated": distribute_tensor(tensor(6), square, [Replicate(), Replicate()]),
+        "corner": DTensor.from_local(tensor(2, 2), corner, [Shard(0)], run_check=False),
+        "plain": {"weight": tensor(4), "steps": [torch.tensor(seed), torch.tensor(seed + 1)]},
+        "objects": {"lr": 0.1, "name": "run", f"rank{rank.index}": {"seed": seed}},
+    }
+
+
+def _models(rank):
+    for wrap in LAYOUTS.values():
+        torch.manual_seed(0)
+        model = wrap(Uneven(7), rank.world_size)
+        yield {"app": AppState(model, torch.optim.Adam(model.parameters(), lr=0.1)).state_dict()}
+
+
+def _states(rank):
+    yield from _models(rank)
+    yield _tensors(rank, 1)
+    yield {"model": torch.ones(3)} if rank.index else {}
+
+
+def _differences(ours, theirs):
+    """The fields in which two pieces of metadata differ; ids of saves and paths do."""
+    assert isinstance(ours, Metadata)
+    fields = [field.name for field in dataclasses.fields(Metadata) if field.name != "storage_meta"]
+    differ = [name for name in fields if getattr(ours, name) != getattr(theirs, name)]
+    if list(ours.state_dict_metadata) != list(theirs.state_dict_metadata):
+        differ.append("order")
+    return differ
+
+
+def _save_with_torchs_writer(rank, folder):
+    """Each state with torch's planner, and twice with ours; then what ours saved is loaded."""
+    planner, differ = SavePlanner(), []
+    for number, state in enumerate(_states(rank)):
+        theirs = dcp.save(state, storage_writer=FileSystemWriter(folder / f"{number} torch"))
+        for time in range(2):
+            path = folder / f"{number} {time}"
+            ours = dcp.save(state, storage_writer=FileSystemWriter(path), planner=planner)
+            differ += _differences(ours, theirs)
+            differ += _differences(FileSystemReader(path).read_metadata(), theirs)
+    loaded = _tensors(rank, 2)
+    dcp.load(loaded, storage_reader=FileSystemReader(folder / f"{len(LAYOUTS)} 1"))
+    assert_same(full(loaded), full(_tensors(rank, 1)))
+    return differ
+
+
+def test_torchs_writer_makes_the_same_checkpoint(tmp_path):
+    """The metadata is equal on all ranks and in the file, places of data included, also at the second save."""
+    assert run_ranks(WORLD, _save_with_torchs_writer, tmp_path) == [[]] * WORLD
+    for path in tmp_path.glob("*/.metadata"):
+        assert b"dcp_tensorizer" not in path.read_bytes()
+
+
+def _save_with_our_writer(rank, folder, mode):
+    """Each state with either planner; then what ours saved is loaded."""
+    planner, differ = SavePlanner(), []
+    options = {"process_group": rank.saves, "async_checkpointer_type": AsyncCheckpointerType[mode]}
+    with TensorizerStorageWriter(thread_count=1) as writer:
+        for number, state in enumerate(_states(rank)):
+            path = folder / str(number)
+            theirs = dcp.async_save(state, checkpoint_id=path, storage_writer=writer, **options).result()
+            for _ in range(2):
+                future = dcp.async_save(state, checkpoint_id=path, storage_writer=writer, planner=planner, **options)
+                ours = future.result()
+                differ += _differences(ours, theirs)
+                assert ours.storage_data is None
+    loaded = _tensors(rank, 2)
+    dcp.load(loaded, storage_reader=TensorizerStorageReader(folder / str(len(LAYOUTS))))
+    assert_same(full(loaded), full(_tensors(rank, 1)))
+    return differ
+
+
+@pytest.mark.parametrize("mode", ["THREAD", "PROCESS"])
+def test_our_writer_saves_the_same(tmp_path, mode):
+    """In a thread, and in DCP's own process, which gets a copy of the planner with each save."""
+    assert run_ranks(WORLD, _save_with_our_writer, tmp_path, mode) == [[]] * WORLD
+
+
+def _save_alone(rank, folder):
+    """Without collectives, and each rank for itself, between saves of all ranks; all with one planner."""
+    planner, differ = SavePlanner(), []
+    state = _tensors(rank, 1)
+    plain = {"plain": state["plain"], "objects": state["objects"]}
+    roads = [{}, {"use_collectives": False}, {"no_dist": True}, {}]
+    for number, road in enumerate(roads):
+        own = f" {rank.index}" if "no_dist" in road else ""
+        saved = state if "no_dist" not in road else plain
+        theirs = dcp.save(saved, storage_writer=FileSystemWriter(folder / f"{number} torch{own}"), **road)
+        for time in range(2):
+            path = folder / f"{number} {time}{own}"
+            ours = dcp.save(saved, storage_writer=FileSystemWriter(path), planner=planner, **road)
+            differ += _differences(ours, theirs)
+            with TensorizerStorageWriter(f"{path} ours", thread_count=1) as writer:
+                ours = dcp.save(saved, storage_writer=writer, planner=planner, **road)
+            theirs.storage_data, kept = None, theirs.storage_data
+            differ += _differences(ours, theirs)
+            theirs.storage_data = kept
+    return differ
+
+
+def test_ranks_that_save_alone(tmp_path):
+    """Their plans go nowhere; then all ranks save together again."""
+    assert run_ranks(WORLD, _save_alone, tmp_path) == [[]] * WORLD
+
+
+def _save_wrong_plan(rank, folder):
+    """A save whose plan is wrong, between two that are not."""
+    line = init_device_mesh("cpu", (WORLD,))
+    good = {"x": distribute_tensor(torch.ones(8), line, [Shard(0)])}
+    planner = SavePlanner()
+    dcp.save(good, storage_writer=FileSystemWriter(folder / "first"), planner=planner)
+    bad = {"x": distribute_tensor(torch.ones(9), line, [Shard(0)])}
+    failure = attempt(lambda: dcp.save(bad, storage_writer=FileSystemWriter(folder / "bad"), planner=_Shifted()))
+    dcp.save(good, storage_writer=FileSystemWriter(folder / "last"), planner=planner)
+    return {number: str(error) for number, error in failure.causes.items()}
+
+
+class _Shifted(SavePlanner):
+    """Plans chunks one row further on than they are."""
+
+    def create_local_plan(self):
+        plan = super().create_local_plan()
+        items = []
+        for item in plan.items:
+            chunk = dataclasses.replace(item.tensor_data.chunk, offsets=torch.Size([item.index.offset[0] + 1]))
+            data = dataclasses.replace(item.tensor_data, chunk=chunk)
+            items.append(
+                dataclasses.replace(item, index=dataclasses.replace(item.index, offset=chunk.offsets), tensor_data=data)
+            )
+        return dataclasses.replace(plan, items=items)
+
+
+def test_all_ranks_hear_what_is_wrong_with_a_plan(tmp_path):
+    """The error names the key and the rank; nothing is hung, and the planner before it goes on."""
+    for causes in run_ranks(WORLD, _save_wrong_plan, tmp_path):
+        assert causes == {0: "'x' cannot be saved: a part lies outside its shape (9,): (3,) at (7,) (of rank 2)"}
