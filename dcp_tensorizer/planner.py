@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -56,6 +56,7 @@ class SavePlanner(DefaultSavePlanner):
             copy of the planner with each save.
     """
 
+    plans_as_torch: ClassVar[type[DefaultSavePlanner]]
     _history: History | None = None
 
     def __init__(
@@ -165,3 +166,7 @@ class SavePlanner(DefaultSavePlanner):
             result = make_global_plan([source.decode(tables) for source in sources], **options)
         self._history.planned(key, sources, result)
         return result
+
+
+SavePlanner.plans_as_torch = SavePlanner
+"""What it plans it describes, unless a subclass plans otherwise; see `_saving.write_items`."""

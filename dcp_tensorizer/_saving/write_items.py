@@ -131,8 +131,9 @@ def write_results(
 
 def _plans_as_torch(planner: SavePlanner) -> bool:
     """Whether a planner describes whatever it plans: others may not."""
+    known = getattr(planner, "plans_as_torch", DefaultSavePlanner)  # `planner.SavePlanner` names itself there
     ways = ("create_local_plan", "create_global_plan", "finish_plan")
-    return all(getattr(type(planner), name, None) is getattr(DefaultSavePlanner, name) for name in ways)
+    return all(getattr(type(planner), name, None) is getattr(known, name) for name in ways)
 
 
 def _inline(items: Sequence[Item], cipher: Cipher | None) -> list[InlineItem]:

@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.testing._internal.two_tensor import TwoTensor
 
-from dcp_tensorizer import StagingError, WriteError
+from dcp_tensorizer import SavePlanner, StagingError, WriteError
 from dcp_tensorizer._format.index_rows import decode_places
 from dcp_tensorizer._format.keys import item_key
 from dcp_tensorizer._format.layout import MAX_INLINE_BYTES, StoredItem
 from dcp_tensorizer._format.places import PlaceTable, RankPlaces, hash_of
-from dcp_tensorizer._saving.write_items import ObjectCheck, resolve, write_results
+from dcp_tensorizer._saving.write_items import Item, ObjectCheck, resolve, write_results
 from dcp_tensorizer._writer_process.messages import FileResult, TensorSource, WriteDone
 
 from ...support import same
@@ -201,3 +201,22 @@ def test_an_object_whose_types_the_user_allowed_is_not_warned_of(caplog: pytest.
     with torch.serialization.safe_globals([threading.Event]):
         ObjectCheck().check(resolve(*planned({"event": threading.Event})))
     assert caplog.records == []
+
+
+class PlansItself(SavePlanner):
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+
+@pytest.mark.parametrize(
+    ("planner", "named"),
+    [(DefaultSavePlanner(), False), (SavePlanner(), False), (PlansItself(), True)],
+    ids=["torch's", "ours", "another"],
+)
+def test_keys_are_told_where_the_state_dict_may_not_name_them(planner: DefaultSavePlanner, named: bool) -> None:
+    """A planner with a way of its own may plan what it does not describe."""
+    plan, _ = planned({"w": torch.ones(2)})
+    items = [Item(item.index, "w", "tensor", torch.ones(2)) for item in plan.items]
+    (result,) = write_results(items, WriteDone((), 0.0, 0.0, 0.0), 0, planner)
+    rows = decode_places(result.storage_data.places)
+    assert [key for key, _ in rows.keys.values()] == (["w"] if named else [])
