@@ -15,7 +15,7 @@ from ..differential.values import Box, Object, Sharded, Tensor
 from ..differential.worlds import threads_as_ranks
 from ..support import ROOT
 
-CASES = 150
+CASES = 80
 
 
 @pytest.mark.timeout(600)

@@ -147,7 +147,7 @@ def test_a_flip_of_any_byte_is_an_error_or_changes_nothing(tmp_path, monkeypatch
     state = {
         "model": {"w": torch.arange(60.0).view(6, 10), "half": torch.ones(7, dtype=torch.bfloat16)},
         "step": torch.tensor(3),
-        "extra": {"name": "run", "rate": 0.1},
+        "extra": {"name": "run"},
     }
     save(tmp_path, state)
     (data,) = tmp_path.glob("*.tensors")
@@ -156,7 +156,7 @@ def test_a_flip_of_any_byte_is_an_error_or_changes_nothing(tmp_path, monkeypatch
     read = {offset for item in items for offset in range(item.offset, item.offset + item.length)}
     others = sorted(set(range(data.stat().st_size)) - read)
     places = [(metadata, offset) for offset in range(metadata.stat().st_size)]
-    places += [(data, offset) for offset in [*sorted(read), *others[:100], *others[100::1009], *others[-300:]]]
+    places += [(data, offset) for offset in [*sorted(read), *others[:40], *others[40::4999], *others[-100:]]]
     outcomes = Counter()
     for path, offset in places:
         damage(path, offset)
@@ -164,7 +164,7 @@ def test_a_flip_of_any_byte_is_an_error_or_changes_nothing(tmp_path, monkeypatch
         loaded["model"]["w"].zero_()
         loaded["model"]["half"].zero_()
         loaded["step"].zero_()
-        loaded["extra"] = {"name": "", "rate": 0.0}
+        loaded["extra"] = {"name": ""}
         error = None
         try:
             load(tmp_path, loaded)

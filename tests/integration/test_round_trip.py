@@ -164,7 +164,7 @@ states = st.recursive(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(state=st.dictionaries(names, states, min_size=1, max_size=4))
 def test_generated_states_survive(writer, tmp_path_factory, state):
     """Any nesting, dtypes, shapes and strides, one after the other through one writer and its buffer."""

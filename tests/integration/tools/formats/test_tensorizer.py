@@ -46,11 +46,11 @@ def test_a_stock_module_comes_back_with_its_buffers(tmp_path: Path) -> None:
 
 def test_more_names_than_tensorizer_writes(tmp_path: Path) -> None:
     """An index of over 256 KiB, which stock tensorizer cannot write, but reads."""
-    tensors = {f"{'n' * 90}.{number}": torch.tensor([number]) for number in range(2500)}
+    tensors = {f"{'n' * 900}.{number}": torch.tensor([number]) for number in range(300)}
     save_file(tensors, tmp_path / "a.safetensors")
     convert(tmp_path / "a.safetensors", tmp_path / "b", "tensorizer")
     with TensorDeserializer(tmp_path / "b", device="cpu") as stock:
-        assert [int(stock[key]) for key in tensors] == list(range(2500))
+        assert [int(stock[key]) for key in tensors] == list(range(300))
     assert all(same(value, tensors[key]) for key, value in tensors_of(tmp_path / "b").items())
 
 
