@@ -74,8 +74,9 @@ class SavePlanner(DefaultSavePlanner):
         self._history = History() if enable_plan_caching else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has sent nothing yet."""
-        return {**self.__dict__, "_history": None if self._history is None else History()}
+        """A copy has sent nothing yet, and needs nothing of the save before."""
+        state = {name: value for name, value in self.__dict__.items() if name not in _OF_A_SAVE}
+        return {**state, "_history": None if self._history is None else History()}
 
     @collector_paused()
     def set_up_planner(
@@ -112,8 +113,9 @@ class SavePlanner(DefaultSavePlanner):
             return super().create_global_plan(plans)
         result = self._planned(sources, tables)
         coordinator = None if self._history is None else self._history.id
+        shared: dict[bytes, Table] = {}  # a new one: most of what has been decoded is not needed again
         self.global_plan = [
-            CompactPlan.of(Items(source, choice, coordinator=coordinator, tables=tables), plan.storage_data)
+            CompactPlan.of(Items(source, choice, coordinator=coordinator, tables=shared), plan.storage_data)
             for source, choice, plan in zip(sources, result.choices, plans, strict=True)
         ]
         self.metadata = result.metadata()
@@ -170,3 +172,5 @@ class SavePlanner(DefaultSavePlanner):
 
 SavePlanner.plans_as_torch = SavePlanner
 """What it plans it describes, unless a subclass plans otherwise; see `_saving.write_items`."""
+
+_OF_A_SAVE = {"state_dict", "plan", "global_plan", "metadata"}

@@ -94,5 +94,7 @@ class History:
 
     def planned(self, key: object, plans: Sequence[Encoded], result: Any) -> None:
         """Remembers what ranks have sent, and what has come of it."""
-        self._received.append({plan.digest: plan for plan in plans})
+        referable = {plan.digest: plan for plan in plans if plan.may_refer}
+        if referable:  # saves of this rank alone must not push others out
+            self._received.append(referable)
         self._planned.append((key, result))

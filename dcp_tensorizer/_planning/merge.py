@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from torch.distributed.checkpoint.planner import WriteItemType
@@ -13,6 +14,8 @@ from ..errors import WriteError
 from .columns import KINDS, Columns, Integers, Spec
 
 __all__ = ["Merged", "merge"]
+
+_Value = TypeVar("_Value", bound=Hashable)
 
 _SHARD, _BYTE_IO = KINDS.index(WriteItemType.SHARD), KINDS.index(WriteItemType.BYTE_IO)
 
@@ -63,9 +66,8 @@ def merge(plans: Sequence[Columns], *, to_lowest_rank: bool) -> Merged:
     for plan in plans:
         table = plan.table
         if id(table) not in numbers:
-            known = [keys.setdefault(key, len(keys)) for key in table.keys]
-            kinds = [specs.setdefault(spec, len(specs)) for spec in table.specs]
-            numbers[id(table)] = np.array(known, dtype=np.int64), np.array([*kinds, -1])  # -1 is an object's
+            key_numbers, spec_numbers = _numbers(table.keys, keys), _numbers(table.specs, specs)
+            numbers[id(table)] = np.array(key_numbers, dtype=np.int64), np.array([*spec_numbers, -1])  # -1: an object
     width = max((plan.starts.shape[1] for plan in plans), default=0)
     key = np.concatenate([numbers[id(plan.table)][0][plan.table.key_numbers] for plan in plans])
     spec = np.concatenate([numbers[id(plan.table)][1][plan.table.spec_numbers] for plan in plans])
@@ -78,6 +80,12 @@ def merge(plans: Sequence[Columns], *, to_lowest_rank: bool) -> Merged:
     names = list(keys)
     hint = _hints(names, np.where(kept, key, -1), kind)
     return Merged(names, list(specs), key, kind, spec, dims, starts, sizes, rank, kept, hint)
+
+
+def _numbers(values: list[_Value], known: dict[_Value, int]) -> list[int]:
+    """The number of each value; new ones get the next numbers. Most are known already."""
+    numbers = list(map(known.get, values))
+    return [known.setdefault(v, len(known)) if n is None else n for v, n in zip(values, numbers, strict=True)]
 
 
 def _widened(rows: Integers, width: int) -> Integers:

@@ -194,6 +194,8 @@ class CompactPlan(SavePlan):
         if isinstance(items, (Reference, Answer)):
             return CompactPlan.of, (items, self.storage_data)
         try:
+            if not self.usable:
+                raise Unsupported
             if not isinstance(items, Items) or items.is_changed:
                 return self._whole(*columns_of(items, self.planner_data))
             if items.choice is not None:

@@ -264,6 +264,7 @@ def test_a_copy_of_a_planner_has_sent_nothing() -> None:
     """In PROCESS mode DCP sends one with every save."""
     planners = [SavePlanner() for _ in range(RANKS)]
     plan_save(planners, states_of())
+    assert "state_dict" not in vars(copy.deepcopy(planners[0]))
     for copies in ([pickle.loads(pickle.dumps(SavePlanner())) for _ in planners], [*map(copy.deepcopy, planners)]):
         assert min(plan_save(copies, states_of()).sent) > 250
 
@@ -276,6 +277,17 @@ def test_saves_of_one_rank_alone_are_not_remembered_as_sent() -> None:
         [plan], metadata = planner.create_global_plan([planner.create_local_plan()])
         assert [item.index.fqn for item in planner.finish_plan(plan).items] == ["x"] == [*metadata.state_dict_metadata]
     assert min(plan_save(planners, [{"x": torch.ones(6)}] * RANKS).sent) > 250
+
+
+def test_saves_of_one_rank_alone_push_nothing_out() -> None:
+    """What the coordinator knows of the others stays, however often it saves for itself in between."""
+    planners = [SavePlanner() for _ in range(RANKS)]
+    plan_save(planners, states_of())
+    for number in range(40):
+        planners[0].set_up_planner({"x": torch.ones(number)}, None, True)
+        [plan], _ = planners[0].create_global_plan([planners[0].create_local_plan()])
+        planners[0].finish_plan(plan)
+    assert max(plan_save(planners, states_of()).sent) < 250
 
 
 # --- what is refused -----------------------------------------------------------------------------------------------
@@ -459,6 +471,8 @@ def test_plans_can_be_copied(copied: Callable[[SavePlan], SavePlan]) -> None:
     """And a copy of what one planner has sent before has its items."""
     ours, theirs = local_plans()
     assert copied(ours) == theirs
+    unusable = copied(dataclasses.replace(ours, usable=False))
+    assert (unusable.usable, unusable.items) == (False, theirs.items)
     assert copied(dataclasses.replace(ours, items=list(ours.items)[:2])) == dataclasses.replace(
         theirs, items=theirs.items[:2]
     )
