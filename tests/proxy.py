@@ -167,6 +167,8 @@ class S3Proxy:
             if fault.cut is not None:
                 return _reset(client)
         answer = _head(server)
+        if not answer:  # the client is gone, and the server has closed the connection on its half of a request
+            return False
         if fault.lose_answer:
             return _reset(client)
         if fault.hang:

@@ -206,8 +206,10 @@ class _Round:
             convert(self._root / name, self._root / target, format_, options=Options(select=["weight*", "nested*"]))
 
     def _collect(self) -> None:
-        """``gc --keep 2``."""
-        for removal in plan_collection(open_storage(self._root), _KEEP, None):
+        """``gc --keep 2`` of the steps, and of what is overwritten; what was converted is no step."""
+        paths = [self._root / "run", self._root / "latest"]
+        removals = [r for path in paths if path.exists() for r in plan_collection(open_storage(path), _KEEP, None)]
+        for removal in removals:
             if not removal.whole:
                 collect(removal)
                 continue
