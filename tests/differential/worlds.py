@@ -20,7 +20,7 @@ from .describe import Failed
 
 __all__ = ["threads_as_ranks"]
 
-_WAIT = 30.0
+_WAIT = 90.0  # a save waits a minute for an earlier one that was staged, and that nobody has begun
 
 Run = Callable[[int, Callable[[int], Any]], list[Any]]
 """Runs a function on so many ranks, and returns what each gave; with 0 on one, without a process group."""
