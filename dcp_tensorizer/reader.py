@@ -317,7 +317,7 @@ class TensorizerStorageReader(StorageReader):
             check_own_parts(path, metadata, plan, getattr(planner, "state_dict", {}))
         with collector_paused():
             stored = [(item, index.pieces(*wanted_of(item))) for item in plan.items]
-            objects = [(item, pieces[0].item) for item, pieces in stored if pieces and is_object(pieces)]
+            objects = [(item, pieces[0].item) for item, pieces in stored if is_object(pieces)]
             tensors = [(item, pieces) for item, pieces in stored if not is_object(pieces)]
         read = functools.partial(
             fetch,

@@ -72,15 +72,19 @@ class IndexPlaces:
             offset: Of its chunk; None for an object.
             owner: The number of the section that has it; -1: none.
         """
-        if self._inline is not None and (row := self._inline.row_of(hash_of(key, offset))) is not None:
+        item_hash = hash_of(key, offset)
+        if self._inline is not None and (row := self._inline.row_of(item_hash)) is not None:
             return self._inline.item(row, key)
-        return None if owner < 0 else self.stored(key, offset, owner)
+        return None if owner < 0 else self._stored(key, item_hash, owner)
 
     def stored(self, key: Any, offset: tuple[int, ...] | None, owner: int) -> StoredItem | None:
         """Where an item is in a data file; None if it is in none."""
+        return self._stored(key, hash_of(key, offset), owner)
+
+    def _stored(self, key: Any, item_hash: int, owner: int) -> StoredItem | None:
         if owner not in self._tables:
             self.load([owner])
-        row = self._tables[owner].row_of(hash_of(key, offset))
+        row = self._tables[owner].row_of(item_hash)
         return None if row is None else self._tables[owner].item(row, key)
 
     def named(self) -> Iterator[tuple[ItemKey, StoredItem]]:

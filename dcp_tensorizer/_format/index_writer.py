@@ -123,39 +123,38 @@ class _EntryWriter:
 
     def entries(self, described: Mapping[Any, Any]) -> Entries:
         """The state dict, as DCP describes it."""
-        made: list[tuple[Any, int, ChunkLayout | None]] = []  # key, row of its properties, how it is cut
+        made: list[tuple[Any, int, int, ChunkLayout | None]] = []  # key, rows of its properties and layout, the layout
         wanted: list[int] = []
         for key, entry in described.items():
             try:
                 made.append(self._described(key, entry))
-                layout = made[-1][2]
+                layout = made[-1][-1]
                 wanted += [hash_of(key, None)] if layout is None else hashes_of(key, layout.packed_offsets)
             except (TypeError, ValueError, OverflowError) as error:
                 raise WriteError(f"{key!r} cannot be described in a checkpoint's metadata: {error}") from error
         owners, are_tensors = self._find(np.array(wanted, dtype="<u8"))
         entries: list[TensorEntry | ObjectEntry] = []
         first = 0
-        for key, properties, layout in made:
+        for key, properties, number, layout in made:
             if layout is None:
                 entries.append(ObjectEntry(to_key(key), int(owners[first])))
                 first += 1
                 continue
             chunks = slice(first, first + len(layout))
-            number, _ = self._layouts[_identity(layout)]
             is_whole = bool(are_tensors[chunks].all()) and layout.is_covered
             entries.append(TensorEntry(to_key(key), properties, number, self._run(owners[chunks]), is_whole))
             first = chunks.stop
         layouts = [layout.to_row() for _, layout in self._layouts.values()]
         return Entries(list(self._properties), layouts, [runs for _, runs in self._runs.values()], entries)
 
-    def _described(self, key: Any, entry: Any) -> tuple[Any, int, ChunkLayout | None]:
+    def _described(self, key: Any, entry: Any) -> tuple[Any, int, int, ChunkLayout | None]:
         if isinstance(entry, BytesStorageMetadata):
-            return key, -1, None
+            return key, -1, -1, None
         if not isinstance(entry, TensorStorageMetadata):
             raise TypeError(f"the planner says that it is a {type(entry).__module__}.{type(entry).__qualname__}")
         properties = self._properties.setdefault(_properties(entry.properties), len(self._properties))
         layout = ChunkLayout.of(entry.size, ((chunk.offsets, chunk.sizes) for chunk in entry.chunks))
-        return key, properties, self._layouts.setdefault(_identity(layout), (len(self._layouts), layout))[1]
+        return key, properties, *self._layouts.setdefault(_identity(layout), (len(self._layouts), layout))
 
     def _find(self, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Who has each item (-1: nobody), and whether that is stored as a tensor's elements."""

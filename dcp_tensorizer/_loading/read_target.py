@@ -19,7 +19,7 @@ from .._memory.tensor_bytes import named_dtype
 from ..errors import ReadError
 from .validate import check_length
 
-__all__ = ["ReadTarget", "can_read_in_place", "is_object", "read_apart", "targets_of", "wanted_of"]
+__all__ = ["ReadTarget", "can_read_in_place", "is_object", "part_of", "read_apart", "targets_of", "wanted_of"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -128,10 +128,12 @@ def targets_of(
         stored = {entry.properties.dtype}
     for dtype in stored:
         _check_fit(key, size, dtype, tensor)
+    whole = Region((0,) * len(size), size)
     targets = []
     for piece in pieces:
         check_length(path, key, piece.item, piece.shape)
-        target = ReadTarget.of(key, piece.item, piece.shape, piece.region, _part_of(tensor, piece.part))
+        part = tensor if piece.part.size == size else part_of(tensor, piece.part, whole)
+        target = ReadTarget.of(key, piece.item, piece.shape, piece.region, part)
         # Other ranks read the same bytes of a tensor that is replicated, or of which they want other columns.
         is_replicated = isinstance(entry, TensorStorageMetadata) and size == entry.size
         target.shared = world_size > 1 and (is_replicated or target.run is None)
@@ -139,12 +141,10 @@ def targets_of(
     return targets
 
 
-def _part_of(tensor: torch.Tensor, part: Region) -> torch.Tensor:
-    if part.size == tensor.shape:
-        return tensor
-    for dim, (start, size) in enumerate(zip(part.start, part.size, strict=True)):
-        if size != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, start, size)
+def part_of(tensor: torch.Tensor, region: Region, whole: Region) -> torch.Tensor:
+    """The view of ``region`` in a tensor that holds the region ``whole``."""
+    for dim, (start, size, origin) in enumerate(zip(region.start, region.size, whole.start, strict=True)):
+        tensor = tensor.narrow(dim, start - origin, size)
     return tensor
 
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from .._format.chunks import Region, regions_of_range
+from .._format.chunks import regions_of_range
 from .._memory.tensor_bytes import named_dtype
 from .pinned_pool import Slot
 from .read_planner import Segment
-from .read_target import ReadTarget
+from .read_target import ReadTarget, part_of
 
-__all__ = ["copy_elements", "part_of", "scatter"]
+__all__ = ["copy_elements", "scatter"]
 
 
 def scatter(segment: Segment, data: memoryview, slot: Slot | None = None) -> None:
@@ -58,13 +58,6 @@ def _with_copy_kernel(target: torch.Tensor, source: torch.Tensor) -> tuple[torch
     if target.dtype == source.dtype and source.itemsize == 1:
         return target.view(torch.uint8), source.view(torch.uint8)
     return target, source
-
-
-def part_of(tensor: torch.Tensor, region: Region, whole: Region) -> torch.Tensor:
-    """The view of ``region`` in a tensor that holds the region ``whole``."""
-    for dim, (start, size, origin) in enumerate(zip(region.start, region.size, whole.start, strict=True)):
-        tensor = tensor.narrow(dim, start - origin, size)
-    return tensor
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -15,8 +15,8 @@ from .._format.chunks import Region
 from .._format.encryption import Cipher
 from .._format.layout import StoredItem
 from .._loading.executor import fetch
-from .._loading.read_target import ReadTarget
-from .._loading.scatter import copy_elements, part_of
+from .._loading.read_target import ReadTarget, part_of
+from .._loading.scatter import copy_elements
 from .._memory.tensor_bytes import named_dtype
 from .._storage.base import Storage
 from ..errors import DecryptionError

@@ -16,7 +16,8 @@ from dcp_tensorizer._format import layout as layout_module
 from dcp_tensorizer._format.chunks import Region
 from dcp_tensorizer._loading.executor import fetch
 from dcp_tensorizer._loading.read_planner import ReadLimits
-from dcp_tensorizer._loading.scatter import copy_elements, part_of
+from dcp_tensorizer._loading.read_target import part_of
+from dcp_tensorizer._loading.scatter import copy_elements
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.open import open_storage
 
