@@ -63,7 +63,7 @@ class Ours(_Dcp):
         self._shared = TensorizerStorageWriter(encryption=encryption)
         if prewarm:
             self._shared.prewarm({"model": state})
-            self._shared._saver.stager.wait_prewarmed()  # as it is when training has gone on for a while
+            self._shared._saver.engine.saves.wait_prewarmed()  # as it is when training has gone on for a while
 
     def _writer(self, folder: Path) -> Any:
         return self._shared

@@ -21,7 +21,9 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from ._install import install, installed, uninstall
     from ._saving.options import SaveLimits
+    from .any_format import open_reader
     from .planner import SavePlanner
     from .reader import TensorizerStorageReader
     from .writer import TensorizerStorageWriter
@@ -45,6 +47,10 @@ __all__ = [
     "WriteError",
     "WriterProcessDied",
     "__version__",
+    "install",
+    "installed",
+    "open_reader",
+    "uninstall",
 ]
 
 __version__ = version("dcp_tensorizer")
@@ -54,8 +60,12 @@ _ON_USE = {
     "SavePlanner": "planner",
     "TensorizerStorageReader": "reader",
     "TensorizerStorageWriter": "writer",
+    "install": "_install",
+    "installed": "_install",
+    "open_reader": "any_format",
+    "uninstall": "_install",
 }
-_MODULES = ("convert", "planner", "reader", "writer")
+_MODULES = ("any_format", "convert", "planner", "reader", "writer")
 
 if not TYPE_CHECKING:
 

@@ -29,17 +29,20 @@ from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 
 __all__ = [
     "DCP_VERSION",
     "GET_LAYOUT",
+    "PROCESS_EXECUTOR",
     "REBUILD_PREFIX",
     "REBUILD_SUBCLASS",
+    "STORAGE_SETUP",
     "FakeTensor",
     "FakeTensorMode",
+    "FsspecReader",
     "FsspecWriter",
     "Shard",
     "ShardMetadata",
@@ -63,6 +66,7 @@ __all__ = [
 _ON_USE = {
     "FakeTensor": ("torch._subclasses.fake_tensor", "FakeTensor"),
     "FakeTensorMode": ("torch._subclasses.fake_tensor", "FakeTensorMode"),
+    "FsspecReader": ("torch.distributed.checkpoint._fsspec_filesystem", "FsspecReader"),
     "FsspecWriter": ("torch.distributed.checkpoint._fsspec_filesystem", "FsspecWriter"),
     "StorageInfo": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     "flatten_state_dict": ("torch.distributed.checkpoint._nested_dict", "flatten_state_dict"),
@@ -77,6 +81,12 @@ if not TYPE_CHECKING:
         module, attribute = _ON_USE[name]
         return getattr(import_module(module), attribute)
 
+
+STORAGE_SETUP = "_storage_setup"
+"""The function by which DCP's saver and loader choose a storage where they are given none."""
+
+PROCESS_EXECUTOR = "_ProcessBasedAsyncCheckpointExecutor"
+"""What runs a save in a process of torch's, in DCP's saver."""
 
 GET_LAYOUT = "torch.serialization._get_layout"
 

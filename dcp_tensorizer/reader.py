@@ -97,7 +97,6 @@ class TensorizerStorageReader(StorageReader):
         on_progress: Callable[[int, int], object] | None = None,
         on_report: Callable[[LoadReport], object] | None = None,
     ) -> None:
-        super().__init__()
         check_path(path)
         check_storage_options(storage_options)
         check_thread_count(thread_count)

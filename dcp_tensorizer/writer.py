@@ -114,7 +114,6 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         on_report: Callable[[SaveReport], object] | None = None,
         limits: SaveLimits = SaveLimits(),  # noqa: B008 - it is frozen
     ) -> None:
-        super().__init__()
         if path is not None:
             check_path(path)
         check_callable("on_report", on_report)
@@ -137,7 +136,6 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._saver = Saver(self._options, on_report)
         self._local = threading.local()  # each save's path and session: saves that nobody staged may run at once
         in_child(self, TensorizerStorageWriter._renew)
-        self._saver.client.ensure_process()  # its imports overlap with whatever the trainer does next
 
     def __repr__(self) -> str:
         """The path and the options, without secrets."""
@@ -158,7 +156,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         Raises:
             StagingError: memory is short, or the state dict holds what cannot be saved; names the key.
         """
-        self._saver.stager.prewarm({k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()})
+        self._saver.prewarm({k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()})
 
     def close(self, timeout: float | None = None) -> None:
         """Waits for the save under way, then ends the writer process and gives the memory back. Idempotent.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -16,57 +17,61 @@ _ELSEWHERE = "another rank failed, or a collective did: the save's future has th
 
 
 @dataclass(slots=True)
-class _Current:
+class _Save:
     path: str
     error: str = _ELSEWHERE
 
 
 class FailureCounter:
-    """Counts failed saves in a row. A save has failed when it is over and `committed` was not called.
+    """Counts failed saves in a row, of all writers of a process. Frameworks make a writer for every save.
 
-    Only the coordinator can know; on other ranks nothing is counted.
+    A save belongs to the thread that it runs on. It has failed when it is over and `committed` was not called. Only
+    the coordinator can know; on other ranks nothing is counted.
     """
 
-    def __init__(self, limit: int | None) -> None:
-        self._limit = limit
-        self._current: _Current | None = None
+    def __init__(self) -> None:
+        self._saves: dict[threading.Thread, _Save] = {}
         self._is_coordinator: bool | None = None
         self._failures = 0
         self._last_error = ""
         self._last_committed = "none"
 
     def begin(self, path: str) -> None:
-        """A save begins, so the one before is over."""
+        """A save begins on the calling thread, so the one before is over."""
         self.end()
-        self._current = _Current(path)
+        self._saves[threading.current_thread()] = _Save(path)
 
     def set_coordinator(self, is_coordinator: bool) -> None:
         """Says whether this rank is the coordinator, from now on."""
         self._is_coordinator = is_coordinator
 
     def failed(self, error: BaseException) -> None:
-        """The current save fails on this rank."""
-        if self._current is not None:
-            self._current.error = str(error)
-            logger.error("the save to %s failed: %s", self._current.path, str(error))
+        """The calling thread's save fails on this rank."""
+        save = self._saves.get(threading.current_thread())
+        if save is not None:
+            save.error = str(error)
+            logger.error("the save to %s failed: %s", save.path, str(error))
 
     def committed(self) -> None:
-        """The current save is the checkpoint at its path now."""
-        if self._current is not None:
-            self._last_committed, self._current = self._current.path, None
+        """The calling thread's save is the checkpoint at its path now."""
+        save = self._saves.pop(threading.current_thread(), None)
+        if save is not None:
+            self._last_committed = save.path
         self._failures = 0
 
     def end(self) -> None:
-        """The current save, if there is one, is over: unless it was committed, it counts as failed."""
-        current, self._current = self._current, None
-        if current is not None and self._coordinates():
-            self._failures += 1
-            self._last_error = current.error
-            logger.error("the save to %s was not committed: %s", current.path, current.error)
+        """Saves of the calling thread, and of threads that have ended, are over: unless committed, they failed."""
+        for thread in list(self._saves):
+            if thread is threading.current_thread() or not thread.is_alive():
+                save = self._saves.pop(thread, None)
+                if save is not None and self._coordinates():
+                    self._failures += 1
+                    self._last_error = save.error
+                    logger.error("the save to %s was not committed: %s", save.path, save.error)
 
-    def check(self) -> None:
-        """Raises `WriteError` when too many saves in a row have failed."""
-        if self._limit is not None and self._failures >= self._limit:
+    def check(self, limit: int | None) -> None:
+        """Raises `WriteError` when that many saves in a row have failed; None is no limit."""
+        if limit is not None and self._failures >= limit:
             raise WriteError(
                 f"{self._failures} saves in a row were not committed. The last error was: {self._last_error}. The last "
                 f"checkpoint that was committed: {self._last_committed}. Mend the cause; "

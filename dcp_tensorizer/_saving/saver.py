@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -19,12 +20,10 @@ from .._storage.open import absolute_path, open_storage
 from .._storage.redact import redact
 from .._threads import Deadline
 from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
-from .failure_counter import FailureCounter
+from .engine import engine_of_process
 from .options import SaveOptions
 from .report import Reports, SaveReport
 from .session import SaveSession
-from .write_items import ObjectCheck
-from .writer_client import WriterClient
 
 __all__ = ["Saver"]
 
@@ -34,20 +33,18 @@ _CLOSED = "the writer is closed: make a new one, or close it after the last save
 
 
 class Saver:
-    """What the saves of one writer share: the staging buffer, the writer process, and what is known of past saves.
+    """What the saves of one writer share: its options, its place in the engine, and who is told of them.
 
     Args:
         options: Of the writer.
         on_report: Called with the report of each save.
-        closed: The writer has been closed, and starts no process.
+        closed: The writer has been closed, and stages nothing.
 
     Attributes:
         options: Of the writer.
-        stager: Has the buffers that saves are written from.
-        client: Has them written.
-        failures: Knows which saves failed.
-        reports: Takes what they cost to the user.
-        objects: Warns of objects that will not load.
+        engine: Has the buffers that saves are written from, and the process that writes them.
+        stager: Copies state dicts there.
+        reports: Takes what saves cost to the user.
         save_id: Of the save that began last; before the first one, of that.
         closed: The writer has been closed.
     """
@@ -56,22 +53,33 @@ class Saver:
         self, options: SaveOptions, on_report: Callable[[SaveReport], object] | None, *, closed: bool = False
     ) -> None:
         self.options = options
-        self.client = WriterClient(options.write, devices=options.staging == "device")
+        devices = options.staging == "device"
+        self.engine = engine_of_process(devices=devices)
         self.stager = Stager(
+            self.engine.saves,
             cache=options.cache,
             threads=options.write.threads,
             in_place=options.staging == "shared",
-            copy_from_devices=self.client.snapshot if options.staging == "device" else None,
+            copy_from_devices=functools.partial(self.engine.client.snapshot, options.limits.timeout)
+            if devices
+            else None,
             overlap=options.overlap_staging,
         )
-        self.failures = FailureCounter(options.limits.max_consecutive_failures)
         self.reports = Reports(on_report)
-        self.objects = ObjectCheck()
         self.closed = closed
         self.save_id = uuid.uuid4().hex
         self._next_id = self.save_id
         self._numbering = threading.Lock()  # saves that nobody staged may begin at once
-        self._connection: object = None  # to the storage of the last save, kept for the next one
+        self._ends_engine = False
+
+    def prewarm(self, state_dict: Mapping[str, Any]) -> None:
+        """Starts the writer process, and allocates the staging buffer in the background.
+
+        Raises:
+            StagingError: memory is short, or the state dict holds what cannot be saved; names the key.
+        """
+        self._ensure_process()
+        self.stager.prewarm(state_dict)
 
     def stage(self, state_dict: dict[str, Any]) -> StagedStateDict:
         """Copies a state dict into the staging buffer, once the saves before are over.
@@ -80,12 +88,11 @@ class Saver:
             WriteError: on the coordinator, when too many saves in a row were not committed.
         """
         self.stager.wait_turn()
-        self.failures.end()
-        self.failures.check()
+        self.engine.failures.end()
+        self.engine.failures.check(self.options.limits.max_consecutive_failures)
         if self.closed:
             return self.stager.refuse(StagingError(_CLOSED))
-        with suppress(WriterProcessDied):  # it cannot be started now; the save will say more about it
-            self.client.ensure_process()
+        self._ensure_process()
         started_at, started = time.time(), time.perf_counter()
         staged = self.stager.stage(state_dict)
         staged.staged_save.started_at = started_at
@@ -113,39 +120,46 @@ class Saver:
             StagingError: this rank could not stage its state dict.
             WriteError: there is no path, or the writer is closed.
         """
-        self.failures.begin(redact(str(path)))
+        if not self.closed:  # that is a mistake of the program's, and says nothing of the storage
+            self.engine.failures.begin(redact(str(path)))
         try:
             if error := error or (None if staged_save is None else staged_save.error):
                 # An error of this save's own: a traceback keeps frames alive, and they keep the tensors.
                 raise StagingError(str(error))
             storage = self._open(path, directory, staged_save)
         except CheckpointError as failure:
-            self.failures.failed(failure)
+            self.engine.failures.failed(failure)
             raise
-        self._connection = storage.connection
+        self.engine.connection = storage.connection
         with self._numbering:
             self.save_id, self._next_id = self._next_id, uuid.uuid4().hex
             return SaveSession(self, self.save_id, storage, staged_save)
 
     def close(self, deadline: Deadline) -> None:
-        """Waits for the save under way, then ends the writer process. Whoever calls has still to call `free`."""
+        """Waits for the saves of this writer, and ends the engine if nobody else uses it. `free` has to follow."""
         is_over = self.stager.drain(deadline)
         self.closed = True
-        self.client.close(deadline)
+        self._ends_engine = self.engine.leave(self) and self.engine.saves.only_of(self.stager)
+        if self._ends_engine or not is_over:
+            self.engine.client.end_process(deadline)
         with suppress(RuntimeError):  # a signal's handler has interrupted a write to the stream that the log goes to
             if not is_over:
                 logger.error("the writer is closed, and the save under way is abandoned")
-            self.failures.end()
+            self.engine.failures.end()
 
     def free(self, deadline: Deadline) -> None:
-        """Gives the memory and the connection back."""
-        self.client.free()
-        self.stager.close(deadline)
-        self._connection = None
+        """Gives the memory and the connection back, if nobody else uses them."""
+        if self._ends_engine:
+            self.engine.free(deadline)
 
     def renewed(self) -> Saver:
         """One of the same options, which shares nothing with this one."""
         return Saver(self.options, self.reports.on_report, closed=self.closed)
+
+    def _ensure_process(self) -> None:
+        self.engine.open(self)
+        with suppress(WriterProcessDied):  # it cannot be started now; the save will say more about it
+            self.engine.client.ensure_process()
 
     def _open(
         self, path: str | os.PathLike[str] | None, directory: str | None, staged_save: StagedSave | None

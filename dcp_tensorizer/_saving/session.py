@@ -69,7 +69,7 @@ class SaveSession:
         self._rank = rank
         self._is_coordinator = is_coordinator
         self._use_collectives = use_collectives
-        self._saver.failures.set_coordinator(is_coordinator)
+        self._saver.engine.failures.set_coordinator(is_coordinator)
 
     def prepare(self) -> None:
         """Creates the directory; the coordinator locks it, and removes what dead saves left there.
@@ -110,8 +110,8 @@ class SaveSession:
                 self._staged_save.release()
                 saver.stager.written(self._staged_save)
             if not saver.options.cache:
-                saver.client.free()
-        saver.objects.check(items)
+                saver.engine.client.free()
+        saver.engine.objects.check(items)
         self._report = self._times.written(
             path=self.storage.path,
             save_id=self.id,
@@ -142,7 +142,7 @@ class SaveSession:
             self._fail(error)
             remove_records(self.storage, map(save_id_in, replaced))  # they are not replaced
             raise
-        saver.failures.committed()
+        saver.engine.failures.committed()
         report = self._times.committed(self._report)
         # It takes a quarter of a second for 2 GB, and not on another thread: whoever waited may copy the directory.
         # Before the user's callback: until then a load that began earlier may still find files of both saves.
@@ -173,9 +173,12 @@ class SaveSession:
             self._replaced = in_background(functools.partial(replaced_files, self.storage, self._metadata_rank))
         if any(item.has_bytes for item in items):
             put_records(self.storage, [self.id])
-        written = self._saver.client.write(self.storage, self._rank, self.id, items, self._staged_save)
+        saver = self._saver
+        written = saver.engine.client.write(
+            self.storage, self._rank, self.id, items, self._staged_save, saver.options.write, lambda: saver.closed
+        )
         try:
-            results = write_results(items, written.done, self._rank, planner, self._saver.options.write.cipher)
+            results = write_results(items, written.done, self._rank, planner, saver.options.write.cipher)
         except CheckpointError:
             remove(self.storage, [file.name for file in written.done.files])
             raise
@@ -206,7 +209,7 @@ class SaveSession:
         )
 
     def _fail(self, error: CheckpointError) -> None:
-        self._saver.failures.failed(error)
+        self._saver.engine.failures.failed(error)
         self.end()
 
 

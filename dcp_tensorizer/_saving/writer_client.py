@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -36,43 +37,49 @@ class Written:
 
 
 class WriterClient:
-    """Writes one rank's items, and keeps the writer process that does it.
+    """Writes one rank's items, and keeps the writer process that does it, for all writers of a process.
 
     Args:
-        options: How files are written.
         devices: Let the process see the trainer's GPUs.
         start: Starts the process.
     """
 
-    def __init__(
-        self, options: WriteOptions, *, devices: bool = False, start: Callable[..., WriterProcess] = WriterProcess
-    ) -> None:
-        self._options = options
+    def __init__(self, *, devices: bool = False, start: Callable[..., WriterProcess] = WriterProcess) -> None:
         self._devices = devices
         self._start = start
         self._process: WriterProcess | None = None
         self._extra: SharedBuffer | None = None  # for tensors that the planner made anew
         self._can_snapshot = True
-        self._closed = False
+        self._ends = 0  # how often the process was ended
+        self._starting = threading.Lock()  # nothing that ends the process waits for it
 
     def ensure_process(self) -> WriterProcess:
         """The writer process; it is started if there is none, or if it has died.
 
         Raises:
-            WriterProcessDied: it was ended with `close`, or cannot be started.
+            WriterProcessDied: it cannot be started, or was ended meanwhile.
         """
-        if self._closed:
-            raise WriterProcessDied("the writer is closed, and its process has ended")
-        if self._process is None or not self._process.alive:
-            if self._process is not None:
-                self._process.close()
-            self._process = self._start(devices=self._devices)
-            if self._closed:  # by a signal's handler, or another thread, meanwhile
-                self._process.close()
-        return self._process
+        with self._starting:
+            process = self._process
+            if process is None or not process.alive:
+                if process is not None:
+                    process.close()
+                ends = self._ends
+                process = self._process = self._start(devices=self._devices)
+                if self._ends != ends:  # by a signal's handler, or another thread
+                    process.close()
+                    raise WriterProcessDied("the writer is closed, and its process has ended")
+            return process
 
     def write(
-        self, storage: Storage, rank: int, save_id: str, items: Sequence[Item], staged_save: StagedSave | None
+        self,
+        storage: Storage,
+        rank: int,
+        save_id: str,
+        items: Sequence[Item],
+        staged_save: StagedSave | None,
+        options: WriteOptions,
+        is_closed: Callable[[], bool] = lambda: False,
     ) -> Written:
         """Writes the items, in the writer process if they were staged and it can reach the storage.
 
@@ -80,41 +87,72 @@ class WriterClient:
         descriptor, this process writes them. If the writer process dies, a fresh one writes everything once more: the
         staged buffer is still there.
 
+        Args:
+            storage: The checkpoint's directory.
+            rank: Of this process.
+            save_id: Of the save.
+            items: What to write.
+            staged_save: What it is in; None where nothing was staged.
+            options: How files are written.
+            is_closed: Whether the writer of this save has been closed, so that nothing is tried again.
+
         Raises:
             WriteError: nothing of it is left behind.
         """
         if staged_save is None or staged_save.buffer is None or self._process is None or storage.in_process:
-            return self._write_here(storage, rank, save_id, items)
+            return self._write_here(storage, rank, save_id, items, options)
         with collector_paused():
-            sources = self._locate(items, staged_save.buffer, staged_save.shared)
-        buffers = [staged_save.buffer] if self._extra is None else [staged_save.buffer, self._extra]
+            sources, extra = self._locate(items, staged_save.buffer, staged_save.shared)
+        buffers = [staged_save.buffer] if extra is None else [staged_save.buffer, extra]
+        try:
+            return self._write_there(storage, rank, save_id, items, sources, buffers, options, is_closed)
+        finally:
+            self._keep(extra)
+
+    def _write_there(
+        self,
+        storage: Storage,
+        rank: int,
+        save_id: str,
+        items: Sequence[Item],
+        sources: Sequence[TensorSource],
+        buffers: Sequence[SharedBuffer],
+        options: WriteOptions,
+        is_closed: Callable[[], bool],
+    ) -> Written:
         files: tuple[FileRequest, ...] = ()
         for attempt in (1, 2):
             # Another try has files of its own: what the process that died had sent may arrive later.
             if not all(buffer.can_be_sent for buffer in buffers):
-                return Written(self._write_here(storage, rank, save_id, items, first=len(files)).done, attempt)
+                return Written(self._write_here(storage, rank, save_id, items, options, len(files)).done, attempt)
             files = plan_files(sources, rank, save_id, storage.max_file_bytes, first=len(files))
-            request = WriteRequest(storage.location, self._options, files)
+            request = WriteRequest(storage.location, options, files)
             try:
-                return Written(self.ensure_process().write(request, buffers, self._options.timeout), attempt)
+                return Written(self.ensure_process().write(request, buffers, options.timeout), attempt)
             except WriterProcessDied as error:
                 _remove(storage, files)
-                if self._closed:
+                if is_closed():
                     raise WriteError(f"the writer was closed before the save to {storage.path} was over") from error
                 if attempt == 2:
                     raise WriterProcessDied(f"the save to {storage.path} failed twice: {error}") from error
                 logger.warning("rank %d: %s; writing once more with a fresh process", rank, str(error))
         raise AssertionError("unreachable")
 
-    def snapshot(self, buffer: SharedBuffer, copies: Copies) -> bool:
-        """Has the writer process copy what is on GPUs to its place in a shared buffer; False if it could not."""
+    def snapshot(self, timeout: float, buffer: SharedBuffer, copies: Copies) -> bool:
+        """Has the writer process copy what is on GPUs to its place in a shared buffer; False if it could not.
+
+        Args:
+            timeout: Seconds without progress after which the process is killed.
+            buffer: Where to copy to.
+            copies: What to copy.
+        """
         if not self._can_snapshot:
             return False
         pairs = copies.on_device
         try:
             request, _kept = export(pairs, [buffer.locate(copy) or 0 for copy, _ in pairs], buffer.id, copies.streams)
             try:
-                self.ensure_process().snapshot(request, [buffer], self._options.timeout)
+                self.ensure_process().snapshot(request, [buffer], timeout)
             except BaseException:
                 withdraw(request.storages)
                 raise
@@ -125,34 +163,40 @@ class WriterClient:
             return False
         return True
 
-    def close(self, deadline: Deadline = NEVER) -> None:
-        """Ends the writer process: it finishes what it is doing, but not after the deadline. Idempotent."""
-        self._closed = True
-        if self._process is not None:
-            self._process.close(deadline.within(END_SECONDS))
+    def end_process(self, deadline: Deadline = NEVER) -> None:
+        """Ends the writer process: it finishes what it is doing, but not after the deadline.
+
+        What it was doing for a writer that is open is done by a fresh process, which is started when it is needed.
+        """
+        self._ends += 1
+        process = self._process
+        if process is not None:
+            process.close(deadline.within(END_SECONDS))
 
     def free(self) -> None:
         """Gives the memory back, when no save uses it any more."""
-        extra, self._extra = self._extra, None
-        if extra is not None:
-            extra.close()
+        self._keep(None)
 
-    def _write_here(self, storage: Storage, rank: int, save_id: str, items: Sequence[Item], first: int = 0) -> Written:
+    def _write_here(
+        self, storage: Storage, rank: int, save_id: str, items: Sequence[Item], options: WriteOptions, first: int = 0
+    ) -> Written:
         tensors = {item.name: item.tensor for item in items}
         sources = [item.source() for item in items if item.has_bytes]
         job = FileJob(
             storage,
             plan_files(sources, rank, save_id, storage.max_file_bytes, first=first),
             lambda source: host_bytes(tensors[source.name]),
-            sync=self._options.sync,
-            threads=self._options.threads,
-            buffer_bytes=self._options.buffer_bytes,
-            cipher=self._options.cipher,
-            sha256=self._options.sha256,
+            sync=options.sync,
+            threads=options.threads,
+            buffer_bytes=options.buffer_bytes,
+            cipher=options.cipher,
+            sha256=options.sha256,
         )
         return Written(job.run())
 
-    def _locate(self, items: Sequence[Item], buffer: SharedBuffer, shared: SharedMappings | None) -> list[TensorSource]:
+    def _locate(
+        self, items: Sequence[Item], buffer: SharedBuffer, shared: SharedMappings | None
+    ) -> tuple[list[TensorSource], SharedBuffer | None]:
         """Finds each item's bytes in shared memory. Tensors that the planner made anew are copied there."""
         places: dict[str, tuple[int | SharedFile, int]] = {}
         made = []
@@ -170,17 +214,24 @@ class WriterClient:
                 copied = extra.allocate(item.tensor.dtype, item.tensor.shape)
                 copied.copy_(item.tensor)
                 places[item.name] = extra.id, extra.locate(copied) or 0
-        return [item.source(*places[item.name]) for item in items if item.has_bytes]
+        return [item.source(*places[item.name]) for item in items if item.has_bytes], extra
 
     def _extra_buffer(self, nbytes: int) -> SharedBuffer | None:
         """A buffer with room for so many bytes, the one of the save before if it fits; None if none are needed."""
-        if self._extra is not None and (not nbytes or not self._extra.fits(nbytes)):
-            self._extra.close()
-            self._extra = None
+        extra, self._extra = self._extra, None
+        if extra is not None and (not nbytes or not extra.fits(nbytes)):
+            extra.close()
+            extra = None
         if nbytes:
-            self._extra = self._extra or SharedBuffer(nbytes)
-            self._extra.reset()
-        return self._extra
+            extra = extra or SharedBuffer(nbytes)
+            extra.reset()
+        return extra
+
+    def _keep(self, extra: SharedBuffer | None) -> None:
+        """Keeps a buffer for the next save, in place of the one that was kept."""
+        extra, self._extra = self._extra, extra
+        if extra is not None:
+            extra.close()
 
 
 def _remove(storage: Storage, files: Sequence[FileRequest]) -> None:

@@ -49,7 +49,12 @@ class StagedSave:
     PROCESS mode when it pickles it there. The save is over when that thread has ended, or when nothing refers to the
     staged state dict and its tensors any more, whichever is first.
 
+    Args:
+        owner: The stager.
+        keeps_buffer: The buffer is kept for later saves.
+
     Attributes:
+        staged_on: The thread that has staged it.
         buffer: Where the staged tensors are. None before there is one, and after the stager has taken it back.
         copies: Those that are under way.
         error: Why there is nothing to save. The save raises it.
@@ -66,7 +71,10 @@ class StagedSave:
         stage_seconds: The time that `stage` took.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, owner: object = None, *, keeps_buffer: bool = True) -> None:
+        self.owner = owner
+        self.keeps_buffer = keeps_buffer
+        self.staged_on = threading.current_thread()
         self.buffer: SharedBuffer | None = None
         self.copies: Copies | None = None
         self.error: StagingError | None = None

@@ -113,6 +113,7 @@ def _die(rank, folder):
     folder = folder / point
     writer = DoomedWriter(folder / "checkpoint", thread_count=1)
     dcp.save(_state(0, 1), storage_writer=writer)
+    writer.prewarm(_state(0, 1))  # which starts the process
     (folder / "writer").write_text(str(workers()[0].pid))
     writer.doomed = point == "before the commit"
     if point == "right after the commit":

@@ -29,10 +29,10 @@ def links():
 
 with TensorizerStorageWriter(os.path.join(folder, "parent")) as writer:
     dcp.async_save(state(1), storage_writer=writer).result()
-    process = writer._saver.client._process.pid
+    process = writer._saver.engine.client._process.pid
     os.kill(process, signal.SIGSTOP)
     future = dcp.async_save(state(2), storage_writer=writer)
-    while not writer._saver.client._process._lock.locked():
+    while not writer._saver.engine.client._process._lock.locked():
         pass
     with collector_paused():
         child = os.fork()
@@ -45,14 +45,14 @@ with TensorizerStorageWriter(os.path.join(folder, "parent")) as writer:
             os._exit(0)
         if sys.argv[2] == "saves":
             dcp.async_save(state(3), storage_writer=writer, checkpoint_id=os.path.join(folder, "child")).result()
-            assert writer._saver.client._process.pid != process
+            assert writer._saver.engine.client._process.pid != process
             assert loaded("child") == [3.0]
     else:
         assert os.waitpid(child, 0)[1] == 0
         os.kill(process, signal.SIGCONT)
         future.result()
         assert writer.last_report.attempts == 1
-        assert writer._saver.client._process.pid == process
+        assert writer._saver.engine.client._process.pid == process
 if child != 0:
     assert loaded("parent") == [2.0]
     print("fine")

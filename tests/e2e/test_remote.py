@@ -261,6 +261,7 @@ def test_a_writer_process_killed_in_mid_upload(s3, proxy, prefix):
     url = f"s3://{s3.bucket}/{prefix}"
     reports = []
     with TensorizerStorageWriter(url, storage_options=s3.options(proxy.endpoint), on_report=reports.append) as writer:
+        writer.prewarm(_state(1))  # which starts the process
         (first,) = workers()
         proxy.rule = lambda request: Fault(stall=0) if request.operation == "UploadPart" else None
         future = dcp.async_save(_state(1), storage_writer=writer)

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._saving.saver import Saver
 from dcp_tensorizer._staging.staged_save import StagedSave
+from dcp_tensorizer._staging.staged_saves import StagedSaves
 from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer._staging.tensor_copy import Copies
 from dcp_tensorizer._writer_process.process import WriterProcess
@@ -40,7 +41,7 @@ def signal_in(owner, name):
     setattr(owner, name, signalled)
 
 def suspend(writer):
-    os.kill(writer._saver.client._process.pid, signal.SIGSTOP)
+    os.kill(writer._saver.engine.client._process.pid, signal.SIGSTOP)
 
 def copying(writer):
     signal_in(Copies, "copy_from_host")
@@ -56,7 +57,7 @@ def waiting_for_memory(writer):
     allocate, never = os.posix_fallocate, threading.Event()
     os.posix_fallocate = lambda *args: never.wait()
     writer.prewarm(state(1000))
-    signal_in(Stager, "wait_prewarmed")
+    signal_in(StagedSaves, "wait_prewarmed")
     writer.prewarm(state(2000))
 
 def giving_memory_back(writer):
@@ -67,8 +68,8 @@ def giving_memory_back(writer):
     save(writer, 100_000)
 
 def starting_the_process(writer):
-    os.kill(writer._saver.client._process.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, writer._saver.client._process.pid, os.WEXITED | os.WNOWAIT)
+    os.kill(writer._saver.engine.client._process.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, writer._saver.engine.client._process.pid, os.WEXITED | os.WNOWAIT)
     signal_in(subprocess.Popen, "_execute_child")
     save(writer)
 
@@ -105,6 +106,7 @@ PLACES = [
 
 def run(place, told):
     writer = TensorizerStorageWriter(os.path.join(folder, place.__name__))
+    writer._saver.engine.client.ensure_process()
     def stop(number, frame):
         started = time.monotonic()
         writer.close(timeout=timeout)

@@ -21,7 +21,7 @@ from .support import GPU, delay, random_state
 def stager(request: pytest.FixtureRequest) -> Iterator[Stager]:
     stager = Stager(overlap=request.param)
     yield stager
-    stager.close()
+    stager.saves.close()
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
@@ -43,7 +43,7 @@ def test_every_dtype_and_layout_is_staged_bit_for_bit(dtype: torch.dtype, small:
     copied = dict(result)
     assert [key for key in state if not same(copied[key], expected[key])] == []
     del result, copied
-    stager.close()
+    stager.saves.close()
 
 
 def test_lazy_views_are_carried_out(stager: Stager) -> None:
@@ -86,7 +86,7 @@ def test_overlapped_staging_returns_while_the_gpu_is_busy() -> None:
     stager = Stager(overlap=True)
     state = random_state(10, 1_000_000)
     stager.prewarm(state)
-    stager.wait_prewarmed()
+    stager.saves.wait_prewarmed()
     torch.cuda.synchronize()
     for _ in range(20):
         delay()  # a second in all
@@ -99,7 +99,7 @@ def test_overlapped_staging_returns_while_the_gpu_is_busy() -> None:
     assert queued.query()
     assert all(torch.equal(dict(result)[key], tensor.cpu()) for key, tensor in state.items())
     del result
-    stager.close()
+    stager.saves.close()
 
 
 def test_staged_memory_is_pinned_until_it_is_given_back(stager: Stager) -> None:
@@ -109,7 +109,7 @@ def test_staged_memory_is_pinned_until_it_is_given_back(stager: Stager) -> None:
     tensor = dict(result)["t0"]
     assert tensor.is_pinned()
     del result
-    stager.close()
+    stager.saves.close()
     assert not tensor.is_pinned()
 
 
@@ -155,7 +155,7 @@ result = stager.stage(state)
 result.staged_save.wait_copied()
 assert torch.equal(dict(result)["a"], state["a"].cpu())
 del result
-stager.close()
+stager.saves.close()
 print([index for index in range(count) if torch._C._cuda_hasPrimaryContext(index)] == [count - 1])
 """
     assert run_python(script).stdout.split()[-1] == "True"

@@ -15,48 +15,48 @@ def _fail(counter, times):
 
 def test_the_limit_names_the_last_error_and_the_last_commit():
     """After as many failures in a row as allowed, the error says what failed last and what is still good."""
-    counter = FailureCounter(3)
+    counter = FailureCounter()
     counter.begin("/ckpt/good")
     counter.committed()
     _fail(counter, 2)
-    counter.check()
+    counter.check(3)
     _fail(counter, 1)
     with pytest.raises(WriteError, match=r"3 saves in a row.*no space 0.*was committed: /ckpt/good"):
-        counter.check()
+        counter.check(3)
 
 
 def test_a_commit_starts_the_count_again():
     """Only failures in a row count."""
-    counter = FailureCounter(2)
+    counter = FailureCounter()
     _fail(counter, 1)
     counter.begin("/ckpt/good")
     counter.committed()
     _fail(counter, 1)
-    counter.check()
+    counter.check(2)
 
 
 def test_a_save_that_another_rank_failed_counts_too(caplog):
     """The coordinator sees that `finish` was never called, counts it, and logs it."""
-    counter = FailureCounter(1)
+    counter = FailureCounter()
     counter.set_coordinator(True)
     counter.begin("/ckpt/a")
     counter.begin("/ckpt/b")
     with pytest.raises(WriteError, match="another rank failed"):
-        counter.check()
+        counter.check(1)
     assert "the save to /ckpt/a was not committed" in caplog.text
 
 
 def test_other_ranks_do_not_count():
     """A rank that is not the coordinator never learns of a commit, so it must not take a save for failed."""
-    counter = FailureCounter(1)
+    counter = FailureCounter()
     counter.set_coordinator(False)
     counter.begin("/ckpt/a")
     counter.end()
-    counter.check()
+    counter.check(1)
 
 
 def test_no_limit():
     """None never raises."""
-    counter = FailureCounter(None)
+    counter = FailureCounter()
     _fail(counter, 10)
-    counter.check()
+    counter.check(None)

@@ -13,7 +13,7 @@ from dcp_tensorizer._memory.shared_buffer import SharedBuffer
 from dcp_tensorizer._saving import writer_client
 from dcp_tensorizer._saving.writer_client import WriterClient
 from dcp_tensorizer._staging.tensor_copy import Copies
-from dcp_tensorizer._writer_process.messages import SnapshotRequest, WriteOptions
+from dcp_tensorizer._writer_process.messages import SnapshotRequest
 
 from ...simulated import SimulatedDevice
 
@@ -43,8 +43,7 @@ def buffer() -> Iterator[SharedBuffer]:
 
 def client_of(start: Callable[..., Any]) -> WriterClient:
     """A client whose process is whatever ``start`` returns."""
-    options = WriteOptions({}, sync=True, threads=1, buffer_bytes=1 << 28, timeout=10.0)
-    return WriterClient(options, devices=True, start=start)
+    return WriterClient(devices=True, start=start)
 
 
 def test_a_snapshot_that_was_refused_is_not_tried_again(
@@ -57,20 +56,24 @@ def test_a_snapshot_that_was_refused_is_not_tried_again(
     process = Refusing([WriterProcessDied("died"), WriteError("no GPU memory"), WriteError("never asked for")])
     copies = Copies([], SideStreams(SimulatedDevice()), 1)
     client = client_of(lambda **options: process)
-    assert [client.snapshot(buffer, copies) for _ in range(4)] == [False] * 4
+    assert [client.snapshot(10.0, buffer, copies) for _ in range(4)] == [False] * 4
     assert [str(error) for error in process.errors] == ["never asked for"]
     assert withdrawn == [("a handle",)] * 2
     assert len(caplog.records) == 2
 
 
-def test_a_closed_client_starts_no_process() -> None:
-    """What still ran when it was closed must not leave a process behind."""
-    started: list[dict[str, Any]] = []
-    client = client_of(lambda **options: started.append(options))
-    client.close()
+def test_a_process_that_starts_while_it_is_ended_is_ended() -> None:
+    """A signal's handler may close the writer at any moment: what was being started must not be left behind."""
+    process = Refusing([])
+
+    def start(**options: Any) -> Refusing:
+        client.end_process()
+        return process
+
+    client = client_of(start)
     with pytest.raises(WriterProcessDied, match="closed"):
         client.ensure_process()
-    assert started == []
+    assert process.closed
 
 
 def test_a_process_that_died_is_replaced() -> None:

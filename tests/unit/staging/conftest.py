@@ -13,7 +13,7 @@ from dcp_tensorizer._staging.stager import Stager
 def stager() -> Iterator[Stager]:
     stager = Stager()
     yield stager
-    stager.close()
+    stager.saves.close()
 
 
 @pytest.fixture
@@ -21,4 +21,4 @@ def overlapping() -> Iterator[Stager]:
     """A stager that returns before it has copied."""
     stager = Stager(overlap=True)
     yield stager
-    stager.close()
+    stager.saves.close()

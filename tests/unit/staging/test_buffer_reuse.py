@@ -81,13 +81,13 @@ def test_without_a_cache_memory_is_given_back_between_saves() -> None:
     assert inode(second) != number
     assert len(memory_files()) == before + 1
     del second
-    stager.close()
+    stager.saves.close()
     assert len(memory_files()) == before
 
 
 def test_a_staged_state_dict_that_no_save_takes_is_neither_overwritten_nor_waited_for(stager: Stager) -> None:
     """Its buffer is left alone; the next turn comes when a save has had its time to take it, with a new buffer."""
-    stager.take_seconds = 0.01
+    stager.saves.take_seconds = 0.01
     first = stager.stage({"a": torch.ones(4)})
     waiting = in_thread(stager.wait_turn)
     waiting.join(WAIT)
@@ -100,7 +100,7 @@ def test_a_staged_state_dict_that_no_save_takes_is_neither_overwritten_nor_waite
 
 def test_a_dropped_staged_state_dict_gives_its_buffer_back_at_once(stager: Stager) -> None:
     """Nobody waits for a save that cannot come any more."""
-    stager.take_seconds = 2 * WAIT
+    stager.saves.take_seconds = 2 * WAIT
     first = stager.stage({"a": torch.ones(4)})
     number = inode(first)
     del first
@@ -112,7 +112,7 @@ def test_a_dropped_staged_state_dict_gives_its_buffer_back_at_once(stager: Stage
 
 def test_dropping_a_staged_state_dict_ends_the_wait_for_its_save(stager: Stager) -> None:
     """Who waits already is told."""
-    stager.take_seconds = 2 * WAIT
+    stager.saves.take_seconds = 2 * WAIT
     states = [stager.stage({"a": torch.ones(4)})]
     waiting = in_thread(stager.wait_turn)
     wait_until_inside(waiting, StagedSave.wait_taken)
@@ -181,7 +181,7 @@ def test_many_saves_from_threads_that_start_in_any_order_keep_theirs(stager: Sta
 
 def test_a_save_that_never_starts_does_not_hold_up_the_next(stager: Stager) -> None:
     """The save after it waits for it once, for as long as a process takes to start, and no later one does."""
-    stager.start_seconds = 0.01
+    stager.saves.start_seconds = 0.01
     lost = stager.stage({"a": torch.ones(1)})
     later = [stager.stage({"a": torch.full((1,), float(n))}) for n in range(3)]
     seen: list[float] = []
@@ -192,7 +192,7 @@ def test_a_save_that_never_starts_does_not_hold_up_the_next(stager: Stager) -> N
 
     for state in later:
         in_thread(lambda state=state: save(state)).join(WAIT)  # type: ignore[misc]
-        stager.start_seconds = 2 * WAIT
+        stager.saves.start_seconds = 2 * WAIT
     assert seen == [0.0, 1.0, 2.0]
     assert lost.staged_save.abandoned
     assert dict(lost)["a"].tolist() == [1.0]
@@ -213,7 +213,7 @@ def test_closing_gives_the_memory_back_when_the_last_staged_tensor_is_gone() -> 
     """A save that still runs keeps its memory valid; afterwards nothing of it is left."""
     stager, before = Stager(), len(memory_files())
     result = stager.stage({"a": torch.ones(100)})
-    stager.close()
+    stager.saves.close()
     assert dict(result)["a"].tolist() == [1.0] * 100
     del result
     assert len(memory_files()) == before
@@ -226,7 +226,7 @@ def test_a_staging_that_has_no_memory_yet_is_waited_for(
     """It takes the idle buffer, if that is large enough: before it has, nobody knows which one is free."""
     gate = Gate()
     hold_memory(monkeypatch, gate.pass_through)
-    overlapping.take_seconds = 0.0
+    overlapping.saves.take_seconds = 0.0
     first = overlapping.stage({"a": torch.ones(4)})
     gate.wait_reached()
     second: list[StagedStateDict] = []

@@ -126,7 +126,7 @@ def test_dropping_the_future_frees_everything(overlapping: Stager) -> None:
     overlapping.wait_released()
     del staging
     overlapping.wait_turn()
-    overlapping.close()
+    overlapping.saves.close()
     gc.collect()
     assert len(memory_files()) == before
 
@@ -156,7 +156,7 @@ def test_a_save_that_ends_without_writing_releases_what_it_took() -> None:
     end.set()
     assert told.wait(WAIT)
     saving.join(WAIT)
-    stager.close()
+    stager.saves.close()
 
 
 def test_a_save_is_begun_once_by_the_thread_that_took_it(stager: Stager) -> None:
@@ -211,7 +211,7 @@ def test_shared_tensors_are_released_by_their_save() -> None:
     waiting.join(WAIT)
     assert staging.done()
     del result, staging
-    stager.close()
+    stager.saves.close()
 
 
 def test_a_state_without_shared_tensors_is_released_by_its_copies() -> None:
@@ -221,7 +221,7 @@ def test_a_state_without_shared_tensors_is_released_by_its_copies() -> None:
     assert result.staged_save.shared is None
     assert StagingFuture(result).done()
     del result
-    stager.close()
+    stager.saves.close()
 
 
 def test_a_save_that_has_taken_the_state_dict_is_the_only_one_to_keep_it(overlapping: Stager) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from dcp_tensorizer import StagingError
 from dcp_tensorizer._memory.shared_buffer import SharedBuffer
+from dcp_tensorizer._staging.staged_saves import StagedSaves
 from dcp_tensorizer._staging.stager import StagedSave, StagedStateDict, Stager
 from dcp_tensorizer._staging.tensor_copy import Copies, GatherLimits
 from dcp_tensorizer._threads import Deadline
@@ -34,7 +35,7 @@ def test_a_failed_staging_keeps_nothing_alive(stager: Stager) -> None:
         return weakref.ref(tensor)
 
     tensor = fail()
-    stager.close()
+    stager.saves.close()
     gc.collect()
     assert tensor() is None
     assert memory_files() == before
@@ -108,7 +109,7 @@ def test_draining_waits_for_a_save_that_has_no_memory_yet(overlapping: Stager, m
     result = overlapping.stage({"a": torch.ones(1)})
     gate.wait_reached()
     assert not overlapping.drain(Deadline(0.01))
-    overlapping.take_seconds = 0.0
+    overlapping.saves.take_seconds = 0.0
     drained: list[bool] = []
     draining = in_thread(lambda: drained.append(overlapping.drain(Deadline(None))))
     wait_until_inside(draining, StagedSave.wait_built)
@@ -123,7 +124,7 @@ def test_prewarming_makes_the_buffer_of_the_first_save(stager: Stager) -> None:
     """The first staging of that size allocates nothing."""
     state = {"a": torch.ones(5000), "b": [torch.ones(3)]}
     stager.prewarm(state)
-    stager.wait_prewarmed()
+    stager.saves.wait_prewarmed()
     before = memory_files()
     result = stager.stage(state)
     assert memory_files() == before
@@ -138,7 +139,7 @@ def test_staging_waits_for_a_buffer_that_is_being_prewarmed(stager: Stager, monk
     gate.wait_reached()
     results: list[StagedStateDict] = []
     staging = in_thread(lambda: results.append(stager.stage({"a": torch.ones(5000)})))
-    wait_until_inside(staging, Stager.wait_prewarmed)
+    wait_until_inside(staging, StagedSaves.wait_prewarmed)
     gate.open()
     staging.join(WAIT)
     assert dict(results[0])["a"].tolist() == [1.0] * 5000
@@ -166,7 +167,7 @@ def test_closing_does_not_wait_for_memory(stager: Stager, monkeypatch: pytest.Mo
     hold_memory(monkeypatch, gate.pass_through)
     stager.prewarm({"a": torch.ones(1000)})
     gate.wait_reached()
-    stager.close(Deadline(0.01))
+    stager.saves.close(Deadline(0.01))
     gate.open()
     for thread in threading.enumerate():
         if thread.name == "prewarm":
@@ -204,7 +205,7 @@ def test_a_state_on_a_device_is_staged_through_pinned_memory(overlap: bool) -> N
     assert result.staged_save.buffer is not None
     assert [nbytes for _, nbytes in device.pinned] == [result.staged_save.buffer.nbytes]
     del result
-    stager.close()
+    stager.saves.close()
     assert device.pinned == []
 
 
@@ -221,7 +222,7 @@ def test_what_training_has_queued_before_is_in_the_copies() -> None:
     result.staged_save.wait_copied()
     assert set(dict(result)["w"].tolist()) == {1.0}
     del result
-    stager.close()
+    stager.saves.close()
 
 
 def test_shared_tensors_hold_training_beyond_the_copies_from_a_device() -> None:
@@ -238,7 +239,7 @@ def test_shared_tensors_hold_training_beyond_the_copies_from_a_device() -> None:
     training.join(WAIT)
     assert not training.is_alive()
     del result
-    stager.close()
+    stager.saves.close()
 
 
 def test_all_saves_use_one_stream() -> None:
@@ -250,7 +251,7 @@ def test_all_saves_use_one_stream() -> None:
         stager.stage(state).staged_save.wait_copied()
     assert len(device.streams) == 1
     assert device.buffers == [GatherLimits().buffer_bytes] * 3
-    stager.close()
+    stager.saves.close()
 
 
 def test_a_buffer_is_unregistered_before_it_regrows() -> None:
@@ -263,7 +264,7 @@ def test_a_buffer_is_unregistered_before_it_regrows() -> None:
         sizes.append([nbytes for _, nbytes in device.pinned])
         del result
     assert sizes == [[4096], [401_408], [401_408]]
-    stager.close()
+    stager.saves.close()
     assert device.pinned == []
 
 
@@ -273,11 +274,11 @@ def test_prewarming_registers_for_the_device_of_the_state() -> None:
     stager = Stager(device=device)
     state = {"w": device.declare(torch.ones(1000))}
     stager.prewarm(state)
-    stager.wait_prewarmed()
+    stager.saves.wait_prewarmed()
     assert [nbytes for _, nbytes in device.pinned] == [4096]
     stager.stage(state)
     assert len(device.pinned) == 1
-    stager.close()
+    stager.saves.close()
 
 
 def test_staging_host_memory_starts_no_cuda(stager: Stager) -> None:
@@ -286,7 +287,7 @@ def test_staging_host_memory_starts_no_cuda(stager: Stager) -> None:
     other = Stager(device=device)
     assert staged(other, {"a": torch.ones(3)})["a"].tolist() == [1.0] * 3
     assert (device.pinned, device.streams) == ([], [])
-    other.close()
+    other.saves.close()
 
 
 @pytest.mark.parametrize("able", [True, False])
@@ -329,4 +330,4 @@ def test_copies_that_another_process_makes_are_waited_for(able: bool) -> None:
     assert bool(device.crossings) is not able
     training.join(WAIT)
     del result
-    stager.close()
+    stager.saves.close()

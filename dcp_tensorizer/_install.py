@@ -1,0 +1,195 @@
+"""This package's storage in the place of torch's own, for a whole process: `install`.
+
+Frameworks have no place for a storage: they make a ``FileSystemWriter(path)`` for every save. So what torch's functions
+and classes do is changed, and not who has imported them: what was imported before counts as well.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint import state_dict_loader as loader
+from torch.distributed.checkpoint import state_dict_saver as saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.staging import AsyncStager
+
+from ._torch_compat import PROCESS_EXECUTOR, STORAGE_SETUP
+from .any_format import AnyFormatReader
+from .writer import TensorizerStorageWriter
+
+__all__ = ["install", "installed", "uninstall"]
+
+logger = logging.getLogger("dcp_tensorizer")
+
+_UNDERSTOOD = {"path", "sync_files", "overwrite", "thread_count"}
+_IRRELEVANT = {"cache_staged_state_dict", "single_file_per_rank", "per_thread_copy_ahead"}  # how, and not what
+
+
+def install(
+    *, writer_options: Mapping[str, Any] | None = None, reader_options: Mapping[str, Any] | None = None
+) -> None:
+    """Has this process save and load by this package wherever it asks for torch's own storage.
+
+    From then on:
+
+    - ``dcp.save``, ``dcp.async_save`` and ``dcp.load`` with a ``checkpoint_id`` and no storage use this package;
+    - ``FileSystemWriter(path, ...)`` makes a `TensorizerStorageWriter`, which passes for a ``FileSystemWriter``;
+    - ``FileSystemReader(path)`` makes the reader of `open_reader`, which passes for a ``FileSystemReader``, and also
+      loads what torch has saved before;
+    - ``dcp.async_save`` without a stager stages into this package's buffer.
+
+    It does not matter whether they were imported before. Not changed are subclasses, as torch's ``FsspecWriter`` and
+    ``HuggingFaceStorageWriter``, and stagers that are passed to ``async_save``. To call it again changes the options.
+
+    Args:
+        writer_options: Of `TensorizerStorageWriter`, for all writers. The ``sync_files``, ``overwrite`` and
+            ``thread_count`` that a ``FileSystemWriter(...)`` is given go before.
+        reader_options: Of `TensorizerStorageReader`, for all readers.
+
+    Raises:
+        TypeError, ValueError: an option makes no sense.
+    """
+    global _installation
+    writer_options, reader_options = dict(writer_options or {}), dict(reader_options or {})
+    AnyFormatReader(".", **reader_options)  # checks them
+    stager = TensorizerStorageWriter(**writer_options)
+    before, _installation = _installation, _Installation(writer_options, reader_options, stager)
+    if before is None:
+        _replace()
+    else:
+        before.stager.close()
+
+
+def uninstall() -> None:
+    """Undoes `install`. Waits for the saves that ``dcp.async_save`` has staged without a writer. Idempotent."""
+    global _installation
+    before, _installation = _installation, None
+    if before is not None:
+        for module, name, original in _replaced:
+            setattr(module, name, original)
+        _replaced.clear()
+        before.stager.close()
+
+
+@contextmanager
+def installed(
+    *, writer_options: Mapping[str, Any] | None = None, reader_options: Mapping[str, Any] | None = None
+) -> Iterator[None]:
+    """`install` for as long as a ``with`` lasts."""
+    install(writer_options=writer_options, reader_options=reader_options)
+    try:
+        yield
+    finally:
+        uninstall()
+
+
+@dataclass(frozen=True, slots=True)
+class _Installation:
+    writer_options: dict[str, Any]
+    reader_options: dict[str, Any]
+    stager: TensorizerStorageWriter
+    """Stages for saves without a writer. As long as it is open, no writer's end ends the engine."""
+
+
+_installation: _Installation | None = None
+_replaced: list[tuple[Any, str, Any]] = []  # module, name, what it was
+
+
+class InstalledWriter(TensorizerStorageWriter, FileSystemWriter):  # type: ignore[misc,override]
+    """What ``FileSystemWriter(...)`` makes; takes its arguments."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(FileSystemWriter.__init__).bind(self, *args, **kwargs)
+        defaults = {name: value.default for name, value in given.signature.parameters.items()}
+        changed = {name: value for name, value in given.arguments.items() if value != defaults[name]}
+        _say_ignored(sorted(changed.keys() - _UNDERSTOOD - _IRRELEVANT - {"self"}))
+        options = {} if _installation is None else _installation.writer_options
+        super().__init__(**{**options, **{name: value for name, value in changed.items() if name in _UNDERSTOOD}})
+        self.path = given.arguments["path"]
+
+
+class InstalledReader(AnyFormatReader, FileSystemReader):
+    """What ``FileSystemReader(...)`` makes; takes its arguments."""
+
+    def __init__(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        super().__init__(path, **({} if _installation is None else _installation.reader_options))
+        self.path = path
+
+
+class _Stager(AsyncStager):
+    """Stages for saves that are given neither a stager nor a writer. To close it ends nothing."""
+
+    _synchronize_after_execute = TensorizerStorageWriter._synchronize_after_execute
+
+    def __init__(self, *args: Any) -> None:
+        assert _installation is not None
+        self._stager = _installation.stager
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        return self._stager.stage(state_dict)
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        return self._stager.should_synchronize_after_execute
+
+    def synchronize_staging(self) -> None:
+        self._stager.synchronize_staging()
+
+    def close(self) -> None:
+        pass
+
+
+def _replace() -> None:
+    """Changes what torch's functions call, and what its classes make."""
+    process_executor = getattr(saver, PROCESS_EXECUTOR)
+
+    class ProcessExecutor(process_executor):  # type: ignore[misc,valid-type]
+        """The process that saves has installed nothing: it is sent the writer."""
+
+        def execute_save(self, *args: Any, storage_writer: Any = None, checkpoint_id: Any = None, **kwargs: Any) -> Any:
+            writer = storage_writer or (None if checkpoint_id is None else InstalledWriter(checkpoint_id))
+            return super().execute_save(*args, storage_writer=writer, checkpoint_id=checkpoint_id, **kwargs)
+
+    set_up = getattr(saver, STORAGE_SETUP)
+
+    def storage_setup(storage: Any, checkpoint_id: Any, reader: bool = False) -> Any:
+        if storage or not checkpoint_id:
+            return set_up(storage, checkpoint_id, reader)
+        return (InstalledReader if reader else InstalledWriter)(checkpoint_id)
+
+    for module, name, value in (
+        (saver, STORAGE_SETUP, storage_setup),
+        (loader, STORAGE_SETUP, storage_setup),
+        (saver, "DefaultStager", _Stager),
+        (saver, PROCESS_EXECUTOR, ProcessExecutor),
+    ):
+        _replaced.append((module, name, getattr(module, name)))
+        setattr(module, name, value)
+    # They stay, and make torch's own when nothing is installed: a class whose __new__ was removed takes no arguments.
+    FileSystemWriter.__new__ = _new_writer  # type: ignore[method-assign]
+    FileSystemReader.__new__ = _new_reader  # type: ignore[method-assign]
+
+
+def _new_writer(cls: type, *args: Any, **kwargs: Any) -> Any:
+    return object.__new__(InstalledWriter if cls is FileSystemWriter and _installation is not None else cls)
+
+
+def _new_reader(cls: type, *args: Any, **kwargs: Any) -> Any:
+    return object.__new__(InstalledReader if cls is FileSystemReader and _installation is not None else cls)
+
+
+_said: set[str] = set()
+
+
+def _say_ignored(names: list[str]) -> None:
+    """Logs once of each argument of torch's that it means nothing here."""
+    for name in names:
+        if name not in _said:
+            _said.add(name)
+            logger.warning("FileSystemWriter(%s=...) means nothing to dcp_tensorizer, and is ignored", name)

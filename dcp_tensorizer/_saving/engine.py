@@ -1,0 +1,91 @@
+"""The engine: the staging buffers and the writer process, which the writers of a process share.
+
+Frameworks make a writer for every save. So a writer is a cheap handle, and what is worth keeping is here.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+from .._forks import in_child
+from .._staging.staged_saves import StagedSaves
+from .._threads import Deadline
+from .failure_counter import FailureCounter
+from .write_items import ObjectCheck
+from .writer_client import WriterClient
+
+__all__ = ["Engine", "engine_of_process"]
+
+
+class Engine:
+    """What the writers of a process share. It starts nothing, and takes no memory, before the first staging.
+
+    It ends with the interpreter, or when the last writer that is open is closed. A later writer starts it again.
+
+    Args:
+        devices: The writer process sees the trainer's GPUs.
+
+    Attributes:
+        saves: What was staged, and the buffers that it is in.
+        client: Writes them by the writer process.
+        failures: Knows how many saves in a row were not committed.
+        objects: Warns of objects that will not load.
+        connection: To the storage of the last save, kept for the next one.
+    """
+
+    def __init__(self, *, devices: bool = False) -> None:
+        self.saves = StagedSaves()
+        self.client = WriterClient(devices=devices)
+        self.failures = FailureCounter()
+        self.objects = ObjectCheck()
+        self.connection: object = None
+        self._open: list[weakref.ref[object]] = []
+        self._opening = threading.RLock()  # a signal's handler may interrupt its holder, and close a writer
+
+    def open(self, user: object) -> None:
+        """Somebody uses it, until he calls `leave` or is gone. Idempotent."""
+        with self._opening:
+            self._open = [other for other in self._open if other() not in (None, user)]
+            self._open.append(weakref.ref(user))
+
+    def leave(self, user: object) -> bool:
+        """Somebody uses it no more. Whether he was the last one."""
+        with self._opening:
+            self._open = [other for other in self._open if other() not in (None, user)]
+            return not self._open
+
+    def free(self, deadline: Deadline) -> None:
+        """Gives the memory and the connection back; what is still copied at the deadline keeps its buffer.
+
+        Failures are counted anew: whoever closes all writers has seen them.
+        """
+        self.client.free()
+        self.saves.close(deadline)
+        self.connection = None
+        self.failures, self.objects = FailureCounter(), ObjectCheck()
+
+
+_engines: dict[bool, Engine] = {}
+_making = threading.Lock()
+
+
+def engine_of_process(*, devices: bool) -> Engine:
+    """The engine of this process, made when it is first asked for.
+
+    Args:
+        devices: Its writer process sees the trainer's GPUs. There is one engine that does, and one that does not.
+    """
+    with _making:
+        if devices not in _engines:
+            engine = _engines[devices] = Engine(devices=devices)
+            in_child(engine, _forget)
+        return _engines[devices]
+
+
+def _forget(engine: Engine) -> None:
+    """In a forked child: buffers and process are its parent's."""
+    global _making
+    _making = threading.Lock()
+    for devices in [devices for devices, other in _engines.items() if other is engine]:
+        del _engines[devices]

@@ -1,0 +1,166 @@
+"""The staged saves of a process, in their order, and the buffers that they are in; the writers of a process share both.
+
+A buffer is kept when its save is over, and used for a later one, whichever writer asks for that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+
+from .._memory.memory_limit import check_headroom
+from .._memory.shared_buffer import SharedBuffer
+from .._threads import NEVER, Deadline, in_background
+from .staged_save import StagedSave
+
+__all__ = ["StagedSaves"]
+
+# The save's thread starts when `async_save` returns and takes its staged state dict first of all: a second is a
+# thousand times what that takes, and bounds what a staged state dict that nobody saves can cost.
+_TAKE_SECONDS = 1.0
+# In PROCESS mode the save before may not have been taken because torch is still starting its process. Only a save's
+# own thread waits so long for it, and only once.
+_START_SECONDS = 60.0
+
+
+class StagedSaves:
+    """Staged saves in the order of their staging, and the buffers that they are in.
+
+    Saves that one stager has staged, or one thread, run one at a time, in that order: on every rank the same. Others
+    run side by side. Each rank may have staged them in another order, and would wait for another one.
+
+    Attributes:
+        take_seconds: How long a save is waited for that has not taken what was staged for it.
+        start_seconds: How long a later save waits for that, once.
+    """
+
+    def __init__(self) -> None:
+        self.take_seconds = _TAKE_SECONDS
+        self.start_seconds = _START_SECONDS
+        self._saves: list[StagedSave] = []
+        self._idle: SharedBuffer | None = None
+        self._prewarming: Future[SharedBuffer] | None = None
+        # A signal's handler may interrupt whoever holds it, and close the writer. Nothing is waited for inside.
+        self._lock = threading.RLock()
+
+    def of(self, owner: object) -> list[StagedSave]:
+        """Those of one stager."""
+        return [staged_save for staged_save in list(self._saves) if staged_save.owner is owner]
+
+    def add(self, staged_save: StagedSave) -> None:
+        """It is the last one."""
+        self._saves.append(staged_save)
+
+    def remove(self, staged_save: StagedSave) -> None:
+        """There will be no save."""
+        with suppress(ValueError):  # all have been given up
+            self._saves.remove(staged_save)
+
+    def begin(self, owner: object) -> StagedSave | None:
+        """What the calling thread has taken and not begun to save, which is ``owner``'s from now on; None: nothing."""
+        for staged_save in list(self._saves):
+            if staged_save.thread is threading.current_thread() and not staged_save.begun:
+                staged_save.begun, staged_save.owner = True, owner
+                return staged_save
+        return None
+
+    def wait_turn(self, owner: object, before: StagedSave | None = None) -> None:
+        """Waits until the saves that were staged earlier are over: all, or those before a given one.
+
+        A staged state dict that no save takes is not waited for: its buffer is left alone, and the next one is new.
+        """
+        earlier = list(self._saves)
+        thread = threading.current_thread() if before is None else before.staged_on
+        for staged_save in earlier[: earlier.index(before)] if before in earlier else earlier:
+            in_order = staged_save.owner is owner or staged_save.staged_on is thread
+            if staged_save.abandoned or not in_order:
+                continue
+            if not staged_save.wait_taken(self.take_seconds if before is None else self.start_seconds):
+                staged_save.abandoned = before is not None
+            elif staged_save.thread is not None:
+                staged_save.wait_over()
+
+    def drain(self, owner: object, deadline: Deadline) -> bool:
+        """Waits for a stager's saves that have begun; False if one is not over in time, or cannot end meanwhile."""
+        for staged_save in self.of(owner):
+            if staged_save.is_interrupted or not staged_save.wait_built(deadline.left):
+                return False
+            taken = staged_save.wait_taken(deadline.within(self.take_seconds)) and staged_save.thread is not None
+            if taken and not staged_save.wait_over(deadline):
+                return False
+        return True
+
+    def only_of(self, owner: object) -> bool:
+        """Whether no stager but this one has saves that are not over."""
+        return all(staged_save.owner is owner or staged_save.over() for staged_save in list(self._saves))
+
+    def prewarm(self, nbytes: int, make: Callable[[int], SharedBuffer]) -> None:
+        """Makes a buffer in the background, unless there is one of that size, or a save is under way.
+
+        Raises:
+            StagingError: memory is short.
+        """
+        self.wait_prewarmed()
+        if self._saves or (self._idle is not None and self._idle.fits(nbytes)):
+            return
+        self._give_back_idle()
+        check_headroom(nbytes)
+        self._prewarming = in_background(lambda: make(nbytes), name="prewarm", daemon=True)
+
+    def wait_prewarmed(self, deadline: Deadline = NEVER) -> None:
+        """Waits for the buffer that `prewarm` has begun, and not for longer than until a deadline."""
+        prewarming, self._prewarming = self._prewarming, None
+        if prewarming is not None:
+            with suppress(Exception):  # memory has become short since, say; staging says so, if it still is
+                self._idle = prewarming.result(deadline.left)
+
+    def take_buffer(self, nbytes: int) -> SharedBuffer:
+        """The idle buffer, or a new one if that is too small."""
+        self.wait_prewarmed()
+        with self._lock:
+            buffer = self._idle
+            if buffer is not None and buffer.fits(nbytes) and buffer.can_be_sent:
+                self._idle = None
+                buffer.reset()
+                return buffer
+        self._give_back_idle()
+        return SharedBuffer(nbytes)
+
+    def reclaim(self) -> None:
+        """Takes back the buffers of saves that are over, and keeps the largest."""
+        for staged_save in list(self._saves):
+            staged_save.wait_built()  # it takes the idle buffer before that, on a thread of its own
+        spare = []
+        with self._lock:
+            for staged_save in [staged_save for staged_save in self._saves if staged_save.over()]:
+                self._saves.remove(staged_save)
+                buffer, staged_save.buffer = staged_save.buffer, None
+                if buffer is not None and staged_save.keeps_buffer:
+                    larger = self._idle is None or buffer.nbytes > self._idle.nbytes
+                    self._idle, buffer = (buffer, self._idle) if larger else (self._idle, buffer)
+                if buffer is not None:
+                    spare.append(buffer)
+        for buffer in spare:
+            buffer.close()
+
+    def close(self, deadline: Deadline = NEVER) -> None:
+        """Gives the buffers back; those that a save still uses follow when it lets go of its state dict.
+
+        So does one to which something is still copied at the deadline.
+        """
+        saves, self._saves = self._saves, []
+        unused = [staged_save.buffer for staged_save in saves if staged_save.wait_unused(deadline)]
+        self.wait_prewarmed(deadline)
+        for buffer in unused:
+            if buffer is not None:
+                buffer.close()
+        self._give_back_idle()
+
+    def _give_back_idle(self) -> None:
+        """Frees the buffer that no save uses."""
+        with self._lock:
+            idle, self._idle = self._idle, None
+        if idle is not None:
+            idle.close()

@@ -1,0 +1,159 @@
+"""Loading checkpoints of any format that DCP reads: `open_reader`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from . import _torch_compat
+from ._arguments import check_path
+from ._loading.directory_format import contents, format_of
+from ._storage.base import TIMEOUT, Storage
+from ._storage.open import absolute_path, is_location, open_storage
+from .errors import CheckpointError, DecryptionError, MetadataError, ReadError
+from .reader import TensorizerStorageReader
+
+__all__ = ["open_reader"]
+
+
+def open_reader(path: str | os.PathLike[str], **options: Any) -> StorageReader:
+    """A reader for ``dcp.load`` that looks what is at a path, and reads it with what is made for that.
+
+    It reads checkpoints of this package; those that torch's ``FileSystemWriter`` and ``FsspecWriter`` wrote; and local
+    directories of safetensors files, as Hugging Face has them. The last two are read by torch's own readers. What is
+    there is looked at in each load, not here: so a job may switch its storage between two saves.
+
+    torch's own metadata is a pickle, which can run code when it is read. Load only what you trust.
+
+    Args:
+        path: A local path, or any URL that fsspec opens. The ``checkpoint_id`` of ``dcp.load`` overrides it.
+        options: Of `TensorizerStorageReader`. For the other formats only ``storage_options``, ``timeout`` and
+            ``thread_count`` have a meaning, and ``encryption`` is refused.
+
+    Raises:
+        ValueError, TypeError: an argument makes no sense.
+
+    ``dcp.load`` then raises, on each rank:
+        NotCommitted: there is nothing at the path.
+        MetadataError: what is there is of none of these formats; says what was found.
+    """
+    return AnyFormatReader(path, **options)
+
+
+class AnyFormatReader(StorageReader):
+    """Looks what is at a path at the beginning of each load, and has it read with what is made for that.
+
+    The arguments are those of `open_reader`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
+        TensorizerStorageReader(path, **options)  # checks the arguments
+        self._path: str | os.PathLike[str] = absolute_path(path)
+        self._options = options
+        self._reader: StorageReader | None = None
+        self._error: CheckpointError | None = None
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The checkpoint that is loaded."""
+        return self._path
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Called by DCP before a load, with the ``checkpoint_id`` if there is one."""
+        if checkpoint_id:
+            check_path(checkpoint_id)
+            self._path = absolute_path(checkpoint_id)
+        self._reader = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Looks what is there, and reads its metadata; with ``rank=`` that rank's own.
+
+        DCP swallows what is raised here, and asks again for the rank's own. Then the error is kept for
+        `set_up_storage_reader`, where DCP hands it to every rank.
+
+        Raises:
+            CheckpointError: there is nothing, or nothing that can be loaded; only without ``rank``.
+        """
+        if kwargs.get("rank") is None:
+            self._reader = self._error = None
+        if self._reader is None and self._error is None:
+            try:
+                self._reader = self._open()
+            except CheckpointError as error:
+                self._error = error
+                raise
+        if self._reader is None:
+            return Metadata({}, planner_data={})
+        return self._reader.read_metadata(*args, **kwargs)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Raises what `read_metadata` could not; else the reader of the format does what it has to."""
+        if self._error is not None:
+            raise self._error
+        self._chosen.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """As the reader of the format does it."""
+        return self._chosen.prepare_local_plan(plan)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """As the reader of the format does it."""
+        return self._chosen.prepare_global_plan(plans)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """As the reader of the format does it."""
+        return self._chosen.read_data(plan, planner)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a local path, or a URL of a protocol that fsspec knows. It is not opened."""
+        return is_location(checkpoint_id)
+
+    @property
+    def _chosen(self) -> StorageReader:
+        assert self._reader is not None, "read_metadata comes first"
+        return self._reader
+
+    def _open(self) -> StorageReader:
+        """The reader for what is there.
+
+        Raises:
+            CheckpointError: there is nothing, or nothing that can be loaded.
+        """
+        storage_options = dict(self._options.get("storage_options") or {})
+        storage = open_storage(self._path, storage_options, self._options.get("timeout", TIMEOUT))
+        found = format_of(storage, dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
+        if found == "dcp_tensorizer":
+            return TensorizerStorageReader(self._path, **self._options)
+        if found is None:
+            raise _unknown(storage)
+        if self._options.get("encryption") is not None:
+            raise DecryptionError(f"{storage.path} is of the format {found}, which is not encrypted: leave the key out")
+        is_local = isinstance(self._path, os.PathLike)
+        if found == "dcp":
+            return _Torch(self._path) if is_local else _torch_compat.FsspecReader(self._path, **storage_options)
+        if not is_local:
+            raise ReadError(
+                f"{storage.path} holds safetensors, which torch reads from local disks only: copy it to one"
+            )
+        return HuggingFaceStorageReader(os.fspath(self._path), self._options.get("thread_count") or 1)
+
+
+class _Torch(FileSystemReader):
+    """torch's own, also where `install` has put another one in the place of the class that this one is made from."""
+
+
+def _unknown(storage: Storage) -> CheckpointError:
+    found = contents(storage)
+    return MetadataError(
+        f"{storage.path} holds no checkpoint that can be loaded: {found}. Checkpoints are directories with a .metadata "
+        f"in them, or with files of safetensors. `dcp-tensorizer convert` reads more formats."
+    )

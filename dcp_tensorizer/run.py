@@ -1,0 +1,15 @@
+"""Runs a script or a module with this package's storage in the place of torch's own, see `dcp_tensorizer.install`.
+
+::
+
+    python -m dcp_tensorizer.run train.py ARGUMENTS
+    torchrun --nproc-per-node 8 -m dcp_tensorizer.run train.py ARGUMENTS
+    python -m dcp_tensorizer.run -m package.train ARGUMENTS
+
+Processes that the script spawns by ``multiprocessing`` do the same.
+"""
+
+from dcp_tensorizer._run import run
+
+if __name__ in ("__main__", "__mp_main__"):
+    run(globals())
