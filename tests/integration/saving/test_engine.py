@@ -1,0 +1,197 @@
+"""The engine of a process: what writers share, who ends it, and what starts it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
+
+from dcp_tensorizer import SaveLimits, SaveReport, TensorizerStorageReader, TensorizerStorageWriter, WriteError
+from dcp_tensorizer._saving.engine import Engine, engine_of_process
+from dcp_tensorizer._writer_process.process import WriterProcess
+
+from ...support import memory_files, writer_process
+from ...waiting import WAIT, Gate, in_thread
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def children() -> list[int]:
+    return [child.pid for child in psutil.Process().children()]
+
+
+def state(value: float, size: int = 1000) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((size,), value)}
+
+
+def loaded(path: Path, size: int = 1000) -> float:
+    result = state(0.0, size)
+    dcp.load(result, storage_reader=TensorizerStorageReader(path))
+    return float(result["w"].mean())
+
+
+def test_a_writer_for_every_save_uses_one_process_and_one_buffer(tmp_path: Path) -> None:
+    """Writers that nobody closes, as frameworks make them, cost no more than one."""
+    before, buffers = children(), memory_files()
+    with TensorizerStorageWriter(tmp_path / "kept") as kept:
+        dcp.async_save(state(0.0), storage_writer=kept).result()
+        (process,), buffer = set(children()) - set(before), memory_files() - buffers
+        descriptors = len(os.listdir("/proc/self/fd"))
+        writers = [TensorizerStorageWriter(tmp_path / "many") for _ in range(500)]
+        for value, writer in enumerate(writers[:20]):
+            dcp.async_save(state(float(value)), storage_writer=writer).result()
+        assert set(children()) - set(before) == {process}
+        assert memory_files() - buffers == buffer
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+        assert loaded(tmp_path / "many") == 19.0
+        del writers, writer
+    gc.collect()
+    assert children() == before
+    assert memory_files() == buffers
+
+
+def test_synchronous_saves_start_no_process(tmp_path: Path) -> None:
+    """Neither does making a writer; the first staging does, and so does prewarming."""
+    before = children()
+    with TensorizerStorageWriter(tmp_path) as writer:
+        dcp.save(state(1.0), storage_writer=writer)
+        assert children() == before
+        writer.prewarm(state(1.0))
+        assert len(children()) == len(before) + 1
+    assert children() == before
+
+
+class HeldPlanner(DefaultSavePlanner):
+    """Holds its save back on the save's own thread, until the gate is opened."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def create_local_plan(self) -> SavePlan:
+        self.gate.pass_through()
+        return super().create_local_plan()
+
+
+def test_closing_one_writer_leaves_the_save_of_another_alone(tmp_path: Path) -> None:
+    """It returns at once, ends no process, and the save goes on. Only the last close ends it all."""
+    before, gate = children(), Gate()
+    with TensorizerStorageWriter(tmp_path / "slow") as slow:
+        future = dcp.async_save(state(1.0), storage_writer=slow, planner=HeldPlanner(gate))
+        gate.wait_reached()
+        other = in_thread(lambda: _save_and_close(tmp_path / "quick"))
+        other.join(WAIT)
+        assert loaded(tmp_path / "quick") == 2.0
+        process = writer_process().pid
+        gate.open()
+        future.result()
+        assert (writer_process().pid, loaded(tmp_path / "slow")) == (process, 1.0)
+    assert children() == before
+
+
+def _save_and_close(path: Path) -> None:
+    with TensorizerStorageWriter(path) as writer:
+        dcp.async_save(state(2.0), storage_writer=writer).result()
+
+
+def test_saves_of_one_thread_run_in_order_whichever_writer_saves(tmp_path: Path) -> None:
+    """The second one to a path waits for the first, so the second one's values stay."""
+    gate = Gate()
+    with TensorizerStorageWriter(tmp_path) as first, TensorizerStorageWriter(tmp_path) as second:
+        earlier = dcp.async_save(state(1.0), storage_writer=first, planner=HeldPlanner(gate))
+        gate.wait_reached()
+        later: list[Any] = []
+        staging = in_thread(lambda: later.append(first._saver.stager.saves.wait_turn(second._saver.stager)))
+        staging.join(WAIT)  # another thread, another writer: it need not wait
+        assert later == [None]
+        ordered = threading.Thread(target=gate.open)
+        ordered.start()
+        dcp.async_save(state(2.0), storage_writer=second).result()
+        ordered.join(WAIT)
+        assert earlier.done()
+    assert loaded(tmp_path) == 2.0
+
+
+def test_a_writer_that_is_abandoned_does_not_take_the_save_of_another_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writer process is killed; what that did for the other one is written once more by a fresh one."""
+    reports: list[SaveReport] = []
+    with (
+        TensorizerStorageWriter(tmp_path / "stays", on_report=reports.append) as stays,
+        TensorizerStorageWriter(tmp_path / "abandoned") as abandoned,
+    ):
+        gate = Gate()
+        given_up = dcp.async_save(state(1.0), storage_writer=abandoned, planner=HeldPlanner(gate))
+        gate.wait_reached()
+        process = writer_process()
+        process.suspend()
+        asked, wait = threading.Event(), WriterProcess._wait
+        monkeypatch.setattr(WriterProcess, "_wait", lambda *args: (asked.set(), wait(*args))[1])
+        future: list[Any] = []
+        saving = in_thread(lambda: future.append(dcp.async_save(state(2.0), storage_writer=stays)))
+        saving.join(WAIT)
+        assert asked.wait(WAIT)
+        abandoned.close(timeout=0)
+        gate.open()
+        future[0].result()
+        with pytest.raises(CheckpointException, match="closed"):
+            given_up.result()
+        assert [report.attempts for report in reports] == [2]
+        assert writer_process().pid != process.pid
+    assert loaded(tmp_path / "stays") == 2.0
+    with pytest.raises(CheckpointException):
+        loaded(tmp_path / "abandoned")
+
+
+def test_failures_are_counted_over_the_writers_of_a_process(tmp_path: Path) -> None:
+    """A framework that makes a writer for every save, and looks at no future, does not train on without checkpoints."""
+    (tmp_path / "file").write_text("")
+    limits = SaveLimits(max_consecutive_failures=2)
+    with TensorizerStorageWriter(tmp_path / "good") as kept:
+        dcp.async_save(state(1.0), storage_writer=kept).result()
+        for _ in range(2):
+            with TensorizerStorageWriter(tmp_path / "file" / "below", limits=limits) as writer:
+                future = dcp.async_save(state(1.0), storage_writer=writer)
+                with pytest.raises(CheckpointException):
+                    future.result()
+        with (
+            TensorizerStorageWriter(tmp_path / "x", limits=limits) as writer,
+            pytest.raises(WriteError, match="2 saves in a row were not committed"),
+        ):
+            dcp.async_save(state(1.0), storage_writer=writer)
+    with TensorizerStorageWriter(tmp_path / "x", limits=limits) as writer:  # all were closed, so it is known
+        dcp.async_save(state(2.0), storage_writer=writer).result()
+    assert loaded(tmp_path / "x") == 2.0
+
+
+def test_there_is_one_engine_for_those_that_see_gpus_and_one_for_the_others() -> None:
+    """The process of one must not open what the other's has to."""
+    assert engine_of_process(devices=False) is engine_of_process(devices=False)
+    assert engine_of_process(devices=False) is not engine_of_process(devices=True)
+
+
+def test_a_user_that_is_gone_has_left() -> None:
+    """Frameworks drop their writers and close none."""
+
+    class User:
+        pass
+
+    engine, stays, dropped = Engine(), User(), User()
+    engine.open(stays)
+    engine.open(dropped)
+    assert not engine.leave(stays)
+    engine.open(stays)
+    del dropped
+    gc.collect()
+    assert engine.leave(stays)

@@ -1,0 +1,117 @@
+"""One reader for what this package, torch and Hugging Face have saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from tensorizer import DecryptionParams
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcp_tensorizer import (
+    CheckpointError,
+    DecryptionError,
+    MetadataError,
+    NotCommitted,
+    ReadError,
+    TensorizerStorageWriter,
+    open_reader,
+)
+
+from ..servers import S3Server
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+SAVED = {"w": torch.arange(6.0).reshape(2, 3), "step": 7}
+
+
+def load(path: Path | str, **options: object) -> dict[str, object]:
+    state = {"w": torch.zeros(2, 3), "step": 0}
+    dcp.load(state, storage_reader=open_reader(path, **options))
+    return state
+
+
+def error_of(path: Path | str, **options: object) -> CheckpointError:
+    with pytest.raises(CheckpointException) as caught:
+        load(path, **options)
+    (failure,) = caught.value.failures.values()
+    assert isinstance(failure[0], CheckpointError)
+    return failure[0]
+
+
+def assert_is_saved(state: dict[str, object]) -> None:
+    assert torch.equal(state["w"], SAVED["w"])  # type: ignore[arg-type]
+    assert state["step"] == 7
+
+
+def test_it_reads_what_this_package_and_torch_have_saved(tmp_path: Path) -> None:
+    """Also one after the other by one reader, with a checkpoint_id: what is there is looked at in each load."""
+    with TensorizerStorageWriter(tmp_path / "ours") as writer:
+        dcp.save(SAVED, storage_writer=writer)
+    dcp.save(SAVED, storage_writer=FileSystemWriter(tmp_path / "theirs"))
+    assert_is_saved(load(tmp_path / "ours"))
+    assert_is_saved(load(str(tmp_path / "theirs")))
+    reader = open_reader(tmp_path / "ours")
+    for name in ("theirs", "ours", "theirs"):
+        state = {"w": torch.zeros(2, 3), "step": 0}
+        dcp.load(state, checkpoint_id=tmp_path / name, storage_reader=reader)
+        assert_is_saved(state)
+        assert reader.checkpoint_id == tmp_path / name
+
+
+def test_it_reads_safetensors(tmp_path: Path) -> None:
+    """A directory as Hugging Face has them, of several files."""
+    save_file({"w": SAVED["w"]}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({"v": torch.ones(3)}, tmp_path / "model-00002-of-00002.safetensors")
+    state = {"w": torch.zeros(2, 3), "v": torch.zeros(3)}
+    dcp.load(state, storage_reader=open_reader(tmp_path))
+    assert torch.equal(state["w"], SAVED["w"])
+    assert state["v"].tolist() == [1.0] * 3
+
+
+def test_it_reads_what_each_rank_has_saved_for_itself(tmp_path: Path) -> None:
+    """Without collectives there is no metadata of all ranks, in either format."""
+    with TensorizerStorageWriter(tmp_path / "ours") as writer:
+        dcp.save(SAVED, storage_writer=writer, use_collectives=False)
+    dcp.save(SAVED, storage_writer=FileSystemWriter(tmp_path / "theirs"), use_collectives=False)
+    for name in ("ours", "theirs"):
+        state = {"w": torch.zeros(2, 3), "step": 0}
+        dcp.load(state, storage_reader=open_reader(tmp_path / name))
+        assert_is_saved(state)
+
+
+def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+    """Nothing at all, and something else, of which a few names are given."""
+    assert isinstance(error_of(tmp_path / "nowhere"), NotCommitted)
+    (tmp_path / "weights.bin").write_text("")
+    error = error_of(tmp_path)
+    assert isinstance(error, MetadataError)
+    assert f"{tmp_path} holds no checkpoint that can be loaded: it holds weights.bin." in str(error)
+
+
+def test_a_key_is_refused_where_nothing_is_encrypted(tmp_path: Path) -> None:
+    """Whoever gives one expects that what is loaded is authentic."""
+    dcp.save(SAVED, storage_writer=FileSystemWriter(tmp_path))
+    error = error_of(tmp_path, encryption=DecryptionParams.from_key(b"k" * 32))
+    assert isinstance(error, DecryptionError)
+    assert "is of the format dcp, which is not encrypted" in str(error)
+
+
+def test_arguments_are_checked_where_they_are_given(tmp_path: Path) -> None:
+    """Not in the load, on one rank after the other."""
+    with pytest.raises(TypeError, match="timeout"):
+        open_reader(tmp_path, timeout="soon")
+
+
+def test_object_stores(s3: S3Server) -> None:
+    """Ours and torch's are read there, by options of one kind; torch reads safetensors from disks only."""
+    url, options = f"s3://{s3.bucket}/any_format", s3.options()
+    with TensorizerStorageWriter(f"{url}/ours", storage_options=options) as writer:
+        dcp.save(SAVED, storage_writer=writer)
+    assert_is_saved(load(f"{url}/ours", storage_options=options))
+    s3.client().put_object(Bucket=s3.bucket, Key="any_format/hf/model.safetensors", Body=b"")
+    assert isinstance(error_of(f"{url}/hf", storage_options=options), ReadError)

@@ -1,0 +1,209 @@
+"""torch's own storage replaced for a whole process, and given back."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, HuggingFaceStorageWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter, _install, install, installed, uninstall
+from dcp_tensorizer._format.index import is_index
+
+from ..support import run_python
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+async_save = dcp.async_save  # bound before anything is installed, as frameworks bind it
+
+
+@pytest.fixture
+def ours() -> Iterator[None]:
+    with installed():
+        yield
+
+
+def state(value: float = 0.0) -> dict[str, object]:
+    return {"w": torch.full((100,), value), "step": int(value)}
+
+
+def is_ours(path: Path) -> bool:
+    return is_index((path / ".metadata").read_bytes())
+
+
+def loaded(path: Path, **options: object) -> object:
+    target = state()
+    dcp.load(target, **(options or {"checkpoint_id": path}))  # type: ignore[arg-type]
+    assert target["w"].unique().tolist() == [float(target["step"])]  # type: ignore[attr-defined,arg-type]
+    return target["step"]
+
+
+@pytest.mark.usefixtures("ours")
+def test_saves_without_a_storage(tmp_path: Path) -> None:
+    """`dcp.save`, `async_save` (also one that was imported before) and `load` with a checkpoint_id alone."""
+    dcp.save(state(1), checkpoint_id=tmp_path / "a")
+    dcp.async_save(state(2), checkpoint_id=tmp_path / "b").result()
+    async_save(state(3), checkpoint_id=str(tmp_path / "c")).result()
+    assert [loaded(tmp_path / name) for name in "abc"] == [1, 2, 3]
+    assert all(is_ours(tmp_path / name) for name in "abc")
+
+
+@pytest.mark.usefixtures("ours")
+def test_saves_by_a_writer_that_a_framework_makes(tmp_path: Path) -> None:
+    """A new one for every save, with torch's arguments; what they make passes for what was asked for."""
+    for value in (1, 2):
+        writer = FileSystemWriter(tmp_path, single_file_per_rank=True, sync_files=False, thread_count=2)
+        dcp.async_save(state(value), storage_writer=writer).result()
+    assert isinstance(writer, FileSystemWriter)
+    assert isinstance(writer, TensorizerStorageWriter)
+    assert (writer.path, writer._options.write.sync, writer._options.write.threads) == (tmp_path, False, 2)
+    reader = FileSystemReader(tmp_path)
+    assert isinstance(reader, FileSystemReader)
+    assert reader.path == tmp_path
+    assert is_ours(tmp_path)
+    assert loaded(tmp_path, storage_reader=reader) == 2
+    assert "w" in reader.read_metadata().state_dict_metadata
+
+
+@pytest.mark.usefixtures("ours")
+def test_object_stores_and_other_urls(tmp_path: Path) -> None:
+    """A URL as checkpoint_id, for which torch would take its FsspecWriter."""
+    dcp.save(state(5), checkpoint_id="memory://install/checkpoint")
+    assert loaded(tmp_path, checkpoint_id="memory://install/checkpoint") == 5
+    assert loaded(tmp_path, storage_reader=TensorizerStorageReader("memory://install/checkpoint")) == 5
+
+
+def test_a_job_changes_its_storage_and_goes_back(tmp_path: Path) -> None:
+    """What torch has saved is loaded when this package is installed; without it, torch's own is back."""
+    dcp.save(state(1), checkpoint_id=tmp_path / "before")
+    with installed():
+        assert loaded(tmp_path / "before") == 1
+        dcp.save(state(2), checkpoint_id=tmp_path / "during")
+    dcp.save(state(3), checkpoint_id=tmp_path / "after")
+    assert [is_ours(tmp_path / name) for name in ("before", "during", "after")] == [False, True, False]
+    assert type(FileSystemWriter(tmp_path)) is FileSystemWriter
+    assert type(FileSystemReader(tmp_path)) is FileSystemReader
+    assert loaded(tmp_path / "after") == 3
+    uninstall()
+
+
+@pytest.mark.usefixtures("ours")
+def test_subclasses_of_torchs_stay_what_they_are(tmp_path: Path) -> None:
+    """Whoever asks for another storage gets it."""
+    writers = [FsspecWriter(str(tmp_path)), HuggingFaceStorageWriter(str(tmp_path))]
+    assert [type(writer) for writer in writers] == [FsspecWriter, HuggingFaceStorageWriter]
+    dcp.async_save(state(6), storage_writer=FsspecWriter(str(tmp_path))).result()
+    assert not is_ours(tmp_path)
+    assert loaded(tmp_path) == 6
+
+
+@pytest.mark.usefixtures("ours")
+def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
+    """`dcp_to_torch_save`, which makes a FileSystemReader of its own."""
+    dcp.save(state(7), checkpoint_id=tmp_path / "checkpoint")
+    dcp_to_torch_save(tmp_path / "checkpoint", tmp_path / "file.pt")
+    content = torch.load(tmp_path / "file.pt")
+    assert content["w"].unique().tolist() == [7.0]
+    assert content["step"] == 7
+
+
+def test_options_reach_all_writers_and_readers(tmp_path: Path) -> None:
+    """Arguments of one FileSystemWriter go before them; to install again changes them; errors change nothing."""
+    with installed(writer_options={"sync_files": False, "sha256": True}, reader_options={"verify": False}):
+        writer = FileSystemWriter(tmp_path)
+        assert (writer._options.write.sync, writer._options.write.sha256) == (False, True)
+        assert FileSystemReader(tmp_path)._options == {"verify": False}
+        install(writer_options={"overwrite": False})
+        assert not FileSystemWriter(tmp_path)._options.overwrite
+        with pytest.raises(TypeError, match="no_such"):
+            install(reader_options={"no_such": 1})
+        assert not FileSystemWriter(tmp_path)._options.overwrite
+
+
+@pytest.mark.usefixtures("ours")
+def test_arguments_without_a_meaning_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that say how torch's writer works are silent; those that would change what is written are named."""
+    monkeypatch.setattr(_install, "_said", set())
+    for _ in range(2):
+        FileSystemWriter(tmp_path, per_thread_copy_ahead=1, _extensions=[])
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
+        "FileSystemWriter(_extensions=...) means nothing to dcp_tensorizer, and is ignored"
+    ]
+
+
+@pytest.mark.usefixtures("ours")
+def test_a_pickled_writer_is_one_of_ours(tmp_path: Path) -> None:
+    """Also where nothing is installed, as in a process that is sent one."""
+    sent = pickle.dumps(FileSystemWriter(tmp_path))
+    uninstall()
+    writer = pickle.loads(sent)
+    dcp.save(state(8), storage_writer=writer)
+    assert is_ours(tmp_path)
+
+
+SCRIPT = """
+import sys
+import torch, torch.multiprocessing as mp
+import torch.distributed.checkpoint as dcp
+
+class Local: pass  # the script's own names are in its main module
+
+def work(number, path):
+    dcp.save({"w": torch.ones(3), "n": 1}, checkpoint_id=f"{path}/{number}")
+
+if __name__ == "__main__":
+    assert sys.argv[1:] == [sys.argv[1], "--flag"] and Local.__module__ == "__main__", sys.argv
+    assert "run" not in globals()
+    work("main", sys.argv[1])
+    mp.spawn(work, (sys.argv[1],), nprocs=1)
+"""
+
+
+@pytest.mark.parametrize("how", ["script", "module", "package"])
+def test_running_a_script_unchanged(tmp_path: Path, how: str) -> None:
+    """`python -m dcp_tensorizer.run`: a script, a module, a package with a ``__main__``; and what they spawn."""
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "__init__.py").write_text("")
+    (tmp_path / "job" / "__main__.py").write_text(SCRIPT)
+    what = {"script": "job/__main__.py", "module": "-m job.__main__", "package": "-m job"}[how]
+    launch = f"""
+import os, subprocess, sys
+os.chdir({str(tmp_path)!r})
+command = [sys.executable, "-m", "dcp_tensorizer.run", *{what.split()!r}, {str(tmp_path)!r}, "--flag"]
+sys.exit(subprocess.run(command).returncode)
+"""
+    done = run_python(launch, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert is_ours(tmp_path / "main")
+    assert is_ours(tmp_path / "0")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "usage"),
+        (["--flag"], "usage"),
+        (["nowhere.py"], "cannot be read"),
+        (["-m", "no.such"], "no module no.such"),
+    ],
+)
+def test_running_nothing_says_how(arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line, without a traceback, and without an import of torch."""
+    from dcp_tensorizer._run import run
+
+    monkeypatch.setattr(sys, "argv", ["dcp_tensorizer.run", *arguments])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("DCP_TENSORIZER_RUN_MODULE", "")
+    monkeypatch.setenv("DCP_TENSORIZER_RUN_SCRIPT", "")
+    with pytest.raises(SystemExit, match=words):
+        run({"__name__": "__main__"})
