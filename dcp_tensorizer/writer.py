@@ -46,16 +46,19 @@ __all__ = ["TensorizerStorageWriter"]
 class TensorizerStorageWriter(StorageWriter, AsyncStager):
     """Writes checkpoints as tensorizer files, without training noticing.
 
-    Pass it as ``storage_writer`` to ``dcp.async_save`` (or ``dcp.save``), the same one for every save of a job, and
-    close it before ``destroy_process_group()``::
+    Pass it as ``storage_writer`` to ``dcp.async_save`` (or ``dcp.save``), and close it before
+    ``destroy_process_group()``::
 
         with TensorizerStorageWriter("checkpoints/latest") as writer:
             for step in ...:
                 future = dcp.async_save(state_dict, storage_writer=writer, process_group=gloo_group)
 
-    ``async_save`` copies the rank's state into a buffer of shared memory and returns; a process that belongs to this
-    writer, started here, hashes and writes the buffer. The checkpoint appears, whole, when every rank's data is
-    durable. Saves run one at a time: a save that is requested while another is under way waits for it.
+    ``async_save`` copies the rank's state into a buffer of shared memory and returns; another process hashes and
+    writes the buffer. The checkpoint appears, whole, when every rank's data is durable. Saves run one at a time: a save
+    that is requested while another is under way waits for it.
+
+    A writer is a cheap handle. Buffer and process are shared by all writers of this process, and started by the first
+    ``async_save`` or `prewarm`. So there may be a new writer for every save, which nobody need close.
 
     Memory: one buffer of the size of the rank's state (allocated by `prewarm` in the background, or else in the first
     save, which then takes longer; again when the state outgrows it), kept between saves; and in the writer process up
@@ -144,7 +147,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     # --- lifetime -----------------------------------------------------------------------------------------------
 
     def prewarm(self, state_dict: Mapping[str, Any]) -> None:
-        """Allocates the staging buffer for state dicts of this size, ahead of the first save.
+        """Starts the writer process, and allocates the staging buffer for state dicts of this size.
 
         It returns at once: memory is made ready in the background (a second for some GiB), and the first save waits
         for it if need be.
@@ -159,7 +162,10 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._saver.prewarm({k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()})
 
     def close(self, timeout: float | None = None) -> None:
-        """Waits for the save under way, then ends the writer process and gives the memory back. Idempotent.
+        """Waits for this writer's saves. Idempotent.
+
+        If no other writer is open that has staged something, and no other save is under way, it then ends the writer
+        process and gives the memory back.
 
         To be called before ``destroy_process_group()``, which would fail that save.
 
