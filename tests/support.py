@@ -34,7 +34,9 @@ _MOUNT_NAMESPACE = ("unshare", "--map-root-user", "--mount", "sh", "-c")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    torch.empty(0, dtype=torch.complex32)  # torch warns, once a process, that complex32 is experimental
+    for name in ("complex32", "bcomplex32"):  # torch warns of each, once a process, that it is experimental
+        if isinstance(getattr(torch, name, None), torch.dtype):
+            torch.empty(0, dtype=getattr(torch, name))
 
 
 def _plain_dtypes() -> list[torch.dtype]:

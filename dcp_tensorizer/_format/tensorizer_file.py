@@ -20,6 +20,7 @@ small one.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,11 +49,11 @@ _PASSPHRASE = struct.Struct("<HHQQiH")  # two tags; costs and algorithm of the d
 _DERIVED, _BY_PWHASH = 1, 1
 _BLOCKS = struct.Struct(f"<HQ{NONCE_BYTES}sQ")  # tag, bytes in a block, nonce of the first, number of MACs that follow
 _XSALSA20 = 2
-# torch's dtypes that numpy has too, and of those that it has not, all that are not of one byte. Not asked of torch,
-# which takes two seconds to import: the writer process does without it.
+# torch's dtypes that numpy has too, and of those that it has not, all that are known not to be of one byte. Not asked of
+# torch, which takes two seconds to import: the writer process does without it.
 _NUMPY = {"bool", *(f"{kind}int{bits}" for kind in ("", "u") for bits in (8, 16, 32, 64))}
 _NUMPY |= {"float16", "float32", "float64", "complex64", "complex128"}
-_ITEMSIZE = {"bfloat16": 2, "bits16": 2, "complex32": 4}
+_ITEMSIZE = {"bfloat16": 2, "bits16": 2, "bcomplex32": 4, "complex32": 4}
 # Kinds of tensor: a module's parameter, its buffer, or (as in a state dict) neither.
 _KINDS = {"parameter": 0, "buffer": 1}
 _STATE_DICT = 2
@@ -183,7 +184,7 @@ def _describe(tensor: TensorInfo) -> _Description:
     shape = struct.pack(f"<B{len(tensor.shape)}{'Q' if is_long else 'I'}", len(tensor.shape), *tensor.shape)
     kind = _KINDS.get(tensor.kind, _STATE_DICT)
     return _Description(
-        tensor.name.encode(), kind, _dtype_name(tensor.dtype), shape, version=LONG if is_long else _PLAIN
+        tensor.name.encode(), kind, _dtype_name(tensor), shape, version=LONG if is_long else _PLAIN
     )
 
 
@@ -257,9 +258,13 @@ def _index_entry(description: _Description, entry: Entry[T], is_versioned: bool)
     )
 
 
-def _dtype_name(name: str) -> bytes:
-    """A dtype as tensorizer stores it: numpy's name, or an opaque one with torch's where numpy has none."""
+def _dtype_name(tensor: TensorInfo) -> bytes:
+    """A dtype as tensorizer stores it: numpy's name, or an opaque one with torch's where numpy has none.
+
+    torch may have dtypes that are not known here. The size of their elements is the tensor's own.
+    """
+    name, count = tensor.dtype, math.prod(tensor.shape)
     if name in _NUMPY:
         return np.dtype(name).str.encode()
-    itemsize = _ITEMSIZE.get(name, 1)
+    itemsize = tensor.nbytes // count if count else _ITEMSIZE.get(name, 1)
     return f"{'|' if itemsize == 1 else '<'}V{itemsize}\0torch.{name}".encode()

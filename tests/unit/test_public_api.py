@@ -70,6 +70,10 @@ def test_exported_names_are_pinned() -> None:
         "WriteError",
         "WriterProcessDied",
         "__version__",
+        "install",
+        "installed",
+        "open_reader",
+        "uninstall",
     ]
     assert [name for name in dcp_tensorizer.__all__ if not hasattr(dcp_tensorizer, name)] == []
 
