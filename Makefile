@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test quick unit-integration-docs e2e check docs bench gpu soak clean
+.PHONY: demo test quick unit-integration-docs e2e check docs bench compat gpu soak clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo
@@ -42,6 +42,10 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.remote
 	$(BIN)/python -m benchmarks.verify
 	$(BIN)/python -m benchmarks.scale
+
+# The tests under every Python that is here, with the oldest torch and the newest: some GB for each, and hours.
+compat: $(READY)
+	$(BIN)/python -m benchmarks.compat
 
 # On a machine with a GPU: its tests, and its benchmark. GPU_PYTHON may be any Python that has a CUDA build of torch,
 # this package and the group `gpu`; else one is made, with the torch that the registry gives for this machine.

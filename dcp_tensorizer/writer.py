@@ -54,11 +54,10 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
                 future = dcp.async_save(state_dict, storage_writer=writer, process_group=gloo_group)
 
     ``async_save`` copies the rank's state into a buffer of shared memory and returns; another process hashes and
-    writes the buffer. The checkpoint appears, whole, when every rank's data is durable. Saves run one at a time: a save
-    that is requested while another is under way waits for it.
+    writes the buffer. The checkpoint appears, whole, when every rank's data is durable. Saves run one at a time.
 
-    A writer is a cheap handle. Buffer and process are shared by all writers of this process, and started by the first
-    ``async_save`` or `prewarm`. So there may be a new writer for every save, which nobody need close.
+    A writer is a cheap handle. All writers of a process share buffer and process, which the first ``async_save`` or
+    `prewarm` starts. So there may be a new writer for every save, which nobody need close.
 
     Memory: one buffer of the size of the rank's state (allocated by `prewarm` in the background, or else in the first
     save, which then takes longer; again when the state outgrows it), kept between saves; and in the writer process up
@@ -164,8 +163,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     def close(self, timeout: float | None = None) -> None:
         """Waits for this writer's saves. Idempotent.
 
-        If no other writer is open that has staged something, and no other save is under way, it then ends the writer
-        process and gives the memory back.
+        If no other writer that has staged something is open, it ends the writer process and gives the memory back.
 
         To be called before ``destroy_process_group()``, which would fail that save.
 
