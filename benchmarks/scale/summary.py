@@ -10,7 +10,7 @@ from ..harness import spread
 from .model import fitting
 
 Summary = dict[str, dict[str, Any]]
-OURS, TORCH = "dcp_tensorizer", "torch"
+OURS, PLANNED, TORCH = "dcp_tensorizer", "dcp_tensorizer, SavePlanner", "torch"
 _SCALED = ("seconds", "read", "memory", "coordinator", "rank", "sent", "broadcast")
 LOAD, COORDINATOR, RANK = ("load", "seconds"), ("first", "coordinator"), ("first", "rank")
 

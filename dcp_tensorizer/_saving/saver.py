@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .._format.entry_writer import EntryWriter
 from .._staging.stager import StagedSave, StagedStateDict, Stager
 from .._storage.base import Storage
 from .._storage.open import absolute_path, open_storage
@@ -48,6 +49,7 @@ class Saver:
         failures: Knows which saves failed.
         reports: Takes what they cost to the user.
         objects: Warns of objects that will not load.
+        entries: Writes what the checkpoints are said to hold.
         save_id: Of the save that began last; before the first one, of that.
         closed: The writer has been closed.
     """
@@ -67,6 +69,7 @@ class Saver:
         self.failures = FailureCounter(options.limits.max_consecutive_failures)
         self.reports = Reports(on_report)
         self.objects = ObjectCheck()
+        self.entries = EntryWriter()
         self.closed = closed
         self.save_id = uuid.uuid4().hex
         self._next_id = self.save_id

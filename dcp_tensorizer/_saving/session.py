@@ -203,6 +203,7 @@ class SaveSession:
             sync=saver.options.write.sync,
             overwrite=saver.options.overwrite,
             cipher=saver.options.write.cipher,
+            entries=saver.entries,
         )
 
     def _fail(self, error: CheckpointError) -> None:
