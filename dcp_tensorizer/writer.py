@@ -304,13 +304,12 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             WriteError: it cannot be created, or holds a checkpoint that must not be overwritten.
         """
         age_objects()
-        self._session.prepare()
-        return plan
+        return self._session.prepare(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Nothing of one save goes into plans: the planner may keep them for the next one."""
+        """On the coordinator: the plans, with what each rank may leave out of its results."""
         age_objects()
-        return plans
+        return self._session.answer(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items and makes them durable.

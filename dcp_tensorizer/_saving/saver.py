@@ -21,6 +21,7 @@ from .._storage.redact import redact
 from .._threads import Deadline
 from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
 from .failure_counter import FailureCounter
+from .known_tables import KnownTables
 from .options import SaveOptions
 from .report import Reports, SaveReport
 from .session import SaveSession
@@ -50,6 +51,7 @@ class Saver:
         reports: Takes what they cost to the user.
         objects: Warns of objects that will not load.
         entries: Writes what the checkpoints are said to hold.
+        tables: What the coordinator knows of where ranks' data is.
         save_id: Of the save that began last; before the first one, of that.
         closed: The writer has been closed.
     """
@@ -70,6 +72,7 @@ class Saver:
         self.reports = Reports(on_report)
         self.objects = ObjectCheck()
         self.entries = EntryWriter()
+        self.tables = KnownTables()
         self.closed = closed
         self.save_id = uuid.uuid4().hex
         self._next_id = self.save_id
