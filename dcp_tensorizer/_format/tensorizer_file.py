@@ -20,6 +20,7 @@ small one.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from .encryption import Cipher
-from .layout import INDEX_CAPACITY, MAC_BYTES, NONCE_BYTES, Derivation, block_size
+from .layout import INDEX_CAPACITY, MAC_BYTES, NONCE_BYTES, SMALLEST_BLOCK, Derivation, block_size
 
 __all__ = ["ALIGNMENT", "END", "Entry", "FileLayout", "T", "lay_out"]
 
@@ -39,6 +40,8 @@ MAGIC = b"|TZR|"
 # Data version, feature flags, bytes of tensors, unused, number of tensors, length of the index's region.
 HEAD = struct.Struct("<I32sQ8xQQ")
 START = struct.Struct("<QHBH")  # length of the header, module index, kind of tensor, length of the name
+_NAME = struct.Struct("<H")  # length of the name
+_PLACE = struct.Struct("<QQQ")  # first byte of header and data, bytes of data
 _COUNT = struct.Struct("<HB")  # bytes that follow, number of hashes
 _HASH = struct.Struct("<BB")  # kind, length of the value that follows
 CRC32, _SHA256 = 0, 1
@@ -110,6 +113,11 @@ class Entry(Generic[T]):
     block: int = 0
     has_sha256: bool = False
 
+    @property
+    def is_small(self) -> bool:
+        """It is one block of data, and has no slow hash."""
+        return self.length <= SMALLEST_BLOCK and not self.has_sha256
+
     def with_hashes(self, crc32: int, sha256: bytes = b"") -> bytes:
         """The header as it is stored."""
         hashes = _hashes(crc32, sha256)
@@ -179,12 +187,15 @@ class _Description(NamedTuple):
 
 
 def _describe(tensor: TensorInfo) -> _Description:
-    is_long = any(extent >> 32 for extent in tensor.shape)
-    shape = struct.pack(f"<B{len(tensor.shape)}{'Q' if is_long else 'I'}", len(tensor.shape), *tensor.shape)
-    kind = _KINDS.get(tensor.kind, _STATE_DICT)
-    return _Description(
-        tensor.name.encode(), kind, _dtype_name(tensor.dtype), shape, version=LONG if is_long else _PLAIN
-    )
+    dtype, shape, version = _describe_elements(tensor.dtype, tensor.shape)
+    return _Description(tensor.name.encode(), _KINDS.get(tensor.kind, _STATE_DICT), dtype, shape, version)
+
+
+@functools.lru_cache(4096)  # of thousands of tensors most are alike
+def _describe_elements(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes, int]:
+    is_long = any(extent >> 32 for extent in shape)
+    packed = struct.pack(f"<B{len(shape)}{'Q' if is_long else 'I'}", len(shape), *shape)
+    return _dtype_name(dtype), packed, LONG if is_long else _PLAIN
 
 
 def _entry(
@@ -195,9 +206,9 @@ def _entry(
     Readers find the length of the data at the header's end, so that there may be anything before it.
     """
     name, kind, dtype, shape, _ = description
-    described = name + struct.pack("<B", len(dtype)) + dtype + shape
+    described = name + bytes((len(dtype),)) + dtype + shape
     block = 0 if cipher is None else block_size(tensor.nbytes, encrypted=True)
-    no_hashes = _hashes(0, bytes(32) if sha256 else b"")
+    no_hashes = _NO_CRC32 if not sha256 else _hashes(0, bytes(32))
     proof = no_hashes if cipher is None else _NO_HASHES + _crypt_info(cipher.derivation, tensor.nbytes, block)
     hashes_offset = START.size + len(described)
     nbytes = hashes_offset + len(proof) + _LENGTH.size
@@ -230,6 +241,9 @@ def _hashes(crc32: int, sha256: bytes) -> bytes:
     return _COUNT.pack(1 + len(body), 2 if sha256 else 1) + body
 
 
+_NO_CRC32 = _hashes(0, b"")
+
+
 def _crypt_info(derivation: Derivation | None, nbytes: int, block: int) -> bytes:
     """How a tensor is encrypted, with zeros in place of nonce and MACs: sections, each after its length."""
     macs = -(-nbytes // block)
@@ -247,12 +261,12 @@ def _index_entry(description: _Description, entry: Entry[T], is_versioned: bool)
     return b"".join(
         (
             struct.pack("<I", version) if is_versioned else b"",
-            struct.pack("<H", len(name)),
+            _NAME.pack(len(name)),
             name,
-            struct.pack("<BB", kind, len(dtype)),
+            bytes((kind, len(dtype))),
             dtype,
             shape,
-            struct.pack("<QQQ", entry.header_offset, entry.offset, entry.length),
+            _PLACE.pack(entry.header_offset, entry.offset, entry.length),
         )
     )
 
