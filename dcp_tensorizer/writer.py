@@ -78,7 +78,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         sync_files: Return only when data is on permanent storage (fsync). Without it a checkpoint can be lost or
             damaged when the machine fails, not when the job does.
         thread_count: Threads that copy while training waits, and that hash in the writer process; None for as many as
-            there are cores, up to four.
+            there are cores for each rank of the node, up to four.
         storage_options: Passed to the fsspec filesystem. They reach the writer process through a socket: they are
             written nowhere.
         on_report: Called with the `SaveReport` of each save that this rank has written, and on the coordinator
