@@ -1,7 +1,6 @@
 """Checkpoints that training does not notice: a torch.distributed.checkpoint backend that writes tensorizer files."""
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from ._loading.report import LoadReport
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
     from .reader import TensorizerStorageReader
     from .writer import TensorizerStorageWriter
 
+    __version__: str
+
 __all__ = [
     "CheckpointError",
     "ChecksumMismatch",
@@ -53,8 +54,6 @@ __all__ = [
     "uninstall",
 ]
 
-__version__ = version("dcp_tensorizer")
-
 _ON_USE = {
     "SaveLimits": "_saving.options",
     "SavePlanner": "planner",
@@ -70,7 +69,9 @@ _MODULES = ("any_format", "convert", "planner", "reader", "writer")
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Imports what needs torch or numpy when it is first asked for: an import of the package takes no time."""
+        """Imports what takes time when it is first asked for: an import of the package takes none."""
+        if name == "__version__":
+            return import_module("importlib.metadata").version(__name__)
         if name in _MODULES:
             return import_module(f".{name}", __name__)
         if name in _ON_USE:

@@ -72,8 +72,14 @@ def in_background(operation: Callable[[], _T], *, name: str = "request", daemon:
 
 
 def cores() -> int:
-    """How many cores this process may use: a bound for threads that compute."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """How many cores this process may use: a bound for threads that compute.
+
+    The ranks of a node share its cores. ``torchrun`` says how many they are. A rank that is bound to cores has those.
+    """
+    on_node = os.cpu_count() or 1
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    share = max(1, on_node // int(ranks)) if ranks.isdecimal() and int(ranks) else on_node
+    return min(share, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else share
 
 
 def _run(future: Future[_T], operation: Callable[[], _T]) -> None:

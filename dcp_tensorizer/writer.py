@@ -79,7 +79,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         sync_files: Return only when data is on permanent storage (fsync). Without it a checkpoint can be lost or
             damaged when the machine fails, not when the job does.
         thread_count: Threads that copy while training waits, and that hash in the writer process; None for as many as
-            there are cores, up to four.
+            there are cores for each rank of the node, up to four.
         storage_options: Passed to the fsspec filesystem. They reach the writer process through a socket: they are
             written nowhere.
         on_report: Called with the `SaveReport` of each save that this rank has written, and on the coordinator
@@ -305,13 +305,12 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             WriteError: it cannot be created, or holds a checkpoint that must not be overwritten.
         """
         age_objects()
-        self._session.prepare()
-        return plan
+        return self._session.prepare(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Nothing of one save goes into plans: the planner may keep them for the next one."""
+        """On the coordinator: the plans, with what each rank may leave out of its results."""
         age_objects()
-        return plans
+        return self._session.answer(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items and makes them durable.

@@ -9,7 +9,7 @@ from typing import Any
 from ..harness import cell, table
 from ..pages import Comparison, ahead, glossary, goals, opening, round_count
 from .model import Model, fitting
-from .summary import OURS, TORCH, Summary, curve, exponent, ratios, sizes
+from .summary import OURS, PLANNED, TORCH, Summary, curve, exponent, ratios, sizes
 from .watch import MOST_BYTES, MOST_SECONDS
 
 Form = Callable[[float], str]
@@ -78,7 +78,11 @@ _WHAT = (
     "in all. Simulated ranks have no data: one process goes through DCP's hooks, for one rank or for the coordinator. "
     f"A step that takes more than {MOST_SECONDS} s or {MOST_BYTES / 1e9:g} GB of memory is stopped."
 )
-_WHO = {OURS: "this package.", TORCH: "torch's own `FileSystemWriter` and `FileSystemReader`."}
+_WHO = {
+    OURS: "this package.",
+    PLANNED: "this package with its planner. The coordinator's time is with planning, which the others' is without.",
+    TORCH: "torch's own `FileSystemWriter` and `FileSystemReader`.",
+}
 _COLUMNS = {
     "stop": "how long `async_save` stops training, in each save but the first.",
     "durable": "time from the call of `async_save` until the save is durable. The trainer computes nothing meanwhile.",
@@ -122,7 +126,7 @@ def _scaling(summary: Summary) -> str:
 def _table(summary: Summary, kind: str, size: str, figures: tuple[Figure, ...]) -> str:
     rows = []
     for number in sizes(summary, kind):
-        for contender in (OURS, TORCH):
+        for contender in (OURS, PLANNED, TORCH):
             entry = summary.get(f"{kind} | {contender} | {number}")
             if entry is not None:
                 cells = (_cell(entry, path, form) for _, path, form in figures)
@@ -149,9 +153,9 @@ def _exponents(summary: Summary) -> str:
     text = "The slope of each figure on log axes, by least squares over all worlds: 0 is constant, 1 is proportional."
     rows = []
     for title, path, _ in (*LOADS, *SAVES):
-        slopes = (exponent(curve(summary, "worlds", contender, *path)) for contender in (OURS, TORCH))
+        slopes = (exponent(curve(summary, "worlds", contender, *path)) for contender in (OURS, PLANNED, TORCH))
         rows.append((title, *("-" if math.isnan(slope) else f"{slope:.2f}" for slope in slopes)))
-    return f"{text}\n\n{table(('figure', OURS, TORCH), rows)}"
+    return f"{text}\n\n{table(('figure', OURS, PLANNED, TORCH), rows)}"
 
 
 def comparisons(summary: Summary) -> list[Comparison]:

@@ -10,7 +10,7 @@ from ..harness import spread
 from .model import fitting
 
 Summary = dict[str, dict[str, Any]]
-OURS, TORCH = "dcp_tensorizer", "torch"
+OURS, PLANNED, TORCH = "dcp_tensorizer", "dcp_tensorizer, SavePlanner", "torch"
 _SCALED = ("seconds", "read", "memory", "coordinator", "rank", "sent", "broadcast")
 LOAD, COORDINATOR, RANK = ("load", "seconds"), ("first", "coordinator"), ("first", "rank")
 
@@ -107,14 +107,17 @@ def ratios(summary: Summary) -> list[tuple[str, str, str]]:
     def over_torch(kind: str, size: int, *path: str) -> float:
         return ours(kind, size, *path) / median(summary, kind, TORCH, size, *path)
 
-    def slope(path: Sequence[str]) -> float:
-        return exponent(curve(summary, "worlds", OURS, *path))
+    def slope(path: Sequence[str], contender: str = OURS) -> float:
+        return exponent(curve(summary, "worlds", contender, *path))
 
     rows = [
         ("exponent in ranks: planning a load, on one rank", "<= 0.2", slope(LOAD)),
-        ("exponent in ranks: coordinating a save, on each rank", "<= 0.2", slope(RANK)),
-        ("exponent in ranks: coordinating a save, on the coordinator", "<= 1.1", slope(COORDINATOR)),
+        ("exponent in ranks: coordinating a save, on each rank", "<= 0.2", slope(RANK, PLANNED)),
+        ("exponent in ranks: coordinating a save, on the coordinator", "<= 1.1", slope(COORDINATOR, PLANNED)),
     ]
+    for step, wanted in (("first", "<= 10"), ("repeat", "<= 1")):
+        name = f"70B on 512 ranks, coordinator, {step} save with `SavePlanner`, s"
+        rows.append((name, wanted, median(summary, "worlds", PLANNED, 512, step, "coordinator")))
     for ranks in (512, 8192):
         where = f"70B on {ranks:,} ranks, one rank's load"
         rows += [

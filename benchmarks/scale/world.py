@@ -29,20 +29,23 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, empty
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
+from dcp_tensorizer import SavePlanner, TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._format.layout import StoredItem, block_size
+from dcp_tensorizer._planning.columns import columns_of
+from dcp_tensorizer._planning.history import History
+from dcp_tensorizer._planning.plan import CompactPlan, Items
 from dcp_tensorizer._saving.file_planner import plan_files
 from dcp_tensorizer._saving.write_items import Item, write_results
 from dcp_tensorizer._writer_process.messages import FileRequest, FileResult, WriteDone
 
 from .model import Model, Piece, pieces
-from .summary import OURS
+from .summary import PLANNED, TORCH
 from .watch import Opens, bytes_read, limits, peak, reset_peak
 
 _ALIGNMENT = 64
@@ -113,7 +116,7 @@ def targets(rank: int, ranks: int, model: Model) -> dict[str, Any]:
 
 
 def _reader(contender: str, folder: Path) -> Any:
-    return TensorizerStorageReader(folder) if contender == OURS else FileSystemReader(folder)
+    return FileSystemReader(folder) if contender == TORCH else TensorizerStorageReader(folder)
 
 
 def _load(reader: Any, state: dict[str, Any], rank: int) -> None:
@@ -130,9 +133,9 @@ def _load(reader: Any, state: dict[str, Any], rank: int) -> None:
 
 @contextmanager
 def _save(contender: str, folder: Path, ranks: int, model: Model) -> Iterator[_Save]:
-    writer = _Ours(folder) if contender == OURS else _Torch(folder)
+    writer = _Torch(folder) if contender == TORCH else _Ours(folder)
     try:
-        yield _Save(writer, ranks, model)
+        yield _Save(writer, ranks, model, _Plans(ranks, model) if contender == PLANNED else None)
     finally:
         writer.storage_writer.close()
 
@@ -140,8 +143,9 @@ def _save(contender: str, folder: Path, ranks: int, model: Model) -> Iterator[_S
 class _Save:
     """Saves of one writer, all of whose ranks are played here."""
 
-    def __init__(self, writer: _Writer, ranks: int, model: Model) -> None:
+    def __init__(self, writer: _Writer, ranks: int, model: Model, plans: _Plans | None) -> None:
         self._writer = writer
+        self._plans = plans
         self._ranks = ranks
         self._model = model
 
@@ -153,10 +157,10 @@ class _Save:
             started = time.perf_counter()
             sent.append(pickle.dumps(self._writer.results(written)))
             seconds.append(time.perf_counter() - started)
-        metadata = describe(self._model, self._ranks)
+        metadata = describe(self._model, self._ranks) if self._plans is None else self._plans.global_plan()
         gc.collect()
         with limits():
-            started = time.perf_counter()
+            started = time.perf_counter() - (0.0 if self._plans is None else self._plans.seconds)
             self._writer.storage_writer.finish(metadata, [pickle.loads(results) for results in sent])
             coordinator = time.perf_counter() - started
         return {
@@ -184,6 +188,53 @@ def describe(model: Model, ranks: int) -> Metadata:
             if piece.kind == "tensor":
                 found[key].chunks.append(ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.shape)))
     return Metadata(found, planner_data=paths)
+
+
+class _Plans:
+    """Plans of all ranks, as `SavePlanner` has them; each rank has a memory of its own.
+
+    Attributes:
+        seconds: What the last global plan took the coordinator, from decoding plans to encoding answers.
+    """
+
+    def __init__(self, ranks: int, model: Model) -> None:
+        self.seconds = 0.0
+        shapes = model.tensors() | dict.fromkeys(model.scalars(), ())
+        self._columns = []
+        for rank in range(ranks):
+            own = {piece.path: piece for piece in pieces(model, rank, ranks)} | {
+                path: Piece(path, "tensor" if path in shapes else "object", (), (), 0)
+                for path in (*model.scalars(), *model.objects())
+            }
+            paths = {piece.key: path for path, piece in own.items()}
+            self._columns.append(columns_of((_write_item(p, shapes.get(p.path)) for p in own.values()), paths)[0])
+        self._histories = [History() for _ in range(ranks)]
+        self._planner = SavePlanner()
+
+    def global_plan(self) -> Metadata:
+        """The coordinator's metadata, once ranks have sent their plans and got their answers."""
+        sent = []
+        for columns, history in zip(self._columns, self._histories, strict=True):
+            history.begin()
+            sent.append(pickle.dumps(CompactPlan.of(Items(columns, history=history), None)))
+        gc.collect()
+        with limits():
+            started = time.perf_counter()
+            plans, metadata = self._planner.create_global_plan([pickle.loads(plan) for plan in sent])
+            answers = [pickle.dumps(plan) for plan in plans]
+            self.seconds = time.perf_counter() - started
+        for answer, history in zip(map(pickle.loads, answers), self._histories, strict=True):
+            history.answered(answer.items)
+        return metadata
+
+
+def _write_item(piece: Piece, shape: tuple[int, ...] | None) -> WriteItem:
+    if shape is None:
+        return WriteItem(MetadataIndex(piece.key), WriteItemType.BYTE_IO)
+    chunk = ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.shape))
+    kind = WriteItemType.SHARD if shape else WriteItemType.TENSOR
+    data = TensorWriteData(chunk, TensorProperties(torch.float32), torch.Size(shape))
+    return WriteItem(MetadataIndex(piece.key, chunk.offsets), kind, tensor_data=data)
 
 
 class _Writer(Protocol):

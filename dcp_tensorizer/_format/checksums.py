@@ -11,7 +11,7 @@ from isal.isal_zlib import crc32  # ten times as fast as zlib's
 from ..errors import ChecksumMismatch
 from .layout import StoredItem
 
-__all__ = ["DigestCheck", "Digester", "TensorHashes", "check_digests", "digests_of"]
+__all__ = ["DigestCheck", "Digester", "TensorHashes", "check_digests", "crc32_of", "digests_of"]
 
 _WORTH_UNLOCKING = 256 << 10  # bytes
 
@@ -86,7 +86,13 @@ class TensorHashes:
         return self.crc32, b"" if self.sha256 is None else self.sha256.digest()
 
 
-def digests_of(data: bytes) -> bytes:
+def crc32_of(header: bytes, data: memoryview) -> int:
+    """`TensorHashes.crc32` of a tensor that comes at once."""
+    value: int = crc32(data, crc32(header))
+    return value
+
+
+def digests_of(data: bytes | memoryview) -> bytes:
     """`StoredItem.digests` of data of one block."""
     return xxhash.xxh3_64_digest(data)
 

@@ -7,9 +7,12 @@ shape have the same layout.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from .chunks import Region, covers
 from .index_rows import Layout, Run, encode_rows
@@ -76,9 +79,16 @@ class ChunkLayout:
                 raise ValueError(
                     f"a chunk of shape {tuple(extents)} at {tuple(offsets)} is none of a tensor of shape {dims}"
                 )
-        if len(pairs) == 1 and tuple(pairs[0][1]) == dims and not any(pairs[0][0]):
-            return cls(dims, None, None)
-        return cls(dims, _rows([start for start, _ in pairs], len(dims)), _rows([size for _, size in pairs], len(dims)))
+        starts, sizes = (_rows([pair[side] for pair in pairs], len(dims)) for side in (0, 1))
+        if starts.size and min(starts.min(), sizes.min()) < 0:
+            raise ValueError(f"a chunk begins before the tensor, or has less than no elements, of shape {dims}")
+        return cls.of_rows(dims, starts, sizes)
+
+    @classmethod
+    def of_rows(cls, shape: tuple[int, ...], starts: np.ndarray, sizes: np.ndarray) -> ChunkLayout:
+        """From a row for each chunk."""
+        is_one = len(starts) == 1 and tuple(sizes[0].tolist()) == shape and not starts.any()
+        return cls(shape, None, None) if is_one else cls(shape, starts, sizes)
 
     @classmethod
     def from_row(cls, row: Layout) -> ChunkLayout:
@@ -112,6 +122,17 @@ class ChunkLayout:
         """All chunks."""
         pairs = zip(self.starts.tolist(), self.sizes.tolist(), strict=True)
         return [Region(tuple(start), tuple(size)) for start, size in pairs]
+
+    @functools.cached_property
+    def identity(self) -> bytes:
+        """Equal ones are of equal layouts."""
+        numbers = None if self.is_one else self.starts.tobytes() + self.sizes.tobytes()
+        return encode_rows((self.shape, numbers))
+
+    def chunks(self) -> list[ChunkStorageMetadata]:
+        """All chunks as DCP has them."""
+        pairs = zip(self.starts.tolist(), self.sizes.tolist(), strict=True)
+        return [ChunkStorageMetadata(torch.Size(start), torch.Size(size)) for start, size in pairs]
 
     @functools.cached_property
     def packed_offsets(self) -> list[bytes]:
@@ -151,4 +172,5 @@ class ChunkLayout:
 
 
 def _rows(numbers: Sequence[Sequence[int]], dims: int) -> np.ndarray:
-    return np.array(numbers, dtype="i8").reshape(len(numbers), dims)
+    flat = np.fromiter(itertools.chain.from_iterable(numbers), "i8", len(numbers) * dims)
+    return flat.reshape(len(numbers), dims)

@@ -18,7 +18,7 @@ from typing import Any, Generic, NamedTuple
 import numpy as np
 import xxhash
 
-from .checksums import Digester, TensorHashes
+from .checksums import Digester, TensorHashes, crc32_of, digests_of
 from .encryption import Cipher, random_nonce
 from .layout import NONCE_BYTES, StoredItem, block_size
 from .part_buffer import Parts, PartSink
@@ -43,6 +43,7 @@ def encode(
     *,
     file: str = "",
     piece_bytes: int = _PIECE,
+    complete: bool = True,
 ) -> list[StoredItem]:
     """Writes a complete tensorizer file and closes the sink.
 
@@ -60,6 +61,7 @@ def encode(
             fewer parts are written at once.
         file: The file's name, for the items.
         piece_bytes: Bytes that are hashed and copied at once.
+        complete: Complete the sink; otherwise the caller does.
 
     Returns:
         The tensors as they are stored, in file order.
@@ -77,7 +79,8 @@ def encode(
             encoding = _Encoding(layout, contents, parts, threads, file, piece_bytes)
             items = encoding.run_in_order() if sink.in_order else encoding.run()
             parts.finish()
-        sink.complete()
+        if complete:
+            sink.complete()
     except BaseException:
         sink.abort()
         raise
@@ -143,11 +146,23 @@ class _Encoding(Generic[T]):
     def _work(self, numbers: Iterator[int]) -> None:
         try:
             while (number := next(numbers, None)) is not None:
-                header = self._encode(number, fill=True)
-                self._parts.fill(self._layout.entries[number].header_offset, header)
+                entry = self._layout.entries[number]
+                if entry.is_small and self._layout.cipher is None:
+                    self._encode_small(number, entry)
+                else:
+                    header = self._encode(number, fill=True)
+                    self._parts.fill(entry.header_offset, header)
         except BaseException as error:
             self._parts.fail(error)
             raise
+
+    def _encode_small(self, number: int, entry: Entry[T]) -> None:
+        """Hashes a tensor of one block, and fills its parts: thousands of them must not cost much more than bytes."""
+        data = self._contents(entry.tensor)
+        assert data.nbytes == entry.length
+        self._items[number] = self._item(entry, digests_of(data))
+        header = np.frombuffer(entry.with_hashes(crc32_of(entry.header, data)), dtype=np.uint8)
+        self._parts.fill_both(entry.header_offset, header, np.frombuffer(data, dtype=np.uint8))
 
     def _encode(self, number: int, *, fill: bool) -> np.ndarray:
         """Hashes or encrypts a tensor, into its parts if they are to be filled on the way; returns its header."""

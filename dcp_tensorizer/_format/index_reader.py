@@ -255,8 +255,7 @@ class Index:
         properties = TensorProperties(**self._properties(value.properties))
         if value.layout.is_one or (whole and value.is_whole):
             return TensorStorageMetadata(properties, size, [ChunkStorageMetadata(_origin(len(size)), size)])
-        chunks = [ChunkStorageMetadata(torch.Size(r.start), torch.Size(r.size)) for r in value.layout.regions]
-        return TensorStorageMetadata(properties, size, chunks)
+        return TensorStorageMetadata(properties, size, value.layout.chunks())
 
     def _properties(self, row: Properties) -> dict[str, Any]:
         values = {

@@ -180,10 +180,13 @@ class Places(Struct, array_like=True, gc=False):
         dtype_numbers: uint8.
         kinds: uint8; see `KINDS`.
         digest_sizes: uint32: how many bytes of ``digests`` are of each.
-        digests: Of all items, one after the other.
-        seal_sizes, seals: The same of nonces and MACs; both empty if nothing is encrypted.
+        seal_sizes: uint32: the same of ``seals``; empty if nothing is encrypted.
         names: In the file, by the number of the item, where that is not its key.
         keys: Key and offset, by the number of the item, of what the state dict may not name.
+        digests: Of all items, one after the other.
+        seals: Nonces and MACs of all items; empty if nothing is encrypted.
+
+    What stands before the digests is the same in each save of the same items.
     """
 
     dtypes: list[str]
@@ -194,11 +197,11 @@ class Places(Struct, array_like=True, gc=False):
     dtype_numbers: bytes
     kinds: bytes
     digest_sizes: bytes
-    digests: bytes
     seal_sizes: bytes
-    seals: bytes
     names: dict[_Count, str]
     keys: dict[_Count, tuple[Key, _Dims | None]]
+    digests: bytes
+    seals: bytes
 
 
 class Inline(Struct, array_like=True, gc=False):

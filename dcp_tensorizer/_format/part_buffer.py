@@ -63,13 +63,30 @@ class Parts:
             number, begin = divmod(offset, size)
             count = min(data.nbytes, size - begin)
             self._part(number)[begin : begin + count] = data[:count]
-            with self._changed:
-                self._missing[number] -= count
-                if not self._missing[number]:
-                    del self._missing[number]
-                    self._io.submit(self._put, number, self._filling.pop(number))
+            self._filled(number, count)
             offset += count
             data = data[count:]
+
+    def fill_both(self, offset: int, head: np.ndarray, data: np.ndarray) -> None:
+        """The same for two runs of bytes, one behind the other: small ones share a part, and cost little more."""
+        middle = offset + head.nbytes
+        number, begin = divmod(offset, self._sink.part_bytes)
+        end = begin + head.nbytes + data.nbytes
+        if end > self._sink.part_bytes:
+            self.fill(offset, head)
+            self.fill(middle, data)
+            return
+        part = self._part(number)
+        part[begin : begin + head.nbytes] = head
+        part[begin + head.nbytes : end] = data
+        self._filled(number, end - begin)
+
+    def _filled(self, number: int, count: int) -> None:
+        with self._changed:
+            self._missing[number] -= count
+            if not self._missing[number]:
+                del self._missing[number]
+                self._io.submit(self._put, number, self._filling.pop(number))
 
     def finish(self) -> None:
         """Waits until the sink has every part; raises what kept it from getting one."""
@@ -85,7 +102,10 @@ class Parts:
             self._changed.notify_all()
 
     def _part(self, number: int) -> np.ndarray:
-        """The memory of a part, which may be another thread's to begin."""
+        """The memory of a part, which may be another thread's to begin. It stays there until all of it is filled."""
+        part = self._filling.get(number)
+        if part is not None and self._error is None:
+            return part
         with self._changed:
             while number not in self._filling:
                 if self._error is not None:

@@ -18,6 +18,7 @@ from .layout import MAC_BYTES, NONCE_BYTES, StoredItem
 __all__ = ["InlineItem", "PlaceTable", "RankPlaces", "checked_hash", "hash_of", "hashes_of", "inline_rows"]
 
 _PAIR = b"\x92"  # the MessagePack of two values begins with it
+_EMPTY = encode_rows(b"")
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 
 
@@ -30,9 +31,9 @@ def hash_of(key: Any, offset: Sequence[int] | None) -> int:
     return xxhash.xxh3_64_intdigest(_PAIR + encode_rows(to_key(key)) + encode_rows(offset))
 
 
-def hashes_of(key: Any, packed_offsets: Iterable[bytes]) -> list[int]:
-    """The same of several chunks of a tensor, whose offsets are MessagePack already."""
-    start = _PAIR + encode_rows(to_key(key))
+def hashes_of(packed_key: bytes, packed_offsets: Iterable[bytes]) -> list[int]:
+    """The same of several chunks of a tensor; its key and their offsets are MessagePack already."""
+    start = _PAIR + packed_key
     return [xxhash.xxh3_64_intdigest(start + offset) for offset in packed_offsets]
 
 
@@ -55,8 +56,13 @@ class RankPlaces(NamedTuple):
     rank: int
     files: tuple[tuple[str, int], ...]
     """The data files, and the bytes in each."""
-    places: bytes
-    """The section of the index that says where each item is."""
+    table: bytes
+    """Where each item is: the section of places up to its digests. Empty, if ``table_digest`` stands for it."""
+    table_digest: bytes
+    """XXH3-128 of it. The same items in files of the same layout have the same."""
+    digests: bytes
+    seals: bytes
+    """The rest of the section."""
     inline: tuple[InlineItem, ...] = ()
     check: bytes = b""
     """Of the encryption key (`Cipher.check_value`)."""
@@ -88,7 +94,15 @@ class RankPlaces(NamedTuple):
         )
         if named:
             rows.keys = {n: (to_key(key[0]), key[1]) for n, key in enumerate(items) if key in named}
-        return cls(rank, tuple(files.items()), encode_rows(rows), tuple(inline), check)
+        digests, rows.digests, seals, rows.seals = rows.digests, b"", rows.seals, b""
+        table = encode_rows(rows)[: -2 * len(_EMPTY)]
+        digest = xxhash.xxh3_128_digest(table)
+        return cls(rank, tuple(files.items()), table, digest, digests, seals, tuple(inline), check)
+
+    @property
+    def places(self) -> bytes:
+        """The section of the index that says where each item is."""
+        return b"".join((self.table, encode_rows(self.digests), encode_rows(self.seals)))
 
 
 def inline_rows(items: Iterable[InlineItem]) -> Inline:
@@ -121,11 +135,11 @@ def _table(
         dtype_numbers=bytes(numbers),
         kinds=bytes(_KIND_NUMBERS[item.kind] for item in stored),
         digest_sizes=_column([len(item.digests) for item in stored], "<u4"),
-        digests=b"".join(item.digests for item in stored),
         seal_sizes=_column([len(item.nonce_and_macs) for item in stored], "<u4") if is_encrypted else b"",
-        seals=b"".join(item.nonce_and_macs for item in stored),
         names=names,
         keys={},
+        digests=b"".join(item.digests for item in stored),
+        seals=b"".join(item.nonce_and_macs for item in stored),
     )
 
 

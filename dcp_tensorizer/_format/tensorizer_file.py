@@ -20,6 +20,7 @@ small one.
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from .encryption import Cipher
-from .layout import INDEX_CAPACITY, MAC_BYTES, NONCE_BYTES, Derivation, block_size
+from .layout import INDEX_CAPACITY, MAC_BYTES, NONCE_BYTES, SMALLEST_BLOCK, Derivation, block_size
 
 __all__ = ["ALIGNMENT", "END", "Entry", "FileLayout", "T", "lay_out"]
 
@@ -40,6 +41,8 @@ MAGIC = b"|TZR|"
 # Data version, feature flags, bytes of tensors, unused, number of tensors, length of the index's region.
 HEAD = struct.Struct("<I32sQ8xQQ")
 START = struct.Struct("<QHBH")  # length of the header, module index, kind of tensor, length of the name
+_NAME = struct.Struct("<H")  # length of the name
+_PLACE = struct.Struct("<QQQ")  # first byte of header and data, bytes of data
 _COUNT = struct.Struct("<HB")  # bytes that follow, number of hashes
 _HASH = struct.Struct("<BB")  # kind, length of the value that follows
 CRC32, _SHA256 = 0, 1
@@ -49,8 +52,8 @@ _PASSPHRASE = struct.Struct("<HHQQiH")  # two tags; costs and algorithm of the d
 _DERIVED, _BY_PWHASH = 1, 1
 _BLOCKS = struct.Struct(f"<HQ{NONCE_BYTES}sQ")  # tag, bytes in a block, nonce of the first, number of MACs that follow
 _XSALSA20 = 2
-# torch's dtypes that numpy has too, and of those that it has not, all that are known not to be of one byte. Not asked of
-# torch, which takes two seconds to import: the writer process does without it.
+# torch's dtypes that numpy has too, and of those that it has not, all that are known not to be of one byte. torch is not
+# asked: it takes two seconds to import, and the writer process does without it.
 _NUMPY = {"bool", *(f"{kind}int{bits}" for kind in ("", "u") for bits in (8, 16, 32, 64))}
 _NUMPY |= {"float16", "float32", "float64", "complex64", "complex128"}
 _ITEMSIZE = {"bfloat16": 2, "bits16": 2, "bcomplex32": 4, "complex32": 4}
@@ -110,6 +113,11 @@ class Entry(Generic[T]):
     padding: int
     block: int = 0
     has_sha256: bool = False
+
+    @property
+    def is_small(self) -> bool:
+        """It is one block of data, and has no slow hash."""
+        return self.length <= SMALLEST_BLOCK and not self.has_sha256
 
     def with_hashes(self, crc32: int, sha256: bytes = b"") -> bytes:
         """The header as it is stored."""
@@ -180,12 +188,15 @@ class _Description(NamedTuple):
 
 
 def _describe(tensor: TensorInfo) -> _Description:
-    is_long = any(extent >> 32 for extent in tensor.shape)
-    shape = struct.pack(f"<B{len(tensor.shape)}{'Q' if is_long else 'I'}", len(tensor.shape), *tensor.shape)
-    kind = _KINDS.get(tensor.kind, _STATE_DICT)
-    return _Description(
-        tensor.name.encode(), kind, _dtype_name(tensor), shape, version=LONG if is_long else _PLAIN
-    )
+    dtype, shape, version = _describe_elements(tensor.dtype, tensor.shape, tensor.nbytes)
+    return _Description(tensor.name.encode(), _KINDS.get(tensor.kind, _STATE_DICT), dtype, shape, version)
+
+
+@functools.lru_cache(4096)  # of thousands of tensors most are alike
+def _describe_elements(dtype: str, shape: tuple[int, ...], nbytes: int) -> tuple[bytes, bytes, int]:
+    is_long = any(extent >> 32 for extent in shape)
+    packed = struct.pack(f"<B{len(shape)}{'Q' if is_long else 'I'}", len(shape), *shape)
+    return _dtype_name(dtype, shape, nbytes), packed, LONG if is_long else _PLAIN
 
 
 def _entry(
@@ -196,9 +207,9 @@ def _entry(
     Readers find the length of the data at the header's end, so that there may be anything before it.
     """
     name, kind, dtype, shape, _ = description
-    described = name + struct.pack("<B", len(dtype)) + dtype + shape
+    described = name + bytes((len(dtype),)) + dtype + shape
     block = 0 if cipher is None else block_size(tensor.nbytes, encrypted=True)
-    no_hashes = _hashes(0, bytes(32) if sha256 else b"")
+    no_hashes = _NO_CRC32 if not sha256 else _hashes(0, bytes(32))
     proof = no_hashes if cipher is None else _NO_HASHES + _crypt_info(cipher.derivation, tensor.nbytes, block)
     hashes_offset = START.size + len(described)
     nbytes = hashes_offset + len(proof) + _LENGTH.size
@@ -231,6 +242,9 @@ def _hashes(crc32: int, sha256: bytes) -> bytes:
     return _COUNT.pack(1 + len(body), 2 if sha256 else 1) + body
 
 
+_NO_CRC32 = _hashes(0, b"")
+
+
 def _crypt_info(derivation: Derivation | None, nbytes: int, block: int) -> bytes:
     """How a tensor is encrypted, with zeros in place of nonce and MACs: sections, each after its length."""
     macs = -(-nbytes // block)
@@ -248,23 +262,23 @@ def _index_entry(description: _Description, entry: Entry[T], is_versioned: bool)
     return b"".join(
         (
             struct.pack("<I", version) if is_versioned else b"",
-            struct.pack("<H", len(name)),
+            _NAME.pack(len(name)),
             name,
-            struct.pack("<BB", kind, len(dtype)),
+            bytes((kind, len(dtype))),
             dtype,
             shape,
-            struct.pack("<QQQ", entry.header_offset, entry.offset, entry.length),
+            _PLACE.pack(entry.header_offset, entry.offset, entry.length),
         )
     )
 
 
-def _dtype_name(tensor: TensorInfo) -> bytes:
+def _dtype_name(name: str, shape: tuple[int, ...], nbytes: int) -> bytes:
     """A dtype as tensorizer stores it: numpy's name, or an opaque one with torch's where numpy has none.
 
     torch may have dtypes that are not known here. The size of their elements is the tensor's own.
     """
-    name, count = tensor.dtype, math.prod(tensor.shape)
+    count = math.prod(shape)
     if name in _NUMPY:
         return np.dtype(name).str.encode()
-    itemsize = tensor.nbytes // count if count else _ITEMSIZE.get(name, 1)
+    itemsize = nbytes // count if count else _ITEMSIZE.get(name, 1)
     return f"{'|' if itemsize == 1 else '<'}V{itemsize}\0torch.{name}".encode()

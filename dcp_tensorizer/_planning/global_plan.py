@@ -7,15 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan
 
+from .._format.chunk_layout import ChunkLayout
 from .._format.chunks import overlapping_pair
+from .._format.state_rules import StateRules
 from .._memory.garbage import collector_paused
 from ..errors import WriteError
-from .columns import Columns, Integers, Spec, Unsupported, columns_of
+from .columns import Columns, Integers, Unsupported, columns_of
 from .merge import Merged, merge
-from .metadata import RuleMetadata, chunk_list, describe
+from .metadata import RuleMetadata
 from .paths import merge_paths
 from .plan import Choice, CompactPlan, Items, choose
 from .wire import Encoded, encode
@@ -29,19 +31,17 @@ class GlobalPlan:
 
     Attributes:
         choices: Which of its items each rank writes.
-        entries: The state dict: each key, its spec and its chunks; None for an object.
+        rules: What is in the state dict, and how it is sharded.
         planner_data: That of all ranks.
     """
 
     choices: list[Choice]
-    entries: list[tuple[str, tuple[Spec, list[ChunkStorageMetadata]] | None]]
+    rules: StateRules
     planner_data: Any
 
-    @collector_paused()
     def metadata(self) -> RuleMetadata:
         """DCP's, a new one: whoever gets it may change it."""
-        described = {key: describe(*entry) if entry else BytesStorageMetadata() for key, entry in self.entries}
-        return RuleMetadata(described, None if self.planner_data is None else dict(self.planner_data))
+        return RuleMetadata.of(self.rules, None if self.planner_data is None else dict(self.planner_data))
 
 
 def encoded(plan: SavePlan) -> Encoded:
@@ -72,43 +72,46 @@ def make_global_plan(plans: Sequence[Columns], *, to_lowest_rank: bool, merges_p
     choices = [choose(kept, hint[kept]) for kept, hint in zip(rows, hints, strict=True)]
     with collector_paused():
         planner_data = merge_paths(plan.table.data for plan in plans) if merges_paths else None
-        return GlobalPlan(choices, _entries(merged, is_complete=len(plans) > 1), planner_data)
+        return GlobalPlan(choices, _rules(merged, is_complete=len(plans) > 1), planner_data)
 
 
-def _entries(merged: Merged, *, is_complete: bool) -> list[tuple[str, tuple[Spec, list[ChunkStorageMetadata]] | None]]:
+def _rules(merged: Merged, *, is_complete: bool) -> StateRules:
     """The entries of the state dict. Tensors of one shape are mostly sharded in the same way: that is checked once."""
-    known: dict[Any, list[ChunkStorageMetadata]] = {}
-    entries: list[tuple[str, tuple[Spec, list[ChunkStorageMetadata]] | None]] = []
-    problems = []
+    layouts: dict[tuple[Any, ...], int] = {}
+    properties: dict[tuple[Any, ...], int] = {}
+    made: list[ChunkLayout] = []
+    keys, numbers, problems = [], [], []
     for key, rows in merged.by_key():
-        number = int(merged.spec[rows[0]])
-        if number < 0:
-            entries.append((merged.keys[key], None))
+        keys.append(merged.keys[key])
+        if int(merged.spec[rows[0]]) < 0:
+            numbers.append((-1, -1))
             continue
-        spec, places = merged.specs[number], (merged.dims[rows], merged.starts[rows], merged.sizes[rows])
-        pattern = (spec.shape, *[column.tobytes() for column in places])
-        chunks = known.get(pattern)
-        if chunks is None:
-            problem = _problem(spec.shape, *places, is_complete=is_complete)
+        shape, fields = merged.specs[int(merged.spec[rows[0]])]
+        places = merged.dims[rows], merged.starts[rows], merged.sizes[rows]
+        pattern = (shape, *[column.tobytes() for column in places])
+        if pattern not in layouts:
+            problem = _problem(shape, *places, is_complete=is_complete)
             if problem is not None:
                 problems.append((merged.keys[key], problem[0], merged.rank[rows[problem[1]]].tolist()))
                 continue
-            chunks = known[pattern] = chunk_list(*places)
-        entries.append((merged.keys[key], (spec, chunks)))
+            layouts[pattern] = len(made)
+            made.append(ChunkLayout.of_rows(shape, *(column[:, : len(shape)] for column in places[1:])))
+        numbers.append((properties.setdefault(fields, len(properties)), layouts[pattern]))
     if problems:
         raise WriteError(_shown(problems))
-    return entries
+    rows_of_keys = np.array(numbers, dtype=np.int64).reshape(-1, 2)
+    return StateRules(keys, rows_of_keys, [TensorProperties(*fields) for fields in properties], made)
 
 
 def _problem(
     shape: tuple[int, ...], dims: Integers, starts: Integers, sizes: Integers, *, is_complete: bool
 ) -> tuple[str, list[int]] | None:
     """What is wrong with the chunks of a tensor, and which of them are meant."""
-    if not shape:
-        return None
     odd = np.flatnonzero(dims != len(shape))
     if len(odd):
         return f"a part has {dims[odd[0]]} dimensions, and the tensor has {len(shape)}", [int(odd[0])]
+    if not shape:
+        return None
     starts, sizes = starts[:, : len(shape)], sizes[:, : len(shape)]
     # As a difference: the sum may be more than 64 bits hold.
     beyond = np.flatnonzero(

@@ -1,18 +1,16 @@
-"""torch's ``Metadata``, sent from rank to rank as rules.
+"""torch's ``Metadata``, made of rules and sent from rank to rank as such.
 
-DCP broadcasts the coordinator's at the end of each save, and most ranks never look at it. Tensors of one shape are
-sharded in the same way: so few lists of chunks are sent, and decoded when somebody looks.
+DCP broadcasts the coordinator's at the end of each save, and most ranks never look at it. Its entries are made when
+somebody looks.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-import torch
+import msgspec
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -22,15 +20,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from .._format.chunk_layout import ChunkLayout
+from .._format.index_rows import Layout, encode_rows
+from .._format.state_rules import StateRules
 from .._memory.garbage import collector_paused
-from .columns import Integers, Spec, Unsupported, spec_of
+from ..errors import WriteError
+from .columns import Unsupported
 from .paths import pack_paths, unpack_paths, with_keys
 from .wire import pack, pack_integers, unpack, unpack_integers
 
-__all__ = ["RuleMetadata", "chunk_list", "describe"]
+__all__ = ["RuleMetadata"]
 
 _FIELDS = [field.name for field in dataclasses.fields(Metadata)]
 _UNDERSTOOD = _FIELDS == ["state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"]
+_decode_layouts = msgspec.msgpack.Decoder(list[Layout]).decode
 
 
 class RuleMetadata(Metadata):
@@ -38,20 +41,34 @@ class RuleMetadata(Metadata):
 
     __hash__ = None  # type: ignore[assignment]
 
+    @classmethod
+    def of(cls, rules: StateRules, planner_data: Any) -> RuleMetadata:
+        """Metadata whose entries are made when somebody looks at them."""
+        metadata = cls.__new__(cls)
+        metadata.__dict__.update(
+            _rules=rules, planner_data=planner_data, storage_data=None, storage_meta=None, version=None
+        )
+        return metadata
+
+    @property
+    def rules(self) -> StateRules | None:
+        """What the entries are made of; None when somebody has looked at them, and may have changed them."""
+        return None if "state_dict_metadata" in self.__dict__ else self._rules
+
     @functools.cached_property
-    def _packed(self) -> Any:
-        return unpack(self.__dict__["_content"])
+    def _rules(self) -> StateRules:
+        return _unpack_rules(*unpack(self.__dict__["_content"][0]))
 
     @functools.cached_property
     def state_dict_metadata(self) -> dict[str, Any]:  # type: ignore[override]
-        """As torch's; where it was received it is decoded when it is asked for."""
-        return _decoded(*self._packed[0])
+        """As torch's; it is made when it is asked for."""
+        with collector_paused():
+            return self._rules.described()
 
     @functools.cached_property
     def planner_data(self) -> Any:
         """As torch's; where it was received it is decoded when it is asked for."""
-        described, paths = self._packed
-        return unpack_paths(with_keys(paths, described[0]))
+        return unpack_paths(with_keys(unpack(self.__dict__["_content"][1]), self._rules.keys))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Metadata):
@@ -62,83 +79,52 @@ class RuleMetadata(Metadata):
         try:
             if self.storage_data is not None or not _UNDERSTOOD:
                 raise Unsupported
-            return self._received, (self._data(), self.storage_meta, self.version)
+            return self._received, (self._packed(), self.storage_meta, self.version)
         except Unsupported:  # also what lies in a checkpoint of torch's: it is read without this package
             return Metadata, tuple(getattr(self, name) for name in _FIELDS)
 
     @classmethod
-    def _received(cls, data: bytes, storage_meta: StorageMeta | None, version: str | None) -> RuleMetadata:
+    def _received(
+        cls, content: tuple[bytes, bytes], storage_meta: StorageMeta | None, version: str | None
+    ) -> RuleMetadata:
         metadata = cls.__new__(cls)
-        metadata.__dict__.update(_content=data, storage_data=None, storage_meta=storage_meta, version=version)
+        metadata.__dict__.update(_content=content, storage_data=None, storage_meta=storage_meta, version=version)
         return metadata
 
-    def _data(self) -> bytes:
+    def _packed(self) -> tuple[bytes, bytes]:
+        """Rules, and the planner's data."""
         untouched = not {"state_dict_metadata", "planner_data"} & self.__dict__.keys()
         if untouched:
-            data: bytes = self.__dict__["_content"]
-            return data
-        described = _encoded(self.state_dict_metadata)
-        return pack((described, pack_paths(self.planner_data, described[0])))
+            content: tuple[bytes, bytes] = self.__dict__["_content"]
+            return content
+        rules = self.rules or _rules_of(self.state_dict_metadata)
+        return _pack_rules(rules), pack(pack_paths(self.planner_data, rules.keys))
 
 
-def describe(spec: Spec, chunks: list[ChunkStorageMetadata]) -> TensorStorageMetadata:
-    """The entry of a tensor, with a list and properties of its own."""
-    return TensorStorageMetadata(TensorProperties(*spec.properties), torch.Size(spec.shape), list(chunks))
-
-
-def chunk_list(dims: Integers, starts: Integers, sizes: Integers) -> list[ChunkStorageMetadata]:
-    """Chunks as DCP has them."""
-    rows = zip(dims.tolist(), starts.tolist(), sizes.tolist(), strict=True)
-    return [ChunkStorageMetadata(torch.Size(start[:n]), torch.Size(size[:n])) for n, start, size in rows]
-
-
-def _encoded(described: Mapping[Any, Any]) -> Any:
-    """Keys, the specs and lists of chunks, and the numbers of those of each key (-1: it is an object)."""
-    specs: dict[Spec, int] = {}
-    patterns: dict[tuple[int, ...], int] = {}
-    lists: list[Any] = []
-    rows: list[tuple[int, int]] = []
-    for key, entry in described.items():
-        if type(key) is not str:
-            raise Unsupported
-        if type(entry) is BytesStorageMetadata:
-            rows.append((-1, -1))
-            continue
-        if type(entry) is not TensorStorageMetadata or type(entry.chunks) is not list:
-            raise Unsupported
-        same = tuple(map(id, entry.chunks))  # tensors that are sharded in the same way share their chunks
-        if same not in patterns:
-            patterns[same] = len(lists)
-            lists.append(_pack_chunks(entry.chunks))
-        rows.append((specs.setdefault(spec_of(entry.size, entry.properties), len(specs)), patterns[same]))
-    packed = [(spec.shape, TensorProperties(*spec.properties)) for spec in specs]
-    return list(described), pack_integers(np.array(rows, dtype=np.int64)), packed, lists
-
-
-def _pack_chunks(chunks: list[ChunkStorageMetadata]) -> Any:
-    if any(type(chunk) is not ChunkStorageMetadata or len(chunk.offsets) != len(chunk.sizes) for chunk in chunks):
+def _rules_of(described: Any) -> StateRules:
+    """The rules of entries; raises `Unsupported` where they are more than torch's own."""
+    if not all(map(_is_torchs, described.values())):
         raise Unsupported
-    dims = [len(chunk.sizes) for chunk in chunks]
-    width = max(dims, default=0)
-    places = [
-        ((*chunk.offsets, *(0,) * (width - n)), (*chunk.sizes, *(0,) * (width - n)))
-        for n, chunk in zip(dims, chunks, strict=True)
-    ]
-    return width, pack_integers(np.array(dims, dtype=np.int64)), pack_integers(np.array(places, dtype=np.int64))
+    try:
+        return StateRules.of(described)
+    except WriteError as error:
+        raise Unsupported from error
 
 
-def _unpack_chunks(width: int, dims: Any, places: Any) -> list[ChunkStorageMetadata]:
-    numbers = unpack_integers(dims)
-    array = unpack_integers(places).reshape(len(numbers), 2, width)
-    return chunk_list(numbers, array[:, 0], array[:, 1])
+def _is_torchs(entry: Any) -> bool:
+    return type(entry) is BytesStorageMetadata or (
+        type(entry) is TensorStorageMetadata
+        and type(entry.properties) is TensorProperties
+        and type(entry.chunks) is list
+        and all(type(chunk) is ChunkStorageMetadata for chunk in entry.chunks)
+    )
 
 
-@collector_paused()
-def _decoded(keys: list[str], rows: Any, specs: list[Any], lists: list[Any]) -> dict[str, Any]:
-    chunks = [_unpack_chunks(*packed) for packed in lists]
-    entries = [spec_of(shape, properties) for shape, properties in specs]
-    numbers = unpack_integers(rows).reshape(-1, 2).tolist()
-    return {
-        key: BytesStorageMetadata() if spec < 0 else describe(entries[spec], chunks[pattern])
-        for key, (spec, pattern) in zip(keys, numbers, strict=True)
-    }
+def _pack_rules(rules: StateRules) -> bytes:
+    layouts = encode_rows([layout.to_row() for layout in rules.layouts])
+    return pack((rules.keys, pack_integers(rules.rows), rules.properties, layouts))
+
+
+def _unpack_rules(keys: list[Any], rows: Any, properties: list[TensorProperties], layouts: bytes) -> StateRules:
+    made = [ChunkLayout.from_row(row) for row in _decode_layouts(layouts)]
+    return StateRules(keys, unpack_integers(rows).reshape(-1, 2), properties, made)

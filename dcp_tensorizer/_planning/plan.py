@@ -184,7 +184,9 @@ class CompactPlan(SavePlan):
         return all(getattr(self, name) == getattr(other, name) for name in _FIELDS)
 
     def __copy__(self) -> CompactPlan:
-        return dataclasses.replace(self)
+        plan = type(self).__new__(type(self))
+        plan.__dict__.update(self.__dict__)
+        return plan
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompactPlan:
         return type(self)(*[copy.deepcopy(getattr(self, name), memo) for name in _FIELDS])

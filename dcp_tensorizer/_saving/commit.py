@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from .._format.encryption import Cipher
+from .._format.entry_writer import EntryWriter
 from .._format.index import FIRST_BYTES, data_files, open_index
 from .._format.layout import (
     data_file_rank,
@@ -106,6 +108,7 @@ def commit(
     sync: bool,
     overwrite: bool = True,
     cipher: Cipher | None = None,
+    entries: EntryWriter | None = None,
 ) -> None:
     """Makes a save the checkpoint at its path. All of its data must be durable by now. Its records go.
 
@@ -121,6 +124,7 @@ def commit(
         overwrite: Replace a checkpoint at the path; otherwise that is an error, also where another job has committed
             one since the save began.
         cipher: The key of an encrypted checkpoint.
+        entries: Of the saves before, see `encode`.
 
     Raises:
         WriteError: nothing has been committed, what was committed before is untouched, and the save's files are
@@ -130,7 +134,7 @@ def commit(
     files = dict(file for part in parts for file in part.files)
     try:
         check_data(storage, files)
-        data = _encoded(storage, metadata, parts, rank, cipher)
+        data = _encoded(storage, metadata, parts, rank=rank, cipher=cipher, entries=entries)
         storage.put(metadata_file_name(rank), data, sync=sync, replace=overwrite, save_id=metadata.storage_meta.save_id)
     except Refused as error:
         remove_with_records(storage, files)
@@ -171,11 +175,9 @@ def replaced_files(storage: Storage, rank: int | None) -> set[str]:
     return set()
 
 
-def _encoded(
-    storage: Storage, metadata: Metadata, parts: Sequence[RankPlaces], rank: int | None, cipher: Cipher | None
-) -> bytes:
+def _encoded(storage: Storage, metadata: Metadata, parts: Sequence[RankPlaces], **options: Any) -> bytes:
     try:
-        return encode(metadata, parts, rank=rank, cipher=cipher)
+        return encode(metadata, parts, **options)
     except Exception as error:
         raise Refused(f"{storage.path}: the checkpoint's metadata cannot be stored: {error}") from error
 

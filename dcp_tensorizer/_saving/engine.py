@@ -9,9 +9,11 @@ import threading
 import weakref
 
 from .._forks import in_child
+from .._format.entry_writer import EntryWriter
 from .._staging.staged_saves import StagedSaves
 from .._threads import Deadline
 from .failure_counter import FailureCounter
+from .known_tables import KnownTables
 from .write_items import ObjectCheck
 from .writer_client import WriterClient
 
@@ -31,6 +33,8 @@ class Engine:
         client: Writes them by the writer process.
         failures: Knows how many saves in a row were not committed.
         objects: Warns of objects that will not load.
+        entries: Writes what the checkpoints are said to hold.
+        tables: What the coordinator knows of where ranks' data is.
         connection: To the storage of the last save, kept for the next one.
     """
 
@@ -39,6 +43,8 @@ class Engine:
         self.client = WriterClient(devices=devices)
         self.failures = FailureCounter()
         self.objects = ObjectCheck()
+        self.entries = EntryWriter()
+        self.tables = KnownTables()
         self.connection: object = None
         self._open: list[weakref.ref[object]] = []
         self._opening = threading.RLock()  # a signal's handler may interrupt its holder, and close a writer
@@ -64,6 +70,7 @@ class Engine:
         self.saves.close(deadline)
         self.connection = None
         self.failures, self.objects = FailureCounter(), ObjectCheck()
+        self.entries, self.tables = EntryWriter(), KnownTables()
 
 
 _engines: dict[bool, Engine] = {}

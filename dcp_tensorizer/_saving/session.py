@@ -6,6 +6,7 @@ import concurrent.futures
 import functools
 import logging
 import multiprocessing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,7 @@ from .._torch_compat import DCP_VERSION
 from ..errors import CheckpointError, WriteError
 from .commit import begin, commit, put_records, remove, remove_records, remove_with_records, replaced_files
 from .key_agreement import agree_on_key
+from .known_tables import SaveTables
 from .report import SaveReport, SaveTimes
 from .write_items import Item, resolve, write_results
 from .writer_client import Written
@@ -54,6 +56,7 @@ class SaveSession:
         self._use_collectives = True
         self._lock: DirectoryLock | None = None
         self._report: SaveReport | None = None
+        self._tables = SaveTables(saver.engine.tables, save_id)
         self._replaced: concurrent.futures.Future[set[str]] | None = None
 
     @property
@@ -71,8 +74,11 @@ class SaveSession:
         self._use_collectives = use_collectives
         self._saver.engine.failures.set_coordinator(is_coordinator)
 
-    def prepare(self) -> None:
+    def prepare(self, plan: SavePlan) -> SavePlan:
         """Creates the directory; the coordinator locks it, and removes what dead saves left there.
+
+        Returns:
+            The plan, with what this rank could leave out of its results.
 
         Raises:
             WriteError: it cannot be created, or holds a checkpoint that must not be overwritten.
@@ -90,6 +96,11 @@ class SaveSession:
         except CheckpointError as error:
             self._fail(error)
             raise
+        return plan if self._commits else self._tables.offer(plan)
+
+    def answer(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator: the plans of all ranks, with what each may leave out."""
+        return list(map(self._tables.answer, plans))
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Writes this rank's items and makes them durable.
@@ -179,6 +190,8 @@ class SaveSession:
         )
         try:
             results = write_results(items, written.done, self._rank, planner, saver.options.write.cipher)
+            if not self._commits:
+                results = [replace(r, storage_data=self._tables.shortened(r.storage_data, plan)) for r in results]
         except CheckpointError:
             remove(self.storage, [file.name for file in written.done.files])
             raise
@@ -193,7 +206,7 @@ class SaveSession:
         if saver.closed and self._staged_save is not None:  # it has been abandoned
             raise WriteError(f"the writer was closed before the save to {self.storage.path} was over")
         meta = StorageMeta(checkpoint_id=self.storage.path, save_id=self.id)
-        parts = [result.storage_data for of_rank in results for result in of_rank]
+        parts = self._tables.completed([result.storage_data for of_rank in results for result in of_rank])
         _check_trainer_lives(self.storage)
         agree_on_key(saver.options.write.cipher, parts, self.storage)
         # The planner's own, which DCP returns to whoever saves: what torch's writer says there, this one says too.
@@ -206,6 +219,7 @@ class SaveSession:
             sync=saver.options.write.sync,
             overwrite=saver.options.overwrite,
             cipher=saver.options.write.cipher,
+            entries=saver.engine.entries,
         )
 
     def _fail(self, error: CheckpointError) -> None:

@@ -81,11 +81,12 @@ def resolve(
     Raises:
         CheckpointError: an item cannot be saved; names its key.
     """
-    names = stored_names([item.index.fqn for item in plan.items])
+    wanted = list(plan.items)  # once: some plans make their items when they are asked for
+    names = stored_names([item.index.fqn for item in wanted])
     lasts = is_staged if _makes_items(planner) else _always
     return [
         Item(item.index, name, *_resolve(item, planner, lasts), _is_whole(item))
-        for item, name in zip(plan.items, names, strict=True)
+        for item, name in zip(wanted, names, strict=True)
     ]
 
 

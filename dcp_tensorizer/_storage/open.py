@@ -9,7 +9,6 @@ from typing import Any
 
 from ..errors import WriteError
 from .base import TIMEOUT, Storage
-from .fsspec import is_known, open_url
 from .local import LocalStorage
 
 __all__ = ["absolute_path", "is_location", "open_storage"]
@@ -31,6 +30,8 @@ def open_storage(
     resolved = absolute_path(path)
     if isinstance(resolved, Path):
         return LocalStorage(resolved)
+    from .fsspec import open_url  # not for local paths: a writer process for each of a node's ranks would feel it
+
     opened = open_url(resolved, options or {}, timeout)
     return LocalStorage(opened) if isinstance(opened, Path) else opened
 
@@ -72,7 +73,11 @@ def is_location(path: object) -> bool:
     """
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         return False
-    return _is_local(path) or is_known(os.fspath(path))
+    if _is_local(path):
+        return True
+    from .fsspec import is_known
+
+    return is_known(os.fspath(path))
 
 
 def _is_local(path: str | os.PathLike[str]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 from .._format.encoder import BUFFER_BYTES, encode
@@ -63,19 +64,25 @@ class FileJob:
         Raises:
             WriteError: naming file and cause; what had been written is removed.
         """
+        started = time.perf_counter()
         name = ""
         try:
-            results = []
-            started = time.perf_counter()
-            for file in self._files:
-                name = file.name
-                results.append(self._write(file))
+            # The end of a file waits for the disk, or the server. The next one is begun meanwhile.
+            with ThreadPoolExecutor(1, thread_name_prefix="complete") as pool:
+                results: list[FileResult] = []
+                completions: list[Future[None]] = []
+                for number, file in enumerate(self._files):
+                    name = file.name
+                    results.append(self._write(file))
+                    completions.append(pool.submit(_complete, self._sinks[number]))
+                hash_seconds = time.perf_counter() - started
+                for file, completion in zip(self._files, completions, strict=True):
+                    name = file.name
+                    completion.result()
             if self._sync:
                 self._storage.sync_directory()
-            writing = sum(sink.write_seconds for sink in self._sinks)
-            closing = sum(sink.complete_seconds for sink in self._sinks)
-            seconds = time.perf_counter() - started
-            return WriteDone(tuple(results), seconds, seconds - closing, writing + closing)
+            writing = sum(sink.write_seconds + sink.complete_seconds for sink in self._sinks)
+            return WriteDone(tuple(results), time.perf_counter() - started, hash_seconds, writing)
         except Exception as error:
             self.remove()
             message = f"cannot write {self._storage.path}/{name}: {describe(error)}"
@@ -91,5 +98,15 @@ class FileJob:
         layout = lay_out(file.tensors, self._cipher, sha256=self._sha256)
         sink = self._storage.create(file.name, layout.nbytes, sync=self._sync)
         self._sinks.append(sink)
-        written = encode(layout, self._contents, sink, self._threads, self._buffer_bytes, file=file.name)
+        written = encode(
+            layout, self._contents, sink, self._threads, self._buffer_bytes, file=file.name, complete=False
+        )
         return FileResult(file.name, layout.nbytes, tuple(written))
+
+
+def _complete(sink: Sink) -> None:
+    try:
+        sink.complete()
+    except BaseException:
+        sink.abort()
+        raise

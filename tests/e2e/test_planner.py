@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
@@ -172,3 +172,37 @@ def test_all_ranks_hear_what_is_wrong_with_a_plan(tmp_path):
     """The error names the key and the rank; nothing is hung, and the planner before it goes on."""
     for causes in run_ranks(WORLD, _save_wrong_plan, tmp_path):
         assert causes == {0: "'x' cannot be saved: a part lies outside its shape (9,): (3,) at (7,) (of rank 2)"}
+
+
+def _sent_tables(rank, path, planner_class):
+    """Saves the same state three times, and once another; whether this rank sent where its data is each time."""
+    state = {
+        f"w{n}": distribute_tensor(torch.full((8, 4), float(n)), init_device_mesh("cpu", (WORLD,)), [Shard(0)])
+        for n in range(3)
+    }
+    planner, sent = planner_class(), []
+
+    class Watched(TensorizerStorageWriter):
+        def write_data(self, plan, planner):
+            future = super().write_data(plan, planner)
+            sent.extend(bool(result.storage_data.table) for result in future.value())
+            return future
+
+    with Watched(path) as writer:
+        for number in range(3):
+            where = {"checkpoint_id": path / str(number % 2)}
+            dcp.async_save(state, storage_writer=writer, planner=planner, process_group=rank.saves, **where).result()
+        state["w0"] = torch.ones(2)
+        dcp.async_save(state, storage_writer=writer, planner=planner, process_group=rank.saves).result()
+    for folder in (path, path / "0", path / "1"):
+        loaded = {key: torch.zeros_like(value) for key, value in state.items() if key != "w0"}
+        dcp.load(loaded, storage_reader=TensorizerStorageReader(folder))
+        assert all(torch.equal(full(loaded[key]), full(state[key])) for key in loaded)
+    return sent
+
+
+@pytest.mark.parametrize("planner", [SavePlanner, DefaultSavePlanner])
+def test_where_data_lies_is_sent_once(planner, tmp_path):
+    """Ranks whose data lies as in the save before send digests alone, wherever they save; checkpoints are whole."""
+    sent = run_ranks(WORLD, _sent_tables, tmp_path, planner)
+    assert sent == [[True] * 4] + [[True, False, False, True]] * (WORLD - 1)

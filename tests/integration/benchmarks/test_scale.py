@@ -19,7 +19,11 @@ from dcp_tensorizer import TensorizerStorageReader
 
 ROOT = Path(__file__).resolve().parents[3]
 RANKS = 3
-READERS = {"dcp_tensorizer": TensorizerStorageReader, "torch": FileSystemReader}
+READERS = {
+    "dcp_tensorizer": TensorizerStorageReader,
+    "dcp_tensorizer, SavePlanner": TensorizerStorageReader,
+    "torch": FileSystemReader,
+}
 
 
 @pytest.fixture(autouse=True)

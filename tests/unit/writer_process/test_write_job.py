@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -148,3 +149,42 @@ def test_secrets_do_not_get_into_the_error(tmp_path: Path) -> None:
             job(storage, {NAMES[0]: {"a": torch.zeros(1)}}).run()
     assert "correct-horse" not in str(caught.value)
     assert "hunter2" not in str(caught.value)
+
+
+def test_the_next_file_is_begun_while_one_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk or a server takes its time to say that a file is there."""
+    storage = open_storage(tmp_path)
+    begun, complete, create = threading.Event(), LocalSink._complete, LocalStorage.create
+
+    def wait_then_complete(sink: LocalSink) -> None:
+        assert begun.wait(30)
+        complete(sink)
+
+    def begin(own: LocalStorage, name: str, nbytes: int, *, sync: bool) -> Any:
+        if name == NAMES[1]:
+            begun.set()
+        return create(own, name, nbytes, sync=sync)
+
+    monkeypatch.setattr(LocalSink, "_complete", wait_then_complete)
+    monkeypatch.setattr(LocalStorage, "create", begin)
+    done = job(storage, {name: {name: filled(torch.float32, (5,))} for name in NAMES[:2]}).run()
+    assert [file.name for file in done.files] == NAMES[:2]
+
+
+def test_a_file_that_cannot_be_completed_fails_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named, and nothing is left, although the files behind it are whole."""
+    storage = open_storage(tmp_path)
+    complete = LocalSink._complete
+    completed: list[LocalSink] = []
+
+    def fail_first(sink: LocalSink) -> None:
+        completed.append(sink)
+        if len(completed) == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        complete(sink)
+
+    monkeypatch.setattr(LocalSink, "_complete", fail_first)
+    with pytest.raises(WriteError, match=rf"cannot write .*/{re.escape(NAMES[0])}: .*Input/output error"):
+        job(storage, {name: {name: filled(torch.float32, (5,))} for name in NAMES}).run()
+    assert len(completed) == len(NAMES)
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,91 @@
+"""Ranks leave out the tables that the coordinator has said, in this very save, that it knows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from torch.distributed.checkpoint.planner import SavePlan
+
+from dcp_tensorizer._format.layout import StoredItem
+from dcp_tensorizer._format.places import RankPlaces
+from dcp_tensorizer._saving.known_tables import KnownTables, Offer, SaveTables
+from dcp_tensorizer.errors import WriteError
+
+PLAN = SavePlan([], planner_data={"w": ("w",)})
+
+
+def part(rank: int = 1, save: str = "a", offset: int = 0, seed: int = 0) -> RankPlaces:
+    """What a rank has written: places are the same for each seed, and digests are not."""
+    file = f"__{rank}_0_{save * 32}.tensors"
+    item = StoredItem(file, "w", offset, 4, "bfloat16", "tensor", bytes([seed]) * 8)
+    return RankPlaces.of(rank, {("w", (rank,)): item}, {file: 100})
+
+
+def save(rank: KnownTables, coordinator: KnownTables, written: RankPlaces, save_id: str) -> tuple[bool, RankPlaces]:
+    """A save of one rank beside the coordinator: whether the table was sent, and what the coordinator makes of it."""
+    here, there = SaveTables(rank, save_id), SaveTables(coordinator, f"{save_id} of the coordinator")
+    sent = here.shortened(written, there.answer(here.offer(PLAN)))
+    (whole,) = there.completed([sent])
+    return bool(sent.table), whole
+
+
+def test_a_table_is_sent_once() -> None:
+    """And again when it is another one; digests are sent each time, and the section is whole each time."""
+    rank, coordinator = KnownTables(), KnownTables()
+    sent = []
+    for number, offset in enumerate([0, 0, 8, 0, 8]):
+        written = part(save="abcde"[number], offset=offset, seed=number)
+        was_sent, whole = save(rank, coordinator, written, str(number))
+        assert whole == written and whole.places == written.places
+        sent.append(was_sent)
+    assert sent == [True, False, True, False, False]
+
+
+def test_another_coordinator_is_sent_everything() -> None:
+    """One that has begun anew, or of another group: it does not answer that it knows."""
+    rank = KnownTables()
+    for coordinator in (KnownTables(), KnownTables()):
+        assert [save(rank, coordinator, part(), name)[0] for name in "ab"] == [True, False]
+
+
+def test_answers_to_other_saves_count_for_nothing() -> None:
+    """A planner may keep plans with what was beside them; a save that failed has left a table that nobody got."""
+    rank, coordinator = KnownTables(), KnownTables()
+    save(rank, coordinator, part(), "a")
+    stale = SaveTables(coordinator, "b").answer(SaveTables(rank, "a").offer(PLAN))
+    assert stale.storage_data == Offer("a", (part().table_digest,))
+    assert SaveTables(rank, "b").shortened(part(), stale).table == part().table
+    assert SaveTables(rank, "b").shortened(part(), PLAN).table == part().table
+    SaveTables(rank, "c").shortened(part(offset=8), PLAN)
+    assert save(rank, coordinator, part(offset=8), "d")[0]
+
+
+def test_what_is_promised_is_kept() -> None:
+    """Until the save is over, also if the coordinator's memory is full meanwhile."""
+    rank, coordinator = KnownTables(), KnownTables(max_bytes=len(part().table))
+    save(rank, coordinator, part(), "a")
+    here, there = SaveTables(rank, "b"), SaveTables(coordinator, "c")
+    answer = there.answer(here.offer(PLAN))
+    coordinator.keep([part(rank=2)])
+    assert coordinator.find(part().table_digest) is None
+    sent = here.shortened(part(), answer)
+    assert (sent.table, there.completed([sent])) == (b"", [part()])
+    assert coordinator.find(part(rank=2).table_digest) is None
+
+
+def test_a_table_that_nobody_promised_to_know_is_an_error() -> None:
+    """It names the rank: no index is written that leaves something out."""
+    with pytest.raises(WriteError, match=r"rank 1 has left out where its data is"):
+        SaveTables(KnownTables(), "a").completed([part()._replace(table=b"")])
+
+
+def test_plans_are_otherwise_as_they_were() -> None:
+    """A rank that has saved nothing yet offers nothing, and what is offered changes nobody else's plan."""
+    known = KnownTables()
+    assert SaveTables(known, "a").offer(PLAN) is PLAN is SaveTables(known, "a").answer(PLAN)
+    known.add_own(b"digest")
+    offered = SaveTables(known, "a").offer(PLAN)
+    assert offered == dataclasses.replace(PLAN, storage_data=Offer("a", (b"digest",)))
+    assert PLAN.storage_data is None
+    assert SaveTables(known, "b").answer(offered).storage_data == Offer("a", ())
