@@ -35,6 +35,7 @@ from .index_rows import (
     ObjectEntry,
     Properties,
     Run,
+    SaveRecord,
     TensorEntry,
     decode_places,
     encode_rows,
@@ -49,7 +50,12 @@ __all__ = ["encode"]
 
 @collector_paused()
 def encode(
-    metadata: Metadata, parts: Sequence[RankPlaces], *, rank: int | None = None, cipher: Cipher | None = None
+    metadata: Metadata,
+    parts: Sequence[RankPlaces],
+    *,
+    rank: int | None = None,
+    cipher: Cipher | None = None,
+    record: SaveRecord | None = None,
 ) -> bytes:
     """The contents of ``.metadata``.
 
@@ -58,6 +64,7 @@ def encode(
         parts: What each rank has written. Of a chunk that several have written, the last one's is used.
         rank: Whose own it is, where each rank saves for itself.
         cipher: The key of an encrypted checkpoint.
+        record: What a manager says of the save.
 
     Raises:
         WriteError: no reader could read it; names the key.
@@ -84,6 +91,7 @@ def encode(
         metadata_version=_optional_text(metadata.version),
         encryption=None if cipher is None else KeyRecord(**cipher.record()),
         sections=[],
+        record=record,
     )
     return pack(head, sections, None if cipher is None else cipher.sign)
 

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from .._format.encryption import Cipher
 from .._format.index import FIRST_BYTES, data_files, open_index
+from .._format.index_rows import SaveRecord
 from .._format.layout import (
     data_file_rank,
     is_data_file_name,
@@ -106,6 +107,7 @@ def commit(
     sync: bool,
     overwrite: bool = True,
     cipher: Cipher | None = None,
+    record: SaveRecord | None = None,
 ) -> None:
     """Makes a save the checkpoint at its path. All of its data must be durable by now. Its records go.
 
@@ -121,6 +123,7 @@ def commit(
         overwrite: Replace a checkpoint at the path; otherwise that is an error, also where another job has committed
             one since the save began.
         cipher: The key of an encrypted checkpoint.
+        record: What a manager says of the save.
 
     Raises:
         WriteError: nothing has been committed, what was committed before is untouched, and the save's files are
@@ -130,7 +133,7 @@ def commit(
     files = dict(file for part in parts for file in part.files)
     try:
         check_data(storage, files)
-        data = _encoded(storage, metadata, parts, rank, cipher)
+        data = _encoded(storage, metadata, parts, rank, cipher, record)
         storage.put(metadata_file_name(rank), data, sync=sync, replace=overwrite, save_id=metadata.storage_meta.save_id)
     except Refused as error:
         remove_with_records(storage, files)
@@ -172,10 +175,15 @@ def replaced_files(storage: Storage, rank: int | None) -> set[str]:
 
 
 def _encoded(
-    storage: Storage, metadata: Metadata, parts: Sequence[RankPlaces], rank: int | None, cipher: Cipher | None
+    storage: Storage,
+    metadata: Metadata,
+    parts: Sequence[RankPlaces],
+    rank: int | None,
+    cipher: Cipher | None,
+    record: SaveRecord | None,
 ) -> bytes:
     try:
-        return encode(metadata, parts, rank=rank, cipher=cipher)
+        return encode(metadata, parts, rank=rank, cipher=cipher, record=record)
     except Exception as error:
         raise Refused(f"{storage.path}: the checkpoint's metadata cannot be stored: {error}") from error
 

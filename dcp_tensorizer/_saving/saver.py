@@ -7,12 +7,13 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 
+from .._format.index_rows import SaveRecord
 from .._staging.stager import StagedSave, StagedStateDict, Stager
 from .._storage.base import Storage
 from .._storage.open import absolute_path, open_storage
@@ -20,6 +21,7 @@ from .._storage.redact import redact
 from .._threads import Deadline
 from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
 from .failure_counter import FailureCounter
+from .freshness import Freshness
 from .options import SaveOptions
 from .report import Reports, SaveReport
 from .session import SaveSession
@@ -48,6 +50,7 @@ class Saver:
         failures: Knows which saves failed.
         reports: Takes what they cost to the user.
         objects: Warns of objects that will not load.
+        freshness: Knows whether a save differs from the one before.
         save_id: Of the save that began last; before the first one, of that.
         closed: The writer has been closed.
     """
@@ -67,11 +70,22 @@ class Saver:
         self.failures = FailureCounter(options.limits.max_consecutive_failures)
         self.reports = Reports(on_report)
         self.objects = ObjectCheck()
+        self.freshness = Freshness()
         self.closed = closed
         self.save_id = uuid.uuid4().hex
         self._next_id = self.save_id
         self._numbering = threading.Lock()  # saves that nobody staged may begin at once
+        self._record: SaveRecord | None = None  # of the save that is staged next
         self._connection: object = None  # to the storage of the last save, kept for the next one
+
+    def describe(self, record: SaveRecord, must_change: Sequence[str]) -> None:
+        """Says what the index will say of the save that is staged next, and which tensors cannot stay as they are.
+
+        Args:
+            record: Of the save.
+            must_change: Patterns of their keys.
+        """
+        self._record, self.freshness.must_change = record, tuple(must_change)
 
     def stage(self, state_dict: dict[str, Any]) -> StagedStateDict:
         """Copies a state dict into the staging buffer, once the saves before are over.
@@ -88,6 +102,7 @@ class Saver:
             self.client.ensure_process()
         started_at, started = time.time(), time.perf_counter()
         staged = self.stager.stage(state_dict)
+        staged.staged_save.record, self._record = self._record, None
         staged.staged_save.started_at = started_at
         staged.staged_save.stage_seconds = time.perf_counter() - started
         if staged.staged_save.error is not None:
