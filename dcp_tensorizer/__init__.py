@@ -5,6 +5,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from ._loading.report import LoadReport
+from ._managing.goodput import GoodputReport
 from ._saving.report import SaveReport
 from .errors import (
     CheckpointError,
@@ -18,19 +19,23 @@ from .errors import (
     UntrustedObject,
     WriteError,
     WriterProcessDied,
+    unwrap,
 )
 
 if TYPE_CHECKING:
     from ._saving.options import SaveLimits
+    from .manager import CheckpointManager
     from .planner import SavePlanner
     from .reader import TensorizerStorageReader
     from .writer import TensorizerStorageWriter
 
 __all__ = [
     "CheckpointError",
+    "CheckpointManager",
     "ChecksumMismatch",
     "ConversionError",
     "DecryptionError",
+    "GoodputReport",
     "LoadReport",
     "MetadataError",
     "NotCommitted",
@@ -45,17 +50,19 @@ __all__ = [
     "WriteError",
     "WriterProcessDied",
     "__version__",
+    "unwrap",
 ]
 
 __version__ = version("dcp_tensorizer")
 
 _ON_USE = {
+    "CheckpointManager": "manager",
     "SaveLimits": "_saving.options",
     "SavePlanner": "planner",
     "TensorizerStorageReader": "reader",
     "TensorizerStorageWriter": "writer",
 }
-_MODULES = ("convert", "planner", "reader", "writer")
+_MODULES = ("convert", "manager", "planner", "reader", "writer")
 
 if not TYPE_CHECKING:
 
