@@ -222,14 +222,14 @@ class CheckpointManager:
         self._check_open()
         selection = Selection(check_patterns("include", include), check_patterns("exclude", exclude), strict)
         step = None if step is None else check_step(step)
-        self.wait()
+        self._saves.wait()
         found = self._agreement.decided(lambda: choose(self._folder, self._names, step, fallback=fallback))
-        steps = [step for step, _ in found]
+        steps = [step for step, _ in found.candidates]
         number = load_first(self._folder, steps, state, selection, self._group, self._reader_options)
         self._clock.restored(since)
         if number is None:
             return None
-        self._place = found[number][1]
+        self._place = found.place(number)
         if self._agreement.is_first:
             self._place.warn_of_others(self._folder.path)
         self._schedule.mark(steps[number].number)
@@ -243,6 +243,7 @@ class CheckpointManager:
             CheckpointError: the last save has failed, and nobody has been told.
         """
         self._saves.wait()
+        self._saves.tell()
 
     @property
     def stopping(self) -> bool:
@@ -272,8 +273,8 @@ class CheckpointManager:
         self._signals.restore()
         self._writer.close(timeout)
         logger.info("%s: %s", self._folder.path, self.report())
-        with suppress(TimeoutError):
-            self._saves.wait(deadline)
+        self._saves.wait(deadline)
+        self._saves.tell()
 
     # --- what each rank may call by itself --------------------------------------------------------------------------
 

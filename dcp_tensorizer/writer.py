@@ -215,9 +215,9 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._saver = self._saver.renewed()
         self._local = threading.local()
 
-    def describe(self, record: SaveRecord, must_change: Sequence[str] = ("*",)) -> None:
+    def describe(self, record: SaveRecord, must_change: Sequence[str], error: StagingError | None = None) -> None:
         """For `CheckpointManager`: see `Saver.describe`."""
-        self._saver.describe(record, must_change)
+        self._saver.describe(record, must_change, error)
 
     # --- AsyncStager: on the training thread --------------------------------------------------------------------
 

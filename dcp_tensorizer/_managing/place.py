@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .._format.index_rows import SaveRecord
 from .._storage.base import Storage
@@ -14,7 +15,7 @@ from .catalogue import Step, read_steps, unknown_checkpoints
 from .deletion import clean_up
 from .names import StepNames
 
-__all__ = ["Place", "begin", "choose", "sound"]
+__all__ = ["Choice", "Place", "begin", "choose", "sound"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -96,17 +97,31 @@ def begin(folder: Storage, names: StepNames, step: int) -> Place:
     return place
 
 
-def choose(folder: Storage, names: StepNames, number: int | None, *, fallback: bool) -> list[tuple[Step, Place]]:
-    """What a job can be restored from: the first is what was asked for, the others are to fall back on.
+class Choice(NamedTuple):
+    """What a job can be restored from.
+
+    Attributes:
+        candidates: What was asked for, and what is to fall back on; each with the branch that the job is on then.
+        steps: All checkpoints of the folder.
+    """
+
+    candidates: list[tuple[Step, Branch]]
+    steps: list[Step]
+
+    def place(self, number: int) -> Place:
+        """Where the job stands when it has restored a candidate."""
+        step, branch = self.candidates[number]
+        return Place.at(branch, step, self.steps)
+
+
+def choose(folder: Storage, names: StepNames, number: int | None, *, fallback: bool) -> Choice:
+    """What a job can be restored from. There are no candidates if there are no checkpoints at all.
 
     Args:
         folder: Of the checkpoints.
         names: Of their directories.
         number: The step that was asked for; None: the newest.
         fallback: Also give those before it.
-
-    Returns:
-        Checkpoints, and where the job stands when it has restored each. Empty if there are none at all.
 
     Raises:
         NotCommitted: there is no checkpoint of that step.
@@ -128,11 +143,11 @@ def choose(folder: Storage, names: StepNames, number: int | None, *, fallback: b
         candidates = [*(step for step in candidates if step.number < number), *asked]
     if not candidates:
         _refuse_unknown(folder, names)
-        return []
+        return Choice([], steps)
     candidates = candidates[::-1] if fallback else candidates[-1:]
     is_last = all(step.number <= newest for step in steps if step.problem)
     tip = own[-1] if own and is_last else None  # whoever goes on from anything else leaves the branch
-    return [(step, Place.at(branch if step is tip else leave(step), step, steps)) for step in candidates]
+    return Choice([(step, branch if step is tip else leave(step)) for step in candidates], steps)
 
 
 def _refuse_unknown(folder: Storage, names: StepNames) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
+from torch.distributed.checkpoint.stateful import Stateful
 
 from .._format.index_rows import SaveRecord
 from .._storage.base import Storage
@@ -96,6 +98,9 @@ class Saves:
     def start(self, storage: Storage, name: str, state: Mapping[str, Any], record: SaveRecord) -> Future[str]:
         """Stages the state, and returns while it is saved.
 
+        Raises what a ``state_dict`` raises, when the save has begun: it fails on the other ranks, which would wait for
+        this one.
+
         Args:
             storage: Where to save.
             name: Of that directory.
@@ -103,9 +108,11 @@ class Saves:
             record: What the index will say of it.
         """
         since, before, self._is_warm = self._clock.now(), self._last, True
-        self._writer.describe(record, self._must_change)
+        collected, error = _collected(state)
+        refusal = None if error is None else StagingError(f"the state could not be collected: {describe(error)}")
+        self._writer.describe(record, self._must_change, refusal)
         response = async_save(
-            dict(state),
+            collected,
             checkpoint_id=storage.location,
             storage_writer=self._writer,
             planner=self._planner,
@@ -114,6 +121,8 @@ class Saves:
         done = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
         save = self._last = _Save(record.step, storage, name, record, since)
         in_background(lambda: self._follow(save, done, before), name="checkpoint-manager")
+        if error is not None:
+            raise error
         return save.future
 
     def check(self, failures: int, limit: int | None) -> None:
@@ -142,14 +151,12 @@ class Saves:
         return self._last.saved
 
     def wait(self, deadline: Deadline = NEVER) -> None:
-        """Waits for the last save, and for what comes after it.
-
-        Raises:
-            CheckpointError: it has failed, and nobody has been told.
-            TimeoutError: it was not over in time.
-        """
+        """Waits for the last save, and for what comes after it."""
         if self._last is not None:
-            self._last.over.result(deadline.left)
+            wait_for([self._last.over], deadline.left)
+
+    def tell(self) -> None:
+        """Raises the error of the last save, if it has failed and nobody has been told."""
         error, self.error = self.error, None
         if error is not None:
             raise error
@@ -182,3 +189,11 @@ class Saves:
         self.error, self.last_error = cause, str(cause)
         self._clock.failed()
         save.future.set_exception(cause)
+
+
+def _collected(state: Mapping[str, Any]) -> tuple[dict[str, Any], Exception | None]:
+    """What ``Stateful`` values say their state is, as DCP asks them; or the error of one of them."""
+    try:
+        return {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state.items()}, None
+    except Exception as error:
+        return {}, error

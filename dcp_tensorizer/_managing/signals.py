@@ -46,6 +46,7 @@ class StopSignals:
         self.seen = False
         self._first = 0.0
         self._before: dict[int, Any] = {}
+        self._over = False
         in_child(self, StopSignals.restore)  # a worker of a data loader must end when it is told to
 
     def install(self) -> None:
@@ -54,20 +55,31 @@ class StopSignals:
             self._before[number] = signal.signal(number, self._handle)
 
     def restore(self) -> None:
-        """Puts back the handlers that were there before, where nobody has put others. Idempotent."""
-        for number, before in list(self._before.items()):
-            if before is not None and signal.getsignal(number) == self._handle:
-                signal.signal(number, before)
-                del self._before[number]
+        """Puts back the handlers that were there before, where nobody has put others. Idempotent.
+
+        On another thread than the main one each goes back when its signal comes.
+        """
+        self._over = True
+        if threading.current_thread() is threading.main_thread():
+            for number in self._before:
+                self._put_back(number)
+
+    def _put_back(self, number: int) -> bool:
+        """Whether the handler is now the one that was there before."""
+        before = self._before[number]
+        if before is None or signal.getsignal(number) != self._handle:
+            return False
+        signal.signal(number, before)
+        return True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.seen and time.monotonic() - self._first > _SAME_SIGNAL_SECONDS:
-            self.restore()
+        is_second = self.seen and time.monotonic() - self._first > _SAME_SIGNAL_SECONDS
+        if (is_second or self._over) and self._put_back(number):
             signal.raise_signal(number)
             return
         if not self.seen:
             self._first = time.monotonic()
             self.seen = True
-        before = self._before.get(number)
+        before = self._before[number]
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)

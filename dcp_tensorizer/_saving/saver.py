@@ -76,16 +76,18 @@ class Saver:
         self._next_id = self.save_id
         self._numbering = threading.Lock()  # saves that nobody staged may begin at once
         self._record: SaveRecord | None = None  # of the save that is staged next
+        self._error: StagingError | None = None  # likewise
         self._connection: object = None  # to the storage of the last save, kept for the next one
 
-    def describe(self, record: SaveRecord, must_change: Sequence[str]) -> None:
+    def describe(self, record: SaveRecord, must_change: Sequence[str], error: StagingError | None) -> None:
         """Says what the index will say of the save that is staged next, and which tensors cannot stay as they are.
 
         Args:
             record: Of the save.
             must_change: Patterns of their keys.
+            error: Why this rank has no state: the save fails on all of them, and says so.
         """
-        self._record, self.freshness.must_change = record, tuple(must_change)
+        self._record, self._error, self.freshness.must_change = record, error, tuple(must_change)
 
     def stage(self, state_dict: dict[str, Any]) -> StagedStateDict:
         """Copies a state dict into the staging buffer, once the saves before are over.
@@ -96,8 +98,9 @@ class Saver:
         self.stager.wait_turn()
         self.failures.end()
         self.failures.check()
-        if self.closed:
-            return self.stager.refuse(StagingError(_CLOSED))
+        error, self._error = self._error, None
+        if self.closed or error is not None:
+            return self.stager.refuse(error or StagingError(_CLOSED))
         with suppress(WriterProcessDied):  # it cannot be started now; the save will say more about it
             self.client.ensure_process()
         started_at, started = time.time(), time.perf_counter()

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dcp_tensorizer import CheckpointManager, SaveLimits, WriteError
+from dcp_tensorizer import CheckpointManager, SaveLimits, StagingError, WriteError
 
 from ..preempted_job import Preempted, losses
 from ..support import quietly
@@ -79,6 +80,39 @@ def test_an_error_is_raised_on_every_rank(tmp_path):
     assert "cannot create the checkpoint directory" in first[0][0]
     assert first[0][1].startswith("1 saves in a row were not committed. The last error was: cannot create")
     assert max(first[1], second[1]) < 20
+
+
+class _Broken:
+    """Its state cannot be collected on one rank."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def state_dict(self):
+        if self.rank.index == 1:
+            raise KeyError("moments")
+        return {"x": 1}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def _collects(rank, folder):
+    state = _state(rank.world_size)
+    with quietly(), CheckpointManager(folder) as manager:
+        with pytest.raises((KeyError, StagingError)) as caught:
+            manager.save(1, state | {"app": _Broken(rank)}, wait=True)
+        with pytest.raises(StagingError) if rank.index else nullcontext():
+            manager.wait()
+        manager.save(2, state, wait=True)
+        return repr(caught.value), manager.steps()
+
+
+def test_a_state_that_one_rank_cannot_collect(tmp_path):
+    """It raises what went wrong, the others learn of it at once, and the next save is as usual."""
+    first, second = run_ranks(2, _collects, tmp_path)
+    assert first == ("""StagingError("the state could not be collected: KeyError: 'moments'")""", [2])
+    assert second == ("KeyError('moments')", [2])
 
 
 def _some_ranks(rank, folder):

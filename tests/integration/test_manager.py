@@ -330,6 +330,24 @@ def test_signals(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
+class Interrupted:
+    """A part of a state that is interrupted by a signal when it is staged."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> str:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return "staged"
+
+
+def test_a_signal_in_the_middle_of_staging(tmp_path: Path) -> None:
+    """That save is done as it is, and the next call stops the job."""
+    with manager_of(tmp_path, save_every=5, stop_signals=[signal.SIGUSR1]) as manager:
+        manager.save(5, state_of(5) | {"interrupted": Interrupted()})
+        assert not manager.stopping
+        manager.save(6, state_of(6))
+        assert manager.stopping
+        assert manager.steps() == [5, 6]
+
+
 def test_checkpoints_of_the_writer(tmp_path: Path) -> None:
     """What was saved without a manager is restored by its directory's number, and counts."""
     with quietly(), TensorizerStorageWriter() as writer:
@@ -365,6 +383,21 @@ def test_after_close(tmp_path: Path) -> None:
     for call in (lambda: manager.save(1, state_of(1)), lambda: manager.restore(state_of(1))):
         with pytest.raises(WriteError, match="the manager is closed"):
             call()
+
+
+def test_overlapping_staging(tmp_path: Path) -> None:
+    """The writer's options are the manager's: inside `lock` the state may be changed, and saves have the old values."""
+    with manager_of(tmp_path, overlap_staging=True, sha256=True) as manager:
+        state = state_of(1)
+        for step in (1, 2):
+            with manager.lock():
+                state["model"]["weight"].fill_(step)
+            manager.save(step, state)
+        with manager.lock():
+            state["model"]["weight"].zero_()
+        for step in (1, 2):
+            assert manager.restore(state, step) == step
+            assert state["model"]["weight"].unique().tolist() == [step]
 
 
 def test_best_needs_a_rule(tmp_path: Path) -> None:

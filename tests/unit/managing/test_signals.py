@@ -80,6 +80,18 @@ def test_a_forked_child_ends_when_it_is_told_to() -> None:
     assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
 
 
+def test_handlers_go_back_from_another_thread(heard: list[int]) -> None:
+    """That thread cannot set them: each goes back when its signal comes, and hears of it once."""
+    before = signal.getsignal(signal.SIGUSR1)
+    stop = StopSignals([signal.SIGUSR1])
+    stop.install()
+    thread = threading.Thread(target=stop.restore)
+    thread.start()
+    thread.join()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert (heard, stop.seen, signal.getsignal(signal.SIGUSR1)) == ([signal.SIGUSR1], False, before)
+
+
 def test_only_the_main_thread_has_handlers() -> None:
     """The error says what to do; without signals any thread will do."""
     errors: list[str] = []
