@@ -230,6 +230,7 @@ class CheckpointManager:
         if number is None:
             return None
         self._place = found.place(number)
+        self._saves.forget()
         if self._agreement.is_first:
             self._place.warn_of_others(self._folder.path)
         self._schedule.mark(steps[number].number)

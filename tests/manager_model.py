@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dcp_tensorizer import CheckpointManager, ReadError, TensorizerStorageReader, WriteError
+from dcp_tensorizer._loading.metadata_reader import read_head
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.open import open_storage
 
@@ -105,7 +106,7 @@ class ManagerModel(RuleBasedStateMachine):
         self.state["w"].fill_(self.values)
         self.state["value"] = self.values
         with quietly():
-            self.manager.save(self.step, self.state, metrics={"loss": loss}, wait=waits)
+            self.manager.save(self.step, self.state, metrics={"loss": loss, "value": self.values}, wait=waits)
         self.last = self.disk[self.step] = Checkpoint(self.step, self.values, loss, self.ancestors)
         self.ancestors |= {self.values}
         self._retain()
@@ -193,6 +194,10 @@ class ManagerModel(RuleBasedStateMachine):
         names = self.storage.listing()[1] if self.disk else []
         committed = {n for n in names if self.storage.child(n).head(".metadata") is not None}
         assert committed == {f"step-{step}" for step in self.disk}
+        for step, checkpoint in self.disk.items():
+            head = read_head(self.storage.child(f"step-{step}"))
+            assert head is not None and head.record is not None
+            assert head.record.metrics.get("value") == checkpoint.value, step
         assert self.manager.latest() == (self.own[-1].step if self.own else None)
 
     def teardown(self) -> None:

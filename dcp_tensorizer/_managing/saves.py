@@ -150,6 +150,10 @@ class Saves:
         self._last.future.exception()
         return self._last.saved
 
+    def forget(self) -> None:
+        """The job stands elsewhere: the last save, which is over, is not what it goes on from."""
+        self._last = None
+
     def wait(self, deadline: Deadline = NEVER) -> None:
         """Waits for the last save, and for what comes after it."""
         if self._last is not None:

@@ -109,6 +109,20 @@ def test_going_back_begins_a_branch(tmp_path: Path, caplog: pytest.LogCaptureFix
         assert manager.steps() == [12, 17]
 
 
+def test_the_same_step_after_going_back(tmp_path: Path) -> None:
+    """What was saved last is of the branch that was left: the step is saved anew, and has another parent."""
+    with manager_of(tmp_path) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_of(step), wait=True)
+        manager.restore(state_of(0), 1)
+        manager.save(3, state_of(7), wait=True)
+        assert manager.steps() == [1, 3]
+        manager.restore(state := state_of(0))
+        assert state["step"] == 7
+    head = read_head(LocalStorage(tmp_path / "step-1"))
+    assert head is not None and record_of(tmp_path, "step-3").parent == head.save_id
+
+
 def test_a_job_that_loads_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Beyond the newest checkpoint it goes on from that; below, it began anew, and is told so."""
     saved(tmp_path, 10)
