@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ._loading.report import LoadReport
+from ._managing.goodput import GoodputReport
 from ._saving.report import SaveReport
 from .errors import (
     CheckpointError,
@@ -17,12 +18,14 @@ from .errors import (
     UntrustedObject,
     WriteError,
     WriterProcessDied,
+    unwrap,
 )
 
 if TYPE_CHECKING:
     from ._install import install, installed, uninstall
     from ._saving.options import SaveLimits
     from .any_format import open_reader
+    from .manager import CheckpointManager
     from .planner import SavePlanner
     from .reader import TensorizerStorageReader
     from .writer import TensorizerStorageWriter
@@ -31,9 +34,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointError",
+    "CheckpointManager",
     "ChecksumMismatch",
     "ConversionError",
     "DecryptionError",
+    "GoodputReport",
     "LoadReport",
     "MetadataError",
     "NotCommitted",
@@ -52,9 +57,11 @@ __all__ = [
     "installed",
     "open_reader",
     "uninstall",
+    "unwrap",
 ]
 
 _ON_USE = {
+    "CheckpointManager": "manager",
     "SaveLimits": "_saving.options",
     "SavePlanner": "planner",
     "TensorizerStorageReader": "reader",
@@ -64,7 +71,7 @@ _ON_USE = {
     "open_reader": "any_format",
     "uninstall": "_install",
 }
-_MODULES = ("any_format", "convert", "planner", "reader", "writer")
+_MODULES = ("any_format", "convert", "manager", "planner", "reader", "writer")
 
 if not TYPE_CHECKING:
 

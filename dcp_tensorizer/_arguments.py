@@ -30,19 +30,20 @@ def check_path(value: object) -> None:
         raise TypeError(f"path must be text, and {_type(value)} gives {_type(os.fspath(value))}")
 
 
-def check_timeout(value: object, *, least: float | None = None) -> None:
+def check_timeout(value: object, *, least: float | None = None, name: str = "timeout") -> None:
     """Raises `TypeError` or `ValueError` unless it is a number of seconds that every wait of the system can take.
 
     Args:
         value: What was given.
         least: The least that is allowed; by default anything that is more than 0.
+        name: Of the argument.
     """
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError(f"timeout must be a number of seconds, and is {_type(value)}")
+        raise TypeError(f"{name} must be a number of seconds, and is {_type(value)}")
     is_enough = float(value) > 0 if least is None else float(value) >= least
     if not (is_enough and float(value) <= threading.TIMEOUT_MAX):
         allowed = "more than 0 seconds" if least is None else f"at least {least:g} seconds"
-        raise ValueError(f"timeout={value!r} must be {allowed}, and finite: at most {threading.TIMEOUT_MAX:.0f}")
+        raise ValueError(f"{name}={value!r} must be {allowed}, and finite: at most {threading.TIMEOUT_MAX:.0f}")
 
 
 def check_thread_count(value: object) -> None:

@@ -16,6 +16,8 @@ All of them are built from one message, so that they survive pickling: DCP hands
 wrapped in ``torch.distributed.checkpoint.api.CheckpointException``, and the message must be enough there.
 """
 
+from collections.abc import Mapping
+
 __all__ = [
     "CheckpointError",
     "ChecksumMismatch",
@@ -28,6 +30,7 @@ __all__ = [
     "UntrustedObject",
     "WriteError",
     "WriterProcessDied",
+    "unwrap",
 ]
 
 
@@ -73,6 +76,28 @@ class UntrustedObject(MetadataError):
 
 class ConversionError(CheckpointError):
     """A checkpoint cannot be brought into another format as asked; the message names the key, and what to do."""
+
+
+def unwrap(error: BaseException) -> BaseException:
+    """What went wrong, from what DCP raises: the error of the rank that failed, and not DCP's wrapper of it.
+
+    DCP raises a ``CheckpointException``, which derives from ``BaseException``, so that ``except Exception`` does not
+    catch it. It holds the error of each rank that failed. This gives one of this package, if there is one, of the
+    lowest rank::
+
+        try:
+            dcp.load(state, storage_reader=reader)
+        except CheckpointException as error:
+            raise dcp_tensorizer.unwrap(error) from None
+
+    Args:
+        error: What was raised. Anything but a ``CheckpointException`` is returned as it is.
+    """
+    failures: Mapping[int, tuple[BaseException, object]] | None = getattr(error, "failures", None)
+    if not isinstance(failures, Mapping) or not failures:
+        return error
+    causes = [failures[rank][0] for rank in sorted(failures)]
+    return next((cause for cause in causes if isinstance(cause, CheckpointError)), causes[0])
 
 
 def describe(error: BaseException) -> str:

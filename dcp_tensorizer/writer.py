@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -39,6 +38,7 @@ from .errors import StagingError
 
 if TYPE_CHECKING:
     from ._format.encryption import EncryptionParams
+    from ._format.index_rows import SaveRecord
 
 __all__ = ["TensorizerStorageWriter"]
 
@@ -147,8 +147,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     def prewarm(self, state_dict: Mapping[str, Any]) -> None:
         """Starts the writer process, and allocates the staging buffer for state dicts of this size.
 
-        It returns at once: memory is made ready in the background (a second for some GiB), and the first save waits
-        for it if need be.
+        It returns at once: memory is made ready in the background, and the first save waits for it if need be.
 
         ``Stateful`` values are asked for their state, as a save does. To be called when there is one: before the
         first optimizer step, ``get_optimizer_state_dict`` makes the optimizer's state by a step of its own, which
@@ -192,9 +191,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     def __enter__(self) -> TensorizerStorageWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -218,6 +215,10 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         """In a forked child: the writer process, the buffers and the saves are its parent's."""
         self._saver = self._saver.renewed()
         self._local = threading.local()
+
+    def describe(self, record: SaveRecord, must_change: Sequence[str], error: StagingError | None = None) -> None:
+        """For `CheckpointManager`: see `Saver.describe`."""
+        self._saver.describe(record, must_change, error)
 
     # --- AsyncStager: on the training thread --------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Runs the parts of the soak, one after the other (about 20 minutes), and stores the page of what they counted."""
+"""Runs the parts of the soak, one after the other (about 35 minutes), and stores the page of what they counted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..harness import machine, rewrite, store, stored
-from . import crashes, faults, interleavings, power_cuts
+from . import crashes, faults, interleavings, managers, power_cuts, preemption
 from .report import render
 from .tally import Part, Unavailable
 
@@ -19,6 +19,8 @@ PARTS: dict[str, Part] = {
     "interleavings": interleavings.PART,
     "power-cuts": power_cuts.PART,
     "crashes": crashes.PART,
+    "managers": managers.PART,
+    "preemption": preemption.PART,
     # Another part is a module with a `PART`, and a line here.
 }
 

@@ -23,6 +23,7 @@ __all__ = [
     "Places",
     "Properties",
     "Run",
+    "SaveRecord",
     "Section",
     "SectionKind",
     "TensorEntry",
@@ -82,6 +83,22 @@ class Section(Struct, array_like=True, gc=False):
     files: list[DataFile]
 
 
+class SaveRecord(Struct, array_like=True, gc=False, frozen=True):
+    """What a manager says of a save.
+
+    Attributes:
+        step: Of training.
+        parent: The id of the save that training went on from; None if there was none.
+        branch: The branches that led here: the name of each, and the step at which it left the one before.
+        metrics: Of training, by name.
+    """
+
+    step: _Count
+    parent: str | None
+    branch: tuple[tuple[str, _Count], ...]
+    metrics: dict[str, float]
+
+
 class Head(Struct, gc=False):
     """The head.
 
@@ -93,6 +110,7 @@ class Head(Struct, gc=False):
         has_storage_meta: Whether there was a ``StorageMeta``.
         encryption: What is said of the key; None if nothing is encrypted.
         sections: In the order in which they follow; those of places come last.
+        record: What a manager says of the save; None if none made it.
     """
 
     release: str
@@ -107,6 +125,7 @@ class Head(Struct, gc=False):
     metadata_version: Text | None
     encryption: KeyRecord | None
     sections: list[Section]
+    record: SaveRecord | None = None
 
 
 class Properties(Struct, array_like=True, gc=False, frozen=True):

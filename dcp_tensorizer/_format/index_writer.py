@@ -19,7 +19,7 @@ from ..errors import WriteError, describe
 from .encryption import Cipher
 from .entry_writer import EntryWriter
 from .index import Part, pack
-from .index_rows import DataFile, Head, KeyRecord, encode_rows
+from .index_rows import DataFile, Head, KeyRecord, SaveRecord, encode_rows
 from .keys import to_text
 from .layout import MAX_INLINE_BYTES
 from .objects import load_object
@@ -37,6 +37,7 @@ def encode(
     rank: int | None = None,
     cipher: Cipher | None = None,
     entries: EntryWriter | None = None,
+    record: SaveRecord | None = None,
 ) -> bytes:
     """The contents of ``.metadata``.
 
@@ -46,6 +47,7 @@ def encode(
         rank: Whose own it is, where each rank saves for itself.
         cipher: The key of an encrypted checkpoint.
         entries: Of the saves before: what did not change is not made again.
+        record: What a manager says of the save.
 
     Raises:
         WriteError: no reader could read it; names the key.
@@ -72,6 +74,7 @@ def encode(
         metadata_version=_optional_text(metadata.version),
         encryption=None if cipher is None else KeyRecord(**cipher.record()),
         sections=[],
+        record=record,
     )
     return pack(head, sections, None if cipher is None else cipher.sign)
 

@@ -66,6 +66,8 @@ class RankPlaces(NamedTuple):
     inline: tuple[InlineItem, ...] = ()
     check: bytes = b""
     """Of the encryption key (`Cipher.check_value`)."""
+    unchanged: tuple[str, ...] | None = None
+    """What `Freshness.compare` has found."""
 
     @classmethod
     def of(

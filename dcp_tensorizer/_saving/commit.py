@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from .._format.encryption import Cipher
 from .._format.entry_writer import EntryWriter
 from .._format.index import FIRST_BYTES, data_files, open_index
+from .._format.index_rows import SaveRecord
 from .._format.layout import (
     data_file_rank,
     is_data_file_name,
@@ -109,6 +110,7 @@ def commit(
     overwrite: bool = True,
     cipher: Cipher | None = None,
     entries: EntryWriter | None = None,
+    record: SaveRecord | None = None,
 ) -> None:
     """Makes a save the checkpoint at its path. All of its data must be durable by now. Its records go.
 
@@ -125,6 +127,7 @@ def commit(
             one since the save began.
         cipher: The key of an encrypted checkpoint.
         entries: Of the saves before, see `encode`.
+        record: What a manager says of the save.
 
     Raises:
         WriteError: nothing has been committed, what was committed before is untouched, and the save's files are
@@ -134,7 +137,7 @@ def commit(
     files = dict(file for part in parts for file in part.files)
     try:
         check_data(storage, files)
-        data = _encoded(storage, metadata, parts, rank=rank, cipher=cipher, entries=entries)
+        data = _encoded(storage, metadata, parts, rank=rank, cipher=cipher, entries=entries, record=record)
         storage.put(metadata_file_name(rank), data, sync=sync, replace=overwrite, save_id=metadata.storage_meta.save_id)
     except Refused as error:
         remove_with_records(storage, files)

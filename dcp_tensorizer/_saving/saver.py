@@ -8,12 +8,13 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 
+from .._format.index_rows import SaveRecord
 from .._staging.stager import StagedSave, StagedStateDict, Stager
 from .._storage.base import Storage
 from .._storage.open import absolute_path, open_storage
@@ -21,6 +22,7 @@ from .._storage.redact import redact
 from .._threads import Deadline
 from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
 from .engine import engine_of_process
+from .freshness import Freshness
 from .options import SaveOptions
 from .report import Reports, SaveReport
 from .session import SaveSession
@@ -45,6 +47,7 @@ class Saver:
         engine: Has the buffers that saves are written from, and the process that writes them.
         stager: Copies state dicts there.
         reports: Takes what saves cost to the user.
+        freshness: Knows whether a save differs from the one before.
         save_id: Of the save that began last; before the first one, of that.
         closed: The writer has been closed.
     """
@@ -66,11 +69,14 @@ class Saver:
             overlap=options.overlap_staging,
         )
         self.reports = Reports(on_report)
+        self.freshness = Freshness()
         self.closed = closed
         self.save_id = uuid.uuid4().hex
         self._next_id = self.save_id
         self._numbering = threading.Lock()  # saves that nobody staged may begin at once
         self._ends_engine = False
+        self._record: SaveRecord | None = None  # of the save that is staged next
+        self._error: StagingError | None = None  # likewise
 
     def prewarm(self, state_dict: Mapping[str, Any]) -> None:
         """Starts the writer process, and allocates the staging buffer in the background.
@@ -81,6 +87,16 @@ class Saver:
         self._ensure_process()
         self.stager.prewarm(state_dict)
 
+    def describe(self, record: SaveRecord, must_change: Sequence[str], error: StagingError | None) -> None:
+        """Says what the index will say of the save that is staged next, and which tensors cannot stay as they are.
+
+        Args:
+            record: Of the save.
+            must_change: Patterns of their keys.
+            error: Why this rank has no state: the save fails on all of them, and says so.
+        """
+        self._record, self._error, self.freshness.must_change = record, error, tuple(must_change)
+
     def stage(self, state_dict: dict[str, Any]) -> StagedStateDict:
         """Copies a state dict into the staging buffer, once the saves before are over.
 
@@ -90,11 +106,13 @@ class Saver:
         self.stager.wait_turn()
         self.engine.failures.end()
         self.engine.failures.check(self.options.limits.max_consecutive_failures)
-        if self.closed:
-            return self.stager.refuse(StagingError(_CLOSED))
+        error, self._error = self._error, None
+        if self.closed or error is not None:
+            return self.stager.refuse(error or StagingError(_CLOSED))
         self._ensure_process()
         started_at, started = time.time(), time.perf_counter()
         staged = self.stager.stage(state_dict)
+        staged.staged_save.record, self._record = self._record, None
         staged.staged_save.started_at = started_at
         staged.staged_save.stage_seconds = time.perf_counter() - started
         if staged.staged_save.error is not None:

@@ -6,6 +6,7 @@ import concurrent.futures
 import functools
 import logging
 import multiprocessing
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,13 +15,16 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .._format.layout import metadata_file_name, save_id_in
+from .._format.index_rows import SaveRecord
+from .._format.keys import ItemKey
+from .._format.layout import StoredItem, metadata_file_name, save_id_in
 from .._staging.stager import StagedSave
 from .._storage.base import DirectoryLock, Storage
 from .._threads import in_background
 from .._torch_compat import DCP_VERSION
 from ..errors import CheckpointError, WriteError
 from .commit import begin, commit, put_records, remove, remove_records, remove_with_records, replaced_files
+from .freshness import warn_if_stale
 from .key_agreement import agree_on_key
 from .known_tables import SaveTables
 from .report import SaveReport, SaveTimes
@@ -48,6 +52,7 @@ class SaveSession:
         self.storage = storage
         self._saver = saver
         self._staged_save = staged_save
+        self._record: SaveRecord | None = None if staged_save is None else staged_save.record
         self._times = (
             SaveTimes() if staged_save is None else SaveTimes(staged_save.started_at, staged_save.stage_seconds)
         )
@@ -189,7 +194,8 @@ class SaveSession:
             self.storage, self._rank, self.id, items, self._staged_save, saver.options.write, lambda: saver.closed
         )
         try:
-            results = write_results(items, written.done, self._rank, planner, saver.options.write.cipher)
+            cipher = saver.options.write.cipher
+            results = write_results(items, written.done, self._rank, planner, cipher, self._compare)
             if not self._commits:
                 results = [replace(r, storage_data=self._tables.shortened(r.storage_data, plan)) for r in results]
         except CheckpointError:
@@ -220,7 +226,13 @@ class SaveSession:
             overwrite=saver.options.overwrite,
             cipher=saver.options.write.cipher,
             entries=saver.engine.entries,
+            record=self._record,
         )
+        if self._record is not None:
+            warn_if_stale(self.storage.path, self._record.step, [part.unchanged for part in parts])
+
+    def _compare(self, places: Mapping[ItemKey, StoredItem]) -> tuple[str, ...] | None:
+        return None if self._record is None else self._saver.freshness.compare(self._record.step, places)
 
     def _fail(self, error: CheckpointError) -> None:
         self._saver.engine.failures.failed(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -107,9 +107,17 @@ def _is_whole(item: WriteItem) -> bool:
 
 @collector_paused()
 def write_results(
-    items: Sequence[Item], done: WriteDone, rank: int, planner: SavePlanner | None = None, cipher: Cipher | None = None
+    items: Sequence[Item],
+    done: WriteDone,
+    rank: int,
+    planner: SavePlanner | None = None,
+    cipher: Cipher | None = None,
+    compare: Callable[[Mapping[ItemKey, StoredItem]], tuple[str, ...] | None] | None = None,
 ) -> list[WriteResult]:
     """What DCP carries to the coordinator: one result, with a `RankPlaces`, whatever the number of items.
+
+    Args:
+        compare: Compares what is stored with the save before (`Freshness.compare`).
 
     Raises:
         WriteError: a key cannot be stored; names it.
@@ -127,6 +135,8 @@ def write_results(
         inline=_inline(items, cipher),
         check=b"" if cipher is None else cipher.check_value(),
     )
+    if compare is not None:
+        part = part._replace(unchanged=compare(places))
     return [WriteResult(MetadataIndex(f"rank {rank}"), sum(file.nbytes for file in done.files), part)]
 
 

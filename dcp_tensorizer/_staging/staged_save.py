@@ -69,6 +69,7 @@ class StagedSave:
             where there is none.
         started_at: ``time.time()`` when staging began.
         stage_seconds: The time that `stage` took.
+        record: What the checkpoint's index will say of the save; None for nothing.
     """
 
     def __init__(self, owner: object = None, *, keeps_buffer: bool = True) -> None:
@@ -87,6 +88,7 @@ class StagedSave:
         self.directory = _working_directory()
         self.started_at = 0.0
         self.stage_seconds = 0.0
+        self.record: Any = None
         # All waiting is on this condition. Its lock may be taken twice by one thread: a signal's handler that closes
         # the writer, and the collector that drops a staged state dict, may interrupt whoever holds it.
         self._changed = threading.Condition(threading.RLock())

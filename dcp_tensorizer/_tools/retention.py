@@ -7,7 +7,6 @@ knows how long that is. A directory that may hold the parts of one checkpoint is
 
 from __future__ import annotations
 
-import itertools
 import re
 import time
 from collections import defaultdict
@@ -15,8 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from .._format.layout import is_data_file_name, is_metadata_file_name, save_id_in
-from .._saving.commit import put_records, remove_records
+from .._saving.removal import remove_files, withdraw
 from .._storage.base import FileInfo, Storage
 from ..errors import describe
 from .listing import Folder, Listed, walk
@@ -153,16 +151,9 @@ def _remove_tree(top: Folder) -> None:
     """Removes a directory and all in it. If that breaks off, what is left is known as of a dead save."""
     folders = list(top.walk())
     for folder in folders:
-        names = [file.name for file in folder.files]
-        put_records(folder.storage, map(save_id_in, filter(is_data_file_name, names)))
-        folder.storage.remove(*filter(is_metadata_file_name, names))
-        folder.storage.sync_directory()  # after a crash there may be data without metadata, but not the other way
+        withdraw(folder.storage, [file.name for file in folder.files])
     for folder in reversed(folders):
-        names = [file.name for file in folder.files]
-        folder.storage.remove(*itertools.filterfalse(is_metadata_file_name, names))
-        if folder.listed is not None:
-            remove_records(folder.storage, map(save_id_in, filter(is_data_file_name, names)))
-        folder.storage.remove_directory()
+        remove_files(folder.storage, [file.name for file in folder.files])
 
 
 def _file_set(top: Folder) -> set[tuple[str, FileInfo]]:

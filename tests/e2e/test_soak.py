@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from benchmarks.soak import crashes, faults, interleavings, power_cuts
+from benchmarks.soak import crashes, faults, interleavings, managers, power_cuts, preemption
 from benchmarks.soak.actors import Event
 from benchmarks.soak.history import History
 from benchmarks.soak.tally import Tally
@@ -64,6 +64,24 @@ def test_enumerated_crashes(tmp_path):
     assert blamed(tally) == NOTHING
     ((_, states, _, bad),) = tally.table[1:]
     assert (int(states.replace(",", "")), bad) == (tally.rounds, "0")
+
+
+def test_managers(tmp_path):
+    """Three histories are what the model says, and each is counted."""
+    tally = managers.run(3, 1, tmp_path)
+    assert blamed(tally) == NOTHING
+    assert tally.rounds == 3
+
+
+def test_a_preempted_job_is_judged(tmp_path):
+    """A step that was done twice, one that was left out and another loss than that of an undisturbed run are found."""
+    job = preemption.Preempted(tmp_path, 4)
+    (_, first), (_, second), (_, third), _ = preemption.losses(4)
+    (tmp_path / "log").write_text(f"1 {first}\n2 {second}\n2 {second}\n3 {second}\n")
+    assert third != second
+    tally = Tally()
+    preemption.judge(job, 4, tally)
+    assert (tally.lost, tally.wrong, tally.counts["steps done twice"]) == (2, 1, 1)
 
 
 def _history(*events):

@@ -15,9 +15,11 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 import dcp_tensorizer
 from dcp_tensorizer import (
     CheckpointError,
+    CheckpointManager,
     ChecksumMismatch,
     ConversionError,
     DecryptionError,
+    GoodputReport,
     LoadReport,
     MetadataError,
     NotCommitted,
@@ -53,9 +55,11 @@ def test_exported_names_are_pinned() -> None:
     """Adding or removing a public name is a decision, not an accident."""
     assert dcp_tensorizer.__all__ == [
         "CheckpointError",
+        "CheckpointManager",
         "ChecksumMismatch",
         "ConversionError",
         "DecryptionError",
+        "GoodputReport",
         "LoadReport",
         "MetadataError",
         "NotCommitted",
@@ -74,6 +78,7 @@ def test_exported_names_are_pinned() -> None:
         "installed",
         "open_reader",
         "uninstall",
+        "unwrap",
     ]
     assert [name for name in dcp_tensorizer.__all__ if not hasattr(dcp_tensorizer, name)] == []
 
@@ -180,7 +185,7 @@ def test_the_exception_tree_is_the_one_in_the_docstring() -> None:
         "ConversionError": {},
     }
     drawn = [line.split("── ")[1].split()[0] for line in (errors.__doc__ or "").splitlines() if "── " in line]
-    assert sorted([*drawn, "CheckpointError"]) == sorted(errors.__all__)
+    assert sorted([*drawn, "CheckpointError", "unwrap"]) == sorted(errors.__all__)
 
 
 @pytest.mark.parametrize("cls", EXCEPTIONS, ids=lambda cls: cls.__name__)
@@ -201,7 +206,17 @@ def test_not_committed_is_a_file_not_found_error() -> None:
 
 @pytest.mark.parametrize(
     "cls",
-    [TensorizerStorageReader, TensorizerStorageWriter, LoadReport, SaveLimits, SavePlanner, SaveReport, *EXCEPTIONS],
+    [
+        CheckpointManager,
+        GoodputReport,
+        LoadReport,
+        SaveLimits,
+        SavePlanner,
+        SaveReport,
+        TensorizerStorageReader,
+        TensorizerStorageWriter,
+        *EXCEPTIONS,
+    ],
     ids=lambda c: c.__name__,
 )
 def test_everything_public_is_documented(cls: type) -> None:

@@ -25,7 +25,7 @@ from dcp_tensorizer._format.index import (
     read_head,
     read_seal,
 )
-from dcp_tensorizer._format.index_rows import DataFile, Head, KeyRecord, Section
+from dcp_tensorizer._format.index_rows import DataFile, Head, KeyRecord, SaveRecord, Section
 from dcp_tensorizer._format.layout import data_file_name
 
 FILE = data_file_name(3, 0, "a" * 32)
@@ -253,3 +253,24 @@ def test_a_section_that_was_overwritten_meanwhile_is_found() -> None:
     reads.data = data[:-1] + b"x"
     with pytest.raises(MetadataError, match="does not match, or it was overwritten while it was read"):
         index.section(index.head.sections[1])
+
+
+def test_what_a_manager_says_comes_back() -> None:
+    """Its record is one more field of the head, NaN and all; a head without it is read as ever."""
+    record = SaveRecord(7, "s" * 32, (("", 0), ("b" * 32, 5)), {"loss": 0.5, "n": 3.0, "odd": float("nan")})
+    assert repr(read_head(index_of(record=record), "x").record) == repr(record)
+    data = index_of()
+    head = msgspec.msgpack.decode(data[START : START + struct.unpack_from("<8sQQQ", data)[2]])
+    assert head.pop("record") is None
+    assert read_head(with_head(data, head), "x").record is None
+
+
+@pytest.mark.parametrize(
+    "record", [[-1, None, [], {}], [1, 2, [], {}], [1, None, [["a"]], {}], [1, None, [], {"a": "b"}], 7]
+)
+def test_records_that_make_no_sense_are_refused(record: Any) -> None:
+    """Values of other types are no record."""
+    data = index_of()
+    head = msgspec.msgpack.decode(data[START : START + struct.unpack_from("<8sQQQ", data)[2]])
+    with pytest.raises(MetadataError, match="not what any dcp_tensorizer would write"):
+        read_head(with_head(data, head | {"record": record}), "x")

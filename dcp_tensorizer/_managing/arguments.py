@@ -1,0 +1,87 @@
+"""Checks of what users give to the manager."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any
+
+from .._arguments import check_type
+from .._format.encryption import decryption_key
+from .._saving.options import SaveLimits
+
+__all__ = ["check_metrics", "check_patterns", "check_step", "options_of_reader", "split_limits"]
+
+
+def check_step(step: object) -> int:
+    """A step as an int.
+
+    Raises:
+        TypeError: it is no int.
+        ValueError: it is below 0, or has more than 63 bits.
+    """
+    if not isinstance(step, Integral) or isinstance(step, bool):
+        raise TypeError(f"step must be an int, and is {type(step).__name__}")
+    if not 0 <= int(step) < 2**63:
+        raise ValueError(f"step={step!r} must be at least 0, and have at most 63 bits")
+    return int(step)
+
+
+def check_metrics(metrics: object) -> dict[str, float]:
+    """Metrics as plain numbers; a tensor of one element is one.
+
+    Raises:
+        TypeError: they are no mapping from names to numbers; names the metric.
+    """
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics must be a mapping from names to numbers, and is {type(metrics).__name__}")
+    checked = {}
+    for name, value in metrics.items():
+        try:
+            checked[name] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"metrics[{name!r}] must be a number, and is {type(value).__name__}: {error}") from None
+        if not isinstance(name, str):
+            raise TypeError(f"metrics must have names for keys, and one is {type(name).__name__}")
+    return checked
+
+
+def check_patterns(name: str, patterns: object) -> tuple[str, ...]:
+    """Patterns of keys.
+
+    Raises:
+        TypeError: they are not several strings: one string would be a pattern for each of its letters.
+    """
+    if isinstance(patterns, str) or not isinstance(patterns, Sequence):
+        raise TypeError(f"{name} must be a list of patterns, and is {patterns!r}")
+    if odd := [pattern for pattern in patterns if not isinstance(pattern, str)]:
+        raise TypeError(f"{name} must be a list of patterns, and {odd[0]!r} is none")
+    return tuple(patterns)
+
+
+def split_limits(limits: object) -> tuple[SaveLimits, int | None]:
+    """The limits for the writer, and how many saves may fail: the writer knows that on one rank alone.
+
+    Raises:
+        TypeError: they are something else.
+    """
+    check_type("limits", limits, SaveLimits)
+    assert isinstance(limits, SaveLimits)
+    return dataclasses.replace(limits, max_consecutive_failures=None), limits.max_consecutive_failures
+
+
+def options_of_reader(writer_options: Mapping[str, Any], limits: SaveLimits, given: object) -> dict[str, Any]:
+    """The options of readers: what the writer's say, and what is given for readers.
+
+    Raises:
+        TypeError: what is given is no mapping.
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise TypeError(f"reader_options must be a mapping, or None, and is {type(given).__name__}")
+    known = {"storage_options": writer_options.get("storage_options"), "timeout": limits.timeout}
+    if (encryption := writer_options.get("encryption")) is not None:
+        known["encryption"] = decryption_key(key=bytes(encryption.key))
+    return known | dict(given or {})

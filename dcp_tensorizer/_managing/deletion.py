@@ -1,0 +1,118 @@
+"""Deletes checkpoints that no rule keeps, where nobody can be harmed by it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from .._format.layout import is_ours, metadata_file_name
+from .._loading.metadata_reader import read_head
+from .._saving.commit import dead_files, remove
+from .._saving.removal import remove_files, withdraw
+from .._storage.base import Storage
+from ..errors import CheckpointError, NotCommitted, ReadError, describe
+from .branches import members
+from .catalogue import Step, read_steps
+from .names import StepNames
+from .retention import Retention
+
+__all__ = ["clean_up", "delete_old", "delete_step", "retain"]
+
+logger = logging.getLogger("dcp_tensorizer")
+
+
+def retain(folder: Storage, names: StepNames, saved: Step, rules: Retention, delete_after: float) -> list[Step]:
+    """Deletes what the rules do not keep of the branch of a checkpoint that has just been committed; returns that.
+
+    What fails is said in the log: no save fails by it.
+    """
+    try:
+        steps = members([step for step in read_steps(folder, names) if not step.problem], saved.branch)
+        if saved.number not in {step.number for step in steps}:
+            raise ReadError(f"{folder.path} does not show step {saved.number}, which has just been saved")
+    except CheckpointError as error:
+        logger.warning("old checkpoints are not deleted: %s", error)
+        return []
+    return delete_old(folder, steps, rules, delete_after)
+
+
+def delete_old(folder: Storage, steps: Sequence[Step], rules: Retention, delete_after: float) -> list[Step]:
+    """Deletes those of a branch's checkpoints that no rule keeps; returns them. What stays is said in the log.
+
+    Args:
+        folder: Of the checkpoints.
+        steps: All of the branch.
+        rules: What is kept.
+        delete_after: Seconds that a checkpoint has to be old, where others could not see a lock.
+    """
+    kept = rules.kept(steps)
+    deleted = []
+    for step in steps:
+        if step.number in kept:
+            continue
+        storage = folder.child(step.name)
+        if not storage.locks_are_visible and time.time() - step.saved_at / 1e9 < delete_after:
+            continue
+        try:
+            reason = delete_step(storage, step)
+        except Exception as error:
+            reason = storage.scrub(describe(error))
+        if reason:
+            logger.warning("%s is not deleted: %s", storage.path, reason)
+        else:
+            logger.info("deleted %s", storage.path)
+            deleted.append(step)
+    return deleted
+
+
+def delete_step(storage: Storage, step: Step) -> str:
+    """Deletes a checkpoint, its metadata first; returns why it must stay, or an empty string.
+
+    Raises:
+        CheckpointError, OSError: it cannot be looked at, or not be removed.
+    """
+    with ExitStack() as stack:
+        lock = storage.lock_directory()
+        stack.callback(lock.release)
+        if storage.locks_are_visible and not lock.is_exclusive:
+            return "it is being saved or loaded"
+        try:
+            files, folders = storage.listing()
+        except NotCommitted:
+            return ""
+        names = [file.name for file in files]
+        if others := [*folders, *(name for name in names if not is_ours(name))]:
+            return f"it holds what no save wrote: {', '.join(sorted(others)[:3])}"
+        head = read_head(storage)
+        if head is not None and head.save_id != step.save_id:
+            return "something else has been saved there"
+        withdraw(storage, names)
+        remove_files(storage, names)
+    return ""
+
+
+def clean_up(folder: Storage, names: StepNames) -> None:
+    """Removes what dead saves have left in directories of steps, where that is proven; see `commit.dead_files`."""
+    if not folder.locks_are_visible:
+        return
+    try:
+        _, found = folder.listing()
+        for name in found:
+            if names.step_in(name) is not None:
+                _clean_up_step(folder.child(name))
+    except (CheckpointError, OSError) as error:
+        logger.info("%s: what dead saves have left is not removed: %s", folder.path, describe(error))
+
+
+def _clean_up_step(storage: Storage) -> None:
+    if storage.head(metadata_file_name()) is not None:
+        return  # the next save there does it
+    lock = storage.lock_directory()
+    try:
+        if lock.is_exclusive:
+            remove(storage, dead_files(storage, [file.name for file in storage.listing()[0]]))
+            storage.remove_directory()
+    finally:
+        lock.release()

@@ -1,0 +1,104 @@
+"""How much of a job's time went into training, and how much into checkpoints."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["GoodputClock", "GoodputReport"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoodputReport:
+    """What checkpoints have cost one rank of a job since its manager was made. All times are wall-clock seconds.
+
+    Attributes:
+        seconds: Since the manager was made.
+        saves: That were committed.
+        failures: Saves that were not.
+        stall_seconds: That training spent in calls of the manager, but for `restore`.
+        restore_seconds: Spent in `restore`.
+        durable_seconds: From the call to the commit, on average over the saves.
+    """
+
+    seconds: float
+    saves: int
+    failures: int
+    stall_seconds: float
+    restore_seconds: float
+    durable_seconds: float
+
+    @property
+    def goodput(self) -> float:
+        """The share of the time in which the job could train, from 0 to 1. Steps done twice are not known here."""
+        spent = self.stall_seconds + self.restore_seconds
+        return max(0.0, 1 - spent / self.seconds) if self.seconds > 0 else 1.0
+
+    @property
+    def stall_per_save(self) -> float:
+        """Seconds that training waits for one save."""
+        tries = self.saves + self.failures
+        return self.stall_seconds / tries if tries else 0.0
+
+    def young_interval(self, mean_time_between_failures: float) -> float:
+        """How many seconds should lie between two saves, by Young's rule: the square root of 2 x stall x MTBF.
+
+        Never less than a save takes until it is durable: before that the next one would wait for it.
+
+        Args:
+            mean_time_between_failures: Of the whole job, in seconds.
+        """
+        return max(math.sqrt(2 * self.stall_per_save * mean_time_between_failures), self.durable_seconds)
+
+    def __str__(self) -> str:
+        return (
+            f"goodput {self.goodput:.2%} of {self.seconds:,.1f} s: {self.saves} saves, {self.failures} failed; "
+            f"seconds: stall {self.stall_seconds:.3f} ({self.stall_per_save:.3f} a save), durable after "
+            f"{self.durable_seconds:.3f}, restore {self.restore_seconds:.3f}; for a failure a day Young's interval is "
+            f"{self.young_interval(86_400):,.0f} s"
+        )
+
+
+class GoodputClock:
+    """Takes the times of a job, on several threads."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.now = clock
+        self._began = clock()
+        self._lock = threading.Lock()
+        self._stall = self._restore = self._durable = 0.0
+        self._saves = self._failures = 0
+
+    def stalled(self, since: float) -> None:
+        """Training has waited since a moment."""
+        self._stall += self.now() - since
+
+    def restored(self, since: float) -> None:
+        """A checkpoint was restored since a moment."""
+        self._restore += self.now() - since
+
+    def saved(self, since: float) -> None:
+        """A save that began at a moment is committed."""
+        with self._lock:
+            self._saves += 1
+            self._durable += self.now() - since
+
+    def failed(self) -> None:
+        """A save has failed."""
+        with self._lock:
+            self._failures += 1
+
+    def report(self) -> GoodputReport:
+        """All of it, up to now."""
+        with self._lock:
+            return GoodputReport(
+                seconds=self.now() - self._began,
+                saves=self._saves,
+                failures=self._failures,
+                stall_seconds=self._stall,
+                restore_seconds=self._restore,
+                durable_seconds=self._durable / self._saves if self._saves else 0.0,
+            )

@@ -1,0 +1,170 @@
+"""Brings a checkpoint back into a state dict: all of it, or the keys that are chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.storage import StorageReader
+
+from .._storage.base import Storage
+from ..errors import CheckpointError, MetadataError, ReadError, WriteError, describe, unwrap
+from ..reader import TensorizerStorageReader
+from .catalogue import Step
+
+__all__ = ["Selection", "load_first"]
+
+logger = logging.getLogger("dcp_tensorizer")
+
+_LOCK_SECONDS = 60.0  # a clean-up that holds the lock takes milliseconds
+_KEYS_SHOWN = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Selection:
+    """Which keys of a flattened state dict are loaded.
+
+    Attributes:
+        include: Patterns, as `fnmatch` has them; empty for all keys.
+        exclude: Patterns of keys that stay as they are.
+        strict: A key that the checkpoint does not have is an error; otherwise it stays as it is.
+    """
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    strict: bool = True
+
+    def has(self, key: str) -> bool:
+        """Whether a key is loaded."""
+        return (not self.include or _matches(key, self.include)) and not _matches(key, self.exclude)
+
+    def check(self, keys: Sequence[str]) -> None:
+        """Raises `MetadataError` for a pattern that is of no key: it is a slip of the pen."""
+        for pattern in (*self.include, *self.exclude):
+            if not any(fnmatch.fnmatchcase(key, pattern) for key in keys):
+                shown = ", ".join(map(repr, keys[:_KEYS_SHOWN]))
+                raise MetadataError(f"no key of the state matches {pattern!r}. Keys are as these: {shown}")
+
+
+def load_first(
+    folder: Storage,
+    steps: Sequence[Step],
+    state: dict[str, Any],
+    selection: Selection,
+    group: dist.ProcessGroup | None,
+    options: Mapping[str, Any],
+) -> int | None:
+    """Loads the first checkpoint that is not damaged; returns which one that is, or None if there are none.
+
+    Args:
+        folder: Of the checkpoints.
+        steps: Those that may be loaded.
+        state: What to load it into.
+        selection: Which keys.
+        group: Of the ranks.
+        options: For the reader.
+
+    Raises:
+        CheckpointError: the last of them cannot be loaded, on any rank; the same on all of them.
+    """
+    for number, step in enumerate(steps):
+        storage = folder.child(step.name)
+        try:
+            _load(storage, step, state, selection, group, options)
+        except (ReadError, MetadataError) as error:
+            if number + 1 == len(steps):
+                raise
+            logger.error("%s cannot be restored; trying the one before: %s", storage.path, error)
+        else:
+            return number
+    return None
+
+
+def _load(
+    storage: Storage,
+    step: Step,
+    state: dict[str, Any],
+    selection: Selection,
+    group: dist.ProcessGroup | None,
+    options: Mapping[str, Any],
+) -> None:
+    """Loads a checkpoint, under a lock that keeps others from deleting it; see `load_first`."""
+    with _shared_lock(storage):
+        try:
+            dcp_load(
+                state,
+                storage_reader=_open_reader(storage, step, options),
+                planner=_SelectivePlanner(storage.path, selection),
+                process_group=group,
+            )
+        except CheckpointException as error:
+            cause = unwrap(error)
+            if isinstance(cause, CheckpointError):
+                raise cause from None
+            raise MetadataError(f"{storage.path} cannot be loaded: {describe(cause)}") from cause
+
+
+def _open_reader(storage: Storage, step: Step, options: Mapping[str, Any]) -> StorageReader:
+    """The reader for the format of a checkpoint. All that is known of other formats here is what the index says."""
+    if step.problem:
+        raise MetadataError(step.problem)
+    return TensorizerStorageReader(storage.location, **options)
+
+
+@contextmanager
+def _shared_lock(storage: Storage) -> Iterator[None]:
+    if not storage.locks_are_visible:
+        yield
+        return
+    lock = None
+    with suppress(WriteError):  # it cannot be locked, and the load says whether it can be read
+        lock = storage.lock_directory()
+        lock.share(_LOCK_SECONDS)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+class _SelectivePlanner(DefaultLoadPlanner):
+    """torch's planner, for the keys that are chosen."""
+
+    def __init__(self, path: str, selection: Selection) -> None:
+        super().__init__(allow_partial_load=not selection.strict)
+        self._path = path
+        self._selection = selection
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Called by DCP with the state and what the checkpoint holds: what is not chosen is in neither from here on."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        assert metadata is not None
+        self._selection.check(list(self.state_dict))
+        self.state_dict = {key: value for key, value in self.state_dict.items() if self._selection.has(key)}
+        stored = metadata.state_dict_metadata
+        if missing := [key for key in self.state_dict if key not in stored]:
+            self._report_missing(missing)
+        if self._selection.include or self._selection.exclude:
+            chosen = {key: value for key, value in stored.items() if self._selection.has(key)}
+            self.metadata = dataclasses.replace(metadata, state_dict_metadata=chosen)
+
+    def _report_missing(self, keys: list[str]) -> None:
+        shown = ", ".join(map(repr, keys[:_KEYS_SHOWN])) + (", ..." if len(keys) > _KEYS_SHOWN else "")
+        if self._selection.strict:
+            return  # torch looks for keys of its older releases, and names what is not there
+        logger.warning("%s has no %s: they stay as they are (strict=False)", self._path, shown)
+
+
+def _matches(key: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)

@@ -1,0 +1,203 @@
+"""Runs the saves of a job, one at a time, and after each what comes after it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
+from torch.distributed.checkpoint.stateful import Stateful
+
+from .._format.index_rows import SaveRecord
+from .._storage.base import Storage
+from .._threads import NEVER, Deadline, in_background
+from ..errors import CheckpointError, StagingError, WriteError, describe, unwrap
+from ..planner import SavePlanner
+from ..writer import TensorizerStorageWriter
+from .catalogue import Step
+from .goodput import GoodputClock
+
+__all__ = ["Saves"]
+
+
+@dataclass(slots=True)
+class _Save:
+    """One save.
+
+    Attributes:
+        began: A moment of the clock.
+        future: Done when it is committed; gives its path.
+        over: Done when what comes after it has been done, too.
+        saved: The checkpoint.
+    """
+
+    step: int
+    storage: Storage
+    name: str
+    record: SaveRecord
+    began: float
+    future: Future[str] = field(default_factory=Future)
+    over: Future[None] = field(default_factory=Future)
+    saved: Step | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        return self.future.done() and self.future.exception() is not None
+
+
+class Saves:
+    """The saves of one rank.
+
+    Args:
+        writer: Writes all of them.
+        group: For their collectives alone; None without ranks.
+        clock: Takes their times.
+        must_change: Patterns of the keys of which some must differ from the save before.
+        after: Called with each checkpoint when it is committed, on a thread of its own.
+
+    Attributes:
+        failures: How many of the last saves have failed, one after the other.
+        error: Of the last save, if that has failed and nobody has been told.
+        last_error: What the last one that failed said.
+    """
+
+    def __init__(
+        self,
+        writer: TensorizerStorageWriter,
+        group: dist.ProcessGroup | None,
+        clock: GoodputClock,
+        must_change: Sequence[str],
+        after: Callable[[Step], None],
+    ) -> None:
+        self.failures = 0
+        self.error: BaseException | None = None
+        self.last_error = ""
+        self._writer = writer
+        self._planner = SavePlanner()
+        self._group = group
+        self._clock = clock
+        self._must_change = must_change
+        self._after = after
+        self._is_warm = False
+        self._last: _Save | None = None
+
+    def warm_up(self, state: Mapping[str, Any]) -> None:
+        """Allocates the staging buffer, if this is asked before the first save. Optimizers must have their state."""
+        if not self._is_warm:
+            self._is_warm = True
+            with suppress(StagingError):  # the save will say it
+                self._writer.prewarm(state)
+
+    def start(self, storage: Storage, name: str, state: Mapping[str, Any], record: SaveRecord) -> Future[str]:
+        """Stages the state, and returns while it is saved.
+
+        Raises what a ``state_dict`` raises, when the save has begun: it fails on the other ranks, which would wait for
+        this one.
+
+        Args:
+            storage: Where to save.
+            name: Of that directory.
+            state: What to save.
+            record: What the index will say of it.
+        """
+        since, before, self._is_warm = self._clock.now(), self._last, True
+        collected, error = _collected(state)
+        refusal = None if error is None else StagingError(f"the state could not be collected: {describe(error)}")
+        self._writer.describe(record, self._must_change, refusal)
+        response = async_save(
+            collected,
+            checkpoint_id=storage.location,
+            storage_writer=self._writer,
+            planner=self._planner,
+            process_group=self._group,
+        )
+        done = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
+        save = self._last = _Save(record.step, storage, name, record, since)
+        in_background(lambda: self._follow(save, done, before), name="checkpoint-manager")
+        if error is not None:
+            raise error
+        return save.future
+
+    def check(self, failures: int, limit: int | None) -> None:
+        """Raises `WriteError` if so many saves have failed in a row that training would go on without checkpoints."""
+        if limit is not None and failures >= limit:
+            raise WriteError(
+                f"{failures} saves in a row were not committed. The last error was: {self.last_error}. Mend the cause; "
+                f"SaveLimits(max_consecutive_failures=None) trains on without checkpoints."
+            )
+
+    def is_last(self, step: int) -> bool:
+        """Whether the last save is of a step, and has not failed."""
+        return self._last is not None and self._last.step == step and not self._last.has_failed
+
+    @property
+    def future(self) -> Future[str]:
+        """Of the last save."""
+        assert self._last is not None
+        return self._last.future
+
+    def settled(self) -> Step | None:
+        """The checkpoint of the last save, when that is over; None if it failed, or there was none."""
+        if self._last is None:
+            return None
+        self._last.future.exception()
+        return self._last.saved
+
+    def forget(self) -> None:
+        """The job stands elsewhere: the last save, which is over, is not what it goes on from."""
+        self._last = None
+
+    def wait(self, deadline: Deadline = NEVER) -> None:
+        """Waits for the last save, and for what comes after it."""
+        if self._last is not None:
+            wait_for([self._last.over], deadline.left)
+
+    def tell(self) -> None:
+        """Raises the error of the last save, if it has failed and nobody has been told."""
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+    def _follow(self, save: _Save, done: Future[Any], before: _Save | None) -> None:
+        try:
+            meta: StorageMeta | None = done.result().storage_meta
+        except BaseException as error:
+            self._fail(save, unwrap(error))
+        else:
+            save_id = "" if meta is None else meta.save_id or ""
+            branch, metrics = save.record.branch, save.record.metrics
+            save.saved = Step(save.step, save.name, save_id, time.time_ns(), branch, metrics)
+            self.failures, self.error = 0, None
+            self._clock.saved(save.began)
+            save.future.set_result(save.storage.location)
+            if before is not None:
+                before.over.result()
+            with suppress(Exception):  # it has said so itself
+                self._after(save.saved)
+        finally:
+            save.over.set_result(None)
+
+    def _fail(self, save: _Save, cause: BaseException) -> None:
+        if not isinstance(cause, CheckpointError):
+            failure = WriteError(f"{save.storage.path} was not saved: {describe(cause)}")
+            failure.__cause__ = cause
+            cause = failure
+        self.failures += 1
+        self.error, self.last_error = cause, str(cause)
+        self._clock.failed()
+        save.future.set_exception(cause)
+
+
+def _collected(state: Mapping[str, Any]) -> tuple[dict[str, Any], Exception | None]:
+    """What ``Stateful`` values say their state is, as DCP asks them; or the error of one of them."""
+    try:
+        return {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state.items()}, None
+    except Exception as error:
+        return {}, error

@@ -1,0 +1,350 @@
+"""The checkpoints of a job: `CheckpointManager` says when to save, keeps what is to be kept, and finds what to resume.
+
+save() ──every rank──▶ one small reduction: due? stopping? the same step?
+       ──if so───────▶ dcp.async_save with one writer, one planner, a group of its own
+       ──committed───▶ rank 0 deletes what no rule keeps
+restore() ──rank 0──▶ the newest checkpoint of the branch ──all ranks──▶ dcp.load
+
+Each decision is a module of ``_managing``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, suppress
+from typing import TYPE_CHECKING, Any
+
+from ._arguments import check_path, check_timeout
+from ._managing.agreement import Agreement, make_groups
+from ._managing.arguments import check_metrics, check_patterns, check_step, options_of_reader, split_limits
+from ._managing.branches import current_branch, members
+from ._managing.catalogue import Step, read_steps
+from ._managing.decision import Action, Vote, decide
+from ._managing.deletion import retain
+from ._managing.goodput import GoodputClock, GoodputReport
+from ._managing.names import StepNames
+from ._managing.place import Place, begin, choose, logger, sound
+from ._managing.restoring import Selection, load_first
+from ._managing.retention import Retention
+from ._managing.saves import Saves
+from ._managing.schedule import Schedule
+from ._managing.signals import StopSignals
+from ._saving.options import SaveLimits
+from ._storage.open import open_storage
+from ._threads import Deadline
+from .errors import CheckpointError, WriteError
+from .writer import TensorizerStorageWriter
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+__all__ = ["CheckpointManager"]
+
+Metrics = dict[str, float]
+
+
+class CheckpointManager:
+    """Saves a job's steps, deletes the old ones, and resumes the job from the newest::
+
+        with CheckpointManager("checkpoints", save_every=500, keep_latest=3, keep_best="loss") as manager:
+            start = manager.restore(state) or 0
+            for step in range(start + 1, steps + 1):
+                loss = train(...)
+                manager.save(step, state, metrics={"loss": loss})
+                if manager.stopping:
+                    break
+
+    Every rank makes one and makes the same calls, in the same order; `latest`, `best`, `steps`, `path` and `report` are
+    each rank's own affair. It makes two gloo groups: saves run their collectives on a thread, on a group of their own.
+    Close it before ``destroy_process_group()``.
+
+    Errors are those of this package. None is wrapped in DCP's ``CheckpointException``.
+
+    Args:
+        folder: Where the checkpoints are: a local directory that all ranks share, or any URL that fsspec opens.
+        name: The names of their directories. ``"step-{:06}"`` pads the number. Names are known by their number.
+        save_every: Save when a multiple of so many steps has been reached since the last save.
+        save_interval: Save when so many seconds are over since the last save, by rank 0's clock. With neither, every
+            call of `save` saves; with both, either is enough.
+        keep_latest: Keep so many of the newest checkpoints. What none of the three rules keeps is deleted after the
+            next commit, never the newest. Without rules everything is kept.
+        keep_every: Keep the checkpoints whose step is a multiple of this.
+        keep_best: Keep the checkpoint with the least value of this metric; ``("accuracy", "max")``: with the largest.
+        delete_after: Seconds that a checkpoint has to be old before it is deleted, where a job that loads it cannot
+            lock it: on object stores and network mounts.
+        must_change: Patterns of keys. If none of their floating-point tensors differs from the save before, a warning
+            says so: the state that is saved may not be the one that is trained.
+        stop_signals: Signals that ask the job to stop. The next `save` on every rank then saves at once and waits, and
+            `stopping` is true. Handlers that were there are called too. A second signal, 5 seconds later or more, does
+            what it would have done without the manager.
+        process_group: The ranks, if not all of them.
+        reader_options: For `TensorizerStorageReader`, in `restore`. Storage options, the timeout and a key are known
+            from the writer's; a passphrase is not.
+        writer_options: For `TensorizerStorageWriter`.
+
+    Raises:
+        TypeError, ValueError: an argument makes no sense, or this is not the main thread and there are signals.
+        WriteError: the folder's URL cannot be opened, or its path is relative and there is no working directory.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        name: str = "step-{}",
+        save_every: int | None = None,
+        save_interval: float | None = None,
+        keep_latest: int | None = None,
+        keep_every: int | None = None,
+        keep_best: str | tuple[str, str] | None = None,
+        delete_after: float = 0.0,
+        must_change: Sequence[str] = ("*",),
+        stop_signals: Sequence[int] = (signal.SIGTERM,),
+        process_group: dist.ProcessGroup | None = None,
+        reader_options: Mapping[str, Any] | None = None,
+        **writer_options: Any,
+    ) -> None:
+        check_path(folder)
+        check_timeout(delete_after, least=0, name="delete_after")
+        self._names = StepNames(name)
+        self._schedule = Schedule(save_every, save_interval)
+        self._rules = Retention.of(keep_latest, keep_every, keep_best)
+        self._delete_after = delete_after
+        must_change = check_patterns("must_change", must_change)
+        self._signals = StopSignals(stop_signals)
+        limits, self._max_failures = split_limits(writer_options.pop("limits", SaveLimits()))
+        self._writer = TensorizerStorageWriter(limits=limits, **writer_options)
+        try:
+            self._folder = open_storage(folder, writer_options.get("storage_options"), limits.timeout)
+            self._reader_options = options_of_reader(writer_options, limits, reader_options)
+            self._group, agreements = make_groups(process_group)
+        except BaseException:
+            self._writer.close()
+            raise
+        self._agreement = Agreement(agreements)
+        self._clock = GoodputClock()
+        self._saves = Saves(self._writer, self._group, self._clock, must_change, self._retain)
+        self._place: Place | None = None
+        self._stopping = self._closed = False
+        self._signals.install()
+
+    def __repr__(self) -> str:
+        """The folder, without secrets."""
+        return f"{type(self).__name__}({self._folder.path!r}, name={self._names.template!r})"
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        with suppress(*() if kind is None else (CheckpointError,)):  # the block's own error is the one to raise
+            self.close()
+
+    # --- what every rank calls --------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        force: bool = False,
+        metrics: Mapping[str, float] | None = None,
+        wait: bool = False,
+    ) -> Future[str] | None:
+        """Saves a step if a save is due, or a rank has been told to stop; to be called after each step.
+
+        It returns when the state is copied, and the save goes on in the background. A save that still runs is waited
+        for, not skipped. A step that is being saved, or is there, is not saved again. When the job is to stop, the save
+        is waited for.
+
+        Args:
+            step: Of training, the same on every rank.
+            state: A state dict, as for ``dcp.async_save``.
+            force: Save, due or not. Enough on one rank.
+            metrics: Numbers that are recorded with the checkpoint; those of rank 0.
+            wait: Return when it is committed, and old checkpoints are deleted.
+
+        Returns:
+            A future of the checkpoint's path, done when it is committed; None if nothing was due.
+
+        Raises:
+            TypeError, ValueError: an argument makes no sense, or the ranks save different steps.
+            WriteError: too many saves in a row have failed (``limits``), the manager is closed, or a rank is gone.
+            CheckpointError: this save has failed, and is waited for; or the folder cannot be read, at the first call.
+        """
+        since = self._clock.now()
+        self._check_open()
+        step, recorded = check_step(step), check_metrics(metrics)
+        if self._place is None:
+            self._place = self._agreement.decided(lambda: begin(self._folder, self._names, step))
+        action = self._decide(step, force)
+        future = self._act(action, step, state, recorded)
+        if action is not Action.NOTHING and (wait or self._stopping):
+            self.wait()
+        self._clock.stalled(since)
+        return future
+
+    def restore(
+        self,
+        state: dict[str, Any],
+        step: int | None = None,
+        *,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+        strict: bool = True,
+        fallback: bool = False,
+    ) -> int | None:
+        """Loads a checkpoint into the state: the newest, the same on every rank.
+
+        Whoever goes back to an earlier one begins a branch. The checkpoints beyond it stay, and are not counted.
+
+        Args:
+            state: A state dict, as for ``dcp.load``.
+            step: Which one; None for the newest.
+            include: Patterns of the keys to load, as ``model.*``; all if there are none. Keys are those of the
+                flattened state dict.
+            exclude: Patterns of keys that stay as they are.
+            strict: A key that the checkpoint does not have is an error. Otherwise it stays as it is, with a warning.
+            fallback: Where a checkpoint is damaged, load the one before it, with an error in the log.
+
+        Returns:
+            The step; None if there is no checkpoint, nor anything that looks like one.
+
+        Raises:
+            NotCommitted: there is no checkpoint of that step.
+            MetadataError: checkpoints are there that are not understood, two are of one step, or a pattern or a key
+                is of nothing.
+            ReadError: it is damaged, or cannot be read.
+        """
+        since = self._clock.now()
+        self._check_open()
+        selection = Selection(check_patterns("include", include), check_patterns("exclude", exclude), strict)
+        step = None if step is None else check_step(step)
+        self._saves.wait()
+        found = self._agreement.decided(lambda: choose(self._folder, self._names, step, fallback=fallback))
+        steps = [step for step, _ in found.candidates]
+        number = load_first(self._folder, steps, state, selection, self._group, self._reader_options)
+        self._clock.restored(since)
+        if number is None:
+            return None
+        self._place = found.place(number)
+        self._saves.forget()
+        if self._agreement.is_first:
+            self._place.warn_of_others(self._folder.path)
+        self._schedule.mark(steps[number].number)
+        self._saves.warm_up(state)
+        return steps[number].number
+
+    def wait(self) -> None:
+        """Waits for the save under way. On rank 0 old checkpoints are deleted then.
+
+        Raises:
+            CheckpointError: the last save has failed, and nobody has been told.
+        """
+        self._saves.wait()
+        self._saves.tell()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the job is to stop: a signal has come on any rank. It changes in `save` alone, which saves then."""
+        return self._stopping
+
+    def lock(self) -> AbstractContextManager[None]:
+        """To be entered around ``optimizer.step()`` with ``overlap_staging``: see `TensorizerStorageWriter.lock`."""
+        return self._writer.lock()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Waits for the save under way and what comes after it, and ends the writer process. Idempotent.
+
+        Args:
+            timeout: Seconds that this may take. Then the save under way is abandoned, and the checkpoint before stays.
+
+        Raises:
+            TypeError, ValueError: the timeout is no number of seconds.
+            CheckpointError: the last save has failed, and nobody has been told.
+        """
+        if self._closed:
+            return
+        if timeout is not None:
+            check_timeout(timeout, least=0)
+        self._closed = True
+        deadline = Deadline(timeout)
+        self._signals.restore()
+        self._writer.close(timeout)
+        logger.info("%s: %s", self._folder.path, self.report())
+        self._saves.wait(deadline)
+        self._saves.tell()
+
+    # --- what each rank may call by itself --------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """The steps of the committed checkpoints of the job's branch, lowest first, as they are now.
+
+        Raises:
+            MetadataError: two directories are of one step.
+            ReadError: the folder cannot be read.
+        """
+        return [step.number for step in self._members()]
+
+    def latest(self) -> int | None:
+        """The highest of the `steps`; None if there is none."""
+        return max(self.steps(), default=None)
+
+    def best(self) -> int | None:
+        """The step that is best by the metric of ``keep_best``; None if no checkpoint has a value of it."""
+        if self._rules.metric is None:
+            raise ValueError("there is no best checkpoint without keep_best=")
+        best = self._rules.best(self._members())
+        return None if best is None else best.number
+
+    def path(self, step: int) -> str:
+        """Where the checkpoint of a step is, or would be: a path, or a URL as the folder's."""
+        step = check_step(step)
+        name = self._names.name_of(step) if self._place is None else self._place.name_of(step, self._names)
+        return self._folder.child(name).location
+
+    def report(self) -> GoodputReport:
+        """What checkpoints have cost this rank so far."""
+        return self._clock.report()
+
+    def _decide(self, step: int, force: bool) -> Action:
+        assert self._place is not None
+        saves, is_there, is_due = self._saves, step in self._place.numbers, self._schedule.is_due(step)
+        vote = Vote(step, self._signals.seen, force, is_due, saves.is_last(step), is_there, saves.failures)
+        action, self._stopping, failures = decide(self._agreement, vote)
+        self._saves.check(failures, self._max_failures)
+        return action
+
+    def _act(self, action: Action, step: int, state: Mapping[str, Any], metrics: Metrics) -> Future[str] | None:
+        assert self._place is not None
+        if action is Action.NOTHING:
+            self._saves.warm_up(state)
+            return None
+        if action is Action.JOIN:
+            return self._saves.future
+        if action is Action.KEEP:
+            future: Future[str] = Future()
+            future.set_result(self.path(step))
+            return future
+        self._place.advance(self._saves.settled())  # staging would wait for that save, too
+        self._schedule.mark(step)
+        name = self._place.name_of(step, self._names)
+        return self._saves.start(self._folder.child(name), name, state, self._place.record(step, metrics))
+
+    def _retain(self, saved: Step) -> None:
+        """Called after each commit, on a thread of its own."""
+        if self._agreement.is_first and not self._rules.keeps_all:
+            for step in retain(self._folder, self._names, saved, self._rules, self._delete_after):
+                if self._place is not None:
+                    self._place.numbers.discard(step.number)
+
+    def _members(self) -> list[Step]:
+        steps = sound(read_steps(self._folder, self._names))
+        branch = current_branch(steps) if self._place is None else self._place.branch
+        return [] if branch is None else members(steps, branch)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise WriteError("the manager is closed: make a new one, or close it after the last save")

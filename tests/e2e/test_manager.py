@@ -1,0 +1,148 @@
+"""The manager on several ranks: all of them do the same, whatever each of them sees."""
+
+import os
+import signal
+import time
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from dcp_tensorizer import CheckpointManager, SaveLimits, StagingError, WriteError
+
+from ..preempted_job import Preempted, losses
+from ..support import quietly
+from .ranks import run_ranks
+
+ROWS = 24
+STEPS = 30
+
+
+def _state(world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    return {"w": distribute_tensor(torch.zeros(ROWS, 256), mesh, [Shard(0)]), "step": 0}
+
+
+def _train(rank, folder, stop_at):
+    """Trains until it is told to stop, which one rank is, or to the last step."""
+    heard = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    state = _state(rank.world_size)
+    with CheckpointManager(folder, save_every=10, keep_latest=2, stop_signals=[signal.SIGUSR1]) as manager:
+        start = manager.restore(state) or 0
+        assert (state["step"], state["w"].full_tensor().unique().tolist()) == (start, [float(start)])
+        for step in range(start + 1, STEPS + 1):
+            state["w"] += 1
+            state["step"] = step
+            if step == stop_at and rank.index == rank.world_size - 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            manager.save(step, state)
+            if manager.stopping:
+                break
+        manager.wait()
+        return start, step, manager.latest(), heard
+
+
+def test_a_signal_on_one_rank_stops_all(tmp_path):
+    """All save the same step and stop; other numbers of ranks go on from there, and no step is lost."""
+    folder = tmp_path / "run"
+    first = run_ranks(3, _train, folder, 17)
+    assert [result[:3] for result in first] == [(0, 17, 17)] * 3
+    assert [result[3] for result in first] == [[], [], [signal.SIGUSR1]]
+    assert [result[:3] for result in run_ranks(2, _train, folder, None)] == [(17, 30, 30)] * 2
+    assert sorted(os.listdir(folder)) == ["step-20", "step-30"]
+
+
+def _misuse(rank, folder):
+    """What a save of different steps raises, and one that cannot be written, on each rank."""
+    state = _state(rank.world_size)
+    said = []
+    limits = SaveLimits(max_consecutive_failures=1)
+    with quietly(), CheckpointManager(folder, limits=limits) as manager:
+        with pytest.raises(ValueError, match="the ranks save different steps, from 1 to 2"):
+            manager.save(1 + rank.index, state)
+        started = time.monotonic()
+        for step in (7, 8):
+            with pytest.raises(WriteError) as caught:
+                manager.save(step, state, wait=True)
+            said.append(str(caught.value))
+        return said, time.monotonic() - started
+
+
+def test_an_error_is_raised_on_every_rank(tmp_path):
+    """It is the package's own, with the same words, within seconds; too many failures end the job on all ranks."""
+    (tmp_path / "step-7").write_text("in the way")
+    first, second = run_ranks(2, _misuse, tmp_path)
+    assert first[0] == second[0]
+    assert "cannot create the checkpoint directory" in first[0][0]
+    assert first[0][1].startswith("1 saves in a row were not committed. The last error was: cannot create")
+    assert max(first[1], second[1]) < 20
+
+
+class _Broken:
+    """Its state cannot be collected on one rank."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def state_dict(self):
+        if self.rank.index == 1:
+            raise KeyError("moments")
+        return {"x": 1}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def _collects(rank, folder):
+    state = _state(rank.world_size)
+    with quietly(), CheckpointManager(folder) as manager:
+        with pytest.raises((KeyError, StagingError)) as caught:
+            manager.save(1, state | {"app": _Broken(rank)}, wait=True)
+        with pytest.raises(StagingError) if rank.index else nullcontext():
+            manager.wait()
+        manager.save(2, state, wait=True)
+        return repr(caught.value), manager.steps()
+
+
+def test_a_state_that_one_rank_cannot_collect(tmp_path):
+    """It raises what went wrong, the others learn of it at once, and the next save is as usual."""
+    first, second = run_ranks(2, _collects, tmp_path)
+    assert first == ("""StagingError("the state could not be collected: KeyError: 'moments'")""", [2])
+    assert second == ("KeyError('moments')", [2])
+
+
+def _some_ranks(rank, folder):
+    """The manager of two of three ranks; the third does something else."""
+    group = dist.new_group([0, 2])
+    if rank.index == 1:
+        return None
+    state = {"w": torch.zeros(8), "rank": rank.index, "step": 0}
+    with CheckpointManager(folder, process_group=group, keep_latest=1) as manager:
+        for step in (1, 2):
+            state["w"] += 1
+            state["step"] = step
+            manager.save(step, state)
+        manager.wait()
+        dist.barrier(group)
+        state = {"w": torch.zeros(8), "step": 0}
+        return manager.restore(state), state["step"], state["w"].sum().item()
+
+
+def test_only_some_ranks_have_a_manager(tmp_path):
+    """Its groups are made by those alone, and the first of them decides."""
+    assert run_ranks(3, _some_ranks, tmp_path / "run") == [(2, 2, 16.0), None, (2, 2, 16.0)]
+
+
+def test_a_job_of_torchrun_is_preempted(tmp_path):
+    """SIGTERM at a step that no save is due at: it goes on, on more ranks, as if nothing had happened."""
+    job = Preempted(tmp_path, 100)
+    job.run(2, stop_at=23)
+    stopped = job.logged[-1][0]
+    assert 23 <= stopped < 100
+    assert (job.checkpoints / f"step-{stopped}" / ".metadata").is_file()
+    job.run(3)
+    assert job.logged == list(losses(100))

@@ -1,0 +1,420 @@
+"""The manager in one process: what it saves, keeps, refuses and says."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import signal
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+
+from dcp_tensorizer import (
+    CheckpointManager,
+    MetadataError,
+    NotCommitted,
+    ReadError,
+    SaveLimits,
+    TensorizerStorageReader,
+    TensorizerStorageWriter,
+    WriteError,
+)
+from dcp_tensorizer._format.index_rows import SaveRecord
+from dcp_tensorizer._loading.metadata_reader import read_head
+from dcp_tensorizer._storage.local import LocalStorage
+
+from ..support import quietly
+
+NUMBERS = 2048  # more than what stands in the index itself
+
+
+def state_of(value: int) -> dict[str, Any]:
+    weight, bias = (torch.full((count,), float(value)) for count in (NUMBERS, 4))
+    return {"model": {"weight": weight, "bias": bias}, "step": value}
+
+
+def manager_of(folder: Path, **options: Any) -> CheckpointManager:
+    return CheckpointManager(folder, **{"stop_signals": ()} | options)
+
+
+def saved(folder: Path, *steps: int, **options: Any) -> None:
+    """Saves some steps, and ends."""
+    with manager_of(folder, **options) as manager:
+        for step in steps:
+            manager.save(step, state_of(step))
+
+
+def said(caplog: pytest.LogCaptureFixture) -> str:
+    """The warnings and errors of this package."""
+    records = [entry for entry in caplog.records if entry.name == "dcp_tensorizer" and entry.levelno >= logging.WARNING]
+    return "\n".join(entry.getMessage() for entry in records)
+
+
+def record_of(folder: Path, name: str) -> SaveRecord:
+    head = read_head(LocalStorage(folder / name))
+    assert head is not None and head.record is not None
+    return head.record
+
+
+def test_a_job_and_the_next_one(tmp_path: Path) -> None:
+    """Steps are saved when they are due, old ones go, and the next job goes on from the newest."""
+    rules: dict[str, Any] = {"save_every": 2, "keep_latest": 2, "keep_every": 6, "keep_best": "loss"}
+    with manager_of(tmp_path, **rules) as manager:
+        assert manager.restore(state_of(0)) is None
+        futures = [manager.save(n, state_of(n), metrics={"loss": abs(n - 5)}) for n in range(1, 14)]
+        assert [future is None for future in futures] == [number % 2 == 1 for number in range(1, 14)]
+        manager.wait()
+        assert (manager.steps(), manager.latest(), manager.best()) == ([6, 10, 12], 12, 6)
+        assert futures[-2] is not None and futures[-2].result() == manager.path(12) == str(tmp_path / "step-12")
+    assert sorted(os.listdir(tmp_path)) == ["step-10", "step-12", "step-6"]
+    with manager_of(tmp_path, **rules) as manager:
+        state = state_of(0)
+        assert manager.restore(state) == 12
+        assert (state["step"], state["model"]["weight"][7].item()) == (12, 12.0)
+        assert manager.save(13, state) is None
+
+
+def test_what_the_index_says(tmp_path: Path) -> None:
+    """Step, parent, branch and metrics stand in the checkpoint itself."""
+    with manager_of(tmp_path) as manager:
+        manager.save(1, state_of(1))
+        manager.save(2, state_of(2), metrics={"loss": torch.tensor(0.5)})
+    first, second = record_of(tmp_path, "step-1"), record_of(tmp_path, "step-2")
+    head = read_head(LocalStorage(tmp_path / "step-1"))
+    assert head is not None
+    assert (first.step, first.parent, first.metrics) == (1, None, {})
+    assert (second.step, second.parent, second.metrics) == (2, head.save_id, {"loss": 0.5})
+    assert second.branch == first.branch
+
+
+def test_going_back_begins_a_branch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What lies beyond is not counted and not deleted, also by the next job, and a warning names it."""
+    saved(tmp_path, 5, 10, 15, 20)
+    with manager_of(tmp_path, keep_latest=1) as manager:
+        assert manager.restore(state_of(0), 10) == 10
+        assert "not counted and not deleted are step-15, step-20, which" in said(caplog)
+        manager.save(12, state_of(12), wait=True)
+        assert manager.steps() == [12]
+    assert sorted(os.listdir(tmp_path)) == ["step-12", "step-15", "step-20"]
+    with manager_of(tmp_path) as manager:
+        assert (manager.latest(), manager.restore(state_of(0))) == (12, 12)
+        manager.save(17, state_of(17), wait=True)
+        assert manager.steps() == [12, 17]
+
+
+def test_the_same_step_after_going_back(tmp_path: Path) -> None:
+    """What was saved last is of the branch that was left: the step is saved anew, and has another parent."""
+    with manager_of(tmp_path) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_of(step), wait=True)
+        manager.restore(state_of(0), 1)
+        manager.save(3, state_of(7), wait=True)
+        assert manager.steps() == [1, 3]
+        manager.restore(state := state_of(0))
+        assert state["step"] == 7
+    head = read_head(LocalStorage(tmp_path / "step-1"))
+    assert head is not None and record_of(tmp_path, "step-3").parent == head.save_id
+
+
+def test_a_job_that_loads_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Beyond the newest checkpoint it goes on from that; below, it began anew, and is told so."""
+    saved(tmp_path, 10)
+    with manager_of(tmp_path) as manager:
+        manager.save(11, state_of(11), wait=True)
+        assert manager.steps() == [10, 11]
+    assert said(caplog) == ""
+    with manager_of(tmp_path) as manager:
+        manager.save(1, state_of(1), wait=True)
+        assert manager.steps() == [1]
+    assert "step-10, step-11" in said(caplog)
+
+
+def test_no_silent_start(tmp_path: Path) -> None:
+    """Checkpoints under other names, or in a folder that is one itself, are named; logs and leftovers are none."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "events.log").write_text("")
+    (tmp_path / "step-7").mkdir()
+    (tmp_path / "step-7" / f"__0_0_{'a' * 32}.tensors").write_bytes(b"half")
+    with manager_of(tmp_path) as manager:
+        assert manager.restore(state_of(0)) is None
+        saved(tmp_path / "elsewhere", 3, name="{}")
+        shutil.move(tmp_path / "elsewhere" / "3", tmp_path / "checkpoint-20")
+        (tmp_path / "elsewhere").rmdir()
+        words = f"{tmp_path} holds no checkpoint named 'step-{{}}', but checkpoint-20: pass name="
+        with pytest.raises(MetadataError, match=re.escape(words)):
+            manager.restore(state_of(0))
+    with manager_of(tmp_path, name="checkpoint-{}") as manager:
+        assert manager.restore(state := state_of(0)) == 20
+        assert state["step"] == 3
+
+
+def test_a_checkpoint_of_torch(tmp_path: Path) -> None:
+    """One in another format under a step's name is named as what it is, and never deleted."""
+    with quietly():
+        dcp.save(state_of(4), storage_writer=FileSystemWriter(tmp_path / "step-4"))
+    with manager_of(tmp_path, keep_latest=1) as manager:
+        with pytest.raises(MetadataError, match=r"step-4/\.metadata was not written by dcp_tensorizer: it is a pickle"):
+            manager.restore(state_of(0))
+        manager.save(5, state_of(5), wait=True)
+        manager.save(6, state_of(6), wait=True)
+    assert sorted(os.listdir(tmp_path)) == ["step-4", "step-6"]
+
+
+def test_two_directories_of_one_step(tmp_path: Path) -> None:
+    """Which one is meant nobody can tell."""
+    saved(tmp_path, 12)
+    shutil.copytree(tmp_path / "step-12", tmp_path / "step-000012")
+    with manager_of(tmp_path) as manager:
+        for call in (manager.steps, lambda: manager.restore(state_of(0)), lambda: manager.save(13, state_of(13))):
+            with pytest.raises(MetadataError, match="step-000012 and step-12 are both step 12"):
+                call()
+
+
+def test_a_directory_that_is_spelled_otherwise(tmp_path: Path) -> None:
+    """It is the same step: 10 comes after 9, and no second directory is made."""
+    saved(tmp_path, 9, 10, name="step-{:06}")
+    with manager_of(tmp_path) as manager:
+        assert manager.restore(state_of(0)) == 10
+        assert manager.path(10) == str(tmp_path / "step-000010")
+        assert manager.restore(state_of(0), 9) == 9
+        manager.save(10, state_of(77), wait=True)
+    assert sorted(os.listdir(tmp_path)) == ["step-000009", "step-000010"]
+
+
+def test_a_step_that_is_not_there(tmp_path: Path) -> None:
+    """The error says which ones are."""
+    saved(tmp_path, 1, 2)
+    with manager_of(tmp_path) as manager, pytest.raises(NotCommitted, match=r"of step 3\. There are: 1, 2$"):
+        manager.restore(state_of(0), 3)
+
+
+def test_falling_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A damaged checkpoint is an error, or with fallback the one before it is loaded, and the log says so."""
+    saved(tmp_path, 1, 2, 3)
+    for damaged in (2, 3):
+        (file,) = (tmp_path / f"step-{damaged}").glob("*.tensors")
+        content = bytearray(file.read_bytes())
+        content[content.rindex(struct.pack("<f", damaged) * NUMBERS)] ^= 1
+        file.write_bytes(content)
+    with manager_of(tmp_path) as manager:
+        state = state_of(0)
+        with quietly(), pytest.raises(ReadError, match=r"'model\.weight'.*step-3"):
+            manager.restore(state)
+        caplog.clear()
+        assert manager.restore(state, fallback=True) == 1
+        assert (state["step"], state["model"]["weight"][0].item()) == (1, 1.0)
+        for step in (3, 2):
+            assert f"{tmp_path}/step-{step} cannot be restored; trying the one before: " in said(caplog)
+        assert manager.steps() == [1]
+
+
+def test_only_some_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Patterns say which are loaded; one of another shape can be left out, and one that is not stored."""
+    saved(tmp_path, 5)
+    with manager_of(tmp_path) as manager:
+        state = state_of(0)
+        manager.restore(state, include=["model.*"], exclude=["*.bias"])
+        assert (state["model"]["weight"][0].item(), state["model"]["bias"][0].item(), state["step"]) == (5.0, 0.0, 0)
+        state = state_of(0) | {"head": torch.zeros(3)}
+        state["model"]["weight"] = torch.zeros(7)
+        manager.restore(state, exclude=["model.weight", "head"])
+        assert (state["model"]["bias"][0].item(), state["step"]) == (5.0, 5)
+        state = state_of(0) | {"head": torch.zeros(3)}
+        with pytest.raises(MetadataError, match="head"):
+            manager.restore(state)
+        manager.restore(state, strict=False)
+        assert (state["step"], state["head"].tolist()) == (5, [0.0, 0.0, 0.0])
+        assert "has no 'head': they stay as they are" in said(caplog)
+        with pytest.raises(MetadataError, match=r"no key of the state matches 'modle\.\*'"):
+            manager.restore(state, include=["modle.*"])
+
+
+def test_a_state_that_does_not_change(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A save that holds what the one before held is reported, and one in which no chosen key has changed."""
+    frozen = state_of(1)
+    with manager_of(tmp_path) as manager:
+        manager.save(1, frozen, wait=True)
+        manager.save(2, frozen | {"step": 2}, wait=True)
+        assert "step 2 holds the same values as the save before" in said(caplog)
+        assert "'model.weight'" in said(caplog)
+        caplog.clear()
+        manager.save(3, state_of(3), wait=True)
+        manager.save(4, state_of(3) | {"extra": torch.zeros(1)}, wait=True)
+    assert said(caplog) == ""
+    with manager_of(tmp_path / "other", must_change=["model.bias"]) as manager:
+        for step in (1, 2):
+            state = state_of(step)
+            state["model"]["bias"].zero_()
+            manager.save(step, state, wait=True)
+    assert "('model.bias')" in said(caplog)
+
+
+def test_a_save_that_fails(tmp_path: Path) -> None:
+    """The error is the package's own, in the future, in `wait` and in `close`; too many in a row end the job."""
+    (tmp_path / "step-1").write_text("in the way")
+    manager = manager_of(tmp_path)
+    with quietly():
+        future = manager.save(1, state_of(1))
+        assert future is not None and type(future.exception()) is WriteError
+        with pytest.raises(WriteError, match="cannot create the checkpoint directory"):
+            manager.close()
+    limits = SaveLimits(max_consecutive_failures=2)
+    with quietly(), manager_of(tmp_path, limits=limits) as manager:
+        for _ in range(2):
+            with pytest.raises(WriteError, match="cannot create the checkpoint directory"):
+                manager.save(1, state_of(1), wait=True)
+        with pytest.raises(
+            WriteError, match=r"2 saves in a row were not committed\. The last error was: cannot create"
+        ):
+            manager.save(2, state_of(2))
+
+
+def test_a_step_is_saved_once(tmp_path: Path) -> None:
+    """One that is under way, was saved or was restored is not saved again."""
+    with manager_of(tmp_path) as manager:
+        first = manager.save(1, state_of(1))
+        assert manager.save(1, state_of(9), force=True) is first
+        manager.save(2, state_of(2), wait=True)
+        assert manager.save(1, state_of(9), force=True).result() == str(tmp_path / "step-1")  # type: ignore[union-attr]
+    with manager_of(tmp_path) as manager:
+        manager.restore(state_of(0))
+        assert manager.save(2, state_of(9), force=True).result() == str(tmp_path / "step-2")  # type: ignore[union-attr]
+        manager.restore(state := state_of(0), 1)
+        assert state["step"] == 1
+
+
+def test_what_is_never_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A checkpoint that somebody loads, or that holds what no save wrote, stays, and the log says why."""
+    saved(tmp_path, 1, 2, 3)
+    (tmp_path / "step-1" / "notes.txt").write_text("the good one")
+    lock = LocalStorage(tmp_path / "step-2").lock_directory()
+    lock.share(5)
+    with manager_of(tmp_path, keep_latest=1) as manager:
+        manager.restore(state_of(0))
+        manager.save(4, state_of(4), wait=True)
+        assert manager.steps() == [1, 2, 4]
+        assert f"{tmp_path}/step-1 is not deleted: it holds what no save wrote: notes.txt" in said(caplog)
+        assert f"{tmp_path}/step-2 is not deleted: it is being saved or loaded" in said(caplog)
+        lock.release()
+        manager.save(5, state_of(5), wait=True)
+        assert manager.steps() == [1, 5]
+
+
+def test_storage_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a checkpoint is deleted when it is old enough."""
+    monkeypatch.setattr(LocalStorage, "locks_are_visible", False)
+    for seconds, left in ((3600.0, [1, 2]), (0.0, [2])):
+        folder = tmp_path / str(seconds)
+        with manager_of(folder, keep_latest=1, delete_after=seconds) as manager:
+            for step in (1, 2):
+                manager.save(step, state_of(step), wait=True)
+            assert manager.steps() == left
+
+
+def test_what_a_killed_job_has_left(tmp_path: Path) -> None:
+    """It is removed when the next one begins, where it is proven to be of a dead save."""
+    saved(tmp_path, 1, 2)
+    storage = LocalStorage(tmp_path / "step-2")
+    save_id = read_head(storage).save_id  # type: ignore[union-attr]
+    storage.put_record(f"__{save_id}.saving")
+    (tmp_path / "step-2" / ".metadata").unlink()
+    with manager_of(tmp_path) as manager:
+        assert manager.restore(state_of(0)) == 1
+    assert os.listdir(tmp_path) == ["step-1"]
+
+
+def test_signals(tmp_path: Path) -> None:
+    """A real one is noted, and the next save is done at once; it alone changes `stopping`."""
+    before = signal.getsignal(signal.SIGUSR1)
+    with manager_of(tmp_path, save_every=100, stop_signals=[signal.SIGUSR1]) as manager:
+        assert manager.save(1, state_of(1)) is None
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert not manager.stopping
+        future = manager.save(2, state_of(2))
+        assert manager.stopping
+        assert future is not None and future.done()
+        assert manager.steps() == [2]
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+class Interrupted:
+    """A part of a state that is interrupted by a signal when it is staged."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> str:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return "staged"
+
+
+def test_a_signal_in_the_middle_of_staging(tmp_path: Path) -> None:
+    """That save is done as it is, and the next call stops the job."""
+    with manager_of(tmp_path, save_every=5, stop_signals=[signal.SIGUSR1]) as manager:
+        manager.save(5, state_of(5) | {"interrupted": Interrupted()})
+        assert not manager.stopping
+        manager.save(6, state_of(6))
+        assert manager.stopping
+        assert manager.steps() == [5, 6]
+
+
+def test_checkpoints_of_the_writer(tmp_path: Path) -> None:
+    """What was saved without a manager is restored by its directory's number, and counts."""
+    with quietly(), TensorizerStorageWriter() as writer:
+        for step in (8, 16):
+            dcp.async_save(state_of(step), storage_writer=writer, checkpoint_id=tmp_path / f"step-{step}").result()
+    with manager_of(tmp_path, keep_latest=2) as manager:
+        assert manager.restore(state_of(0)) == 16
+        manager.save(24, state_of(24), wait=True)
+        assert manager.steps() == [16, 24]
+    with quietly():
+        dcp.load(state := state_of(0), storage_reader=TensorizerStorageReader(tmp_path / "step-24"))
+    assert state["step"] == 24
+
+
+def test_memory_urls(tmp_path: Path) -> None:
+    """Any URL will do, and a report adds up what the saves have cost."""
+    with CheckpointManager(f"memory://{tmp_path.name}", keep_latest=1, stop_signals=()) as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(step), wait=True)
+        assert manager.steps() == [2]
+        assert manager.path(2) == f"memory://{tmp_path.name}/step-2"
+        assert manager.restore(state_of(0)) == 2
+        report = manager.report()
+    assert (report.saves, report.failures) == (2, 0)
+    assert 0 < report.stall_seconds < report.seconds
+
+
+def test_after_close(tmp_path: Path) -> None:
+    """Nothing can be saved any more; closing twice does nothing."""
+    manager = manager_of(tmp_path)
+    manager.close()
+    manager.close()
+    for call in (lambda: manager.save(1, state_of(1)), lambda: manager.restore(state_of(1))):
+        with pytest.raises(WriteError, match="the manager is closed"):
+            call()
+
+
+def test_overlapping_staging(tmp_path: Path) -> None:
+    """The writer's options are the manager's: inside `lock` the state may be changed, and saves have the old values."""
+    with manager_of(tmp_path, overlap_staging=True, sha256=True) as manager:
+        state = state_of(1)
+        for step in (1, 2):
+            with manager.lock():
+                state["model"]["weight"].fill_(step)
+            manager.save(step, state)
+        with manager.lock():
+            state["model"]["weight"].zero_()
+        for step in (1, 2):
+            assert manager.restore(state, step) == step
+            assert state["model"]["weight"].unique().tolist() == [step]
+
+
+def test_best_needs_a_rule(tmp_path: Path) -> None:
+    """Without ``keep_best`` there is none."""
+    with manager_of(tmp_path) as manager, pytest.raises(ValueError, match="keep_best="):
+        manager.best()

@@ -1,0 +1,30 @@
+"""The manager does what its model does, whatever happens to a job."""
+
+from __future__ import annotations
+
+import uuid
+
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from ..manager_model import ManagerModel
+from ..servers import S3Server
+
+_SETTINGS = settings(
+    max_examples=6, stateful_step_count=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+
+
+def test_on_a_local_disk() -> None:
+    """After each of a job's saves, failures, restarts, damages and steps back, the folder holds what it should."""
+    run_state_machine_as_test(ManagerModel, settings=_SETTINGS)
+
+
+def test_on_an_object_store(s3: S3Server) -> None:
+    """The same on SeaweedFS, where there are no locks and no directories."""
+
+    class OnS3(ManagerModel):
+        url = f"s3://{s3.bucket}/{uuid.uuid4().hex}-{{}}"
+        storage_options = s3.options()
+
+    run_state_machine_as_test(OnS3, settings=settings(_SETTINGS, max_examples=2, stateful_step_count=8))

@@ -1,0 +1,61 @@
+"""What all ranks do about a step, from what each of them knows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from dcp_tensorizer._managing.agreement import Agreement
+from dcp_tensorizer._managing.decision import Action, Vote, decide
+
+NONE = Vote(5, stop=False, force=False, is_due=False, is_last=False, is_there=False, failures=0)
+
+
+class Others(Agreement):
+    """One of several ranks, the others of which have these numbers."""
+
+    def __init__(self, rank: int, *others: list[int]) -> None:
+        super().__init__(None)
+        self.rank = rank
+        self._others = others
+
+    def largest(self, *numbers: int) -> list[int]:
+        return [max(values) for values in zip(numbers, *self._others, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "action"),
+    [
+        ({}, Action.NOTHING),
+        ({"is_last": True, "is_there": True}, Action.NOTHING),
+        ({"is_due": True}, Action.SAVE),
+        ({"force": True}, Action.SAVE),
+        ({"stop": True}, Action.SAVE),
+        ({"stop": True, "is_last": True, "is_there": True}, Action.JOIN),
+        ({"is_due": True, "is_there": True}, Action.KEEP),
+    ],
+)
+def test_one_rank(changes: dict[str, bool], action: Action) -> None:
+    """A step is saved if a save is due, forced or the last one, and it is neither there nor under way."""
+    vote = dataclasses.replace(NONE, **changes)
+    assert decide(Agreement(None), vote) == (action, vote.stop, 0)
+
+
+def test_what_other_ranks_know_does_not_count() -> None:
+    """Their clocks and their view of the storage may differ: that is the first rank's to say."""
+    vote = dataclasses.replace(NONE, is_due=True, is_last=True, is_there=True, failures=3)
+    assert decide(Others(1, [0, 0, 5, -5, 0, 0, 0, 0]), vote) == (Action.NOTHING, False, 0)
+    assert decide(Others(1, [0, 0, 5, -5, 1, 0, 0, 2]), NONE) == (Action.SAVE, False, 2)
+
+
+def test_a_signal_or_a_wish_of_any_rank_counts() -> None:
+    """Stop and force are heard from all."""
+    assert decide(Others(0, [1, 0, 5, -5, 0, 0, 0, 0]), NONE) == (Action.SAVE, True, 0)
+    assert decide(Others(0, [0, 1, 5, -5, 0, 0, 0, 0]), NONE) == (Action.SAVE, False, 0)
+
+
+def test_ranks_at_different_steps() -> None:
+    """The error says which."""
+    with pytest.raises(ValueError, match="the ranks save different steps, from 5 to 7"):
+        decide(Others(0, [0, 0, 7, -7, 0, 0, 0, 0]), NONE)
