@@ -15,6 +15,7 @@ from .errors import (
     NotCommitted,
     ReadError,
     StagingError,
+    UnsupportedFormat,
     UntrustedObject,
     WriteError,
     WriterProcessDied,
@@ -41,6 +42,7 @@ __all__ = [
     "StagingError",
     "TensorizerStorageReader",
     "TensorizerStorageWriter",
+    "UnsupportedFormat",
     "UntrustedObject",
     "WriteError",
     "WriterProcessDied",
@@ -55,7 +57,7 @@ _ON_USE = {
     "TensorizerStorageReader": "reader",
     "TensorizerStorageWriter": "writer",
 }
-_MODULES = ("convert", "planner", "reader", "writer")
+_MODULES = ("convert", "planner", "reader", "tools", "writer")
 
 if not TYPE_CHECKING:
 

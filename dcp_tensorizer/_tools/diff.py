@@ -151,7 +151,7 @@ def _object_change(a: StoredObject, b: StoredObject) -> Change | None:
     contents = a.read(), b.read()
     if contents[0] == contents[1] or _are_equal(*contents):
         return None
-    (old_type, old), (new_type, new) = map(shown_value, contents)
+    (old_type, old, _), (new_type, new, _) = map(shown_value, contents)
     if (old, old_type) == (new, new_type):  # what is shown is not all of it
         old, new = f"{old} ({a.nbytes:,} bytes)", f"{new} ({b.nbytes:,} bytes)"
     return Change(a.key, "value", old, new)

@@ -65,7 +65,7 @@ def test_converting_four_times_the_memory_there_is(large, tmp_path, to):
     done = limited("diff", large.parent / "sparse.safetensors", target, "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert (found["same"], found["nbytes"]) == (COUNT, 2 * COUNT * TENSOR)
+    assert (found["same"], found["bytes"]) == (COUNT, 2 * COUNT * TENSOR)
 
 
 def test_verifying_four_times_the_memory_there_is(large):

@@ -28,6 +28,7 @@ from dcp_tensorizer import (
     StagingError,
     TensorizerStorageReader,
     TensorizerStorageWriter,
+    UnsupportedFormat,
     UntrustedObject,
     WriteError,
     WriterProcessDied,
@@ -43,6 +44,7 @@ EXCEPTIONS = [
     NotCommitted,
     ReadError,
     StagingError,
+    UnsupportedFormat,
     UntrustedObject,
     WriteError,
     WriterProcessDied,
@@ -66,6 +68,7 @@ def test_exported_names_are_pinned() -> None:
         "StagingError",
         "TensorizerStorageReader",
         "TensorizerStorageWriter",
+        "UnsupportedFormat",
         "UntrustedObject",
         "WriteError",
         "WriterProcessDied",
@@ -172,7 +175,7 @@ def test_the_exception_tree_is_the_one_in_the_docstring() -> None:
         "StagingError": {},
         "WriteError": {"WriterProcessDied": {}},
         "ReadError": {"ChecksumMismatch": {}, "DecryptionError": {}},
-        "MetadataError": {"NotCommitted": {}, "UntrustedObject": {}},
+        "MetadataError": {"NotCommitted": {}, "UnsupportedFormat": {}, "UntrustedObject": {}},
         "ConversionError": {},
     }
     drawn = [line.split("── ")[1].split()[0] for line in (errors.__doc__ or "").splitlines() if "── " in line]
