@@ -174,14 +174,18 @@ def convert(
     exclude: Annotated[
         list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="No keys that match; repeatable.")
     ] = None,
-    strip_prefix: Annotated[str, typer.Option(help="Cut this from the beginning of keys.")] = "",
+    strip_prefix: Annotated[str, typer.Option(metavar="PREFIX", help="Cut this from the beginning of keys.")] = "",
     rename: Annotated[
         str | None, typer.Option(metavar="FILE", help="JSON, {pattern: new key}; each * keeps what it stands for.")
     ] = None,
-    add_prefix: Annotated[str, typer.Option(help="Put this before all keys, last of all.")] = "",
-    dtype: Annotated[str | None, typer.Option(help="For floating-point tensors: bfloat16, float32, ...")] = None,
-    shard_size: Annotated[str, typer.Option(help="safetensors: the most in a file.")] = "5GB",
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="tensorizer: split into a file for each rank.")] = 1,
+    add_prefix: Annotated[str, typer.Option(metavar="PREFIX", help="Put this before all keys, last of all.")] = "",
+    dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="For floating-point tensors: bfloat16, float32, ...")
+    ] = None,
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="safetensors: the most in a file.")] = "5GB",
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, metavar="N", help="tensorizer: split into a file for each rank.")
+    ] = 1,
     split: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="tensorizer: JSON, {pattern: dimension} of the tensors to split."),

@@ -8,10 +8,23 @@ from collections.abc import Iterator, Sequence
 
 from rich.cells import cell_len
 
-__all__ = ["lay_out"]
+__all__ = ["folded", "lay_out"]
 
 _GAP = "  "
-_PIECE = re.compile(r"[^\s./]*[\s./]*")
+_WORD = re.compile(r"\S*\s*")
+_PIECE = re.compile(r"[^\s./]*[\s./]*")  # of a key or a path
+
+
+def folded(text: str, room: int, pieces: re.Pattern[str] = _WORD) -> list[str]:
+    """The lines of a text that has so much room, broken between pieces; one that is too long stays whole."""
+    if cell_len(text) <= room:
+        return [text]
+    lines = [""]
+    for piece in pieces.findall(text):
+        if lines[-1] and cell_len((lines[-1] + piece).rstrip()) > room:
+            lines.append("")
+        lines[-1] += piece
+    return [line.rstrip() for line in lines]
 
 
 def lay_out(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
@@ -33,7 +46,7 @@ def lay_out(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -
         ]
         widths = _narrowed(widths, least, width - len(_GAP) * (len(widths) - 1))
     for row in (heads, *rows):
-        broken = [_broken(cell, room) for cell, room in zip(row, widths, strict=True)]
+        broken = [folded(cell, room, _PIECE) for cell, room in zip(row, widths, strict=True)]
         for line in itertools.zip_longest(*broken, fillvalue=""):
             padded = (_padded(*cell) for cell in zip(line, widths, numeric, strict=True))
             yield _GAP.join(padded).rstrip()
@@ -48,18 +61,6 @@ def _narrowed(widths: Sequence[int], least: Sequence[int], room: int) -> list[in
             break
         narrowed[max(able, key=narrowed.__getitem__)] -= 1
     return narrowed
-
-
-def _broken(cell: str, room: int) -> list[str]:
-    """A cell's lines."""
-    if cell_len(cell) <= room:
-        return [cell]
-    lines = [""]
-    for piece in _PIECE.findall(cell):
-        if lines[-1] and cell_len((lines[-1] + piece).rstrip()) > room:
-            lines.append("")
-        lines[-1] += piece
-    return [line.rstrip() for line in lines]
 
 
 def _longest_piece(cell: str) -> int:

@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import json
 import math
+import signal
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -15,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from .table import lay_out
+from .table import folded, lay_out
 
 __all__ = [
     "count",
@@ -43,14 +45,17 @@ def print_json(value: Any) -> None:
 
 
 def print_line(text: str, style: str = "") -> None:
-    _console().print(Text(_visible(text), style=style))
+    console = _console()
+    console.print(Text(_folded(text, console), style=style))
 
 
 def print_error(text: str, hint: str = "") -> None:
     console = _console(stderr=True)
-    console.print(Text.assemble(("error: ", "bold red"), _visible(text)))
+    message = Text(_folded(f"error: {text}", console))
+    message.stylize("bold red", 0, len("error:"))
+    console.print(message)
     if hint:
-        console.print(Text(_visible(hint), style="dim"))
+        console.print(Text(_folded(hint, console), style="dim"))
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:
@@ -62,22 +67,44 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title:
     if title:
         console.print()
         console.print(Text(_visible(title), style="bold cyan"))
-    head, *lines = lay_out(columns, cells, console.width if console.is_terminal else _PIPE_COLUMNS)
+    head, *lines = lay_out(columns, cells, _width(console))
     console.print(Text(head, style="bold"))
     console.print(Text("\n".join(lines)))
 
 
 @contextmanager
 def progress(doing: str, *, hidden: bool) -> Iterator[Any]:
-    """A bar, on a terminal; gives a function to be called with what is done and what there is to do."""
+    """A bar, on a terminal; gives a function to be called with what is done and what there is to do.
+
+    Ctrl-C interrupts this thread at once, and every other when it calls the function.
+    """
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     console = _console(stderr=True)
     description = TextColumn("{task.description}")
     columns = description, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=hidden or not console.is_terminal) as bar:
-        task = bar.add_task(doing, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    interrupted = threading.Event()
+
+    def interrupt(*_: object) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    def update(done: int, total: int) -> None:
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+        bar.update(task, completed=done, total=total)
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with Progress(*columns, console=console, transient=True, disable=hidden or not console.is_terminal) as bar:
+            task = bar.add_task(doing, total=None)
+            yield update
+    except Exception as error:
+        if interrupted.is_set():  # what a library made of it
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def size(nbytes: int) -> str:
@@ -115,6 +142,14 @@ def ranks(numbers: Iterable[int | None]) -> str:
     if len(known) > 1 and known[-1] - known[0] == len(known) - 1:
         return f"{known[0]}-{known[-1]}"
     return ", ".join(map(str, known[:_MAX_NAMED_RANKS])) + (", ..." if len(known) > _MAX_NAMED_RANKS else "")
+
+
+def _width(console: Console) -> int:
+    return console.width if console.is_terminal else _PIPE_COLUMNS
+
+
+def _folded(text: str, console: Console) -> str:
+    return "\n".join(folded(_visible(text), _width(console)))
 
 
 def _cell(value: object) -> str:

@@ -103,8 +103,7 @@ def show_verified(verified: Verified, path: str, full: bool, *, as_json: bool) -
         print_json({"path": redact(path), "ok": not verified.damages, "full": full} | _fields(verified))
         return
     for damage in verified.damages:
-        where = "" if damage.key is None else f" {damage.key!r} at byte {damage.offset:,}:"
-        print_line(f"{damage.file}:{where} {damage.what}")
+        print_line(f"{damage.file}: {'' if damage.key is None else f'{damage.key!r}: '}{damage.what}")
     rate = verified.nbytes / 1e9 / max(verified.seconds, 1e-9)
     print_line(
         f"{'DAMAGED' if verified.damages else 'ok'}: {count(verified.files, 'file')}, {count(verified.items, 'item')}, "

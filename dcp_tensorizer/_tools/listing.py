@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from .._format.index import is_index, looks_like_pickle
-from .._format.layout import data_file_rank, is_data_file_name, is_ours, metadata_file_name
+from .._format.layout import data_file_rank, is_data_file_name, is_metadata_file_name, is_ours, metadata_file_name
 from .._saving.commit import dead_files, leftovers
 from .._storage.base import FileInfo, Storage
 from ..errors import CheckpointError, NotCommitted, UnsupportedFormat
@@ -114,11 +114,13 @@ def where_below(storage: Storage) -> str:
     """A hint for somebody who named a directory that holds no checkpoint itself; empty if there are none below it."""
     try:
         names = sorted(storage.listing()[1], key=lambda name: (step_of(name) or 0, name), reverse=True)
-        named = (name for name in names if any(is_ours(file.name) for file in storage.child(name).listing()[0]))
+        named = (
+            name for name in names if any(is_metadata_file_name(file.name) for file in storage.child(name).listing()[0])
+        )
         found = list(itertools.islice(named, _MAX_NAMED + 1))
     except CheckpointError:
         return ""
-    shown = ", ".join(found[:_MAX_NAMED]) + (", ..." if len(found) > _MAX_NAMED else "")
+    shown = ", ".join(found[:_MAX_NAMED]) + (" and others" if len(found) > _MAX_NAMED else "")
     return f" There are checkpoints below it: {shown}." if found else ""
 
 
