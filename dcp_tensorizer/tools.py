@@ -12,7 +12,8 @@ process group, or more memory than some blocks.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
@@ -23,10 +24,12 @@ from ._storage.open import open_storage
 from ._tools import diff as _diff
 from ._tools import listing, retention
 from ._tools import verify as _verify
+from ._tools.atomic_output import beside
 from ._tools.checkpoint_view import data_files, read_parts, unlock_parts, view_checkpoint
 from ._tools.diff import Change, Difference
 from ._tools.formats.registry import open_all
 from ._tools.inspect import ChunkInfo, DataFileInfo, Inspection, ObjectInfo, TensorInfo, Total, inspect_view
+from ._tools.report.build import build, in_order_of_steps
 from ._tools.verify import Damage, Verified
 from .errors import NotCommitted
 
@@ -45,6 +48,7 @@ __all__ = [
     "Difference",
     "Inspection",
     "ObjectInfo",
+    "Reported",
     "TensorInfo",
     "Total",
     "Verified",
@@ -52,6 +56,7 @@ __all__ = [
     "diff",
     "inspect",
     "list_checkpoints",
+    "report",
     "verify",
 ]
 
@@ -107,6 +112,25 @@ class Collected:
     nbytes: int
     kept: str | None
     failed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """What a report is about.
+
+    Attributes:
+        path: The page, without credentials.
+        checkpoints: The paths of the checkpoints, in the order that the page has them in.
+        tensors: How many the page shows.
+        nbytes: Of the page.
+        seconds: How long it took.
+    """
+
+    path: str
+    checkpoints: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    seconds: float
 
 
 def list_checkpoints(path: _Path, *, storage_options: _Options = None) -> tuple[CheckpointInfo, ...]:
@@ -204,6 +228,50 @@ def diff(
         check_decryption(encryption)
     old, new = open_all((before, after), storage_options or {}, encryption)
     return _diff.diff(old, new, on_progress)
+
+
+def report(
+    checkpoints: Sequence[_Path],
+    output: _Path = "report.html",
+    *,
+    storage_options: _Options = None,
+    encryption: DecryptionParams | None = None,
+    on_progress: _Progress = lambda done, total: None,
+) -> Reported:
+    """Writes a page about one or several checkpoints: sizes, norms, extremes, histograms, and how they move.
+
+    The page is one HTML file that asks for nothing over the network. Each block of a tensor is read once; a tensor that
+    did not change since the checkpoint before, by its digests, not even that.
+
+    Args:
+        checkpoints: Of any of the formats that `convert` reads. They are sorted by the steps in their names, if all
+            have one and no two the same.
+        output: The page: a local path, or a URL. An older file is replaced.
+        storage_options: Passed to the fsspec filesystems of URLs.
+        encryption: The key, if any of them is encrypted. The page is not encrypted.
+        on_progress: Called with the bytes that were read and the bytes in all.
+
+    Raises:
+        ValueError: there are no checkpoints.
+        NotCommitted: one of them is none.
+        DecryptionError: there is no key, a wrong one, or one too many.
+        WriteError: the page cannot be written.
+        CheckpointError: one of the checkpoints is damaged, or cannot be read.
+    """
+    if not checkpoints:
+        raise ValueError("checkpoints is empty: name at least one")
+    if encryption is not None:
+        check_decryption(encryption)
+    started = time.monotonic()
+    options = storage_options or {}
+    views = in_order_of_steps(open_all(checkpoints, options, encryption))
+    page = build(views, on_progress)
+    storage, name = beside(os.fspath(output), options)
+    storage.make_directory()
+    storage.put(name, page, sync=True)
+    keys = {key for view in views for key in view.tensors}
+    seconds = time.monotonic() - started
+    return Reported(f"{storage.path}/{name}", tuple(view.path for view in views), len(keys), len(page), seconds)
 
 
 def collect(

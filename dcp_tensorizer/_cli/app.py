@@ -233,6 +233,34 @@ def convert(
 
 
 @_command()
+def report(
+    checkpoints: Annotated[
+        list[str], typer.Argument(metavar="CKPT...", help="Checkpoints of any format that convert reads.")
+    ],
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="The page to write.")] = "report.html",
+    key_file: KeyFile = None,
+    passphrase_file: PassphraseFile = None,
+    storage_option: StorageOptions = None,
+    as_json: Json = False,
+) -> int:
+    """Make a page to look at: sizes, norms, histograms, and how they move over several checkpoints."""
+    from .. import tools
+    from .terminal import progress
+    from .views import show_report
+
+    with progress("reading", hidden=as_json) as on_progress:
+        reported = tools.report(
+            checkpoints,
+            output,
+            storage_options=read_options(storage_option),
+            encryption=read_key(key_file, passphrase_file),
+            on_progress=on_progress,
+        )
+    show_report(reported, as_json=as_json)
+    return OK
+
+
+@_command()
 def gc(
     path: Annotated[str, typer.Argument(help="A directory with checkpoints below it: local path or URL.")],
     keep: Annotated[

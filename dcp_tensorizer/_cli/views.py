@@ -12,7 +12,7 @@ from .terminal import count, moment, print_json, print_line, print_table, ranks,
 
 if TYPE_CHECKING:
     from ..convert import Converted
-    from ..tools import CheckpointInfo, Collected, Difference, Inspection, TensorInfo, Verified
+    from ..tools import CheckpointInfo, Collected, Difference, Inspection, Reported, TensorInfo, Verified
 
 __all__ = [
     "show_checkpoint",
@@ -20,6 +20,7 @@ __all__ = [
     "show_difference",
     "show_listing",
     "show_removals",
+    "show_report",
     "show_verified",
 ]
 
@@ -149,6 +150,17 @@ def show_converted(converted: Converted, target: str, to: str, *, as_json: bool)
     print_line(
         f"{redact(target)}: {count(converted.tensors, 'tensor')}{objects}, {size(converted.nbytes)}, "
         f"from {converted.source_format} to {to} in {converted.seconds:.1f} s"
+    )
+
+
+def show_report(reported: Reported, *, as_json: bool) -> None:
+    """What `report` has written."""
+    if as_json:
+        print_json(reported)
+        return
+    print_line(
+        f"{reported.path}: {count(reported.tensors, 'tensor')} of {count(len(reported.checkpoints), 'checkpoint')}, "
+        f"{size(reported.nbytes)} in {reported.seconds:.1f} s"
     )
 
 

@@ -17,7 +17,7 @@ from .checkpoint_view import CheckpointView, StoredObject, StoredTensor, blocks_
 from .chunk_reader import Chunk
 from .inspect import shown_value
 
-__all__ = ["Change", "Difference", "diff"]
+__all__ = ["Change", "Difference", "diff", "proved_same"]
 
 _Pair = tuple[StoredTensor, StoredTensor]
 
@@ -104,7 +104,7 @@ def diff(
         change = None
         if a is not None and b is not None:
             change = _described_change(a, b)
-            if change is None and not _proved_same(a, b):
+            if change is None and not proved_same(a, b):
                 to_read.append((a, b))
         elif a is None and b is None:
             change = _object_change(before.objects[key], after.objects[key])
@@ -135,7 +135,7 @@ def _described_change(a: StoredTensor, b: StoredTensor) -> Change | None:
     return None
 
 
-def _proved_same(a: StoredTensor, b: StoredTensor) -> bool:
+def proved_same(a: StoredTensor, b: StoredTensor) -> bool:
     """Whether two tensors were saved in the same chunks with the same digests."""
     known = _digests(a.chunks)
     return bool(known) and known == _digests(b.chunks)

@@ -15,7 +15,7 @@ from .._format.layout import data_file_rank, is_data_file_name, is_metadata_file
 from .._saving.commit import dead_files, leftovers
 from .._storage.base import FileInfo, Storage
 from ..errors import CheckpointError, NotCommitted, UnsupportedFormat
-from .checkpoint_view import data_files, read_parts, view_checkpoint
+from .checkpoint_view import data_files, read_parts, saved_at, view_checkpoint
 
 __all__ = ["Folder", "Listed", "State", "find", "step_of", "walk", "where_below"]
 
@@ -161,7 +161,7 @@ def _look_at(storage: Storage, files: list[FileInfo]) -> Listed:
         torchs = isinstance(error, UnsupportedFormat) and _is_torchs(storage, files)
         return replace(listed, state="torch" if torchs else "unreadable", leftovers=(), dead=())
     named = data_files(parts)
-    listed = replace(listed, saved=max(part.storage_data["saved_at"] for part in parts.values()) / 1e9)
+    listed = replace(listed, saved=saved_at(parts))
     if not named.items() <= {(file.name, file.nbytes) for file in files}:
         return replace(listed, state="incomplete", leftovers=(), dead=())
     return replace(
