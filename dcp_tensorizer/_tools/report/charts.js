@@ -32,7 +32,7 @@ function drawLines(box, lines, field, show, log) {
   drawSteps(picture, x, height);
   const ends = [];
   for (const line of [...lines].reverse()) picture.append(drawLine(line, field, x, y, show, picture, ends));
-  drawEnds(picture, ends, width - room.right + 8, height - room.bottom);
+  drawEnds(picture, ends, width - room.right + 8, height - room.bottom, Math.floor((room.right - 12) / 6.7));
   box.append(picture);
 }
 
@@ -61,12 +61,12 @@ function drawLine(line, field, x, y, show, picture, ends) {
 }
 
 // Names at the ends of the lines, moved apart where they would overlap.
-function drawEnds(picture, ends, x, bottom) {
+function drawEnds(picture, ends, x, bottom, letters) {
   ends.sort((a, b) => a.y - b.y);
   ends.forEach((end, at) => { end.y = Math.max(end.y, at ? ends[at - 1].y + 13 : 8); });
   for (let at = ends.length - 1, limit = bottom; at >= 0; at -= 1, limit = ends[at + 1].y - 13) ends[at].y = Math.min(ends[at].y, limit);
   for (const end of ends) {
-    const name = end.line.name.length > 17 ? `…${end.line.name.slice(-16)}` : end.line.name;
+    const name = end.line.name.length > letters ? `…${end.line.name.slice(1 - letters)}` : end.line.name;
     const text = drawn("text", { class: "label", x, y: end.y + 4 }, name);
     text.style.fill = end.colour;
     text.addEventListener("pointerenter", () => highlight(picture, end.line.node.key));

@@ -41,7 +41,7 @@ function partsOf(node) {
       name += `.${end.name}`;
     }
     return { name, node: end };
-  }).sort((a, b) => b.node.bytes - a.node.bytes || (a.name < b.name ? -1 : 1));
+  }).sort((a, b) => b.node.bytes - a.node.bytes || a.name.localeCompare(b.name, "en", { numeric: true }));
 }
 
 function ancestorsOf(node) {
@@ -87,7 +87,7 @@ const METRICS = {
     const elements = sum(known, (values) => values.elements);
     return elements ? sum(known, (values) => values.zeros) / elements : null;
   } },
-  moved: { name: "relative distance to the checkpoint before", show: percent, log: true,
+  moved: { name: "relative distance", show: percent, log: true,
     of: (node) => normsOf(node).moved[LOOK.checkpoint] },
 };
 

@@ -12,7 +12,7 @@ function showDetail(tensor) {
       fact("NaN", values.nans.toLocaleString("en")), fact("infinite", values.infinities.toLocaleString("en")));
   }
   dialog.replaceChildren(
-    element("div", { class: "heading" }, element("h2", { id: "detail-title" }, tensor.key), close),
+    element("div", { class: "heading" }, element("h2", { id: "detail-title" }, ...breakable(tensor.key)), close),
     element("dl", { class: "facts" }, ...facts),
     ...(values && values.histogram.length ? largeHistogram(values) : [element("p", { class: "empty" }, noValues(tensor, values))]),
     ...(CHECKPOINTS.length > 1 ? [element("h3", {}, "At each checkpoint"), element("div", { class: "scroll" }, stepsTable(tensor))] : []),

@@ -21,6 +21,11 @@ function byId(id) {
   return document.getElementById(id);
 }
 
+// A key that may be broken after its dots.
+function breakable(key) {
+  return key.split(/(?<=\.)/).flatMap((part, at) => (at ? [element("wbr"), part] : [part]));
+}
+
 function fact(name, value, more = "") {
   return element("div", {}, element("dt", {}, name), element("dd", {}, value, element("small", {}, more)));
 }

@@ -106,7 +106,8 @@ function listen() {
 
 function start() {
   LOOK.node = ROOT;
-  const wanted = decodeURIComponent(location.hash.slice(1));
+  let wanted = "";
+  try { wanted = decodeURIComponent(location.hash.slice(1)); } catch { /* no key of ours */ }
   for (const part of wanted ? wanted.split(".") : []) LOOK.node = LOOK.node.children.get(part) || LOOK.node;
   listen();
   drawTop();

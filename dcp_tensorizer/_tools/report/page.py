@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib import resources
@@ -73,7 +74,7 @@ def _statistics_row(of_one: Statistics) -> list[Any]:
 
 def _short(number: float | None) -> float | None:
     """As many digits as anybody reads."""
-    return None if number is None else float(f"{number:.{_DIGITS}g}")
+    return float(f"{number:.{_DIGITS}g}") if number is not None and math.isfinite(number) else None
 
 
 def _embedded(data: Mapping[str, Any]) -> str:

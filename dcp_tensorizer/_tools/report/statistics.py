@@ -19,7 +19,7 @@ __all__ = ["BINS", "Running", "Statistics", "wide"]
 BINS = 40
 """Of a histogram that is shown."""
 
-_PIECE = 1 << 17  # elements: in float64 they stay in the core's own cache
+_PIECE = 1 << 15  # elements: in float64 they stay in the core's own cache
 _SHIFT = 18
 _FINE = 1 << (32 - _SHIFT)
 _FINITE = 255 << (23 - _SHIFT)  # fine bins of one sign below infinity
@@ -36,7 +36,7 @@ class Statistics:
     Attributes:
         elements, zeros, nans, infinities: How many.
         smallest, largest, mean, deviation, norm: Of the finite elements; None if there are none. ``deviation`` is the
-            standard deviation, and ``norm`` the Euclidean one.
+            standard deviation, and ``norm`` the Euclidean one: not finite where float64 cannot hold its square.
         low, high: Where the histogram begins and ends.
         histogram: Finite elements in each of `BINS` equal parts of that range; those beyond it are in the first and in
             the last.
@@ -80,13 +80,13 @@ class Running:
 
     def add(self, block: _Floats, before: _Floats | None = None) -> None:
         """Takes in more elements; ``before`` are the same ones in the checkpoint before."""
-        for start in range(0, block.size, _PIECE):
-            piece = block[start : start + _PIECE]
-            if before is not None:
-                difference = piece - before[start : start + _PIECE]
-                difference = difference[np.isfinite(difference)]
-                self._distance += _sum_of_squares(difference)
-            self._add_piece(piece)
+        with np.errstate(all="ignore"):  # squares of what float64 just holds are infinite
+            for start in range(0, block.size, _PIECE):
+                piece = block[start : start + _PIECE]
+                if before is not None:
+                    difference = piece - before[start : start + _PIECE]
+                    self._distance += _sum_of_squares(difference[np.isfinite(difference)])
+                self._add_piece(piece)
 
     def _add_piece(self, piece: _Floats) -> None:
         nans = int(np.count_nonzero(np.isnan(piece)))
@@ -133,15 +133,16 @@ class Running:
         if not self._finite:
             return Statistics(*counts, None, None, None, None, None, None, None, (), 0.0 if has_distance else None)
         deviation = math.sqrt(self._squares / self._finite)
-        low = max(self._smallest, self._mean - _DEVIATIONS * deviation)
-        high = min(self._largest, self._mean + _DEVIATIONS * deviation)
+        reach = _DEVIATIONS * deviation if math.isfinite(deviation) else math.inf
+        low = max(self._smallest, self._mean - reach, -_LARGEST)
+        high = min(self._largest, self._mean + reach, _LARGEST)
         return Statistics(
             *counts,
             self._smallest,
             self._largest,
             self._mean,
             deviation,
-            math.sqrt(self._squares + self._finite * self._mean**2),
+            math.sqrt(self._squares + self._finite * self._mean * self._mean),
             low,
             high,
             self._histogram(low, high),

@@ -84,7 +84,7 @@ function rowOf(tensor) {
   const values = tensor.values[LOOK.checkpoint];
   const cells = columns().map((column) => {
     const value = valueOf(column, tensor);
-    if (column.id === "key") return element("td", {}, element("button", { type: "button", onclick: () => showDetail(tensor) }, value));
+    if (column.id === "key") return element("td", {}, element("button", { type: "button", onclick: () => showDetail(tensor) }, ...breakable(value)));
     const text = value === null ? "–" : column.show ? column.show(value, tensor) : column.text ? value : number(value);
     const warn = column.id === "nans" && value > 0;
     return element("td", { class: warn ? "warn" : column.text ? "text" : value === null ? "none" : null }, text);

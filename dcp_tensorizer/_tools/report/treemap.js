@@ -1,6 +1,6 @@
 // Sizes as areas: the parts of what the reader looks at, and the parts of these.
 
-const GAP = 2, HEAD = 20, SMALLEST = 5;
+const GAP = 2, HEAD = 18, SMALLEST = 4, DEEPEST = 4;
 
 function drawTreemap() {
   const box = byId("treemap");
@@ -13,7 +13,7 @@ function drawTreemap() {
     byId("legend").replaceChildren();
     return;
   }
-  const cells = squarify(parts, 0, 0, width, height).flatMap((cell) => withParts(cell));
+  const cells = squarify(parts, 0, 0, width, height).flatMap((cell) => withParts(cell, cell.node, 1));
   const scale = metric && scaleOf(cells.filter((cell) => !cell.isGroup).map((cell) => metric.of(cell.node)), metric.log);
   const ranks = new Map(parts.map((part, rank) => [part.node, rank]));
   for (const cell of cells) {
@@ -24,16 +24,16 @@ function drawTreemap() {
 }
 
 // A cell, or where there is room its parts with its name above them.
-function withParts(cell) {
+function withParts(cell, top, depth) {
   const inner = partsOf(cell.node);
-  if (inner.length < 2 || cell.width < 70 || cell.height < 56) return [{ ...cell, top: cell.node }];
-  const below = squarify(inner, cell.x, cell.y + HEAD, cell.width, cell.height - HEAD);
-  return [{ ...cell, isGroup: true }, ...below.map((part) => ({ ...part, top: cell.node, above: cell.name }))];
+  if (inner.length < 2 || depth === DEEPEST || cell.width < 84 || cell.height < 64) return [{ ...cell, top }];
+  const below = squarify(inner, cell.x, cell.y + HEAD, cell.width - GAP, cell.height - HEAD - GAP);
+  return [{ ...cell, top, isGroup: true }, ...below.flatMap((part) => withParts(part, top, depth + 1))];
 }
 
 function groupOf(cell) {
-  const name = element("button", { type: "button", class: "name", onclick: () => lookAt(cell.node) }, cell.name);
-  const group = place(element("div", { class: "group" }, name), { ...cell, height: HEAD });
+  const name = element("button", { type: "button", class: cell.node === cell.top ? "name first" : "name", onclick: () => lookAt(cell.node) }, cell.name);
+  const group = place(element("div", { class: "group" }, name), { ...cell, height: HEAD + GAP });
   withTip(name, cell.node.key, () => describe(cell.node));
   return group;
 }
@@ -106,6 +106,7 @@ function worstRatio(largest, smallest, area, side) {
 function drawLegend(metric, scale) {
   const legend = byId("legend");
   legend.replaceChildren();
+  legend.hidden = !metric;
   if (!metric) return;
   const bar = element("span", { class: "ramp", role: "img", "aria-label": "from low to high" });
   bar.style.background = `linear-gradient(to right, ${ramp(0)}, ${ramp(0.5)}, ${ramp(1)})`;
