@@ -87,14 +87,17 @@ def run_all(
             remaining.clear()
             raise
 
-    with ThreadPoolExecutor(max_threads, thread_name_prefix="dcp-read") as pool:
-        try:
-            workers += [pool.submit(work) for _ in range(min(min_threads, max_threads, len(remaining)))]
-            for worker in workers:  # also those that join meanwhile
-                worker.result()
-        except BaseException:  # also a KeyboardInterrupt, which no worker sees
-            remaining.clear()
-            raise
+    try:
+        with ThreadPoolExecutor(max_threads, thread_name_prefix="dcp-read") as pool:
+            try:
+                workers += [pool.submit(work) for _ in range(min(min_threads, max_threads, len(remaining)))]
+                for worker in workers:  # also those that join meanwhile
+                    worker.result()
+            except BaseException:  # also a KeyboardInterrupt, which no worker sees
+                remaining.clear()
+                raise
+    finally:
+        del work  # it refers to itself, and by `run` to the targets: they would stay until the collector comes
 
 
 def _is_power_of_two(number: int) -> bool:

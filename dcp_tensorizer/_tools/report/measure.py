@@ -18,7 +18,7 @@ from ..._format.chunks import Region
 from ..._threads import cores
 from ..checkpoint_view import CheckpointView, StoredTensor, blocks_of
 from ..diff import proved_same
-from .statistics import Running, Statistics, wide
+from .statistics import Running, Statistics
 
 __all__ = ["Measured", "measure"]
 
@@ -118,13 +118,12 @@ def _measure_block(task: tuple[_Run, Region]) -> list[Running] | None:
     measured: list[Running] = []
     before = None
     for tensor in run.tensors:
-        elements = tensor.read(region)
+        block = tensor.read(region)
+        measured.append(Running())
         try:
-            block = wide(elements)
+            measured[-1].add(block, before)
         except (RuntimeError, NotImplementedError, TypeError):
             return None
-        measured.append(Running())
-        measured[-1].add(block, before)
         before = block
     return measured
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["BINS", "Running", "Statistics", "wide"]
+__all__ = ["BINS", "Running", "Statistics"]
 
 BINS = 40
 """Of a histogram that is shown."""
@@ -58,12 +58,7 @@ class Statistics:
     distance: float | None
 
 
-def wide(elements: torch.Tensor) -> _Floats:
-    """Elements as float64, in one dimension.
-
-    Raises:
-        RuntimeError, NotImplementedError, TypeError: their dtype has no arithmetic.
-    """
+def _wide(elements: torch.Tensor) -> _Floats:
     if elements.dtype.is_complex:
         elements = torch.view_as_real(elements.to(torch.complex128))
     return elements.to(torch.float64).reshape(-1).numpy()
@@ -78,13 +73,18 @@ class Running:
         self._smallest, self._largest = math.inf, -math.inf
         self._fine: NDArray[Any] = np.zeros(_FINE, np.int64)
 
-    def add(self, block: _Floats, before: _Floats | None = None) -> None:
-        """Takes in more elements; ``before`` are the same ones in the checkpoint before."""
+    def add(self, block: torch.Tensor, before: torch.Tensor | None = None) -> None:
+        """Takes in more elements; ``before`` are the same ones in the checkpoint before.
+
+        Raises:
+            RuntimeError, NotImplementedError, TypeError: their dtype has no arithmetic.
+        """
+        block, before = block.reshape(-1), None if before is None else before.reshape(-1)
         with np.errstate(all="ignore"):  # squares of what float64 just holds are infinite
-            for start in range(0, block.size, _PIECE):
-                piece = block[start : start + _PIECE]
+            for start in range(0, block.numel(), _PIECE):
+                piece = _wide(block[start : start + _PIECE])
                 if before is not None:
-                    difference = piece - before[start : start + _PIECE]
+                    difference = piece - _wide(before[start : start + _PIECE])
                     self._distance += _sum_of_squares(difference[np.isfinite(difference)])
                 self._add_piece(piece)
 

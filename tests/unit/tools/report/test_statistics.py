@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dcp_tensorizer._tools.report import statistics
-from dcp_tensorizer._tools.report.statistics import BINS, Running, Statistics, wide
+from dcp_tensorizer._tools.report.statistics import BINS, Running, Statistics
 
 from ....support import ALL_DTYPES, filled
 
@@ -19,8 +19,8 @@ NO_ARITHMETIC = {torch.float4_e2m1fn_x2}
 def of(values: torch.Tensor, before: torch.Tensor | None = None, cuts: int = 3) -> Statistics:
     """Statistics of a tensor that comes in some blocks, of which each is seen by another `Running`."""
     running = Running()
-    blocks = np.array_split(wide(values), cuts)
-    others = [None] * cuts if before is None else np.array_split(wide(before), cuts)
+    blocks = values.tensor_split(cuts)
+    others = [None] * cuts if before is None else before.tensor_split(cuts)
     for block, other in zip(blocks, others, strict=True):
         part = Running()
         part.add(block, other)
@@ -93,7 +93,7 @@ def test_every_dtype(dtype: torch.dtype) -> None:
     values = filled(dtype, (6, 4))
     if dtype in NO_ARITHMETIC:
         with pytest.raises((RuntimeError, NotImplementedError, TypeError)):
-            wide(values)
+            of(values)
         return
     found = of(values)
     assert found.elements == values.numel() * (2 if dtype.is_complex else 1)
