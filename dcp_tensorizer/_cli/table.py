@@ -20,7 +20,7 @@ def folded(text: str, room: int, pieces: re.Pattern[str] = _WORD) -> list[str]:
     if cell_len(text) <= room:
         return [text]
     lines = [""]
-    for piece in pieces.findall(text):
+    for piece in filter(None, pieces.findall(text)):
         if lines[-1] and cell_len((lines[-1] + piece).rstrip()) > room:
             lines.append("")
         lines[-1] += piece

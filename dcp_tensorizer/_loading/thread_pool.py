@@ -82,7 +82,7 @@ def run_all(
                 finished += 1
                 can_grow = remaining and len(workers) < max_threads
                 if can_grow and _is_power_of_two(finished) and _waits_for_storage(began, usage(), nbytes):
-                    workers.append(pool.submit(work))
+                    workers.append(pool.submit(work))  # noqa: F821  (deleted when no thread runs any more)
         except BaseException:
             remaining.clear()
             raise
