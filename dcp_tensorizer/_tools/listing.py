@@ -23,7 +23,7 @@ State = Literal["committed", "unfinished", "incomplete", "torch", "unreadable"]
 
 _NUMBER = re.compile(r"\d+")
 _TRAILER = 24  # bytes at the end that tell a pickle of ours from torch's
-_MAX_NAMED = 3
+_MAX_NAMED, _MAX_DEPTH = 3, 2  # of a hint
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +113,21 @@ def step_of(name: str) -> int | None:
 def where_below(storage: Storage) -> str:
     """A hint for somebody who named a directory that holds no checkpoint itself; empty if there are none below it."""
     try:
-        names = sorted(storage.listing()[1], key=lambda name: (step_of(name) or 0, name), reverse=True)
-        named = (
-            name for name in names if any(is_metadata_file_name(file.name) for file in storage.child(name).listing()[0])
-        )
-        found = list(itertools.islice(named, _MAX_NAMED + 1))
+        found = list(itertools.islice(_checkpoints_below(storage, _MAX_DEPTH), _MAX_NAMED + 1))
     except CheckpointError:
         return ""
     shown = ", ".join(found[:_MAX_NAMED]) + (" and others" if len(found) > _MAX_NAMED else "")
     return f" There are checkpoints below it: {shown}." if found else ""
+
+
+def _checkpoints_below(storage: Storage, depth: int) -> Iterator[str]:
+    """The paths of checkpoints below a directory, without a look at what is in them."""
+    for name in sorted(storage.listing()[1], key=lambda name: (step_of(name) or 0, name), reverse=True):
+        child = storage.child(name)
+        if any(is_metadata_file_name(file.name) for file in child.listing()[0]):
+            yield name
+        elif depth > 1:
+            yield from (f"{name}/{below}" for below in _checkpoints_below(child, depth - 1))
 
 
 def walk(storage: Storage) -> Folder:
