@@ -24,7 +24,7 @@ __all__ = [
     "show_verified",
 ]
 
-_TORCHS = "torch: written by torch's own FileSystemWriter, which `convert` and `diff` read, and `gc` leaves alone"
+_TORCHS = "torch: written by torch's own FileSystemWriter, which convert, diff and report read, and gc leaves alone"
 
 
 def show_listing(checkpoints: Sequence[CheckpointInfo], path: str, *, as_json: bool) -> None:
