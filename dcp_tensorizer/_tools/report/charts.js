@@ -5,7 +5,7 @@ const MOST_LINES = 24, LABELLED = 8;
 function drawCharts() {
   if (CHECKPOINTS.length < 2) return;
   byId("steps").hidden = false;
-  const parts = LOOK.node.children.size ? partsOf(LOOK.node) : [{ name: LOOK.node.name, node: LOOK.node }];
+  const parts = comparedIn(LOOK.node);
   const lines = parts.slice(0, MOST_LINES).map((part, rank) => ({ ...part, rank, ...normsOf(part.node) }))
     .filter((line) => line.norms.some((value) => value !== null));
   byId("steps-note").textContent = parts.length > MOST_LINES ? `the ${MOST_LINES} largest of ${parts.length} parts` : "";

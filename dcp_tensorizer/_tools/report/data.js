@@ -32,6 +32,13 @@ function makeTree(tensors) {
   return root;
 }
 
+// What a reader compares when looking at a node: its parts, or where there is only one, the parts of that.
+function comparedIn(node) {
+  const parts = partsOf(node);
+  if (!parts.length) return [{ name: node.name, node }];
+  return parts.length === 1 && parts[0].node.children.size ? comparedIn(parts[0].node) : parts;
+}
+
 // The parts of a node, largest first. A part that is only the way to one other part is shown together with that.
 function partsOf(node) {
   return [...node.children.values()].map((child) => {

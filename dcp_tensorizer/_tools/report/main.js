@@ -6,7 +6,9 @@ function lookAt(node) {
   LOOK.node = node;
   shownRows = PAGE;
   history.replaceState(null, "", node.key ? `#${encodeURIComponent(node.key)}` : location.pathname + location.search);
+  const chosenThere = document.activeElement.closest("#treemap, #crumbs");
   drawAll();
+  if (chosenThere) byId("crumbs").lastElementChild.firstElementChild.focus({ preventScroll: true });
 }
 
 function drawAll() {

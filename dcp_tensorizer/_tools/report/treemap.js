@@ -6,7 +6,7 @@ function drawTreemap() {
   const box = byId("treemap");
   const width = box.clientWidth, height = box.clientHeight;
   const metric = METRICS[LOOK.colour];
-  const parts = LOOK.node.tensor && !LOOK.node.children.size ? [{ name: LOOK.node.name, node: LOOK.node }] : partsOf(LOOK.node);
+  const parts = comparedIn(LOOK.node);
   box.replaceChildren();
   if (!LOOK.node.bytes) {
     box.append(element("p", { class: "empty" }, TENSORS.length ? "These tensors have no elements." : "There are no tensors here."));
