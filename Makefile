@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test quick unit-integration-docs e2e check docs bench compat gpu soak clean
+.PHONY: demo test quick unit-integration-docs e2e browser check docs bench compat gpu soak clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo
@@ -23,6 +23,10 @@ unit-integration-docs: $(READY)
 
 e2e: $(READY)
 	$(BIN)/python -m pytest tests/e2e
+
+# Where Chromium is installed: the report, as a reader sees it.
+browser: $(READY)
+	$(BIN)/python -m pytest tests/browser
 
 check: $(READY)
 	$(BIN)/ruff format --check .

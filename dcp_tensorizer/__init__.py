@@ -15,6 +15,7 @@ from .errors import (
     NotCommitted,
     ReadError,
     StagingError,
+    UnsupportedFormat,
     UntrustedObject,
     WriteError,
     WriterProcessDied,
@@ -49,6 +50,7 @@ __all__ = [
     "StagingError",
     "TensorizerStorageReader",
     "TensorizerStorageWriter",
+    "UnsupportedFormat",
     "UntrustedObject",
     "WriteError",
     "WriterProcessDied",
@@ -71,7 +73,7 @@ _ON_USE = {
     "open_reader": "any_format",
     "uninstall": "_install",
 }
-_MODULES = ("any_format", "convert", "manager", "planner", "reader", "writer")
+_MODULES = ("any_format", "convert", "manager", "planner", "reader", "tools", "writer")
 
 if not TYPE_CHECKING:
 

@@ -6,6 +6,8 @@ import sys
 
 __all__ = ["main"]
 
+_INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
+
 
 def main() -> None:
     """Runs the command line, if what it needs is installed."""
@@ -15,9 +17,14 @@ def main() -> None:
     except ImportError as error:
         sys.stderr.write(f"dcp-tensorizer needs {error.name}: pip install 'dcp_tensorizer[cli]'\n")
         sys.exit(2)
-    from ._cli.app import app
+    try:
+        from ._cli.app import run
 
-    app(prog_name="dcp-tensorizer")
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt:
+        sys.stderr.write("error: interrupted\n")
+        code = _INTERRUPTED
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,9 @@ from ._format.chunks import Region
 from ._format.encryption import check_decryption
 from ._tools.checkpoint_view import CheckpointView, Path, StoredObject, StoredTensor
 from ._tools.formats.common import Options
-from ._tools.formats.registry import FORMATS, TARGETS, open_checkpoint
+from ._tools.formats.names import FORMATS, did_you_mean
+from ._tools.formats.registry import TARGETS, open_checkpoint
+from ._tools.formats.renaming import key_of, new_paths
 from .errors import ConversionError, ReadError, WriteError
 
 if TYPE_CHECKING:
@@ -81,8 +83,9 @@ def convert(
     """
     started = time.monotonic()
     options = options or Options()
-    if to not in TARGETS:
-        raise ConversionError(f"{to!r} is none of the formats {', '.join(FORMATS)}")
+    for name in filter(None, (to, options.source_format)):
+        if name not in FORMATS:
+            raise ConversionError(f"{name!r} is none of the formats {', '.join(FORMATS)}{did_you_mean(name, FORMATS)}")
     if encryption is not None:
         check_decryption(encryption)
     view = open_checkpoint(source, storage_options or {}, options.source_format, encryption)
@@ -100,45 +103,33 @@ def convert(
 
 def _select(view: CheckpointView, options: Options) -> CheckpointView:
     """What is to be converted, under its new names and in its new dtypes."""
-    selected = [key for key in (*view.tensors, *view.objects) if _matches(key, options)]
-    prefix = options.strip_prefix
-    tensors = {t.key: t for t in (_renamed(view.tensors[k], prefix) for k in selected if k in view.tensors)}
-    objects = {o.key: o for o in (_renamed(view.objects[k], prefix) for k in selected if k in view.objects)}
+    selected = [key for key in view.paths if _matches(key, options)]
     if not selected:
-        raise ConversionError(f"{view.path} has no key that matches {', '.join(options.select)}")
-    if len(tensors.keys() | objects.keys()) < len(selected):
-        raise ConversionError(f"without the prefix {prefix!r}, two keys of {view.path} are the same")
-    if prefix and not any(key.startswith(prefix) for key in selected):
-        raise ConversionError(f"no key of {view.path} that is to be converted begins with {prefix!r}")
-    for stored in objects.values():
+        excluded = f" and not {', '.join(options.exclude)}" if options.exclude else ""
+        raise ConversionError(f"{view.path} has no key that matches {', '.join(options.select) or '*'}{excluded}")
+    paths = new_paths({key: view.paths[key] for key in selected}, options, view.path)
+    tensors = (_named(view.tensors[key], path) for key, path in paths.items() if key in view.tensors)
+    objects = (_named(view.objects[key], path) for key, path in paths.items() if key in view.objects)
+    view = replace(
+        view,
+        tensors={tensor.key: _cast(tensor, options.dtype) for tensor in tensors},
+        objects={stored.key: stored for stored in objects},
+    )
+    for stored in view.objects.values():
         if stored.is_tensor:
             raise ConversionError(
                 f"{stored.key!r} is a tensor of a subclass, which only its own class can take apart: leave it out"
             )
-    return replace(view, tensors={k: _cast(tensor, options.dtype) for k, tensor in tensors.items()}, objects=objects)
+    return view
 
 
 def _matches(key: str, options: Options) -> bool:
-    return not options.select or any(fnmatch.fnmatchcase(key, pattern) for pattern in options.select)
+    selected = not options.select or any(fnmatch.fnmatchcase(key, pattern) for pattern in options.select)
+    return selected and not any(fnmatch.fnmatchcase(key, pattern) for pattern in options.exclude)
 
 
-def _renamed(value: _Value, prefix: str) -> _Value:
-    if not prefix or not value.key.startswith(prefix):
-        return value
-    path = _stripped(value.path, prefix)
-    if not path or not ".".join(map(str, path)):
-        raise ConversionError(f"nothing is left of the key {value.key!r} without the prefix {prefix!r}")
-    return replace(value, key=".".join(map(str, path)), path=path)
-
-
-def _stripped(path: Path, prefix: str) -> Path:
-    """What is left of a path whose key begins with ``prefix``; it begins with a key of a dict."""
-    while path and prefix.startswith(f"{path[0]}."):
-        prefix = prefix.removeprefix(f"{path[0]}.")
-        path = path[1:]
-    if not path or (not prefix and isinstance(path[0], str)):
-        return path
-    return (str(path[0]).removeprefix(prefix), *path[1:])
+def _named(value: _Value, path: Path) -> _Value:
+    return value if path == value.path else replace(value, key=key_of(path), path=path)
 
 
 def _cast(tensor: StoredTensor, dtype: torch.dtype | None) -> StoredTensor:

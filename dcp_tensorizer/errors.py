@@ -9,6 +9,7 @@
     │   └── DecryptionError       there is no key, or not the right one
     ├── MetadataError             a checkpoint's ``.metadata`` is unusable
     │   ├── NotCommitted          there is no committed checkpoint (also a ``FileNotFoundError``)
+    │   ├── UnsupportedFormat     it is of a format or version that this release does not read
     │   └── UntrustedObject       loading would run code that nobody allowed
     └── ConversionError           a checkpoint cannot be brought into another format as asked
 
@@ -27,6 +28,7 @@ __all__ = [
     "NotCommitted",
     "ReadError",
     "StagingError",
+    "UnsupportedFormat",
     "UntrustedObject",
     "WriteError",
     "WriterProcessDied",
@@ -63,11 +65,15 @@ class DecryptionError(ReadError):
 
 
 class MetadataError(CheckpointError):
-    """A checkpoint's ``.metadata`` is damaged, or of a format this version does not read."""
+    """A checkpoint's ``.metadata`` is unusable: it is damaged, unless a subclass says otherwise."""
 
 
 class NotCommitted(MetadataError, FileNotFoundError):
     """The path holds no committed checkpoint."""
+
+
+class UnsupportedFormat(MetadataError):
+    """A checkpoint is of a format or version that this release does not read; it may be whole."""
 
 
 class UntrustedObject(MetadataError):

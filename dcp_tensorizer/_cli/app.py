@@ -1,61 +1,55 @@
-"""``dcp-tensorizer``: look at checkpoints, verify, compare, convert and collect them.
+"""``dcp-tensorizer``: look at checkpoints, verify, compare, convert and collect them, and make a report of them.
 
-Each command reads its arguments, calls the module that does the work, and shows the result. Exit codes: 0, fine; 1,
-damaged or different; 2, not done: a mistake in the command, nothing at the path, or no way to write. No command runs
-code from a checkpoint.
+Each command reads its arguments, calls the public function that does the work, and shows the result. What needs torch
+is imported when a command runs: help, the version and completion take a tenth of the time that torch does. No command
+runs code from a checkpoint. `outcome` has the exit codes.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
 
-from .._storage.open import open_storage
-from .._storage.redact import redact
-from .._tools import listing, retention
-from .._tools.checkpoint_view import data_files, read_parts, unlock_parts, view_checkpoint
-from .._tools.diff import diff as compare
-from .._tools.formats.registry import FORMATS, open_two
-from .._tools.inspect import inspect_checkpoint
-from .._tools.verify import verify as verify_files
-from ..convert import Options
-from ..convert import convert as convert_checkpoint
-from ..errors import CheckpointError, ChecksumMismatch, MetadataError, NotCommitted, ReadError, UntrustedObject
+from .._tools.formats.names import FORMATS
 from .arguments import (
     Checkpoint,
     Json,
     KeyFile,
     PassphraseFile,
     StorageOptions,
+    Version,
     read_dtype,
     read_key,
     read_nbytes,
     read_options,
+    read_renaming,
     read_seconds,
     read_split,
 )
-from .terminal import Screen, count, size
-from .views import show_checkpoint, show_difference, show_listing, show_removals, show_verified
+from .outcome import DAMAGED, DIFFERENT, NOT_DONE, OK, failed, usage_error
 
-__all__ = ["app"]
+__all__ = ["run"]
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
+_app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Look at checkpoints of dcp_tensorizer, verify, compare, convert and collect them.",
-    epilog="Exit codes: 0 fine, 1 damaged or different, 2 not done.",
+    epilog="Exit codes: 0 fine, 1 damaged or different, 2 not done, 3 unreadable by this version, 130 interrupted.",
 )
 
-_DAMAGED = _DIFFERENT = 1
-_NOT_DONE = 2
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs a command, or shows what there is; returns the exit code."""
+    as_json = "--json" in arguments
+    try:
+        return _app(list(arguments) or ["--help"], prog_name="dcp-tensorizer", standalone_mode=False) or OK
+    except usage_error as error:
+        return failed(error, as_json=as_json)
 
 
-def _command(damaged: int = _DAMAGED) -> Callable[[Callable[..., int]], None]:
+def _command(damaged: int = DAMAGED) -> Callable[[Callable[..., int]], None]:
     """A command that ends with the exit code it returns, and without a traceback for what users can fix.
 
     Args:
@@ -63,25 +57,22 @@ def _command(damaged: int = _DAMAGED) -> Callable[[Callable[..., int]], None]:
     """
 
     def add(function: Callable[..., int]) -> None:
-        @app.command(name=function.__name__)
+        @_app.command(name=function.__name__)
         @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> None:
+        def command(*args: Any, **kwargs: Any) -> int:
+            from ..errors import CheckpointError
+
             try:
-                code = function(*args, **kwargs)
-            except CheckpointError as error:
-                Screen(as_json=False).error(str(error))
-                code = damaged if _is_damage(error) else _NOT_DONE
-            raise typer.Exit(code)
+                return function(*args, **kwargs)
+            except (CheckpointError, KeyboardInterrupt) as error:
+                return failed(error, as_json=kwargs["as_json"], damaged=damaged)
 
     return add
 
 
-def _is_damage(error: CheckpointError) -> bool:
-    """Whether the checkpoint itself is the cause, and not a server, a key or permissions."""
-    if isinstance(error, NotCommitted | UntrustedObject):
-        return False
-    gone = isinstance(error, ReadError) and isinstance(error.__cause__, EOFError | FileNotFoundError)
-    return gone or isinstance(error, ChecksumMismatch | MetadataError)
+@_app.callback()
+def _all_commands(version: Version = False, as_json: Json = False) -> None:
+    """What may stand before the name of any command."""
 
 
 @_command()
@@ -90,11 +81,12 @@ def ls(
     storage_option: StorageOptions = None,
     as_json: Json = False,
 ) -> int:
-    """List the checkpoints below a path, newest first."""
-    screen = Screen(as_json=as_json)
-    storage = open_storage(path, read_options(storage_option))
-    show_listing(screen, listing.find(storage), storage)
-    return 0
+    """List the checkpoints below a path, the highest step first."""
+    from .. import tools
+    from .views import show_listing
+
+    show_listing(tools.list_checkpoints(path, storage_options=read_options(storage_option)), path, as_json=as_json)
+    return OK
 
 
 @_command()
@@ -108,14 +100,13 @@ def inspect(
     as_json: Json = False,
 ) -> int:
     """Show what is in a checkpoint: tensors, objects, totals."""
-    screen = Screen(as_json=as_json)
-    storage = open_storage(checkpoint, read_options(storage_option))
-    parts = read_parts(storage)
-    key = read_key(key_file, passphrase_file)
-    ciphers = None if key is None else unlock_parts(storage, parts, key)
-    view = view_checkpoint(storage, parts, ciphers)
-    show_checkpoint(screen, inspect_checkpoint(view, data_files(parts), pattern), chunks)
-    return 0
+    from .. import tools
+    from .views import show_checkpoint
+
+    options, key = read_options(storage_option), read_key(key_file, passphrase_file)
+    inspected = tools.inspect(checkpoint, pattern, storage_options=options, encryption=key)
+    show_checkpoint(inspected, chunks, as_json=as_json)
+    return OK
 
 
 @_command()
@@ -126,15 +117,18 @@ def verify(
     as_json: Json = False,
 ) -> int:
     """Compare a checkpoint's files with what was saved; exit code 1 if any is damaged."""
-    screen = Screen(as_json=as_json)
-    storage = open_storage(checkpoint, read_options(storage_option))
-    with screen.progress("verifying") as progress:
-        verified = verify_files(storage, read_parts(storage), full=full, progress=progress)
-    show_verified(screen, verified, storage, full)
-    return _DAMAGED if verified.damages else 0
+    from .. import tools
+    from .terminal import progress
+    from .views import show_verified
+
+    options = read_options(storage_option)
+    with progress("verifying", hidden=as_json) as on_progress:
+        verified = tools.verify(checkpoint, full=full, storage_options=options, on_progress=on_progress)
+    show_verified(verified, checkpoint, full, as_json=as_json)
+    return DAMAGED if verified.damages else OK
 
 
-@_command(damaged=_NOT_DONE)
+@_command(damaged=NOT_DONE)
 def diff(
     before: Annotated[str, typer.Argument(metavar="A", help="A checkpoint of any format that convert reads.")],
     after: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
@@ -144,29 +138,54 @@ def diff(
     as_json: Json = False,
 ) -> int:
     """Show how two checkpoints differ; exit code 1 if they do."""
-    screen = Screen(as_json=as_json)
+    from .. import tools
+    from .terminal import progress
+    from .views import show_difference
+
     options, key = read_options(storage_option), read_key(key_file, passphrase_file)
-    with screen.progress("comparing") as progress:
-        difference = compare(*open_two((before, after), options, key), progress)
-    show_difference(screen, difference)
-    return _DIFFERENT if difference else 0
+    with progress("comparing", hidden=as_json) as on_progress:
+        difference = tools.diff(before, after, storage_options=options, encryption=key, on_progress=on_progress)
+    show_difference(difference, as_json=as_json)
+    return DIFFERENT if difference else OK
 
 
 @_command()
 def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: local path or URL.")],
     target: Annotated[str, typer.Argument(metavar="DST", help="Where there is nothing yet: local path or URL.")],
-    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help=f"One of {', '.join(FORMATS)}.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to", metavar="FORMAT", help=f"One of {', '.join(FORMATS)}.", autocompletion=lambda: list(FORMATS)
+        ),
+    ],
     source_format: Annotated[
-        str | None, typer.Option("--from", metavar="FORMAT", help="What SRC must be; looked up by default.")
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="FORMAT",
+            help="What SRC must be; looked up by default.",
+            autocompletion=lambda: list(FORMATS),
+        ),
     ] = None,
     select: Annotated[
         list[str] | None, typer.Option("--select", metavar="PATTERN", help="Only keys that match; repeatable.")
     ] = None,
-    strip_prefix: Annotated[str, typer.Option(help="Cut this from the beginning of keys.")] = "",
-    dtype: Annotated[str | None, typer.Option(help="For floating-point tensors: bfloat16, float32, ...")] = None,
-    shard_size: Annotated[str, typer.Option(help="safetensors: the most in a file.")] = "5GB",
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="tensorizer: split into a file for each rank.")] = 1,
+    exclude: Annotated[
+        list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="No keys that match; repeatable.")
+    ] = None,
+    strip_prefix: Annotated[str, typer.Option(metavar="PREFIX", help="Cut this from the beginning of keys.")] = "",
+    rename: Annotated[
+        str | None, typer.Option(metavar="FILE", help="JSON, {pattern: new key}; each * keeps what it stands for.")
+    ] = None,
+    add_prefix: Annotated[str, typer.Option(metavar="PREFIX", help="Put this before all keys, last of all.")] = "",
+    dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="For floating-point tensors: bfloat16, float32, ...")
+    ] = None,
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="safetensors: the most in a file.")] = "5GB",
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, metavar="N", help="tensorizer: split into a file for each rank.")
+    ] = 1,
     split: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="tensorizer: JSON, {pattern: dimension} of the tensors to split."),
@@ -180,38 +199,65 @@ def convert(
     as_json: Json = False,
 ) -> int:
     """Bring a checkpoint into another format: whole tensors, in the memory of the largest one."""
-    screen = Screen(as_json=as_json)
+    from .. import convert as formats
+    from .terminal import progress
+    from .views import show_converted
+
     if split is not None and tensor_parallel == 1:
         raise typer.BadParameter("is for --tensor-parallel N, into how many files to split", param_hint="--split")
-    conversion = Options(
+    conversion = formats.Options(
         select=select or (),
+        exclude=exclude or (),
         strip_prefix=strip_prefix,
+        rename=read_renaming(rename),
+        add_prefix=add_prefix,
         dtype=read_dtype(dtype),
         source_format=source_format,
         shard_bytes=read_nbytes(shard_size),
         tensor_parallel=tensor_parallel,
         split=read_split(split),
-        buffers=(*Options.buffers, *(buffer or ())),
+        buffers=(*formats.Options.buffers, *(buffer or ())),
     )
-    with screen.progress("converting") as progress:
-        converted = convert_checkpoint(
+    with progress("converting", hidden=as_json) as on_progress:
+        converted = formats.convert(
             source,
             target,
             to,
             options=conversion,
             storage_options=read_options(storage_option),
             encryption=read_key(key_file, passphrase_file),
-            on_progress=progress,
+            on_progress=on_progress,
         )
-    if as_json:
-        screen.json(dataclasses.asdict(converted))
-    else:
-        objects = f" and {count(converted.objects, 'object')}" if converted.objects else ""
-        screen.line(
-            f"{redact(target)}: {count(converted.tensors, 'tensor')}{objects}, {size(converted.nbytes)}, "
-            f"from {converted.source_format} to {to} in {converted.seconds:.1f} s"
+    show_converted(converted, target, to, as_json=as_json)
+    return OK
+
+
+@_command()
+def report(
+    checkpoints: Annotated[
+        list[str], typer.Argument(metavar="CKPT...", help="Checkpoints of any format that convert reads.")
+    ],
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="The page to write.")] = "report.html",
+    key_file: KeyFile = None,
+    passphrase_file: PassphraseFile = None,
+    storage_option: StorageOptions = None,
+    as_json: Json = False,
+) -> int:
+    """Make a page to look at: sizes, norms, histograms, and how they move over several checkpoints."""
+    from .. import tools
+    from .terminal import progress
+    from .views import show_report
+
+    with progress("reading", hidden=as_json) as on_progress:
+        reported = tools.report(
+            checkpoints,
+            output,
+            storage_options=read_options(storage_option),
+            encryption=read_key(key_file, passphrase_file),
+            on_progress=on_progress,
         )
-    return 0
+    show_report(reported, as_json=as_json)
+    return OK
 
 
 @_command()
@@ -223,15 +269,24 @@ def gc(
     older_than: Annotated[
         str | None, typer.Option(metavar="AGE", help="Only what is older: 90s, 30m, 12h, 7d, 2w.")
     ] = None,
+    only_data: Annotated[
+        bool, typer.Option("--only-data", help="Leave what others have put into a checkpoint's directory.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing, and show what would be.")] = False,
     storage_option: StorageOptions = None,
     as_json: Json = False,
 ) -> int:
     """Remove old checkpoints, and what dead saves have left; never the newest committed one."""
-    screen = Screen(as_json=as_json)
-    storage = open_storage(path, read_options(storage_option))
-    seconds = None if older_than is None else read_seconds(older_than)
-    planned = retention.plan_collection(storage, keep, seconds)
-    removals = planned if dry_run else [retention.collect(removal) for removal in planned]
-    show_removals(screen, removals, storage, dry_run)
-    return _NOT_DONE if any(removal.failed for removal in removals) else 0
+    from .. import tools
+    from .views import show_removals
+
+    removals = tools.collect(
+        path,
+        keep=keep,
+        older_than=None if older_than is None else read_seconds(older_than),
+        only_data=only_data,
+        dry_run=dry_run,
+        storage_options=read_options(storage_option),
+    )
+    show_removals(removals, path, dry_run, as_json=as_json)
+    return NOT_DONE if any(removal.failed for removal in removals) else OK

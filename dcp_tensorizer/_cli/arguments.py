@@ -7,13 +7,14 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
-from .._format.encryption import decryption_key
+from .._tools.formats.names import did_you_mean
 from ..errors import ConversionError, DecryptionError
 
 if TYPE_CHECKING:
+    import torch
+
     from .._format.encryption import DecryptionParams
 
 __all__ = [
@@ -22,10 +23,12 @@ __all__ = [
     "KeyFile",
     "PassphraseFile",
     "StorageOptions",
+    "Version",
     "read_dtype",
     "read_key",
     "read_nbytes",
     "read_options",
+    "read_renaming",
     "read_seconds",
     "read_split",
 ]
@@ -38,7 +41,27 @@ PassphraseFile = Annotated[
     Path | None,
     typer.Option("--passphrase-file", metavar="FILE", help="The passphrase; a newline at its end is no part of it."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for scripts.")]
+
+
+def _here_or_before(context: typer.Context, given: bool) -> bool:
+    """A switch that may also stand before the name of the command."""
+    return given or bool(context.parent and context.parent.params.get("as_json"))
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from .. import __version__
+
+        typer.echo(f"dcp-tensorizer {__version__}")
+        raise typer.Exit
+
+
+Json = Annotated[
+    bool, typer.Option("--json", help="One JSON document on stdout, for scripts.", callback=_here_or_before)
+]
+Version = Annotated[
+    bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+]
 StorageOptions = Annotated[
     list[str] | None,
     typer.Option("--storage-option", metavar="KEY=VALUE", help="For the fsspec file system; VALUE may be JSON."),
@@ -63,6 +86,8 @@ def read_key(key_file: Path | None, passphrase_file: Path | None) -> DecryptionP
     """The key in a file; in an argument, other users of the machine would see it."""
     if key_file is None and passphrase_file is None:
         return None
+    from .._format.encryption import decryption_key
+
     try:
         key = None if key_file is None else key_file.read_bytes()
         passphrase = None if passphrase_file is None else passphrase_file.read_text(encoding="utf-8").removesuffix("\n")
@@ -72,22 +97,32 @@ def read_key(key_file: Path | None, passphrase_file: Path | None) -> DecryptionP
 
 
 def read_dtype(name: str | None) -> torch.dtype | None:
-    dtype = getattr(torch, name or "", None)
-    if name is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise typer.BadParameter(f"{name!r} is no floating-point dtype of torch", param_hint="--dtype")
-    return dtype
+    import torch
+
+    dtypes = {key: value for key, value in vars(torch).items() if isinstance(value, torch.dtype)}
+    floats = {key: value for key, value in dtypes.items() if value.is_floating_point}
+    if name is not None and name not in floats:
+        meant = did_you_mean(name, floats)
+        raise typer.BadParameter(f"{name!r} is no floating-point dtype of torch{meant}", param_hint="--dtype")
+    return floats[name] if name else None
 
 
 def read_split(file: str | None) -> dict[str, int]:
-    if file is None:
-        return {}
+    return {} if file is None else _read_rules(file, int, "patterns and dimensions, like {'*.q_proj.weight': 0}")
+
+
+def read_renaming(file: str | None) -> dict[str, str]:
+    return {} if file is None else _read_rules(file, str, "patterns and new keys, like {'layers.*.wq': 'blocks.*.q'}")
+
+
+def _read_rules(file: str, kind: type, what: str) -> dict[str, Any]:
     try:
         with open(file, encoding="utf-8") as stream:
             rules = json.load(stream)
     except (OSError, ValueError) as error:
         raise ConversionError(f"cannot read the rules in {file}: {error}") from error
-    if not isinstance(rules, dict) or not all(type(dim) is int for dim in rules.values()):
-        raise ConversionError(f"{file} is not a JSON object of patterns and dimensions, like {{'*.q_proj.weight': 0}}")
+    if not isinstance(rules, dict) or not all(type(value) is kind for value in rules.values()):
+        raise ConversionError(f"{file} is not a JSON object of {what}")
     return rules
 
 

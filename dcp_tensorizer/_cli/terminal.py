@@ -1,70 +1,110 @@
-"""The command line's output: tables that fit a terminal, and are never cut in a pipe."""
+"""The command line's output: tables, lines and one JSON document on stdout; progress and errors on stderr."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
+import signal
 import sys
-import time
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from datetime import datetime
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Screen", "count", "size"]
+from .table import folded, lay_out
 
-_PIPE_COLUMNS = 1 << 16  # nothing is cut or folded where a program reads
+__all__ = [
+    "count",
+    "moment",
+    "print_error",
+    "print_json",
+    "print_line",
+    "print_table",
+    "progress",
+    "ranks",
+    "shape",
+    "size",
+]
+
+_PIPE_COLUMNS = 1 << 16  # nothing is broken where a program reads
 _MAX_NAMED_RANKS = 4
 
+_console = functools.partial(Console, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
-class Screen:
-    """Where a command's result goes: tables, or one JSON document, on stdout; what it is doing on stderr."""
 
-    def __init__(self, *, as_json: bool) -> None:
-        self.as_json = as_json
-        plain = functools.partial(Console, highlight=False, markup=False, emoji=False)
-        self._out = plain() if plain().is_terminal else plain(width=_PIPE_COLUMNS)
-        self._err = plain(stderr=True)
+def print_json(value: Any) -> None:
+    """One document: records as objects, times in ISO format, and null for a number that JSON cannot say."""
+    # In ASCII: names of files may be no text that can be encoded.
+    sys.stdout.write(json.dumps(_plain(value), indent=2, allow_nan=False) + "\n")
 
-    def json(self, value: Any) -> None:
-        # In ASCII: names of files may be no text that can be encoded.
-        sys.stdout.write(json.dumps(_plain(value), indent=2, allow_nan=False) + "\n")
 
-    def line(self, text: str, style: str = "") -> None:
-        self._out.print(Text(_visible(text), style=style), soft_wrap=True)
+def print_line(text: str, style: str = "") -> None:
+    console = _console()
+    console.print(Text(_folded(text, console), style=style))
 
-    def error(self, text: str) -> None:
-        self._err.print(Text.assemble(("error: ", "bold red"), _visible(text)), soft_wrap=True)
 
-    def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:
-        """Prints a table; a column whose name begins with ``>`` is of numbers."""
-        table = Table(box=None, pad_edge=False, header_style="bold", title_style="bold", title_justify="left")
-        for name in columns:
-            is_number = name.startswith(">")
-            justify: Literal["left", "right"] = "right" if is_number else "left"
-            table.add_column(name.lstrip(">"), justify=justify, no_wrap=is_number, overflow="fold")
-        for row in rows:
-            table.add_row(*(Text(_visible(_cell(value))) for value in row))
-        if table.row_count:
-            if title:
-                self._out.print()
-                self._out.print(Text(_visible(title), style="bold cyan"), soft_wrap=True)
-            self._out.print(table)
+def print_error(text: str, hint: str = "") -> None:
+    console = _console(stderr=True)
+    message = Text(_folded(f"error: {text}", console))
+    message.stylize("bold red", 0, len("error:"))
+    console.print(message)
+    if hint:
+        console.print(Text(_folded(hint, console), style="dim"))
 
-    @contextmanager
-    def progress(self, doing: str) -> Iterator[Any]:
-        """A bar, on a terminal; gives a function to be called with what is done and what there is to do."""
-        description = TextColumn("{task.description}")
-        columns = description, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-        bar = Progress(*columns, console=self._err, transient=True, disable=not self._err.is_terminal or self.as_json)
-        with bar:
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:
+    """Prints a table, unless it has no rows; a column whose name begins with ``>`` is of numbers."""
+    console = _console()
+    cells = [[_visible(_cell(value)) for value in row] for row in rows]
+    if not cells:
+        return
+    if title:
+        console.print()
+        console.print(Text(_visible(title), style="bold cyan"))
+    head, *lines = lay_out(columns, cells, _width(console))
+    console.print(Text(head, style="bold"))
+    console.print(Text("\n".join(lines)))
+
+
+@contextmanager
+def progress(doing: str, *, hidden: bool) -> Iterator[Any]:
+    """A bar, on a terminal; gives a function to be called with what is done and what there is to do.
+
+    Ctrl-C interrupts this thread at once, and every other when it calls the function.
+    """
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    console = _console(stderr=True)
+    description = TextColumn("{task.description}")
+    columns = description, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    interrupted = threading.Event()
+
+    def interrupt(*_: object) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    def update(done: int, total: int) -> None:
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+        bar.update(task, completed=done, total=total)
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with Progress(*columns, console=console, transient=True, disable=hidden or not console.is_terminal) as bar:
             task = bar.add_task(doing, total=None)
-            yield lambda done, total: bar.update(task, completed=done, total=total)
+            yield update
+    except Exception as error:
+        if interrupted.is_set():  # what a library made of it
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def size(nbytes: int) -> str:
@@ -84,9 +124,9 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else plural}"
 
 
-def moment(seconds: float | None) -> str:
+def moment(time: datetime | None) -> str:
     """A time, local and to the second."""
-    return "-" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    return "-" if time is None else time.astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def shape(extents: Sequence[int]) -> str:
@@ -104,6 +144,14 @@ def ranks(numbers: Iterable[int | None]) -> str:
     return ", ".join(map(str, known[:_MAX_NAMED_RANKS])) + (", ..." if len(known) > _MAX_NAMED_RANKS else "")
 
 
+def _width(console: Console) -> int:
+    return console.width if console.is_terminal else _PIPE_COLUMNS
+
+
+def _folded(text: str, console: Console) -> str:
+    return "\n".join(folded(_visible(text), _width(console)))
+
+
 def _cell(value: object) -> str:
     """A count in full, a difference in three digits, which are enough to judge it by."""
     if value is None:
@@ -117,10 +165,14 @@ def _visible(text: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no numbers for infinities and NaN."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, datetime):
+        return value.isoformat(timespec="milliseconds")
+    if dataclasses.is_dataclass(value):
+        names = (field.name for field in dataclasses.fields(value))
+        return {name.replace("nbytes", "bytes"): _plain(getattr(value, name)) for name in names}
+    if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]

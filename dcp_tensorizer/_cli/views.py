@@ -3,124 +3,121 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
-from .._storage.base import Storage
-from .._tools.diff import Difference
-from .._tools.listing import Listed
-from .._tools.retention import Removal
-from .._tools.verify import Verified
-from . import terminal
-from .terminal import Screen, count, size
+from .._storage.open import absolute_path
+from .._storage.redact import redact
+from .terminal import count, moment, print_json, print_line, print_table, ranks, shape, size
 
-__all__ = ["show_checkpoint", "show_difference", "show_listing", "show_removals", "show_verified"]
+if TYPE_CHECKING:
+    from ..convert import Converted
+    from ..tools import CheckpointInfo, Collected, Difference, Inspection, Reported, TensorInfo, Verified
+
+__all__ = [
+    "show_checkpoint",
+    "show_converted",
+    "show_difference",
+    "show_listing",
+    "show_removals",
+    "show_report",
+    "show_verified",
+]
+
+_TORCHS = "torch: written by torch's own FileSystemWriter, which convert, diff and report read, and gc leaves alone"
 
 
-def show_listing(screen: Screen, checkpoints: Sequence[Listed], storage: Storage) -> None:
+def show_listing(checkpoints: Sequence[CheckpointInfo], path: str, *, as_json: bool) -> None:
     """Checkpoints below a directory."""
-    if screen.as_json:
-        names = ("path", "step", "state", "saved", "nbytes", "ranks", "tensors", "objects")
-        leftovers = [{"leftover_bytes": sum(file.nbytes for file in listed.leftovers)} for listed in checkpoints]
-        screen.json([_fields(listed, *names) | left for listed, left in zip(checkpoints, leftovers, strict=True)])
+    if as_json:
+        print_json(checkpoints)
         return
     rows = (
-        [
-            _below(c.path, storage),
-            c.state,
-            terminal.moment(c.saved),
-            size(c.nbytes),
-            c.ranks and str(c.ranks),
-            c.tensors,
-        ]
+        [_below(c.path, path), c.state, moment(c.saved), size(c.nbytes), c.ranks and str(c.ranks), c.tensors]
         for c in checkpoints
     )
-    screen.table(["checkpoint", "state", "saved", ">size", ">ranks", ">tensors"], rows)
+    print_table(["checkpoint", "state", "saved", ">size", ">ranks", ">tensors"], rows)
     if not checkpoints:
-        screen.line(f"no checkpoints below {storage.path}")
+        print_line(f"no checkpoints below {redact(path)}")
+    if any(c.state == "torch" for c in checkpoints):
+        print_line(_TORCHS, "dim")
 
 
-def show_checkpoint(screen: Screen, described: dict[str, Any], chunks: bool) -> None:
-    """What `inspect_checkpoint` gives; ``chunks``: a line for each chunk, and not for each tensor."""
-    if screen.as_json:
-        screen.json(described)
+def show_checkpoint(inspected: Inspection, chunks: bool, *, as_json: bool) -> None:
+    """What is in a checkpoint; ``chunks``: a line for each chunk, and not for each tensor."""
+    if as_json:
+        print_json(inspected)
         return
-    tensors, objects = described["tensors"], described["objects"]
-    (_show_chunks if chunks else _show_tensors)(screen, tensors)
-    rows = ([o["key"], o["type"], o["value"], size(o["bytes"])] for o in objects)
-    screen.table(["object", "type", "value", ">size"], rows, title="Objects")
-    for title, column in (("By dtype", "dtype"), ("By key", "key")):
-        totals = described[f"by_{column}"].items()
-        rows = ([name, total["tensors"], total["elements"], size(total["bytes"])] for name, total in totals)
-        screen.table([column, ">tensors", ">elements", ">size"], rows, title=title)
-    rows = ([file["file"], str(file["rank"]), size(file["bytes"])] for file in described["files"])
-    screen.table(["file", ">rank", ">size"], rows, title="Files")
-    total = sum(tensor["bytes"] for tensor in tensors)
-    screen.line("")
-    screen.line(
-        f"{count(len(tensors), 'tensor')} of {size(total)} and {count(len(objects), 'object')}, "
-        f"saved by {count(described['ranks'], 'rank')}"
+    (_show_chunks if chunks else _show_tensors)(inspected.tensors)
+    objects = ([o.key, o.type, o.text, size(o.nbytes)] for o in inspected.objects)
+    print_table(["object", "type", "value", ">size"], objects, "Objects")
+    for title, column, totals in (
+        ("By dtype", "dtype", inspected.by_dtype),
+        ("By key", "key", inspected.by_key),
+    ):
+        sums = ([name, total.tensors, total.elements, size(total.nbytes)] for name, total in totals.items())
+        print_table([column, ">tensors", ">elements", ">size"], sums, title)
+    files = ([file.file, str(file.rank), size(file.nbytes)] for file in inspected.files)
+    print_table(["file", ">rank", ">size"], files, "Files")
+    total = sum(tensor.nbytes for tensor in inspected.tensors)
+    print_line("")
+    print_line(
+        f"{count(len(inspected.tensors), 'tensor')} of {size(total)} and {count(len(inspected.objects), 'object')}, "
+        f"saved by {count(inspected.ranks, 'rank')}"
     )
 
 
-def _show_chunks(screen: Screen, tensors: Sequence[dict[str, Any]]) -> None:
+def _show_chunks(tensors: Sequence[TensorInfo]) -> None:
     rows = (
         [
-            tensor["key"],
-            terminal.shape(chunk["offset"]) if chunk["offset"] else None,
-            terminal.shape(chunk["shape"]),
-            size(chunk["bytes"]),
-            chunk["file"],
-            chunk["file_offset"],
+            tensor.key,
+            shape(chunk.offset) if chunk.offset else None,
+            shape(chunk.shape),
+            size(chunk.nbytes),
+            chunk.file,
+            chunk.file_offset,
         ]
         for tensor in tensors
-        for chunk in tensor["chunks"]
+        for chunk in tensor.chunks
     )
-    screen.table(["tensor", "from", "shape", ">bytes", "file", ">at"], rows)
+    print_table(["tensor", "from", "shape", ">bytes", "file", ">at"], rows)
 
 
-def _show_tensors(screen: Screen, tensors: Sequence[dict[str, Any]]) -> None:
+def _show_tensors(tensors: Sequence[TensorInfo]) -> None:
     rows = (
         [
-            tensor["key"],
-            terminal.shape(tensor["shape"]),
-            tensor["dtype"],
-            size(tensor["bytes"]),
-            str(len(tensor["chunks"])),
-            terminal.ranks(chunk["rank"] for chunk in tensor["chunks"]),
+            tensor.key,
+            shape(tensor.shape),
+            tensor.dtype,
+            size(tensor.nbytes),
+            str(len(tensor.chunks)),
+            ranks(chunk.rank for chunk in tensor.chunks),
         ]
         for tensor in tensors
     )
-    screen.table(["tensor", "shape", "dtype", ">size", ">chunks", "ranks"], rows)
+    print_table(["tensor", "shape", "dtype", ">size", ">chunks", "ranks"], rows)
 
 
-def show_verified(screen: Screen, verified: Verified, storage: Storage, full: bool) -> None:
+def show_verified(verified: Verified, path: str, full: bool, *, as_json: bool) -> None:
     """What `verify` says of a checkpoint."""
-    damages = verified.damages
-    if screen.as_json:
-        result = {"path": storage.path, "ok": not damages, "full": full}
-        result |= _fields(verified, "files", "items", "nbytes", "seconds")
-        screen.json(result | {"damages": [damage._asdict() for damage in damages]})
+    if as_json:
+        print_json({"path": redact(path), "ok": not verified.damages, "full": full} | _fields(verified))
         return
-    for name, in_file in itertools.groupby(damages, lambda damage: damage.file):
-        rows = (["(the file)" if d.key is None else d.key, d.offset, d.what] for d in in_file)
-        screen.table(["damaged", ">at", "what"], rows, title=f"{storage.path}/{name}")
-    if damages:
-        screen.line("")
+    for damage in verified.damages:
+        print_line(f"{damage.file}: {'' if damage.key is None else f'{damage.key!r}: '}{damage.what}")
     rate = verified.nbytes / 1e9 / max(verified.seconds, 1e-9)
-    screen.line(
-        f"{'DAMAGED' if damages else 'ok'}: {count(verified.files, 'file')}, {count(verified.items, 'item')}, "
+    print_line(
+        f"{'DAMAGED' if verified.damages else 'ok'}: {count(verified.files, 'file')}, {count(verified.items, 'item')}, "
         f"{size(verified.nbytes)} in {verified.seconds:.1f} s ({rate:.2f} GB/s)"
-        + (f", {count(len(damages), 'damage')}" if damages else ""),
-        "bold red" if damages else "bold green",
+        + (f", {count(len(verified.damages), 'damage')}" if verified.damages else ""),
+        "bold red" if verified.damages else "bold green",
     )
 
 
-def show_difference(screen: Screen, difference: Difference) -> None:
+def show_difference(difference: Difference, *, as_json: bool) -> None:
     """How two checkpoints differ."""
-    if screen.as_json:
-        screen.json(dataclasses.asdict(difference))
+    if as_json:
+        print_json(difference)
         return
     rows = (
         [
@@ -133,52 +130,71 @@ def show_difference(screen: Screen, difference: Difference) -> None:
         ]
         for change in difference.changed
     )
-    screen.table(["changed", "what", ">elements", ">differing", ">largest", ">relative"], rows)
-    screen.table(["only in A"], ([key] for key in difference.removed))
-    screen.table(["only in B"], ([key] for key in difference.added))
+    print_table(["changed", "what", ">elements", ">differing", ">largest", ">relative"], rows)
+    print_table(["only in A"], ([key] for key in difference.removed))
+    print_table(["only in B"], ([key] for key in difference.added))
     keys = f"{difference.same:,} keys the same, {len(difference.changed):,} changed"
     only = f"{len(difference.removed):,} only in A, {len(difference.added):,} only in B"
-    screen.line(
+    print_line(
         f"{'different' if difference else 'the same'}: {keys}, {only} ({size(difference.nbytes)} read)",
         "bold yellow" if difference else "bold green",
     )
 
 
-def show_removals(screen: Screen, removals: Sequence[Removal], storage: Storage, dry_run: bool) -> None:
+def show_converted(converted: Converted, target: str, to: str, *, as_json: bool) -> None:
+    """What `convert` has written."""
+    if as_json:
+        print_json({"path": redact(target), "format": to} | _fields(converted))
+        return
+    objects = f" and {count(converted.objects, 'object')}" if converted.objects else ""
+    print_line(
+        f"{redact(target)}: {count(converted.tensors, 'tensor')}{objects}, {size(converted.nbytes)}, "
+        f"from {converted.source_format} to {to} in {converted.seconds:.1f} s"
+    )
+
+
+def show_report(reported: Reported, *, as_json: bool) -> None:
+    """What `report` has written."""
+    if as_json:
+        print_json(reported)
+        return
+    print_line(
+        f"{reported.path}: {count(reported.tensors, 'tensor')} of {count(len(reported.checkpoints), 'checkpoint')}, "
+        f"{size(reported.nbytes)} in {reported.seconds:.1f} s"
+    )
+
+
+def show_removals(removals: Sequence[Collected], path: str, dry_run: bool, *, as_json: bool) -> None:
     """What was removed below a directory, or would be."""
     removed = [removal for removal in removals if not removal.kept]
     total = sum(removal.nbytes for removal in removed)
-    if screen.as_json:
-        described = [
-            {"path": removal.path, "files": [file.name for file in removal.files], "kept": removal.kept or None}
-            | _fields(removal, "whole", "nbytes", "failed")
-            for removal in removals
-        ]
-        screen.json({"dry_run": dry_run, "bytes": total, "removals": described})
+    if as_json:
+        print_json({"dry_run": dry_run, "bytes": total, "removals": removals})
         return
     rows = (
         [
-            _below(removal.path, storage),
+            _below(removal.path, path),
             "checkpoint" if removal.whole else "leftovers",
             size(removal.nbytes),
-            removal.kept and f"kept: {removal.kept}",
+            f"kept: {removal.kept}" if removal.kept else "",
         ]
         for removal in removals
     )
-    screen.table(["path", "what", ">size", ""], rows)
+    print_table(["path", "what", ">size", ""], rows)
     checkpoints = sum(removal.whole for removal in removed)
     others = len(removed) - checkpoints
     verb = "would be removed" if dry_run else "removed"
-    screen.line(
+    print_line(
         f"{count(checkpoints, 'checkpoint')} and leftovers in {count(others, 'directory')} {verb}: {size(total)}"
     )
 
 
-def _fields(record: Any, *names: str) -> dict[str, Any]:
-    """Attributes for a JSON document, in which ``nbytes`` is called ``bytes``."""
-    return {"bytes" if name == "nbytes" else name: getattr(record, name) for name in names}
+def _fields(record: Verified | Converted) -> dict[str, object]:
+    """A record's fields, where a JSON document has more than these."""
+    return {field.name.replace("nbytes", "bytes"): getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
-def _below(path: str, storage: Storage) -> str:
+def _below(found: str, path: str) -> str:
     """A checkpoint as seen from the directory that was asked for."""
-    return path.removeprefix(storage.path).lstrip("/") or path
+    above = redact(str(absolute_path(path))).rstrip("/")
+    return found.removeprefix(above).lstrip("/") or found

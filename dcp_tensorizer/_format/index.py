@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 import xxhash
 
-from ..errors import MetadataError
+from ..errors import MetadataError, UnsupportedFormat
 from .index_rows import DataFile, Head, Section, SectionKind, decode_head, encode_rows
 from .layout import Seal, is_data_file_name
 
@@ -198,7 +198,7 @@ def read_head(data: bytes, path: str, *, whole: bool = True) -> Head:
         MetadataError: it is damaged, of another version, or something else; says what it is.
     """
     if not data.startswith(_MAGIC):
-        raise MetadataError(f"{path} {_what_it_is(data)}")
+        raise _not_an_index(path, data)
     if len(data) < _START:
         raise _damaged(path, f"it ends after {len(data):,} bytes")
     _, version, head_nbytes, nbytes = _FIXED.unpack_from(data)
@@ -209,7 +209,7 @@ def read_head(data: bytes, path: str, *, whole: bool = True) -> Head:
     if _digest(fixed, mac, packed) != digest:
         raise _damaged(path, "its checksum does not match")
     if version != INDEX_VERSION:
-        raise MetadataError(
+        raise UnsupportedFormat(
             f"{path} is of format version {version}, and this release reads version {INDEX_VERSION}: install the "
             f"release of dcp_tensorizer that wrote it, or a newer one"
         )
@@ -296,19 +296,21 @@ def _check_head(head: Head, nbytes: int, path: str) -> None:
             raise nonsense(path, f"it names a data file {name!r}")
 
 
-def _what_it_is(data: bytes) -> str:
-    """What a file is that does not begin as an index does."""
+def _not_an_index(path: str, data: bytes) -> MetadataError:
+    """The error for a file that does not begin as an index does: says what it is."""
     if data[-24:-16] == _OLD_TRAILER:
-        return (
-            "is a pickle of dcp_tensorizer from before its first release, which is no longer read: load the "
-            "checkpoint with the revision that wrote it, and save it again"
+        return UnsupportedFormat(
+            f"{path} is a pickle of dcp_tensorizer from before its first release, which is no longer read: load the "
+            f"checkpoint with the revision that wrote it, and save it again"
         )
     if data.startswith(_PICKLE):
-        return (
-            "was not written by dcp_tensorizer: it is a pickle, as torch's own FileSystemWriter writes. Load it with "
-            "FileSystemReader, or bring it over with `dcp-tensorizer convert`."
+        return UnsupportedFormat(
+            f"{path} was not written by dcp_tensorizer: it is a pickle, as torch's own FileSystemWriter writes. Load "
+            f"it with FileSystemReader, or bring it over with `dcp-tensorizer convert`."
         )
-    return "was not written by dcp_tensorizer, or is damaged at its beginning. Load another checkpoint."
+    return MetadataError(
+        f"{path} was not written by dcp_tensorizer, or is damaged at its beginning. Load another checkpoint."
+    )
 
 
 def _damaged(path: str, why: str) -> MetadataError:

@@ -82,19 +82,22 @@ def run_all(
                 finished += 1
                 can_grow = remaining and len(workers) < max_threads
                 if can_grow and _is_power_of_two(finished) and _waits_for_storage(began, usage(), nbytes):
-                    workers.append(pool.submit(work))
+                    workers.append(pool.submit(work))  # noqa: F821  (deleted when no thread runs any more)
         except BaseException:
             remaining.clear()
             raise
 
-    with ThreadPoolExecutor(max_threads, thread_name_prefix="dcp-read") as pool:
-        try:
-            workers += [pool.submit(work) for _ in range(min(min_threads, max_threads, len(remaining)))]
-            for worker in workers:  # also those that join meanwhile
-                worker.result()
-        except BaseException:  # also a KeyboardInterrupt, which no worker sees
-            remaining.clear()
-            raise
+    try:
+        with ThreadPoolExecutor(max_threads, thread_name_prefix="dcp-read") as pool:
+            try:
+                workers += [pool.submit(work) for _ in range(min(min_threads, max_threads, len(remaining)))]
+                for worker in workers:  # also those that join meanwhile
+                    worker.result()
+            except BaseException:  # also a KeyboardInterrupt, which no worker sees
+                remaining.clear()
+                raise
+    finally:
+        del work  # it refers to itself, and by `run` to the targets: they would stay until the collector comes
 
 
 def _is_power_of_two(number: int) -> bool:

@@ -39,6 +39,7 @@ __all__ = [
     "named_paths",
     "plain_tensor",
     "read_parts",
+    "saved_at",
     "unlock_parts",
     "view_checkpoint",
 ]
@@ -113,12 +114,13 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointView:
-    """A checkpoint, by key."""
+    """A checkpoint, by key; ``saved``: when, by its own record, in seconds since the epoch; None if it has none."""
 
     path: str
     format: str
     tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, StoredObject] = field(default_factory=dict)
+    saved: float | None = None
 
     @property
     def paths(self) -> dict[str, Path]:
@@ -179,6 +181,11 @@ def data_files(parts: Mapping[int | None, Metadata]) -> dict[str, int]:
     return {name: nbytes for part in parts.values() for name, nbytes in part.storage_data["files"].items()}
 
 
+def saved_at(parts: Mapping[int | None, Metadata]) -> float:
+    """When a checkpoint was saved, by its own record: seconds since the epoch (see `read_parts`)."""
+    return float(max(part.storage_data["saved_at"] for part in parts.values())) / 1e9
+
+
 def unlock_parts(
     storage: Storage, parts: Mapping[int | None, Metadata], key: DecryptionParams | None
 ) -> dict[int | None, Cipher | None]:
@@ -232,7 +239,7 @@ def view_checkpoint(
             nbytes = sum(chunk.item.length for chunk in chunks)
             read_object = functools.partial(_read_object, storage, key, chunks)
             objects[key] = StoredObject(key, path, nbytes, read_object, chunks[0].item if chunks else None)
-    return CheckpointView(storage.path, "dcp_tensorizer", tensors, objects)
+    return CheckpointView(storage.path, "dcp_tensorizer", tensors, objects, saved_at(parts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from .checkpoint_view import CheckpointView, StoredObject, StoredTensor, blocks_
 from .chunk_reader import Chunk
 from .inspect import shown_value
 
-__all__ = ["Change", "Difference", "diff"]
+__all__ = ["Change", "Difference", "diff", "proved_same"]
 
 _Pair = tuple[StoredTensor, StoredTensor]
 
@@ -104,7 +104,7 @@ def diff(
         change = None
         if a is not None and b is not None:
             change = _described_change(a, b)
-            if change is None and not _proved_same(a, b):
+            if change is None and not proved_same(a, b):
                 to_read.append((a, b))
         elif a is None and b is None:
             change = _object_change(before.objects[key], after.objects[key])
@@ -135,7 +135,7 @@ def _described_change(a: StoredTensor, b: StoredTensor) -> Change | None:
     return None
 
 
-def _proved_same(a: StoredTensor, b: StoredTensor) -> bool:
+def proved_same(a: StoredTensor, b: StoredTensor) -> bool:
     """Whether two tensors were saved in the same chunks with the same digests."""
     known = _digests(a.chunks)
     return bool(known) and known == _digests(b.chunks)
@@ -151,7 +151,7 @@ def _object_change(a: StoredObject, b: StoredObject) -> Change | None:
     contents = a.read(), b.read()
     if contents[0] == contents[1] or _are_equal(*contents):
         return None
-    (old_type, old), (new_type, new) = map(shown_value, contents)
+    (old_type, old, _), (new_type, new, _) = map(shown_value, contents)
     if (old, old_type) == (new, new_type):  # what is shown is not all of it
         old, new = f"{old} ({a.nbytes:,} bytes)", f"{new} ({b.nbytes:,} bytes)"
     return Change(a.key, "value", old, new)

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from .._format.layout import data_file_rank, is_data_file_name, is_metadata_file_name, is_ours
+from .._format.index import is_index, looks_like_pickle
+from .._format.layout import data_file_rank, is_data_file_name, is_metadata_file_name, is_ours, metadata_file_name
 from .._saving.commit import dead_files, leftovers
 from .._storage.base import FileInfo, Storage
-from ..errors import CheckpointError, NotCommitted
-from .checkpoint_view import data_files, read_parts, view_checkpoint
+from ..errors import CheckpointError, NotCommitted, UnsupportedFormat
+from .checkpoint_view import data_files, read_parts, saved_at, view_checkpoint
 
-__all__ = ["Folder", "Listed", "find", "walk"]
+__all__ = ["Folder", "Listed", "State", "find", "step_of", "walk", "where_below"]
+
+State = Literal["committed", "unfinished", "incomplete", "torch", "unreadable"]
 
 _NUMBER = re.compile(r"\d+")
+_TRAILER = 24  # bytes at the end that tell a pickle of ours from torch's
+_MAX_NAMED, _MAX_DEPTH = 3, 2  # of a hint
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +33,11 @@ class Listed:
     Attributes:
         path: Without credentials.
         state: ``committed``; ``incomplete``: data files that its metadata names are missing or of other sizes, as in a
-            copy under way; ``unfinished``; or ``unreadable``: damaged, or of another format.
-        step: The last number in its name.
-        saved: When it was committed, or last written to, in seconds since the epoch.
+            copy under way; ``unfinished``; ``torch``: written by torch's own FileSystemWriter; or ``unreadable``:
+            damaged, or of another format.
+        step: See `step_of`.
+        saved: When it was saved, in seconds since the epoch: by its own record, which copies keep; without one, when a
+            file in it was last written.
         files: All files in it.
         ranks, tensors, objects: What is in it; None if it is not committed.
         parts: Ranks that have committed, where each saves for itself; 0 where all commit together.
@@ -38,7 +48,7 @@ class Listed:
 
     storage: Storage
     path: str
-    state: str
+    state: State
     step: int | None
     saved: float | None
     files: tuple[FileInfo, ...]
@@ -85,13 +95,39 @@ class Folder:
 
 
 def find(storage: Storage) -> list[Listed]:
-    """The checkpoints in a directory and in those below it, newest first.
+    """The checkpoints in a directory and in those below it: by directory, and there the highest step first.
 
     Raises:
         NotCommitted: there is no such directory.
         ReadError: it cannot be listed.
     """
-    return sorted(walk(storage).checkpoints, key=_age)
+    return sorted(walk(storage).checkpoints, key=_order)
+
+
+def step_of(name: str) -> int | None:
+    """The step of a checkpoint, by the name of its directory: the last number in that."""
+    numbers = _NUMBER.findall(name)
+    return int(numbers[-1]) if numbers else None
+
+
+def where_below(storage: Storage) -> str:
+    """A hint for somebody who named a directory that holds no checkpoint itself; empty if there are none below it."""
+    try:
+        found = list(itertools.islice(_checkpoints_below(storage, _MAX_DEPTH), _MAX_NAMED + 1))
+    except CheckpointError:
+        return ""
+    shown = ", ".join(found[:_MAX_NAMED]) + (" and others" if len(found) > _MAX_NAMED else "")
+    return f" There are checkpoints below it: {shown}." if found else ""
+
+
+def _checkpoints_below(storage: Storage, depth: int) -> Iterator[str]:
+    """The paths of checkpoints below a directory, without a look at what is in them."""
+    for name in sorted(storage.listing()[1], key=lambda name: (step_of(name) or 0, name), reverse=True):
+        child = storage.child(name)
+        if any(is_metadata_file_name(file.name) for file in child.listing()[0]):
+            yield name
+        elif depth > 1:
+            yield from (f"{name}/{below}" for below in _checkpoints_below(child, depth - 1))
 
 
 def walk(storage: Storage) -> Folder:
@@ -111,13 +147,12 @@ def walk(storage: Storage) -> Folder:
 
 
 def _look_at(storage: Storage, files: list[FileInfo]) -> Listed:
-    numbers = _NUMBER.findall(_name(storage))
     left, dead = _leftovers(storage, files)
     listed = Listed(
         storage,
         storage.path,
         "unfinished",
-        int(numbers[-1]) if numbers else None,
+        step_of(_name(storage)),
         _last_written(files),
         tuple(files),
         leftovers=left,
@@ -128,21 +163,32 @@ def _look_at(storage: Storage, files: list[FileInfo]) -> Listed:
         view = view_checkpoint(storage, parts)
     except NotCommitted:
         return listed
-    except CheckpointError:
-        return replace(listed, state="unreadable", leftovers=(), dead=())
+    except CheckpointError as error:
+        torchs = isinstance(error, UnsupportedFormat) and _is_torchs(storage, files)
+        return replace(listed, state="torch" if torchs else "unreadable", leftovers=(), dead=())
     named = data_files(parts)
+    listed = replace(listed, saved=saved_at(parts))
     if not named.items() <= {(file.name, file.nbytes) for file in files}:
         return replace(listed, state="incomplete", leftovers=(), dead=())
     return replace(
         listed,
         state="committed",
-        saved=_last_written([file for file in files if is_metadata_file_name(file.name)]),
         ranks=len(set(map(data_file_rank, named))),
         tensors=len(view.tensors),
         objects=len(view.objects),
         parts=0 if None in parts else len(parts),
         contents=hash(frozenset([*view.tensors, *view.objects])),
     )
+
+
+def _is_torchs(storage: Storage, files: Sequence[FileInfo]) -> bool:
+    """Whether ``.metadata`` is a pickle as torch's own writer leaves it; of a large one, only the ends are read."""
+    name = metadata_file_name()
+    for nbytes in (file.nbytes for file in files if file.name == name):
+        with suppress(CheckpointError):
+            ends = storage.read_range(name, 0, 1) + storage.read_range(name, max(0, nbytes - _TRAILER), _TRAILER)
+            return looks_like_pickle(ends) and not is_index(ends)
+    return False
 
 
 def _leftovers(storage: Storage, files: Sequence[FileInfo]) -> tuple[tuple[FileInfo, ...], tuple[FileInfo, ...]]:
@@ -168,5 +214,11 @@ def _last_written(files: Sequence[FileInfo]) -> float | None:
     return max((file.modified for file in files if file.modified is not None), default=None)
 
 
-def _age(listed: Listed) -> tuple[float, int, str]:
-    return -(listed.saved or 0.0), -(listed.step or 0), listed.path
+def _order(listed: Listed) -> tuple[list[tuple[int, str]], float, str]:
+    above, _, name = listed.path.rstrip("/").rpartition("/")
+    return _naturally(above), math.inf if listed.step is None else -listed.step, name
+
+
+def _naturally(path: str) -> list[tuple[int, str]]:
+    """Sorts paths by their text, and by the numbers in them, the highest first."""
+    return [(-int(number or 0), text) for number, text in re.findall(r"(\d*)(\D*)", path)]

@@ -7,13 +7,15 @@ knows how long that is. A directory that may hold the parts of one checkpoint is
 
 from __future__ import annotations
 
+import posixpath
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
+from .._format.layout import is_ours
 from .._saving.removal import remove_files, withdraw
 from .._storage.base import FileInfo, Storage
 from ..errors import describe
@@ -31,8 +33,8 @@ class Removal:
 
     Attributes:
         folder: The directory, as it was when this was planned.
-        files: All files of a checkpoint, or the leftovers in its directory, by their names below that.
-        whole: The checkpoint is removed, and with it its directory.
+        files: Those of a checkpoint, or the leftovers in its directory, by their names below that.
+        whole: The checkpoint is removed, and with it its directory, if that is empty then.
         kept: Why files are kept that could be removed; empty if they are removed.
         failed: They are kept because they could not be removed, and not because somebody may need them.
     """
@@ -88,7 +90,9 @@ class _Unit:
         return int(_numbers(self.name)[-1])
 
 
-def plan_collection(storage: Storage, keep: int | None, older_than: float | None) -> list[Removal]:
+def plan_collection(
+    storage: Storage, keep: int | None, older_than: float | None, *, only_data: bool = False
+) -> list[Removal]:
     """What `collect` would remove in a directory and below it.
 
     Steps are committed checkpoints in one directory whose names differ by their numbers. One is removed only if all of
@@ -101,13 +105,16 @@ def plan_collection(storage: Storage, keep: int | None, older_than: float | None
         storage: The directory.
         keep: Checkpoints to keep in each directory; None and no ``older_than``: all of them.
         older_than: Seconds.
+        only_data: Leave the files that lie in a checkpoint's directory and are not of this package.
 
     Raises:
         NotCommitted: there is no such directory.
         ReadError: it cannot be listed.
     """
     top = walk(storage)
-    removals = [] if keep is None and older_than is None else list(_old_checkpoints(top, keep or 1, older_than))
+    removals: list[Removal] = []
+    if keep is not None or older_than is not None:
+        removals += _old_checkpoints(top, keep or 1, older_than, only_data)
     whole = {listed.path for removal in removals if removal.whole for listed in removal.folder.checkpoints}
     for folder in top.walk():
         if folder.listed is not None and folder.listed.path not in whole:
@@ -139,7 +146,7 @@ def _remove(removal: Removal, stack: ExitStack) -> str:
     if _file_set(walk(removal.folder.storage)) != _file_set(removal.folder):
         return "something has been saved or changed there in the meantime"
     if removal.whole:
-        _remove_tree(removal.folder)
+        _remove_tree(removal.folder, {file.name for file in removal.files})
     else:
         removal.folder.storage.discard(*(file.name for file in removal.files))
         if removal.folder.listed is not None and removal.folder.listed.state == "unfinished":
@@ -147,13 +154,23 @@ def _remove(removal: Removal, stack: ExitStack) -> str:
     return ""
 
 
-def _remove_tree(top: Folder) -> None:
-    """Removes a directory and all in it. If that breaks off, what is left is known as of a dead save."""
-    folders = list(top.walk())
-    for folder in folders:
-        withdraw(folder.storage, [file.name for file in folder.files])
-    for folder in reversed(folders):
-        remove_files(folder.storage, [file.name for file in folder.files])
+def _remove_tree(top: Folder, chosen: Container[str]) -> None:
+    """Removes the chosen files in and below a directory, and directories that are empty then.
+
+    If that breaks off, what is left is known as of a dead save.
+    """
+    folders = list(_chosen_below(top, chosen))
+    for folder, names in folders:
+        withdraw(folder.storage, names)
+    for folder, names in reversed(folders):
+        remove_files(folder.storage, names)
+
+
+def _chosen_below(folder: Folder, chosen: Container[str], prefix: str = "") -> Iterator[tuple[Folder, list[str]]]:
+    """Each directory with the names of the chosen files in it; who is in another comes after it."""
+    yield folder, [file.name for file in folder.files if prefix + file.name in chosen]
+    for child in folder.folders:
+        yield from _chosen_below(child, chosen, f"{prefix}{child.name}/")
 
 
 def _file_set(top: Folder) -> set[tuple[str, FileInfo]]:
@@ -175,14 +192,15 @@ def _are_old(files: Sequence[FileInfo], older_than: float | None) -> bool:
     return all(file.changed is not None and time.time() - file.changed >= older_than for file in files)
 
 
-def _old_checkpoints(top: Folder, keep: int, older_than: float | None) -> Iterator[Removal]:
+def _old_checkpoints(top: Folder, keep: int, older_than: float | None, only_data: bool) -> Iterator[Removal]:
     linked = [path for folder in top.walk() for path in folder.storage.links()]
     unit, groups = _arrange(top)
     for units, objection in groups if unit is None else []:
         for old in _beyond(units, keep):
             if time.time() - old.saved >= (older_than or 0.0):
                 kept = objection or _objection(old, linked, older_than)
-                yield Removal(old.folder, tuple(_files_below(old.folder)), whole=True, kept=kept)
+                files = (f for f in _files_below(old.folder) if not only_data or is_ours(posixpath.basename(f.name)))
+                yield Removal(old.folder, tuple(files), whole=True, kept=kept)
 
 
 def _objection(unit: _Unit, linked: Sequence[str], older_than: float | None) -> str:
@@ -206,7 +224,7 @@ def _beyond(units: Sequence[_Unit], keep: int) -> list[_Unit]:
     steps = [unit for unit in units if unit.committed and _numbers(unit.name)]
     most = max((unit.ranks for unit in steps), default=0)
     steps = [unit for unit in steps if unit.ranks in (0, most)]
-    # Times tell which is newest, unless the files were copied; steps do, unless a job went back to an earlier one.
+    # A job that went back to an earlier step has newer checkpoints with lower steps.
     by_time = sorted(steps, key=lambda unit: (unit.saved, unit.step), reverse=True)
     by_step = sorted(steps, key=lambda unit: (unit.step, unit.saved), reverse=True)
     safe = {unit.folder.storage.path for order in (by_time, by_step) for unit in order[:keep]}

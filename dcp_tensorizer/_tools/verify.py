@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,16 +29,23 @@ _PIECE = 512 << 10  # see `_format.encoder`: hashing data that is in the core's 
 _READ = 8 << 20
 _MAX_READERS = 16  # each with a buffer of that size
 _PAGE = 4096
+_MAX_NAMED = 3  # keys that are lost with a file
 
 
-class Damage(NamedTuple):
-    """Something that is not as it was saved."""
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Something that is not as it was saved.
+
+    Attributes:
+        file: The data file, below the checkpoint's directory.
+        key: None if it is the file as a whole, or bytes that belong to no tensor.
+        offset: The first damaged byte of the file, as far as that is known.
+        what: In words.
+    """
 
     file: str
     key: str | None
-    """None if it is the file as a whole, or bytes that belong to no tensor."""
     offset: int
-    """The first damaged byte of the file, as far as that is known."""
     what: str
 
 
@@ -47,8 +54,11 @@ class Verified:
     """What was looked at, and what is wrong.
 
     Attributes:
+        files: Data files.
+        items: Tensors' chunks, and objects.
         nbytes: Bytes read.
-        damages: In the order of files and offsets.
+        seconds: How long it took.
+        damages: In the order of files and offsets; empty if the checkpoint is whole.
     """
 
     files: int
@@ -83,8 +93,7 @@ def verify(
     for name, (nbytes, part) in sorted(files.items()):
         size = _size(storage, name)
         if isinstance(size, str):
-            damages.append(Damage(name, None, 0, size))
-            damages += [Damage(name, keyed.key, keyed.item.offset, "is gone with it") for keyed in items[name]]
+            damages.append(Damage(name, None, 0, f"{size}, {_lost([keyed.key for keyed in items[name]])}"))
             continue
         if size != nbytes:
             damages.append(Damage(name, None, min(size, nbytes), f"has {size:,} bytes instead of {nbytes:,}"))
@@ -105,6 +114,12 @@ def _size(storage: Storage, name: str) -> int | str:
     except CheckpointError as error:
         return str(error)
     return "is missing" if size is None else size
+
+
+def _lost(keys: Sequence[str]) -> str:
+    """What is gone with a file."""
+    names = ", ".join(map(repr, keys[:_MAX_NAMED])) + (", ..." if len(keys) > _MAX_NAMED else "")
+    return f"and with it {names} ({len(keys):,} in all)" if keys else "and held nothing"
 
 
 class _Run(NamedTuple):

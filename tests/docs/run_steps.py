@@ -77,6 +77,8 @@ def run_console(code: str, namespace: dict[str, Any], where: str) -> None:
 
 def exit_code(output: str) -> int:
     """What the output that a page shows says of the command's end."""
+    if told := re.search(r'^  "exit_code": (\d+)$', output, re.MULTILINE):
+        return int(told[1])
     if re.search(r"^error: ", output, re.MULTILINE):
         return NOT_DONE
     return DAMAGED_OR_DIFFERENT if re.search(r"^(DAMAGED|different): ", output, re.MULTILINE) else 0

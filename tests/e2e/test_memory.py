@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -14,7 +15,8 @@ COUNT = 4 * LIMIT // TENSOR
 
 # RLIMIT_DATA: what a process writes to, stacks and heaps; not what it maps of files, which the system can drop.
 LIMITED = """
-import resource, sys, threading
+import atexit, resource, sys, threading
+atexit.register(lambda: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr))  # KiB
 threading.stack_size(1 << 20)
 resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[1]), int(sys.argv[1])))
 from dcp_tensorizer.__main__ import main
@@ -65,7 +67,7 @@ def test_converting_four_times_the_memory_there_is(large, tmp_path, to):
     done = limited("diff", large.parent / "sparse.safetensors", target, "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert (found["same"], found["nbytes"]) == (COUNT, 2 * COUNT * TENSOR)
+    assert (found["same"], found["bytes"]) == (COUNT, 2 * COUNT * TENSOR)
 
 
 def test_verifying_four_times_the_memory_there_is(large):
@@ -74,6 +76,15 @@ def test_verifying_four_times_the_memory_there_is(large):
         done = limited("verify", large, "--json", *full)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["bytes"] >= COUNT * TENSOR
+
+
+def test_a_report_of_four_times_the_memory_there_is(large, tmp_path):
+    """Every tensor is read, and of each no more than its statistics is kept."""
+    done = limited("report", large, "-o", tmp_path / "report.html", "--json")
+    assert done.returncode == 0, done.stderr
+    assert int(done.stderr.split()[-1]) << 10 < LIMIT  # all that was ever there, also what is shared
+    found = json.loads(re.search(r'id="data">(.*?)</script>', (tmp_path / "report.html").read_text())[1])
+    assert [rows[0][8] for *_, rows in found["tensors"]] == [float(number + 1) for number in range(COUNT)]
 
 
 def test_the_limit_bites():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from dcp_tensorizer import ConversionError, TensorizerStorageReader, TensorizerS
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tools.checkpoint_view import read_parts
 from dcp_tensorizer._tools.formats.registry import open_checkpoint
-from dcp_tensorizer._tools.inspect import inspect_checkpoint
+from dcp_tensorizer._tools.inspect import inspect_view
 from dcp_tensorizer._tools.verify import verify
 from dcp_tensorizer.convert import convert
 
@@ -75,8 +74,8 @@ def test_tools_show_and_convert_them(tmp_path: Path) -> None:
     storage = open_storage(tmp_path / "a")
     parts = read_parts(storage)
     assert verify(storage, parts, full=True).damages == ()
-    shown = inspect_checkpoint(open_checkpoint(tmp_path / "a", {}), {})
-    assert {tensor["key"] for tensor in json.loads(json.dumps(shown))["tensors"]} == {"1", "(1, 'x')"}
+    shown = inspect_view(open_checkpoint(tmp_path / "a", {}), {})
+    assert {tensor.key for tensor in shown.tensors} == {"1", "(1, 'x')"}
     for source in "at":
         convert(tmp_path / source, tmp_path / f"{source}.pt", "torch")
         loaded = torch.load(tmp_path / f"{source}.pt")

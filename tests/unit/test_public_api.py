@@ -30,6 +30,7 @@ from dcp_tensorizer import (
     StagingError,
     TensorizerStorageReader,
     TensorizerStorageWriter,
+    UnsupportedFormat,
     UntrustedObject,
     WriteError,
     WriterProcessDied,
@@ -45,6 +46,7 @@ EXCEPTIONS = [
     NotCommitted,
     ReadError,
     StagingError,
+    UnsupportedFormat,
     UntrustedObject,
     WriteError,
     WriterProcessDied,
@@ -70,6 +72,7 @@ def test_exported_names_are_pinned() -> None:
         "StagingError",
         "TensorizerStorageReader",
         "TensorizerStorageWriter",
+        "UnsupportedFormat",
         "UntrustedObject",
         "WriteError",
         "WriterProcessDied",
@@ -181,7 +184,7 @@ def test_the_exception_tree_is_the_one_in_the_docstring() -> None:
         "StagingError": {},
         "WriteError": {"WriterProcessDied": {}},
         "ReadError": {"ChecksumMismatch": {}, "DecryptionError": {}},
-        "MetadataError": {"NotCommitted": {}, "UntrustedObject": {}},
+        "MetadataError": {"NotCommitted": {}, "UnsupportedFormat": {}, "UntrustedObject": {}},
         "ConversionError": {},
     }
     drawn = [line.split("── ")[1].split()[0] for line in (errors.__doc__ or "").splitlines() if "── " in line]

@@ -35,6 +35,11 @@ class Options:
             that matches counts. Other tensors are whole in each file.
         buffers: tensorizer: patterns of the keys that are a module's buffers, and not its parameters. Tensors of
             integers are always buffers.
+        exclude: Patterns of the keys to leave out.
+        rename: New keys by patterns, in which only ``*`` has a meaning. The n-th ``*`` of a new key is what the n-th of
+            its pattern stands for. The first pattern that matches a key without ``strip_prefix`` counts.
+        add_prefix: What to put before all keys, when they have their new names. Each part that ends in a dot is the key
+            of a dict around the others.
     """
 
     select: Sequence[str] = ()
@@ -45,6 +50,9 @@ class Options:
     tensor_parallel: int = 1
     split: Mapping[str, int] = field(default_factory=dict)
     buffers: Sequence[str] = ("*running_mean", "*running_var")
+    exclude: Sequence[str] = ()
+    rename: Mapping[str, str] = field(default_factory=dict)
+    add_prefix: str = ""
 
 
 class FileRange(io.RawIOBase):

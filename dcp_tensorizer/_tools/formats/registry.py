@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,17 +15,18 @@ from ..._storage.redact import redact
 from ...errors import CheckpointError, ConversionError, DecryptionError, NotCommitted, ReadError
 from ..atomic_output import beside
 from ..checkpoint_view import CheckpointView, read_parts, unlock_parts, view_checkpoint
+from ..listing import where_below
 from . import dcp, dcp_tensorizer, safetensors, tensorizer, torch_file
 from .common import Options, open_file, read_range
+from .names import FORMATS
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
     from ..._format.encryption import DecryptionParams
 
-__all__ = ["FORMATS", "TARGETS", "Target", "open_checkpoint", "open_two"]
+__all__ = ["FORMATS", "TARGETS", "Target", "open_all", "open_checkpoint"]
 
-FORMATS = ("dcp_tensorizer", "tensorizer", "safetensors", "torch", "dcp")
 _FIRST_BYTES = {b"|TZR|": "tensorizer", b"PK\x03\x04": "torch"}
 _FILE_READERS = {"tensorizer": tensorizer.read, "safetensors": safetensors.read, "torch": torch_file.read}
 
@@ -74,14 +75,15 @@ def open_checkpoint(
     return _open(_locate(path, options, expected_format), encryption)
 
 
-def open_two(
-    paths: tuple[str, str], options: Mapping[str, Any], encryption: DecryptionParams | None = None
-) -> tuple[CheckpointView, CheckpointView]:
-    """What two checkpoints hold, of which only one may be encrypted; see `open_checkpoint`."""
-    a, b = (_locate(path, options) for path in paths)
-    if encryption is not None and not (a.is_encrypted or b.is_encrypted):
-        raise DecryptionError(f"neither {a.path} nor {b.path} is encrypted, and a key was given")
-    return _open(a, encryption if a.is_encrypted else None), _open(b, encryption if b.is_encrypted else None)
+def open_all(
+    paths: Sequence[str | os.PathLike[str]], options: Mapping[str, Any], encryption: DecryptionParams | None = None
+) -> list[CheckpointView]:
+    """What several checkpoints hold, of which only some may be encrypted; see `open_checkpoint`."""
+    located = [_locate(path, options) for path in paths]
+    if encryption is not None and not any(location.is_encrypted for location in located):
+        names = " and ".join(location.path for location in located)
+        raise DecryptionError(f"a key was given, and there is nothing encrypted in {names}")
+    return [_open(location, encryption if location.is_encrypted else None) for location in located]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,8 @@ def _file_format(storage: Storage, name: str) -> str:
             head = read_range(reader, 0, min(9, nbytes))
     except ReadError as error:
         if isinstance(error.__cause__, IsADirectoryError):
-            raise NotCommitted(f"{path} holds no checkpoint of a known format ({', '.join(FORMATS)})") from error
+            hint = where_below(storage.child(name))
+            raise NotCommitted(f"{path} holds no checkpoint of a known format ({', '.join(FORMATS)}).{hint}") from error
         raise
     for first_bytes, name_of_format in _FIRST_BYTES.items():
         if head.startswith(first_bytes):

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from datetime import datetime
 from pathlib import Path
 
 import fsspec
 import pytest
 import torch
+import xxhash
+from safetensors.torch import load_file
 from tensorizer import EncryptionParams
-from typer.testing import CliRunner
 
-from dcp_tensorizer._cli.app import app
+import dcp_tensorizer
+from dcp_tensorizer._cli import app
 from dcp_tensorizer._format import encryption
 from dcp_tensorizer._format.encryption import encryption_cipher
 from dcp_tensorizer._tools import retention
 from dcp_tensorizer._tools.retention import Removal
 
 from ...checkpoints import ODD, make_checkpoint
-from ...support import filled, raw
+from ...support import filled, raw, run_python
 
 
 @pytest.fixture
@@ -38,9 +45,10 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def run(*arguments: str | Path) -> tuple[int, str, str]:
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done.exit_code, done.stdout, done.stderr
+    """Exit code, and what went to stdout and stderr."""
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        code = app.run([str(argument) for argument in arguments])
+    return code, out.getvalue(), err.getvalue()
 
 
 def told(*arguments: str | Path, code: int = 0) -> object:
@@ -214,7 +222,7 @@ def test_encrypted_checkpoints_without_their_key(encrypted: Path) -> None:
     assert (listed["state"], listed["tensors"]) == ("committed", 1)
     found = told("inspect", encrypted)
     assert [tensor["key"] for tensor in found["tensors"]] == ["w"]  # type: ignore[index]
-    assert [(o["key"], o["value"]) for o in found["objects"]] == [("lr", "encrypted")]  # type: ignore[index]
+    assert [(o["key"], o["text"], o["value"]) for o in found["objects"]] == [("lr", "encrypted", None)]  # type: ignore[index]
     assert run("verify", "--full", encrypted)[0] == 0
     for command in (["diff", encrypted, encrypted], ["convert", encrypted, encrypted.parent / "x", "--to", "torch"]):
         code, _, error = run(*command)
@@ -227,7 +235,7 @@ def test_encrypted_checkpoints_with_their_key(encrypted: Path, tmp_path: Path, o
     """From a file: a key, or the passphrase that it was made of."""
     key = (f"--{option}-file", tmp_path / option)
     found = told("inspect", encrypted, *key)
-    assert [(o["key"], o["value"]) for o in found["objects"]] == [("lr", "0.5")]  # type: ignore[index]
+    assert [(o["key"], o["value"]) for o in found["objects"]] == [("lr", 0.5)]  # type: ignore[index]
     assert run("convert", encrypted, tmp_path / "plain.pt", "--to", "torch", *key)[0] == 0
     assert torch.equal(torch.load(tmp_path / "plain.pt")["w"], filled(torch.float32, (5, 4)))
     assert told("diff", encrypted, encrypted, *key)["changed"] == []  # type: ignore[index]
@@ -307,7 +315,7 @@ def test_diff_of_an_encrypted_checkpoint_with_a_plain_one(encrypted: Path, tmp_p
     for pair in ((encrypted, tmp_path / "plain"), (tmp_path / "plain", encrypted)):
         assert told("diff", *pair, *key)["same"] == 2  # type: ignore[index]
     code, _, err = run("diff", tmp_path / "plain", tmp_path / "plain", *key)
-    assert (code, "neither" in err) == (2, True)
+    assert (code, "nothing encrypted" in err) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -342,6 +350,196 @@ def test_exit_codes(checkpoint: Path, tmp_path: Path, damage: str, commands: dic
         (checkpoint / ".metadata").mkdir()
     arguments = {"convert": [tmp_path / "out", "--to", "torch"], "diff": [tmp_path / "other"]}
     assert {name: run(name, checkpoint, *arguments.get(name, []))[0] for name in commands} == commands
+
+
+def test_help_and_version_take_no_torch() -> None:
+    """Nor do mistakes in a command: what takes seconds is imported by the commands that need it."""
+    for arguments in (["--version"], ["--help"], ["convert", "--help"], ["convert", "a"]):
+        script = f"""
+import sys
+from dcp_tensorizer._cli.app import run
+run({arguments!r})
+print("torch" in sys.modules, "numpy" in sys.modules)
+"""
+        assert run_python(script).stdout.splitlines()[-1] == "False False"
+    assert run("--version")[:2] == (0, f"dcp-tensorizer {dcp_tensorizer.__version__}\n")
+
+
+def test_shells_complete_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of options, commands and formats."""
+    monkeypatch.setenv("_DCP_TENSORIZER_COMPLETE", "complete_bash")
+    for line, expected in (
+        ("dcp-tensorizer ver", {"verify"}),
+        ("dcp-tensorizer convert a b --to tens", {"tensorizer"}),
+        ("dcp-tensorizer gc --old", {"--older-than"}),
+    ):
+        monkeypatch.setenv("COMP_WORDS", line)
+        monkeypatch.setenv("COMP_CWORD", str(len(line.split()) - 1))
+        with redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit):
+            app.run([])
+        assert set(out.getvalue().split()) == expected
+
+
+def test_json_before_or_after_the_verb(checkpoint: Path) -> None:
+    """The same document, with numbers as numbers and times in ISO format."""
+    after, before = (json.loads(run(*line)[1]) for line in (("ls", checkpoint, "--json"), ("--json", "ls", checkpoint)))
+    assert after == before
+    (found,) = after
+    assert list(found)[:4] == ["path", "step", "saved", "state"]
+    assert (found["step"], found["bytes"]) == (7, sum(path.stat().st_size for path in checkpoint.iterdir()))
+    assert abs(datetime.fromisoformat(found["saved"]).timestamp() - time.time()) < 600
+    inspected = told("inspect", checkpoint)
+    values = {o["key"]: (o["type"], o["value"], o["text"]) for o in inspected["objects"]}  # type: ignore[index]
+    assert values == {"optim.lr": ("float", 0.5, "0.5"), "note": ("str", "a\x1b[31mb", "'a\\x1b[31mb'")}
+
+
+def test_numbers_that_json_cannot_say(tmp_path: Path) -> None:
+    """Are null: a field is a number or nothing."""
+    for name, value in (("a", 1.0), ("b", float("inf"))):
+        make_checkpoint(tmp_path / name, {"x": torch.tensor([value])})
+    found = told("diff", tmp_path / "a", tmp_path / "b", code=1)
+    assert [(c["differing"], c["largest"], c["relative"]) for c in found["changed"]] == [(1, None, None)]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (["verify", "nowhere"], "NotCommitted", "no committed checkpoint"),
+        (["lss", "x"], "UsageError", "ls"),
+        (["gc", "x", "--older-than", "long"], "BadParameter", "long"),
+        (["convert", "x", "y"], "MissingParameter", "--to"),
+    ],
+)
+def test_errors_as_json(tmp_path: Path, arguments: list[str], error: str, words: str) -> None:
+    """On stdout, wherever ``--json`` stands."""
+    for line in (["--json", *arguments], [*arguments, "--json"]):
+        code, out, err = run(*line)
+        found = json.loads(out)
+        assert (code, err, found["exit_code"], words in found["message"]) == (2, "", 2, True)
+        assert found["error"] == error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["convert", "{checkpoint}", "x", "--to", "safetensor"], "'safetensors'"),
+        (["convert", "{checkpoint}", "x", "--to", "torch", "--from", "dcp-tensorizer"], "'dcp_tensorizer'"),
+        (["convert", "{checkpoint}", "x", "--to", "torch", "--dtype", "bf16"], "'bfloat16'"),
+        (["convert", "{checkpoint}", "x", "--to", "torch", "--dtype", "fp32"], "'float32'"),
+        (["verfy", "x"], "'verify'"),
+        (["ls", "x", "--jsn"], "--json"),
+        (["inspect", "{run}"], "step-7"),
+        (["verify", "{run}"], "step-7"),
+        (["convert", "{run}", "x", "--to", "torch"], "step-7"),
+        (["inspect", "{checkpoint}", "modle.*"], "'model', 'optim', 'note'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_was_meant_is_suggested(checkpoint: Path, arguments: list[str], meant: str) -> None:
+    """In the error, which begins as every error does."""
+    code, out, err = run(*(a.format(checkpoint=checkpoint, run=checkpoint.parent) for a in arguments))
+    assert (code, out, err.startswith("error: "), meant in err) == (2, "", True, True)
+
+
+def test_a_missing_file_is_one_line(checkpoint: Path) -> None:
+    """With what was in it, and the exit code of damage."""
+    path = max(checkpoint.glob("*.tensors"), key=lambda path: path.stat().st_size)
+    path.unlink()
+    code, out, _ = run("verify", checkpoint)
+    first, last = out.splitlines()
+    assert (code, first.startswith(f"{path.name}: is missing, and with it 'model.half', ")) == (1, True)
+    assert last.startswith("DAMAGED: 2 files, ")
+
+
+@pytest.mark.parametrize("state", ["newer", "torch"])
+def test_what_this_version_does_not_read_is_not_damaged(checkpoint: Path, state: str) -> None:
+    """Exit code 3; and torch's own checkpoints are listed as such."""
+    if state == "newer":
+        content = bytearray((checkpoint / ".metadata").read_bytes())
+        content[8] = 99  # the version, under the digest
+        digest = xxhash.xxh3_128()
+        head_end = 80 + int.from_bytes(content[16:24], "little")
+        for piece in (content[:32], content[48:80], content[80:head_end]):
+            digest.update(bytes(piece))
+        content[32:48] = digest.digest()
+        (checkpoint / ".metadata").write_bytes(content)
+    else:
+        run("convert", checkpoint, checkpoint.parent / "step-9", "--to", "dcp")
+        checkpoint = checkpoint.parent / "step-9"
+        assert [(c["step"], c["state"]) for c in told("ls", checkpoint.parent)] == [(9, "torch"), (7, "committed")]  # type: ignore[attr-defined]
+        assert "torch's own FileSystemWriter" in run("ls", checkpoint.parent)[1]
+    for command in ("verify", "inspect"):
+        assert run(command, checkpoint)[0] == 3
+
+
+def test_steps_are_sorted_by_number(checkpoint: Path) -> None:
+    """The highest first, in each directory; what has no number comes last."""
+    for name in ("step-10", "step-9", "best", "more/step-2"):
+        shutil.copytree(checkpoint, checkpoint.parent / name)
+    rows = [line.split()[0] for line in run("ls", checkpoint.parent)[1].splitlines()[1:]]
+    assert rows == ["step-10", "step-9", "step-7", "best", "more/step-2"]
+
+
+def test_convert_with_other_keys(checkpoint: Path, tmp_path: Path) -> None:
+    """``--exclude``, ``--rename`` and ``--add-prefix`` reach the conversion."""
+    (tmp_path / "names.json").write_text('{"model.*": "net.*.weight"}')
+    options = ["--exclude", "optim.*", "--exclude", "note", "--rename", tmp_path / "names.json", "--add-prefix", "a."]
+    assert run("convert", checkpoint, tmp_path / "x.safetensors", "--to", "safetensors", *options)[0] == 0
+    assert set(load_file(tmp_path / "x.safetensors")) == {"a.net.half.weight", "a.net.columns.weight"}
+    (tmp_path / "names.json").write_text('{"model.*": 3}')
+    code, _, err = run("convert", checkpoint, tmp_path / "y", "--to", "torch", *options)
+    assert (code, "is not a JSON object of patterns and new keys" in err) == (2, True)
+
+
+def test_gc_of_data_alone(checkpoint: Path) -> None:
+    """``--only-data`` leaves what others have put beside it."""
+    shutil.copytree(checkpoint, checkpoint.parent / "step-8")
+    (checkpoint / "tokenizer.json").write_text("{}")
+    assert run("gc", checkpoint.parent, "--keep", "1", "--only-data")[0] == 0
+    assert [path.name for path in checkpoint.iterdir()] == ["tokenizer.json"]
+
+
+def test_report(checkpoint: Path, tmp_path: Path) -> None:
+    """Writes a page, and says where."""
+    code, out, _ = run("report", checkpoint, "-o", tmp_path / "page.html")
+    assert (code, out.startswith(f"{tmp_path}/page.html: 3 tensors of 1 checkpoint, ")) == (0, True)
+    assert told("report", checkpoint, "-o", tmp_path / "page.html")["checkpoints"] == [str(checkpoint)]  # type: ignore[call-overload, index]
+
+
+@pytest.mark.parametrize("to", ["dcp_tensorizer", "dcp"])
+def test_ctrl_c_leaves_a_clean_line(tmp_path: Path, to: str) -> None:
+    """In the middle of a conversion, which ends within a moment: no traceback, no half of a result, exit code 130."""
+    tensors = 64
+    described = {
+        f"t{n}": {"dtype": "F32", "shape": [4 << 20], "data_offsets": [n << 24, (n + 1) << 24]} for n in range(tensors)
+    }
+    head = json.dumps(described).encode()
+    with open(tmp_path / "a.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(head)) + head)
+        file.truncate(8 + len(head) + (tensors << 24))
+    script = """
+import os, signal, sys
+from dcp_tensorizer import convert
+from dcp_tensorizer._cli.app import run
+whole = convert.convert
+def interrupted(*args, on_progress, **kwargs):
+    seen = []
+    def progress(done, total):
+        seen.append(done)
+        if len(seen) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        assert len(seen) < 20, "it goes on"
+        on_progress(done, total)
+    return whole(*args, on_progress=progress, **kwargs)
+convert.convert = interrupted
+sys.exit(run(sys.argv[1:]))
+"""
+    command = ["convert", str(tmp_path / "a.safetensors"), str(tmp_path / "out"), "--to", to]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *command], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
 
 
 def test_gc_that_cannot_remove_something(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ def test_selecting_renaming_and_casting(tmp_path: Path) -> None:
         (Options(select=["none.*"]), "none"),
         (Options(strip_prefix="zz."), "zz"),
         (Options(strip_prefix="a.b"), "nothing is left"),
-        (Options(strip_prefix="a."), "are the same"),
+        (Options(strip_prefix="a."), "would both be 'b'"),
         (Options(source_format="torch"), "dcp_tensorizer, and not torch"),
         (Options(tensor_parallel=2, split={"*.w": 0}), "no key matches"),
         (Options(select=["a.b"], tensor_parallel=2, split={"a.b": 0}), "'a.b' of shape .3,. cannot be split"),

@@ -11,6 +11,8 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
 
 from dcp_tensorizer._format.layout import data_file_name, metadata_file_name, save_id_in
 from dcp_tensorizer._saving.commit import begin, put_records
@@ -21,6 +23,7 @@ from dcp_tensorizer._tools.retention import Removal, collect, plan_collection
 from dcp_tensorizer.errors import NotCommitted
 
 from ...checkpoints import make_checkpoint
+from ...index_edits import edit_index
 from ...servers import S3Server
 from ...support import on_a_page
 
@@ -35,8 +38,9 @@ def _now(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(path: Path, age: float, key: str = "x") -> Path:
-    """A checkpoint that was committed ``age`` seconds ago."""
+    """A checkpoint that was committed ``age`` seconds ago, by its record and by its files."""
     make_checkpoint(path, {key: torch.ones(3)}, {"step": 1})
+    edit_index(path / ".metadata", "head", lambda head: setattr(head, "saved_at", int((NOW - age) * 1e9)))
     for file in path.iterdir():
         os.utime(file, (NOW - age, NOW - age))
     return path
@@ -61,7 +65,7 @@ def names(path: Path) -> set[str]:
 
 
 def test_what_is_found(tmp_path: Path) -> None:
-    """Newest first, by when they were committed; those that are not, and damaged ones, as such."""
+    """The highest step first, with their records' times; those that are not committed, and damaged ones, as such."""
     make(tmp_path / "run" / "step-20", 10)
     make(tmp_path / "run" / "step-10", 20)
     leave(tmp_path / "run" / "step-30", 5)
@@ -76,6 +80,7 @@ def test_what_is_found(tmp_path: Path) -> None:
         (10, "committed"),
         (5, "unreadable"),
     ]
+    assert [round(NOW - (listed.saved or 0)) for listed in found[1:3]] == [10, 20]
     assert (found[1].ranks, found[1].tensors, found[1].objects) == (1, 1, 1)
     assert found[1].nbytes == sum(path.stat().st_size for path in (tmp_path / "run" / "step-20").iterdir())
     with pytest.raises(NotCommitted, match="nowhere"):
@@ -208,12 +213,24 @@ def test_off_local_disks_leftovers_go_only_by_age() -> None:
         memory.rm("/collected", recursive=True)
 
 
-def test_copied_checkpoints_are_kept_by_their_steps(tmp_path: Path) -> None:
-    """A copy has the time at which it was made; a job that went back has newer checkpoints of lower steps."""
+def test_the_newest_and_the_highest_are_kept(tmp_path: Path) -> None:
+    """A job that went back has newer checkpoints of lower steps."""
     for step, age in ((10, 1), (20, 3), (30, 2), (40, 4), (5, 9)):
         make(tmp_path / f"step-{step}", age)
     run(tmp_path, keep=2)
     assert names(tmp_path) == {"step-10", "step-30", "step-40"}
+
+
+def test_copies_are_as_old_as_what_they_are_of(tmp_path: Path) -> None:
+    """``cp -r`` gives files the times at which it was run, in any order: the checkpoints' own records count."""
+    for step in (9, 10, 11, 12):
+        make(tmp_path / f"step-{step}", 1000 - step)
+    for seconds, name in enumerate(("step-12", "step-10", "step-11", "step-9")):
+        for file in (tmp_path / name).iterdir():
+            os.utime(file, (NOW + seconds, NOW + seconds))
+    assert [listed.step for listed in find(open_storage(tmp_path))] == [12, 11, 10, 9]
+    run(tmp_path, keep=2)
+    assert names(tmp_path) == {"step-11", "step-12"}
 
 
 def test_links_to_checkpoints_are_not_counted(tmp_path: Path) -> None:
@@ -407,6 +424,36 @@ def test_what_lies_beside_goes_with_its_checkpoint(tmp_path: Path) -> None:
     assert {file.name for file in removal.files} >= {".metadata", "meta.pt", "tokenizer/vocabulary"}
     assert names(tmp_path) == {"step=2.ckpt"}
     assert names(tmp_path / "step=2.ckpt") >= {"meta.pt", "tokenizer"}
+
+
+def test_only_data_goes_if_that_is_asked(tmp_path: Path) -> None:
+    """What others have put there stays, and so does the directory; what is empty then goes."""
+    for step in (1, 2, 3):
+        make(tmp_path / f"step-{step}", 100 - step)
+    (tmp_path / "step-1" / "tokenizer").mkdir()
+    (tmp_path / "step-1" / "tokenizer" / "vocabulary").write_bytes(b"x")
+    planned = plan_collection(open_storage(tmp_path), 1, None, only_data=True)
+    assert [collect(removal).kept for removal in planned] == ["", ""]
+    assert names(tmp_path) == {"step-1", "step-3"}
+    assert names(tmp_path / "step-1") == {"tokenizer"}
+    assert names(tmp_path / "step-1" / "tokenizer") == {"vocabulary"}
+
+
+@pytest.mark.parametrize("state", ["torch", "newer", "damaged"])
+def test_what_is_not_ours_to_read(tmp_path: Path, state: str) -> None:
+    """Torch's own checkpoints are shown as such, and collected no more than others that cannot be read."""
+    for step in (2, 3):
+        make(tmp_path / f"step-{step}", 100 - step)
+    if state == "torch":
+        dcp.save({"x": torch.ones(3)}, storage_writer=FileSystemWriter(tmp_path / "step-1"), no_dist=True)
+    else:
+        content = bytearray((make(tmp_path / "step-1", 99) / ".metadata").read_bytes())
+        content[8 if state == "newer" else 200] ^= 0x40
+        (tmp_path / "step-1" / ".metadata").write_bytes(content)
+    found = {listed.step: listed.state for listed in find(open_storage(tmp_path))}
+    assert found == {1: "torch" if state == "torch" else "unreadable", 2: "committed", 3: "committed"}
+    run(tmp_path, keep=1, older_than=0)
+    assert names(tmp_path) == {"step-1", "step-3"}
 
 
 @pytest.mark.parametrize("target", ["step-1", "step-1/pytorch_model_fsdp_0"])

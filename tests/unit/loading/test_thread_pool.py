@@ -1,8 +1,11 @@
 """Threads that work through operations: each once, and how many threads there are."""
 
+import functools
+import gc
 import itertools
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,6 +35,28 @@ def noted(done: list[int]) -> Callable[[int], int]:
         return 1
 
     return run
+
+
+def test_what_was_read_is_freed_at_once() -> None:
+    """When it returns, nothing refers to what the operations were about, also before the garbage collector comes."""
+
+    class Targets(list[int]):
+        pass
+
+    targets = Targets()
+    kept = weakref.ref(targets)
+    gc.disable()
+    try:
+        run_all(range(3), functools.partial(_note, targets), min_threads=2, max_threads=2)
+        del targets
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def _note(targets: list[int], operation: int) -> int:
+    targets.append(operation)
+    return 1
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 1000])

@@ -1,0 +1,134 @@
+"""The command line's verbs from Python: plain, frozen records."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+import torch
+
+from dcp_tensorizer import tools
+from dcp_tensorizer._format.chunks import Region
+from dcp_tensorizer.errors import CheckpointError, DecryptionError, NotCommitted, UnsupportedFormat
+from dcp_tensorizer.tools import Change, ChunkInfo, Collected, Damage, TensorInfo, Total
+
+from ..checkpoints import make_checkpoint
+
+KEY = "a key"
+RECORDS = [getattr(tools, name) for name in tools.__all__ if inspect.isclass(getattr(tools, name))]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Three steps of a tensor in two chunks, and an object."""
+    for step in (9, 10, 11):
+        chunks = {"model.w": [Region((0, 0), (3, 2)), Region((3, 0), (1, 2))]}
+        tensors = {"model.w": torch.full((4, 2), float(step)), "model.b": torch.ones(2, dtype=torch.bfloat16)}
+        make_checkpoint(tmp_path / "run" / f"step-{step}", tensors, {"lr": 0.5}, chunks)
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
+def test_records_are_plain_and_documented(record: type) -> None:
+    """Frozen, of builtin types, and with a docstring of their own."""
+    assert dataclasses.is_dataclass(record)
+    assert record.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    assert record.__doc__ and not record.__doc__.startswith(f"{record.__name__}(")
+
+
+def test_functions_are_documented() -> None:
+    """With their arguments, and what they raise."""
+    for name in ("list_checkpoints", "inspect", "verify", "diff", "collect", "report"):
+        doc = getattr(tools, name).__doc__
+        assert "Args:" in doc and "Raises:" in doc
+
+
+def test_what_is_listed(run: Path) -> None:
+    """Step by step, the highest first, with the time of the save in UTC."""
+    found = tools.list_checkpoints(run)
+    assert [(c.path, c.step, c.state) for c in found] == [
+        (str(run / f"step-{step}"), step, "committed") for step in (11, 10, 9)
+    ]
+    assert (found[0].ranks, found[0].tensors, found[0].objects, found[0].leftover_nbytes) == (2, 2, 1, 0)
+    assert found[0].saved is not None
+    assert timedelta() <= datetime.now(timezone.utc) - found[0].saved < timedelta(minutes=10)
+
+
+def test_what_is_in_a_checkpoint(run: Path) -> None:
+    """Shapes, chunks and where they are, values of objects, totals."""
+    found = tools.inspect(run / "step-9")
+    assert [tensor.key for tensor in found.tensors] == ["model.w", "model.b"]
+    names = {file.rank: file.file for file in found.files}
+    first, second = found.tensors[0].chunks
+    assert first == ChunkInfo((0, 0), (3, 2), 24, 0, names[0], first.file_offset)
+    assert second == ChunkInfo((3, 0), (1, 2), 8, 1, names[1], second.file_offset)
+    assert dataclasses.replace(found.tensors[1], chunks=()) == TensorInfo("model.b", (2,), "bfloat16", 4, ())
+    assert [(o.key, o.type, o.text, o.value) for o in found.objects] == [("lr", "float", "0.5", 0.5)]
+    assert found.by_dtype == {"float32": Total(1, 8, 32), "bfloat16": Total(1, 2, 4)}
+    assert [tensor.key for tensor in tools.inspect(run / "step-9", "*.w").tensors] == ["model.w"]
+    with pytest.raises(CheckpointError, match=r"no key that matches 'x\*': its keys begin with 'model', 'lr'"):
+        tools.inspect(run / "step-9", "x*")
+
+
+def test_what_is_damaged(run: Path) -> None:
+    """Nothing, or the files."""
+    assert tools.verify(run / "step-9", full=True).damages == ()
+    gone = min((run / "step-9").glob("__1_*.tensors"))
+    gone.unlink()
+    (damage,) = tools.verify(run / "step-9").damages
+    assert damage == Damage(gone.name, None, 0, "is missing, and with it 'model.w' (1 in all)")
+
+
+def test_what_differs(run: Path) -> None:
+    """Key by key."""
+    found = tools.diff(run / "step-9", run / "step-11")
+    assert found.changed == (Change("model.w", "value", "", "", 8, 8, 2.0, pytest.approx(2 / 11)),)
+    assert (found.same, found.added, found.removed) == (2, (), ())
+
+
+def test_what_is_collected(run: Path) -> None:
+    """Shown first, if that is asked, and then removed."""
+    files = {path.name for path in (run / "step-9").iterdir()}
+    nbytes = sum(path.stat().st_size for path in (run / "step-9").iterdir())
+    (planned,) = tools.collect(run, keep=2, dry_run=True)
+    assert (set(planned.files), (run / "step-9").exists()) == (files, True)
+    assert planned == Collected(str(run / "step-9"), True, planned.files, nbytes, None, False)
+    assert tools.collect(run, keep=2) == (planned,)
+    assert {path.name for path in run.iterdir()} == {"step-10", "step-11"}
+    assert tools.collect(run, keep=1, older_than=3600.0) == ()
+    with pytest.raises(ValueError, match="keep=0 must be at least 1"):
+        tools.collect(run, keep=0)
+
+
+def test_a_path_whose_checkpoints_lie_below(run: Path) -> None:
+    """Says so, down to the second level, and names the highest steps."""
+    for path, hint in (
+        (run, r"below it: step-11, step-10, step-9\.$"),
+        (run.parent, r"below it: run/step-11, run/step-10, run/step-9\.$"),
+        (run / "step-12", r"never finished\.$"),
+    ):
+        with pytest.raises(NotCommitted, match=hint):
+            tools.verify(path)
+    make_checkpoint(run / "step-100", {"x": torch.ones(1)})
+    with pytest.raises(NotCommitted, match=r"below it: step-100, step-11, step-10 and others\.$"):
+        tools.inspect(run)
+
+
+def test_other_formats_are_not_damage(run: Path) -> None:
+    """Torch's own checkpoints are known for what they are."""
+    from dcp_tensorizer.convert import convert
+
+    convert(run / "step-9", run / "step-12", "dcp")
+    assert next((c.step, c.state, c.tensors) for c in tools.list_checkpoints(run)) == (12, "torch", None)
+    with pytest.raises(UnsupportedFormat, match="torch's own FileSystemWriter"):
+        tools.verify(run / "step-12")
+
+
+def test_a_key_that_is_none(run: Path) -> None:
+    """Is found out before anything is read."""
+    for verb in (tools.inspect, lambda path, **key: tools.diff(path, path, **key)):
+        with pytest.raises((DecryptionError, TypeError), match="encryption"):
+            verb(run / "step-9", encryption=KEY)

@@ -1,0 +1,49 @@
+"""Tables: as wide as the terminal, and no word broken."""
+
+from __future__ import annotations
+
+from dcp_tensorizer._cli.table import folded, lay_out
+
+COLUMNS = ["tensor", "shape", ">size"]
+ROWS = [
+    ["app.model.blocks.0.norm_feed_forward.weight", "256", "1.02 kB"],
+    ["app.step", "scalar", "8 B"],
+]
+
+
+def test_what_fits_has_a_line_a_row() -> None:
+    """Text to the left, numbers to the right."""
+    assert list(lay_out(COLUMNS, ROWS, 60)) == [
+        "tensor                                       shape      size",
+        "app.model.blocks.0.norm_feed_forward.weight  256     1.02 kB",
+        "app.step                                     scalar      8 B",
+    ]
+
+
+def test_long_names_are_broken_between_words() -> None:
+    """After a dot; the numbers stand beside the first line."""
+    assert list(lay_out(COLUMNS, ROWS, 44)) == [
+        "tensor                       shape      size",
+        "app.model.blocks.0.          256     1.02 kB",
+        "norm_feed_forward.weight",
+        "app.step                     scalar      8 B",
+    ]
+
+
+def test_a_word_that_is_too_long_stays_whole() -> None:
+    """The terminal breaks the line then, if it must."""
+    lines = list(lay_out(COLUMNS, [["a" * 50, "", ""]], 20))
+    assert lines[1].startswith("a" * 50)
+
+
+def test_wide_characters_count_twice() -> None:
+    """As a terminal shows them."""
+    assert list(lay_out(["a", "b"], [["層", "x"], ["ab", "y"]], 80)) == ["a   b", "層  x", "ab  y"]
+
+
+def test_lines_are_broken_at_spaces() -> None:
+    """A path stays in one piece."""
+    text = "error: /a/long/path holds no checkpoint"
+    assert folded(text, 80) == [text]
+    assert folded(text, 22) == ["error: /a/long/path", "holds no checkpoint"]
+    assert folded(text, 8) == ["error:", "/a/long/path", "holds no", "checkpoint"]
