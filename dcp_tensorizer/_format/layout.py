@@ -11,7 +11,6 @@ __all__ = [
     "MAC_BYTES",
     "MAX_INLINE_BYTES",
     "NONCE_BYTES",
-    "SMALLEST_BLOCK",
     "Derivation",
     "Seal",
     "StoredItem",
@@ -37,7 +36,7 @@ INDEX_CAPACITY = 256 * 1024
 # 520 bytes a tensor, and what a row slice reads beyond its need to two blocks; below 64 KiB a block costs more to
 # request than to read. Beyond 8 MiB a block would not fit into a reader's buffers; one more for each 8 MiB is nothing.
 _MAX_BLOCKS = 64
-SMALLEST_BLOCK = 64 * 1024
+_MIN_BLOCK = 64 * 1024
 _MAX_BLOCK = 8 << 20
 # Blocks start at a multiple of the largest element (complex128), so that no element straddles two of them.
 _BLOCK_ALIGNMENT = 16
@@ -120,8 +119,8 @@ def block_size(nbytes: int, *, encrypted: bool = False) -> int:
     """Bytes that one digest covers in an item of ``nbytes`` bytes; the last block may be shorter."""
     per_block = -(-nbytes // _MAX_BLOCKS)
     if encrypted:
-        return min(_MAX_ENCRYPTED_BLOCK, max(SMALLEST_BLOCK, _round_up(per_block, _ENCRYPTED_ALIGNMENT)))
-    return min(_MAX_BLOCK, max(SMALLEST_BLOCK, _round_up(per_block, _BLOCK_ALIGNMENT)))
+        return min(_MAX_ENCRYPTED_BLOCK, max(_MIN_BLOCK, _round_up(per_block, _ENCRYPTED_ALIGNMENT)))
+    return min(_MAX_BLOCK, max(_MIN_BLOCK, _round_up(per_block, _BLOCK_ALIGNMENT)))
 
 
 def metadata_file_name(rank: int | None = None) -> str:

@@ -30,7 +30,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from .encryption import Cipher
-from .layout import INDEX_CAPACITY, MAC_BYTES, NONCE_BYTES, SMALLEST_BLOCK, Derivation, block_size
+from .layout import INDEX_CAPACITY, MAC_BYTES, NONCE_BYTES, Derivation, block_size
 
 __all__ = ["ALIGNMENT", "END", "Entry", "FileLayout", "T", "lay_out"]
 
@@ -117,7 +117,7 @@ class Entry(Generic[T]):
     @property
     def is_small(self) -> bool:
         """It is one block of data, and has no slow hash."""
-        return self.length <= SMALLEST_BLOCK and not self.has_sha256
+        return not self.has_sha256 and self.length <= block_size(self.length)
 
     def with_hashes(self, crc32: int, sha256: bytes = b"") -> bytes:
         """The header as it is stored."""
