@@ -14,11 +14,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.storage import StorageReader
 
 from .._storage.base import Storage
+from ..any_format import open_reader
 from ..errors import CheckpointError, MetadataError, ReadError, WriteError, describe, unwrap
-from ..reader import TensorizerStorageReader
 from .catalogue import Step
 
 __all__ = ["Selection", "load_first"]
@@ -79,7 +78,7 @@ def load_first(
     for number, step in enumerate(steps):
         storage = folder.child(step.name)
         try:
-            _load(storage, step, state, selection, group, options)
+            _load(storage, state, selection, group, options)
         except (ReadError, MetadataError) as error:
             if number + 1 == len(steps):
                 raise
@@ -91,7 +90,6 @@ def load_first(
 
 def _load(
     storage: Storage,
-    step: Step,
     state: dict[str, Any],
     selection: Selection,
     group: dist.ProcessGroup | None,
@@ -102,7 +100,7 @@ def _load(
         try:
             dcp_load(
                 state,
-                storage_reader=_open_reader(storage, step, options),
+                storage_reader=open_reader(storage.location, **options),
                 planner=_SelectivePlanner(storage.path, selection),
                 process_group=group,
             )
@@ -111,13 +109,6 @@ def _load(
             if isinstance(cause, CheckpointError):
                 raise cause from None
             raise MetadataError(f"{storage.path} cannot be loaded: {describe(cause)}") from cause
-
-
-def _open_reader(storage: Storage, step: Step, options: Mapping[str, Any]) -> StorageReader:
-    """The reader for the format of a checkpoint. All that is known of other formats here is what the index says."""
-    if step.problem:
-        raise MetadataError(step.problem)
-    return TensorizerStorageReader(storage.location, **options)
 
 
 @contextmanager
