@@ -30,7 +30,7 @@ from torch.multiprocessing.spawn import ProcessContext, ProcessException, spawn
 
 from .model import ByteTransformer
 from .record import Event, Run, Saving, Table, largest_difference
-from .training import Job, newest_checkpoint, remove_unfinished, train
+from .training import Job, train
 
 __all__ = ["Runs", "main"]
 
@@ -86,16 +86,12 @@ def _run_all() -> Runs:
     killed = _launch(
         f"2. The same, saving every {_SAVE_EVERY} steps, until it is killed", _RANKS, saves=True, kill_at=_KILL_AT
     )
-    remove_unfinished(_CHECKPOINTS)
-    newest = newest_checkpoint(_CHECKPOINTS)
-    if newest is None:
-        raise DemoError(f"{_CHECKPOINTS} holds no whole checkpoint")
-    where = f"Resumed from {newest.name}, the newest whole checkpoint,"
+    where = "Resumed from the newest whole checkpoint,"
     return Runs(
         undisturbed,
         killed,
-        _launch(f"3. {where} on {_RANKS} ranks", _RANKS, resume_from=newest),
-        _launch(f"4. {where} on {_FEWER} ranks", _FEWER, saves=True, resume_from=newest),
+        _launch(f"3. {where} on {_RANKS} ranks", _RANKS, resumes=True),
+        _launch(f"4. {where} on {_FEWER} ranks", _FEWER, resumes=True, saves=True),
         _launch(f"5. Undisturbed, on {_FEWER} ranks", _FEWER),
     )
 
@@ -114,14 +110,12 @@ def _introduce() -> None:
 # --- running -------------------------------------------------------------------------------------------------------
 
 
-def _launch(
-    name: str, ranks: int, *, saves: bool = False, resume_from: Path | None = None, kill_at: int | None = None
-) -> Run:
+def _launch(name: str, ranks: int, *, resumes: bool = False, saves: bool = False, kill_at: int | None = None) -> Run:
     """Runs the job on so many processes, to its end or until it is killed."""
     run = Run(name, ranks)
     table = Table(run, saves=saves, every=_SAVE_EVERY)
     rendezvous = _OUTPUT / "rendezvous"
-    job = Job(_STEPS, rendezvous, _CHECKPOINTS if saves else None, _SAVE_EVERY, resume_from)
+    job = Job(_STEPS, rendezvous, _CHECKPOINTS if saves or resumes else None, _SAVE_EVERY if saves else 0)
     receiving, sending = Pipe(duplex=False)
     context = spawn(train, args=(ranks, job, sending), nprocs=ranks, join=False)
     sending.close()  # so that the pipe ends when the ranks have ended
