@@ -23,6 +23,7 @@ from ...checkpoints import ODD, make_checkpoint, tensors_of
 from ...support import ALL_DTYPES, filled, same
 
 SAFETENSORS_LACKS = {torch.complex32, torch.complex128, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2}
+SAFETENSORS_LACKS |= {dtype for dtype in ALL_DTYPES if "bcomplex" in str(dtype)}  # of torch 2.14
 
 
 class Custom:
