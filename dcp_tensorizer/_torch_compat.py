@@ -9,6 +9,7 @@ import io
 import zipfile
 from collections.abc import Sequence, Set
 from importlib import import_module
+from importlib.util import find_spec
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
@@ -61,13 +62,18 @@ __all__ = [
     "trusted_globals",
 ]
 
+# Public from torch 2.15 on.
+_FSSPEC = "torch.distributed.checkpoint.fsspec_filesystem"
+if find_spec(_FSSPEC) is None:
+    _FSSPEC = "torch.distributed.checkpoint._fsspec_filesystem"
+
 # What only conversion needs: fake tensors (see ``torch.serialization.skip_data``), what ``dcp.save`` does with a nested
 # state dict, the places in the ``.metadata`` of torch's FileSystemWriter, and torch's writer for URLs.
 _ON_USE = {
     "FakeTensor": ("torch._subclasses.fake_tensor", "FakeTensor"),
     "FakeTensorMode": ("torch._subclasses.fake_tensor", "FakeTensorMode"),
-    "FsspecReader": ("torch.distributed.checkpoint._fsspec_filesystem", "FsspecReader"),
-    "FsspecWriter": ("torch.distributed.checkpoint._fsspec_filesystem", "FsspecWriter"),
+    "FsspecReader": (_FSSPEC, "FsspecReader"),
+    "FsspecWriter": (_FSSPEC, "FsspecWriter"),
     "StorageInfo": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     "flatten_state_dict": ("torch.distributed.checkpoint._nested_dict", "flatten_state_dict"),
 }

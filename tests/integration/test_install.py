@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, HuggingFaceStorageWriter
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter, _install, install, installed, uninstall
 from dcp_tensorizer._format.index import is_index
+from dcp_tensorizer._torch_compat import FsspecWriter
 
 from ..support import run_python
 
