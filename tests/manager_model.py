@@ -180,7 +180,6 @@ class ManagerModel(RuleBasedStateMachine):
             found = self.manager.restore(self.state, fallback=True)
         assert (found, self.state["value"]) == (before[-1].step, before[-1].value)
         self._forget(newest)
-        self.resumed_from(before[-1])
 
     # --- what must be so --------------------------------------------------------------------------------------------
 

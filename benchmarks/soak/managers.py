@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, seed, settings
@@ -41,8 +42,9 @@ def run(rounds: int, seed_number: int, folder: Path) -> Tally:
         with quietly():
             run_state_machine_as_test(seed(seed_number)(Counted), settings=chosen)
     except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
         notes = "; ".join(getattr(error, "__notes__", ()))
-        tally.blame("wrong", f"{error!r}: {notes}")
+        tally.blame("wrong", f"{error!r} at {where.filename}:{where.lineno}, {where.line}: {notes}")
     return tally
 
 
