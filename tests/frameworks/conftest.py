@@ -1,0 +1,5 @@
+"""As in tests/e2e: after every test nothing may be left, neither processes nor shared memory nor temporary files."""
+
+from ..e2e.conftest import _leftovers_before, _mark, _nothing_left
+
+__all__ = ["_leftovers_before", "_mark", "_nothing_left"]
