@@ -44,6 +44,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from .any_format import open_reader
+from .errors import WriteError
 from .writer import TensorizerStorageWriter
 
 __all__ = ["TensorizerFabricStrategy", "TensorizerStrategy"]
@@ -65,6 +66,7 @@ class _Asynchronous:
     """
 
     is_global_zero: bool
+    broadcast: Callable[[Any], Any]
 
     def __init__(self, *args: Any, writer_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, save_distributed_checkpoint=True, **kwargs)  # type: ignore[call-arg]
@@ -104,12 +106,22 @@ class _Asynchronous:
             path: The checkpoint's directory. It is made.
             state: Of the model and the optimizers, on the device.
             meta: All else. Rank 0's is saved: its file is there before the checkpoint is.
+
+        Raises:
+            CheckpointException: the save before failed.
+            WriteError: rank 0 could not write ``meta.pt``.
         """
         self.wait_for_save()
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
+        failure = None
         if self.is_global_zero:
-            state = {**state, _META_KEY: _write_meta(path, meta)}
+            try:
+                state = {**state, _META_KEY: _write_meta(path, meta)}
+            except Exception as error:
+                failure = f"rank 0 could not write {path / _META_FILE}: {error!r}"
+        if failure := self.broadcast(failure):  # or the others would wait for rank 0
+            raise WriteError(failure)
         saved = async_save(state, storage_writer=self._writer, checkpoint_id=path, process_group=self._group)
         self._save = saved if isinstance(saved, Future) else saved.upload_completion
 
@@ -156,6 +168,7 @@ class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
         Raises:
             TypeError: there are ``storage_options``, which mean nothing here.
             CheckpointException: the save before failed.
+            WriteError: the directory or its ``meta.pt`` could not be written.
         """
         _refuse(storage_options=storage_options)
         state = {"state_dict": checkpoint.pop("state_dict")}
@@ -199,6 +212,7 @@ class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
             TypeError: there are ``storage_options`` or a ``filter``, which mean nothing here.
             ValueError: the state has no model, or several.
             CheckpointException: the save before failed.
+            WriteError: the directory or its ``meta.pt`` could not be written.
         """
         _refuse(storage_options=storage_options, **filtered)
         _, model = _model_of(state)

@@ -42,6 +42,8 @@ def _work(rank, port, fn, *args):
         "WORLD_SIZE": str(rank.world_size),
         "LOCAL_WORLD_SIZE": str(rank.world_size),
         "MASTER_PORT": str(port),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "none",
         "TOKENIZERS_PARALLELISM": "false",
     }
     result = fn(rank.index, *args)
