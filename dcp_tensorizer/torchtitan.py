@@ -9,6 +9,7 @@ In the function that makes the trainer's config::
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save, save
 from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManager
+from torchtitan.tools import filesystem
 from torchtitan.tools.utils import GarbageCollection
 
 from .any_format import open_reader
@@ -35,7 +37,8 @@ class TensorizerCheckpointManager(CheckpointManager):
     - What is resumed from, and ``initial_load_path``, may be of any format that `open_reader` loads. So a job that has
       saved by torchtitan's own manager goes on with this one.
     - Old checkpoints are removed when the save that replaces them has committed: by the next save, or by ``close``.
-      torchtitan removes them when that save begins. So there is one more of them than ``keep_latest_k`` meanwhile.
+      torchtitan removes them when that save begins. So there is one more of them than ``keep_latest_k`` meanwhile. Saves
+      that failed do not count.
     - ``close`` waits for the save under way.
 
     A save that failed is raised once, by the next save or by ``close``. ``last_save_in_hf`` exports as torchtitan does.
@@ -94,9 +97,18 @@ class TensorizerCheckpointManager(CheckpointManager):
         self._purge_stale_checkpoints()
 
     def _purge_stale_checkpoints(self) -> None:
-        """Removes old checkpoints, unless the save that replaces them is under way or has failed."""
-        if self.save_future is None:
-            super()._purge_stale_checkpoints()
+        """Removes what is older than the ``keep_latest_k`` newest checkpoints that have committed."""
+        if self.save_future is not None or not self._should_purge():
+            return
+        found = {}
+        for name in filesystem.listdir(self.folder):
+            if step := re.search(r"step-(\d+)", name):
+                found[int(step[1])] = filesystem.join(self.folder, name)
+        committed = [step for step, path in found.items() if filesystem.isfile(filesystem.join(path, ".metadata"))]
+        kept = sorted(committed)[-self.keep_latest_k :]
+        for step in sorted(found):
+            if len(kept) == self.keep_latest_k and step < kept[0]:
+                self.purge_queue.put(found[step])
 
     def _close(self) -> None:
         try:

@@ -3,3 +3,8 @@
 from ..e2e.conftest import _leftovers_before, _mark, _nothing_left
 
 __all__ = ["_leftovers_before", "_mark", "_nothing_left"]
+
+
+def pytest_configure(config):
+    """The frameworks warn, of what they and torch will change."""
+    config.addinivalue_line("filterwarnings", "default")
