@@ -37,8 +37,8 @@ class TensorizerCheckpointManager(CheckpointManager):
     - What is resumed from, and ``initial_load_path``, may be of any format that `open_reader` loads. So a job that has
       saved by torchtitan's own manager goes on with this one.
     - Old checkpoints are removed when the save that replaces them has committed: by the next save, or by ``close``.
-      torchtitan removes them when that save begins. So there is one more of them than ``keep_latest_k`` meanwhile. Saves
-      that failed do not count.
+      torchtitan removes them when that save begins. So there is one more of them than ``keep_latest_k`` meanwhile. A
+      save that failed does not count.
     - ``close`` waits for the save under way.
 
     A save that failed is raised once, by the next save or by ``close``. ``last_save_in_hf`` exports as torchtitan does.
@@ -100,15 +100,13 @@ class TensorizerCheckpointManager(CheckpointManager):
         """Removes what is older than the ``keep_latest_k`` newest checkpoints that have committed."""
         if self.save_future is not None or not self._should_purge():
             return
-        found = {}
-        for name in filesystem.listdir(self.folder):
-            if step := re.search(r"step-(\d+)", name):
-                found[int(step[1])] = filesystem.join(self.folder, name)
-        committed = [step for step, path in found.items() if filesystem.isfile(filesystem.join(path, ".metadata"))]
+        matches = [re.search(r"step-(\d+)", name) for name in filesystem.listdir(self.folder)]
+        paths = {int(match[1]): filesystem.join(self.folder, match.string) for match in matches if match}
+        committed = [step for step, path in paths.items() if filesystem.isfile(filesystem.join(path, ".metadata"))]
         kept = sorted(committed)[-self.keep_latest_k :]
-        for step in sorted(found):
+        for step in sorted(paths):
             if len(kept) == self.keep_latest_k and step < kept[0]:
-                self.purge_queue.put(found[step])
+                self.purge_queue.put(paths[step])
 
     def _close(self) -> None:
         try:
