@@ -19,14 +19,12 @@ from ..e2e.training import assert_same, full
 from .jobs import die, run_job
 
 
-class _Random(torch.utils.data.Dataset):
-    """Items that are random in the workers."""
-
+class _Numbers(torch.utils.data.Dataset):
     def __len__(self):
         return 64
 
     def __getitem__(self, number):
-        return torch.full((8,), float(number)) + torch.rand(8)
+        return torch.full((8,), number / 64)
 
 
 class _Generators(Stateful):
@@ -52,9 +50,7 @@ class _Trained(Stateful):
         return {"model": model, "optimizer": optimizer}
 
     def load_state_dict(self, state):
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 class _Job:
@@ -71,20 +67,31 @@ class _Job:
         warm_up = torch.optim.lr_scheduler.LinearLR(self.optimizer, total_iters=2)
         cosine = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 10)
         self.scheduler = torch.optim.lr_scheduler.SequentialLR(self.optimizer, [warm_up, cosine], [2])
-        self.loader = StatefulDataLoader(_Random(), batch_size=2, shuffle=True, num_workers=2)
+        data = torch.Generator().manual_seed(seed)  # a new iterator draws from it, and not from torch's own
+        self.loader = StatefulDataLoader(
+            _Numbers(), batch_size=2, shuffle=True, num_workers=2, generator=data, multiprocessing_context="fork"
+        )
         self.batches = None
-        rank = f"rank-{dist.get_rank()}"
+        self.step = 0
+        rank = dist.get_rank()
         self.state = {
             "trained": _Trained(self.model, self.optimizer),
             "average": self.average,
             "scheduler": self.scheduler,
             "scaler": self.scaler,
-            "step": 0,
-            rank: {"loader": self.loader, "generators": _Generators()},
+            "job": self,
+            f"loader-{rank}": self.loader,
+            f"generators-{rank}": _Generators(),
         }
 
+    def state_dict(self):
+        return {"step": self.step}
+
+    def load_state_dict(self, state):
+        self.step = state["step"]
+
     def train(self):
-        """One step; what it was given, and what it has drawn."""
+        """One step; returns its batch, and numbers drawn in it."""
         self.batches = self.batches or iter(self.loader)
         batch = next(self.batches)
         self.scaler.scale(self.model(batch).square().sum()).backward()
@@ -93,5 +100,42 @@ class _Job:
         self.optimizer.zero_grad()
         self.average.update_parameters(self.model)
         self.scheduler.step()
-        self.state["step"] += 1
+        self.step += 1
         return batch, random.random(), np.random.rand(3), torch.rand(3)
+
+    def now(self):
+        """Everything there is, on every rank whole."""
+        return full({key: value.state_dict() for key, value in self.state.items()})
+
+
+def _train_and_die(rank, folder):
+    """Saves after four steps; writes what it was then, and what three more steps have made of it."""
+    dist.init_process_group("gloo")
+    group = dist.new_group(backend="gloo")
+    job = _Job(seed=rank)
+    writer = TensorizerStorageWriter()
+    for _ in range(4):
+        job.train()
+    saved = job.now()
+    future = dcp.async_save(job.state, storage_writer=writer, checkpoint_id=folder / "4", process_group=group)
+    steps = [job.train() for _ in range(3)]
+    future.result()
+    torch.save((saved, steps, job.now()), folder / f"state-{rank}")
+    dcp.async_save(job.state, storage_writer=writer, checkpoint_id=folder / "7", process_group=group)
+    die()
+
+
+def _resume(rank, folder):
+    dist.init_process_group("gloo")
+    job = _Job(seed=10 + rank)
+    dcp.load(job.state, storage_reader=TensorizerStorageReader(folder / "4"))
+    return job.now(), [job.train() for _ in range(3)], job.now()
+
+
+def test_a_killed_job_goes_on_as_if_nothing_had_been(tmp_path):
+    """Model, AdamW with groups, average, schedulers, scaler, data and generators: then, and three steps later."""
+    run_job(2, _train_and_die, tmp_path, killed=True)
+    for rank, resumed in enumerate(run_job(2, _resume, tmp_path)):
+        expected = torch.load(tmp_path / f"state-{rank}", weights_only=False)
+        assert expected[0]["job"] == {"step": 4}
+        assert_same(list(resumed), list(expected))

@@ -1,4 +1,4 @@
-"""transformers: its Trainer with FSDP2 under `install`, and a model that comes from Hugging Face's format and goes back."""
+"""transformers: its Trainer with FSDP2 under `install`, and a model from safetensors that goes back to them."""
 
 import torch
 import torch.distributed as dist
