@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test quick unit-integration-docs e2e browser check docs bench compat gpu soak clean
+.PHONY: demo test quick unit-integration-docs e2e browser check docs bench compat gpu frameworks soak clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo
@@ -65,6 +65,16 @@ gpu: $(filter .venv-gpu/bin/python,$(GPU_PYTHON))
 	$@ -m pip install --quiet --group gpu --editable .
 	touch $@
 
+# With the frameworks that people train with, on the CPU, in an environment of their own: about 5 minutes. It needs Python 3.11.
+frameworks: .venv-frameworks/.ready
+	.venv-frameworks/bin/python -m pytest tests/frameworks
+
+.venv-frameworks/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-frameworks
+	.venv-frameworks/bin/python -m pip install --quiet --upgrade pip
+	.venv-frameworks/bin/python -m pip install --quiet --constraint constraints.txt --group frameworks --editable .
+	touch $@
+
 soak: $(READY)
 	$(BIN)/python -m benchmarks.soak
 	$(BIN)/python -m benchmarks.differential
@@ -80,4 +90,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) .venv-gpu build dist site
+	rm -rf $(VENV) .venv-gpu .venv-frameworks build dist site

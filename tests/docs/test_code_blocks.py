@@ -25,6 +25,17 @@ NOT_RUN = {
     "docs/guides/command-line.md": [
         'the checkpoint "secret" is not there; the encryption guide runs these commands on one that is'
     ],
+    "docs/guides/frameworks.md": [  # tests/frameworks runs what they show
+        "needs a script to train",
+        "needs Accelerate and several ranks",
+        "needs Accelerate, and a checkpoint of a model",
+        "needs transformers and several ranks",
+        "needs transformers and several ranks",
+        "needs Lightning and several ranks",
+        "needs Lightning and several ranks",
+        "needs torchtitan and a GPU",
+        "an outline",
+    ],
     "docs/guides/object-stores.md": [
         "needs a bucket and credentials",
         "needs a bucket and credentials",

@@ -1,0 +1,301 @@
+"""Lightning's Trainer and Fabric, saving and loading by this package while training goes on.
+
+For the Trainer::
+
+    from dcp_tensorizer.lightning import TensorizerStrategy
+
+    trainer = Trainer(strategy=TensorizerStrategy(), ...)
+
+For Fabric::
+
+    from dcp_tensorizer.lightning import TensorizerFabricStrategy
+
+    fabric = Fabric(strategy=TensorizerFabricStrategy(parallelize), ...)
+
+A checkpoint is a directory, as that of Lightning's ``ModelParallelStrategy``, which loads it under `install`. What is
+no model and no optimizer is in its ``meta.pt``, and for these strategies also in the checkpoint itself: a save that
+replaces another one would else leave the new ``meta.pt`` beside old weights when it is killed.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+
+from .any_format import open_reader
+from .errors import WriteError
+from .writer import TensorizerStorageWriter
+
+__all__ = ["TensorizerFabricStrategy", "TensorizerStrategy"]
+
+_META_FILE = "meta.pt"
+_META_KEY = "lightning_meta"
+
+
+class _Asynchronous:
+    """What both strategies do: one writer, and one save under way.
+
+    Args:
+        args: Of ``ModelParallelStrategy``.
+        writer_options: Of `TensorizerStorageWriter`.
+        kwargs: Of ``ModelParallelStrategy``, but for ``save_distributed_checkpoint``: each rank saves its shards.
+
+    Raises:
+        TypeError, ValueError: an argument makes no sense.
+    """
+
+    is_global_zero: bool
+    broadcast: Callable[[Any], Any]
+
+    def __init__(self, *args: Any, writer_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, save_distributed_checkpoint=True, **kwargs)  # type: ignore[call-arg]
+        self._writer = TensorizerStorageWriter(**(writer_options or {}))
+        self._group: dist.ProcessGroup | None = None
+        self._save: Future[None] | None = None
+        self._after_commit: list[Callable[[], object]] = []
+        self._cleaning = threading.Lock()
+
+    def wait_for_save(self) -> None:
+        """Waits until the save under way is committed, and what it replaces is removed.
+
+        Raises:
+            CheckpointException: it failed. It is raised once.
+        """
+        save, self._save = self._save, None
+        if save is not None:
+            save.result()
+            self._clean()
+
+    def teardown(self) -> None:
+        """Waits for the save under way; see `wait_for_save`."""
+        try:
+            self.wait_for_save()
+        finally:
+            super().teardown()  # type: ignore[misc]
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """With ``overlap_staging`` it waits until the parameters may be changed."""
+        with self._writer.lock():
+            return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
+
+    def _start_save(self, path: Path, state: dict[str, Any], meta: dict[str, Any]) -> None:
+        """Has the state copied once the save before is over. It is saved while training goes on. A collective.
+
+        Args:
+            path: The checkpoint's directory. It is made.
+            state: Of the model and the optimizers, on the device.
+            meta: All else. Rank 0's is saved: its file is there before the checkpoint is.
+
+        Raises:
+            CheckpointException: the save before failed.
+            WriteError: rank 0 could not write ``meta.pt``.
+        """
+        self.wait_for_save()
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        failure = None
+        if self.is_global_zero:
+            try:
+                state = {**state, _META_KEY: _write_meta(path, meta)}
+            except Exception as error:
+                failure = f"rank 0 could not write {path / _META_FILE}: {error!r}"
+        if failure := self.broadcast(failure):  # or the others would wait for rank 0
+            raise WriteError(failure)
+        saved = async_save(state, storage_writer=self._writer, checkpoint_id=path, process_group=self._group)
+        self._save = saved if isinstance(saved, Future) else saved.upload_completion
+
+    def _when_committed(self, action: Callable[[], object]) -> None:
+        """Does something when the save under way is committed. If that fails, the next one's commit counts."""
+        self._after_commit.append(action)
+        if self._save is None:
+            self._clean()
+        else:
+            self._save.add_done_callback(lambda save: self._clean() if save.exception() is None else None)
+
+    def _clean(self) -> None:
+        with self._cleaning:
+            while self._after_commit:
+                self._after_commit.pop(0)()
+
+
+class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
+    """A strategy for Lightning's ``Trainer``: its ``ModelParallelStrategy`` with saves while training goes on.
+
+    ``trainer.save_checkpoint`` and ``ModelCheckpoint`` return when the state is copied, from the device itself. What a
+    save replaces is removed when it is committed, and stays if it fails. A save that failed is raised by the next one,
+    or at the end of ``trainer.fit``, which waits for the last one.
+
+    Checkpoints that Lightning's ``ModelParallelStrategy`` has saved are loaded as well.
+
+    Args:
+        data_parallel_size, tensor_parallel_size, process_group_backend, timeout: As of ``ModelParallelStrategy``.
+        writer_options: Of `TensorizerStorageWriter`.
+    """
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's state, on its device."""
+        return get_model_state_dict(self.model)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state, on its device."""
+        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return get_optimizer_state_dict(self.model, inner)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Begins a save. A collective.
+
+        Raises:
+            TypeError: there are ``storage_options``, which mean nothing here.
+            CheckpointException: the save before failed.
+            WriteError: the directory or its ``meta.pt`` could not be written.
+        """
+        _refuse(storage_options=storage_options)
+        state = {"state_dict": checkpoint.pop("state_dict")}
+        state |= {f"optimizer_{n}": value for n, value in enumerate(checkpoint.pop("optimizer_states", []))}
+        self._start_save(Path(self.broadcast(filepath)), state, checkpoint)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes a checkpoint when the save under way is committed."""
+        remove = super().remove_checkpoint
+        self._when_committed(lambda: remove(filepath))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Loads model and optimizers, and returns all else. A collective."""
+        self.wait_for_save()
+        path = Path(self.broadcast(checkpoint_path))
+        if path.is_file():
+            return super().load_checkpoint(path, weights_only)  # type: ignore[no-any-return]
+        optimizers = {f"optimizer_{n}": optimizer for n, optimizer in enumerate(self.optimizers)}
+        strict = self.lightning_module.strict_loading
+        return _load(path, ("state_dict", self.model), optimizers, strict, weights_only)
+
+
+class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
+    """A strategy for Lightning's ``Fabric``: its ``ModelParallelStrategy`` with saves while training goes on.
+
+    ``fabric.save`` returns when the state is copied, from the device itself. A save that failed is raised by the next
+    one, or by ``fabric.strategy.wait_for_save()``. Call that after the last save: Fabric has no end of its own.
+
+    Checkpoints that Lightning's ``ModelParallelStrategy`` has saved are loaded as well.
+
+    Args:
+        parallelize_fn, data_parallel_size, tensor_parallel_size, process_group_backend, timeout: As of
+            ``ModelParallelStrategy``.
+        writer_options: Of `TensorizerStorageWriter`.
+    """
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], storage_options: Any = None, **filtered: Any) -> None:
+        """Begins a save. A collective.
+
+        Raises:
+            TypeError: there are ``storage_options`` or a ``filter``, which mean nothing here.
+            ValueError: the state has no model, or several.
+            CheckpointException: the save before failed.
+            WriteError: the directory or its ``meta.pt`` could not be written.
+        """
+        _refuse(storage_options=storage_options, **filtered)
+        _, model = _model_of(state)
+        saved: dict[str, Any] = {}
+        meta: dict[str, Any] = {}
+        for key, value in state.items():
+            if isinstance(value, nn.Module):
+                saved[key] = get_model_state_dict(value)
+            elif isinstance(value, Optimizer):
+                saved[key] = get_optimizer_state_dict(model, value)
+            else:
+                meta[key] = value.state_dict() if isinstance(value, Stateful) else value
+        self._start_save(Path(self.broadcast(path)), saved, meta)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Loads the model and the optimizers of a state, and sets its other values. A collective.
+
+        Returns:
+            What else was saved.
+
+        Raises:
+            ValueError: the state has no model, or several.
+            KeyError: something that was not saved is asked for, and ``strict``.
+        """
+        self.wait_for_save()
+        path = Path(self.broadcast(path))
+        if path.is_file() or not isinstance(state, dict):
+            return super().load_checkpoint(path, state, strict, weights_only)  # type: ignore[no-any-return]
+        optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
+        model = _model_of(state)
+        meta = _load(path, model, optimizers, strict, weights_only)
+        for key in state.keys() - optimizers.keys() - {model[0]}:
+            if key in meta:
+                state[key] = meta.pop(key)
+            elif strict:
+                raise KeyError(f"{path} has no {key!r}, which the state asks for: leave it out, or pass strict=False")
+        return meta
+
+
+def _refuse(**arguments: object) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise TypeError(f"{name} means nothing to a checkpoint of shards: leave it out")
+
+
+def _model_of(state: Mapping[str, Any]) -> tuple[str, nn.Module]:
+    models = [(key, value) for key, value in state.items() if isinstance(value, nn.Module)]
+    if len(models) != 1:
+        raise ValueError(f"a checkpoint has one model, and the state has {len(models)}: save each by itself")
+    return models[0]
+
+
+def _write_meta(path: Path, meta: dict[str, Any]) -> bytes:
+    """Makes the checkpoint's directory and its file for all that is not model or optimizer; returns what is in it."""
+    content = io.BytesIO()
+    torch.save(meta, content)
+    if path.is_file():
+        path.unlink()
+    path.mkdir(parents=True, exist_ok=True)
+    unfinished = path / f".{_META_FILE}"
+    unfinished.write_bytes(content.getvalue())
+    unfinished.replace(path / _META_FILE)
+    return content.getvalue()
+
+
+def _load(
+    path: Path,
+    model: tuple[str, nn.Module],
+    optimizers: Mapping[str, Optimizer],
+    strict: bool,
+    weights_only: bool | None,
+) -> dict[str, Any]:
+    """Loads a model, which has a key, and its optimizers by key; returns what else there is."""
+    meta: dict[str, Any] = {_META_KEY: b""}
+    load(meta, storage_reader=open_reader(path), planner=DefaultLoadPlanner(allow_partial_load=True))
+    key, module = model
+    state: dict[str, Any] = {key: get_model_state_dict(module)}
+    state |= {name: get_optimizer_state_dict(module, optimizer) for name, optimizer in optimizers.items()}
+    load(state, storage_reader=open_reader(path))
+    module.load_state_dict(state[key], strict=strict)
+    for name, optimizer in optimizers.items():
+        set_optimizer_state_dict(module, optimizer, state[name])
+    content = meta[_META_KEY] or (path / _META_FILE).read_bytes()  # Lightning's own are without the key
+    return torch.load(io.BytesIO(content), weights_only=weights_only)  # type: ignore[no-any-return]

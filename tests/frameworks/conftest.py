@@ -1,0 +1,10 @@
+"""As in tests/e2e: after every test nothing may be left, neither processes nor shared memory nor temporary files."""
+
+from ..e2e.conftest import _leftovers_before, _mark, _nothing_left
+
+__all__ = ["_leftovers_before", "_mark", "_nothing_left"]
+
+
+def pytest_configure(config):
+    """The frameworks warn, of what they and torch will change."""
+    config.addinivalue_line("filterwarnings", "default")

@@ -1,0 +1,94 @@
+"""Jobs on real ranks that frameworks set up by themselves, and digests of what is trained."""
+
+import hashlib
+import os
+import socket
+import subprocess
+import sys
+
+import torch
+import torch.distributed as dist
+from accelerate import DistributedType, PartialState
+
+from dcp_tensorizer._format.index import is_index
+
+from ..e2e import ranks
+from ..e2e.training import bits, full
+
+# All of them: to import one takes each rank longer than its test.
+ranks._IMPORTED += ["accelerate", "lightning.fabric", "lightning.pytorch", "torchtitan.models.llama3", "transformers"]
+
+
+def run_job(world_size, fn, *args, killed=False, timeout=150.0):
+    """Runs ``fn(rank, *args)`` on every rank, in the environment that torchrun makes; returns what each returned."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return ranks.run_ranks(
+        world_size,
+        _work,
+        port,
+        fn,
+        *args,
+        distributed=False,
+        killed=range(world_size) if killed else (),
+        timeout=timeout,
+    )
+
+
+def _work(rank, port, fn, *args):
+    os.environ |= {
+        "RANK": str(rank.index),
+        "LOCAL_RANK": str(rank.index),
+        "WORLD_SIZE": str(rank.world_size),
+        "LOCAL_WORLD_SIZE": str(rank.world_size),
+        "MASTER_PORT": str(port),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    result = fn(rank.index, *args)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    return result
+
+
+def run_module(*arguments):
+    """Runs a module by `python -m dcp_tensorizer.run`, in a process of its own."""
+    command = [sys.executable, "-W", "ignore", "-m", "dcp_tensorizer.run", "-m", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def let_accelerate_shard():
+    """Accelerate turns FSDP on only beside a GPU, though it does as well on the CPU: it is told that there is one."""
+    PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+
+
+def die():
+    """Ends all ranks as a crash would, when all of them have come here."""
+    dist.barrier()
+    ranks.kill_self()
+
+
+def digests(state):
+    """SHA-256 of each tensor of nested state dicts, gathered from all ranks, and all other values; a collective."""
+    return dict(_digests(full(state), ()))
+
+
+def _digests(value, path):
+    if isinstance(value, dict):
+        for key in sorted(value, key=str):
+            yield from _digests(value[key], (*path, key))
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _digests(item, (*path, number))
+    elif isinstance(value, torch.Tensor):
+        yield path, (str(value.dtype), tuple(value.shape), hashlib.sha256(bits(value).numpy().tobytes()).hexdigest())
+    else:
+        yield path, value
+
+
+def is_ours(path):
+    """Whether this package has saved the checkpoint."""
+    return is_index((path / ".metadata").read_bytes())

@@ -1,0 +1,245 @@
+"""Lightning's Trainer and Fabric by the strategies of `dcp_tensorizer.lightning`."""
+
+import shutil
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from dcp_tensorizer import WriteError, install
+from dcp_tensorizer.lightning import TensorizerFabricStrategy, TensorizerStrategy
+
+from ..e2e.ranks import workers
+from .jobs import die, digests, is_ours, run_job
+
+
+class _Module(LightningModule):
+    def configure_model(self):
+        if not hasattr(self, "layers"):
+            self.layers = _layers()
+            _shard(self.layers, self.device_mesh)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+    def training_step(self, batch):
+        return self.layers(batch).square().sum()
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.rand(64, 8), batch_size=4)
+
+    def digests(self):
+        return digests(get_state_dict(self, self.optimizers().optimizer)), self.lr_schedulers().state_dict()
+
+
+def _layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 33), nn.ReLU(), nn.Linear(33, 8))
+
+
+def _shard(module, mesh):
+    return fully_shard(module, mesh=mesh["data_parallel"])
+
+
+def _fit(world, strategy, *callbacks, path=None, **options):
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=strategy(data_parallel_size=world, tensor_parallel_size=1, **options),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        callbacks=list(callbacks),
+        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
+        max_steps=6,
+    )
+    trainer.fit(_Module(), ckpt_path=path)
+
+
+class _EachStep(Callback):
+    """Calls a function after each step; it comes before the callbacks that save."""
+
+    def __init__(self, function):
+        self.on_train_batch_end = lambda trainer, module, *_: function(trainer, module)
+
+
+class _Resumed(Callback):
+    """What a run began with."""
+
+    def on_train_start(self, trainer, module):
+        self.step, self.digests = trainer.global_step, module.digests()
+
+
+def _train_and_die(rank, folder, strategy):
+    """Saves at each step in place of the one before, and dies in the fourth."""
+
+    def note(trainer, module):
+        torch.save(module.digests(), folder / f"digests-{trainer.global_step}-{rank}")
+        if trainer.global_step == 4:
+            getattr(trainer.strategy, "wait_for_save", lambda: None)()
+            die()
+
+    _fit(2, strategy, _EachStep(note), ModelCheckpoint(folder / "saved", every_n_train_steps=1, save_last=True))
+
+
+def _resume(rank, world, path, strategy):
+    del rank
+    install()
+    resumed = _Resumed()
+    _fit(world, strategy, resumed, path=path)
+    return resumed.step, resumed.digests
+
+
+def test_a_killed_trainer_resumes_on_other_numbers_of_ranks(tmp_path):
+    """What `ModelCheckpoint` saved on two ranks is the same on one and on three; Lightning reads it, too."""
+    run_job(2, _train_and_die, tmp_path, TensorizerStrategy, killed=True)
+    saved = torch.load(tmp_path / "digests-3-0")
+    assert [key for key in saved[0] if "exp_avg" in key]
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["epoch=0-step=3.ckpt", "last.ckpt"]
+    last = tmp_path / "saved" / "last.ckpt"
+    assert is_ours(last)
+    for world, strategy in ((1, TensorizerStrategy), (3, TensorizerStrategy), (2, ModelParallelStrategy)):
+        assert run_job(world, _resume, world, last, strategy) == [(3, saved)] * world
+
+
+def test_a_job_of_lightnings_own_storage_goes_on(tmp_path):
+    """What `ModelParallelStrategy` has saved in torch's format is loaded by ours."""
+    run_job(2, _train_and_die, tmp_path, ModelParallelStrategy, killed=True)
+    last = tmp_path / "saved" / "last.ckpt"
+    assert not is_ours(last)
+    saved = torch.load(tmp_path / "digests-3-0")
+    assert run_job(3, _resume, 3, last, TensorizerStrategy) == [(3, saved)] * 3
+
+
+def _save_and_remove(rank, folder):
+    """Whether an old checkpoint is there: while its successor is written, when that is committed or has failed."""
+    seen = []
+
+    def step(trainer, module):
+        strategy, old = trainer.strategy, folder / f"old-{trainer.global_step}"
+        if trainer.global_step > 2:
+            return
+        trainer.save_checkpoint(old)
+        strategy.wait_for_save()
+        for process in workers():
+            process.suspend()
+        trainer.save_checkpoint(folder / "new")  # in the second step it is there, and may not be overwritten
+        strategy.remove_checkpoint(old)
+        seen.append(old.exists())
+        for process in workers():
+            process.resume()
+        try:
+            strategy.wait_for_save()
+        except CheckpointException as error:
+            seen.extend(type(failure[0]) for failure in error.failures.values())
+        trainer.strategy.barrier()
+        seen.append(old.exists())
+        trainer.strategy.barrier()
+
+    _fit(2, TensorizerStrategy, _EachStep(step), writer_options={"overwrite": False})
+    return seen
+
+
+def test_what_a_save_replaces_is_removed_when_it_is_committed(tmp_path):
+    """And stays if it fails; that is raised once, on every rank."""
+    for seen in run_job(2, _save_and_remove, tmp_path):
+        assert seen == [True, False, True, WriteError, True]
+
+
+def _fail_at_last(rank, folder):
+    def step(trainer, module):
+        if trainer.global_step in (1, 6):
+            trainer.save_checkpoint(folder / "same")
+
+    with pytest.raises(CheckpointException, match="overwrite"):
+        _fit(2, TensorizerStrategy, _EachStep(step), writer_options={"overwrite": False})
+    with pytest.raises(CheckpointException, match="overwrite"):
+        _fit(2, TensorizerStrategy, _EachStep(step), writer_options={"overwrite": False})
+    with pytest.raises(WriteError, match=r"rank 0 could not write .*meta\.pt"):
+        _fit(2, TensorizerStrategy, _EachStep(lambda trainer, _: trainer.save_checkpoint("/proc/nowhere")))
+
+
+def test_a_failed_save_is_raised(tmp_path):
+    """By the end of training, by the next save, and on every rank if it is rank 0 that cannot begin one."""
+    run_job(2, _fail_at_last, tmp_path)
+
+
+def _fabric(world, **options):
+    strategy = TensorizerFabricStrategy(_shard, data_parallel_size=world, tensor_parallel_size=1, **options)
+    fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy)
+    fabric.launch()
+    model = fabric.setup_module(_layers())
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.1))
+    return fabric, model, optimizer
+
+
+def _steps(fabric, model, optimizer, count):
+    for _ in range(count):
+        fabric.backward(model(torch.rand(4, 8)).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _fabric_digests(model, optimizer):
+    return digests(get_state_dict(model.module, optimizer.optimizer))
+
+
+def _train_fabric_and_die(rank, folder):
+    fabric, model, optimizer = _fabric(2, writer_options={"overlap_staging": True})
+    for step in range(1, 4):
+        _steps(fabric, model, optimizer, 1)
+        torch.save(_fabric_digests(model, optimizer), folder / f"digests-{step}-{rank}")
+        fabric.save(folder / "last", {"model": model, "optimizer": optimizer, "step": step, "note": "extra"})
+    fabric.strategy.wait_for_save()
+    _steps(fabric, model, optimizer, 1)
+    fabric.save(folder / "next", {"model": model, "optimizer": optimizer, "step": 4, "note": "extra"})
+    fabric.strategy.wait_for_save()
+    die()
+
+
+def _resume_fabric(rank, world, path):
+    del rank
+    fabric, model, optimizer = _fabric(world)
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    rest = fabric.load(path, state)
+    with pytest.raises(KeyError, match="unknown"):
+        fabric.load(path, {**state, "unknown": 0})
+    return state["step"], rest, _fabric_digests(model, optimizer)
+
+
+def test_a_killed_fabric_resumes_on_other_numbers_of_ranks(tmp_path):
+    """Also when the job was killed after a save had written its `meta.pt` into a checkpoint that it was to replace."""
+    run_job(2, _train_fabric_and_die, tmp_path, killed=True)
+    saved = torch.load(tmp_path / "digests-3-0")
+    shutil.copy(tmp_path / "next" / "meta.pt", tmp_path / "last" / "meta.pt")
+    for world in (1, 3):
+        assert run_job(world, _resume_fabric, world, tmp_path / "last") == [(3, {"note": "extra"}, saved)] * world
+
+
+def _bad_fabric(rank, folder):
+    del rank
+    fabric, model, _ = _fabric(1)
+    for state, words in (({"step": 1}, "has 0"), ({"a": model, "b": model}, "has 2")):
+        with pytest.raises(ValueError, match=words):
+            fabric.save(folder / "a", state)
+    with pytest.raises(TypeError, match="filter means nothing"):
+        fabric.save(folder / "a", {"model": model}, filter={"model": lambda key, value: True})
+    with pytest.raises(TypeError, match="save_distributed_checkpoint"):
+        TensorizerFabricStrategy(_shard, save_distributed_checkpoint=False)
+    with pytest.raises(TypeError, match="no_such"):
+        TensorizerFabricStrategy(_shard, writer_options={"no_such": 1})
+
+
+def test_arguments_that_make_no_sense_are_refused(tmp_path):
+    """By name, before anything is saved."""
+    run_job(1, _bad_fabric, tmp_path)
+    assert not list(tmp_path.iterdir())
