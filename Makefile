@@ -66,7 +66,7 @@ gpu: $(filter .venv-gpu/bin/python,$(GPU_PYTHON))
 	$@ -m pip install --quiet --group gpu --editable .
 	touch $@
 
-# With the frameworks that people train with, on the CPU, in an environment of their own: about 5 minutes. It needs Python 3.11.
+# With the frameworks that people train with, on the CPU, in an environment of its own: about 3 minutes. It needs Python 3.11.
 frameworks: .venv-frameworks/.ready
 	.venv-frameworks/bin/python -m pytest tests/frameworks
 

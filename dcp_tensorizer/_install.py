@@ -81,12 +81,16 @@ def uninstall() -> None:
 def installed(
     *, writer_options: Mapping[str, Any] | None = None, reader_options: Mapping[str, Any] | None = None
 ) -> Iterator[None]:
-    """`install` for as long as a ``with`` lasts."""
+    """`install` for as long as a ``with`` lasts. Then all is as it was before, also if it was installed."""
+    before = _installation
     install(writer_options=writer_options, reader_options=reader_options)
     try:
         yield
     finally:
-        uninstall()
+        if before is None:
+            uninstall()
+        else:
+            install(writer_options=before.writer_options, reader_options=before.reader_options)
 
 
 @dataclass(frozen=True, slots=True)

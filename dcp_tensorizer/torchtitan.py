@@ -99,7 +99,7 @@ class TensorizerCheckpointManager(CheckpointManager):
     def _purge_stale_checkpoints(self) -> None:
         """Removes what is older than the ``keep_latest_k`` newest checkpoints that have committed."""
         if self.save_future is not None or not self._should_purge():
-            return
+            return  # with a save under way it is asked for again, when that is over
         matches = [re.search(r"step-(\d+)", name) for name in filesystem.listdir(self.folder)]
         paths = {int(match[1]): filesystem.join(self.folder, match.string) for match in matches if match}
         committed = [step for step, path in paths.items() if filesystem.isfile(filesystem.join(path, ".metadata"))]

@@ -14,6 +14,7 @@ from dcp_tensorizer._format.index import is_index
 
 from ..e2e import ranks
 from ..e2e.training import bits, full
+from ..support import ROOT
 
 # All of them: to import one takes each rank longer than its test.
 ranks._IMPORTED += ["accelerate", "lightning.fabric", "lightning.pytorch", "torchtitan.models.llama3", "transformers"]
@@ -54,10 +55,11 @@ def _work(rank, port, fn, *args):
     return result
 
 
-def run_module(*arguments):
-    """Runs a module by `python -m dcp_tensorizer.run`, in a process of its own."""
-    command = [sys.executable, "-W", "ignore", "-m", "dcp_tensorizer.run", "-m", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+def run_python(*arguments):
+    """Runs Python in a process of its own, with what it is given on its command line."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
 
 
 def let_accelerate_shard():

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from dcp_tensorizer import install
 from dcp_tensorizer.convert import convert
 
-from .jobs import die, digests, is_ours, let_accelerate_shard, run_job, run_module
+from .jobs import die, digests, is_ours, let_accelerate_shard, run_job, run_python
 
 
 class _Job:
@@ -92,12 +92,33 @@ def test_merging_weights(killed):
     """`merge_fsdp_weights`, by the command line of Accelerate, makes the file that `from_pretrained` loads."""
     folder, saved = killed
     arguments = ["merge-weights", str(folder / "state" / "pytorch_model_fsdp_0"), str(folder / "merged")]
-    done = run_module("accelerate.commands.accelerate_cli", *arguments)
+    done = run_python("-m", "dcp_tensorizer.run", "-m", "accelerate.commands.accelerate_cli", *arguments)
     assert done.returncode == 0, done.stderr
     merged = load_file(folder / "merged" / "model.safetensors")
     assert {("model", *path): value for path, value in digests(merged).items()} == {
         path: value for path, value in saved.items() if path[0] == "model"
     }
+
+
+SCRIPT = """
+import sys
+from tests.frameworks.test_accelerate import _Job
+
+job = _Job()
+job.train(1)
+job.accelerator.save_state(sys.argv[1])
+"""
+
+
+def test_a_script_that_is_not_changed(tmp_path):
+    """`torchrun -m dcp_tensorizer.run` saves by this package what the script saves by Accelerate."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = ["-m", "dcp_tensorizer.run", str(tmp_path / "train.py"), str(tmp_path / "state")]
+    done = run_python(*ranks, *script)
+    assert done.returncode == 0, done.stderr
+    assert is_ours(tmp_path / "state" / "pytorch_model_fsdp_0")
+    assert is_ours(tmp_path / "state" / "optimizer_0")
 
 
 def test_a_job_changes_its_storage_and_goes_back(tmp_path):

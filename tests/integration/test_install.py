@@ -129,6 +129,17 @@ def test_options_reach_all_writers_and_readers(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("ours")
+def test_it_may_be_installed_for_a_while_where_it_is_installed(tmp_path: Path) -> None:
+    """The options of before are back afterwards, and this package stays in the place of torch's storage."""
+    install(writer_options={"sha256": True})
+    with installed(writer_options={"sync_files": False}):
+        assert not FileSystemWriter(tmp_path)._options.write.sha256
+    writer = FileSystemWriter(tmp_path)
+    assert isinstance(writer, TensorizerStorageWriter)
+    assert (writer._options.write.sync, writer._options.write.sha256) == (True, True)
+
+
+@pytest.mark.usefixtures("ours")
 def test_arguments_without_a_meaning_are_named_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
