@@ -73,8 +73,13 @@ class Engine:
         self.entries, self.tables = EntryWriter(), KnownTables()
 
 
-_engines: dict[bool, Engine] = {}
-_making = threading.Lock()
+class _Engines(dict[bool, Engine]):
+    """The engines of this process, by whether they see its GPUs."""
+
+
+_engines = _Engines()
+# From the start, and so before any writer: what a writer asks for in a forked child is an engine of that child's.
+in_child(_engines, _Engines.clear)
 
 
 def engine_of_process(*, devices: bool) -> Engine:
@@ -83,16 +88,5 @@ def engine_of_process(*, devices: bool) -> Engine:
     Args:
         devices: Its writer process sees the trainer's GPUs. There is one engine that does, and one that does not.
     """
-    with _making:
-        if devices not in _engines:
-            engine = _engines[devices] = Engine(devices=devices)
-            in_child(engine, _forget)
-        return _engines[devices]
-
-
-def _forget(engine: Engine) -> None:
-    """In a forked child: buffers and process are its parent's."""
-    global _making
-    _making = threading.Lock()
-    for devices in [devices for devices, other in _engines.items() if other is engine]:
-        del _engines[devices]
+    # Without a lock: a signal's handler may interrupt its holder, and make a writer.
+    return _engines.get(devices) or _engines.setdefault(devices, Engine(devices=devices))
