@@ -46,8 +46,8 @@ class StagedSaves:
         self._lock = threading.RLock()
 
     def of(self, owner: object) -> list[StagedSave]:
-        """Those of one stager."""
-        return [staged_save for staged_save in list(self._saves) if staged_save.owner is owner]
+        """Those that one stager has staged, or saves."""
+        return [staged_save for staged_save in list(self._saves) if owner in staged_save.owners]
 
     def add(self, staged_save: StagedSave) -> None:
         """It is the last one."""
@@ -59,10 +59,12 @@ class StagedSaves:
             self._saves.remove(staged_save)
 
     def begin(self, owner: object) -> StagedSave | None:
-        """What the calling thread has taken and not begun to save, which is ``owner``'s from now on; None: nothing."""
+        """What the calling thread has taken and not begun to save, which is also ``owner``'s from now on; None: nothing."""
         for staged_save in list(self._saves):
             if staged_save.thread is threading.current_thread() and not staged_save.begun:
-                staged_save.begun, staged_save.owner = True, owner
+                staged_save.begun = True
+                if owner not in staged_save.owners:
+                    staged_save.owners += (owner,)
                 return staged_save
         return None
 
@@ -74,7 +76,7 @@ class StagedSaves:
         earlier = list(self._saves)
         thread = threading.current_thread() if before is None else before.staged_on
         for staged_save in earlier[: earlier.index(before)] if before in earlier else earlier:
-            in_order = staged_save.owner is owner or staged_save.staged_on is thread
+            in_order = owner in staged_save.owners or staged_save.staged_on is thread
             if staged_save.abandoned or not in_order:
                 continue
             if not staged_save.wait_taken(self.take_seconds if before is None else self.start_seconds):
@@ -94,7 +96,7 @@ class StagedSaves:
 
     def only_of(self, owner: object) -> bool:
         """Whether no stager but this one has saves that are not over."""
-        return all(staged_save.owner is owner or staged_save.over() for staged_save in list(self._saves))
+        return all(staged_save.owners == (owner,) or staged_save.over() for staged_save in list(self._saves))
 
     def prewarm(self, nbytes: int, make: Callable[[int], SharedBuffer]) -> None:
         """Makes a buffer in the background, unless there is one of that size, or a save is under way.

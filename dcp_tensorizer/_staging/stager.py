@@ -166,7 +166,7 @@ class Stager:
     def begin_save(self) -> StagedSave | None:
         """What the calling thread has taken and not begun to save; None: it saves something unstaged.
 
-        It may have been staged by another stager of these saves, and is this one's from now on.
+        It may have been staged by another stager of these saves, and is of both from now on.
         """
         return self.saves.begin(self)
 
