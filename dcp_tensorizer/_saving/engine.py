@@ -61,13 +61,15 @@ class Engine:
             self._open = [other for other in self._open if other() not in (None, user)]
             return not self._open
 
-    def free(self, deadline: Deadline) -> None:
+    def free(self, deadline: Deadline, stager: object) -> None:
         """Gives the memory and the connection back; what is still copied at the deadline keeps its buffer.
+
+        It keeps what others than the stager have staged since the last user has left, to begin anew.
 
         Failures are counted anew: whoever closes all writers has seen them.
         """
         self.client.free()
-        self.saves.close(deadline)
+        self.saves.close(deadline, stager)
         self.connection = None
         self.failures, self.objects = FailureCounter(), ObjectCheck()
         self.entries, self.tables = EntryWriter(), KnownTables()

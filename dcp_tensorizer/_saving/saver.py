@@ -168,7 +168,7 @@ class Saver:
     def free(self, deadline: Deadline) -> None:
         """Gives the memory and the connection back, if nobody else uses them."""
         if self._ends_engine:
-            self.engine.free(deadline)
+            self.engine.free(deadline, self.stager)
 
     def renewed(self) -> Saver:
         """One of the same options, which shares nothing with this one."""

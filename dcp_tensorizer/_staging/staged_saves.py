@@ -59,7 +59,7 @@ class StagedSaves:
             self._saves.remove(staged_save)
 
     def begin(self, owner: object) -> StagedSave | None:
-        """What the calling thread has taken and not begun to save, which is also ``owner``'s from now on; None: nothing."""
+        """What the calling thread has taken and not begun to save, from now on also ``owner``'s; None: nothing."""
         for staged_save in list(self._saves):
             if staged_save.thread is threading.current_thread() and not staged_save.begun:
                 staged_save.begun = True
@@ -74,8 +74,10 @@ class StagedSaves:
         A staged state dict that no save takes is not waited for: its buffer is left alone, and the next one is new.
         """
         earlier = list(self._saves)
+        if before is not None:  # it has been given up if it is not there, and was earlier than those that are left
+            del earlier[earlier.index(before) if before in earlier else 0 :]
         thread = threading.current_thread() if before is None else before.staged_on
-        for staged_save in earlier[: earlier.index(before)] if before in earlier else earlier:
+        for staged_save in earlier:
             in_order = owner in staged_save.owners or staged_save.staged_on is thread
             if staged_save.abandoned or not in_order:
                 continue
@@ -147,12 +149,18 @@ class StagedSaves:
         for buffer in spare:
             buffer.close()
 
-    def close(self, deadline: Deadline = NEVER) -> None:
+    def close(self, deadline: Deadline = NEVER, owner: object = None) -> None:
         """Gives the buffers back; those that a save still uses follow when it lets go of its state dict.
 
         So does one to which something is still copied at the deadline.
+
+        Args:
+            deadline: Of the waiting for what is copied.
+            owner: A stager; what others have staged, and is not over, stays. None: nothing stays.
         """
-        saves, self._saves = self._saves, []
+        saves = [s for s in list(self._saves) if owner is None or owner in s.owners or s.over()]
+        for staged_save in saves:
+            self.remove(staged_save)
         unused = [staged_save.buffer for staged_save in saves if staged_save.wait_unused(deadline)]
         self.wait_prewarmed(deadline)
         for buffer in unused:

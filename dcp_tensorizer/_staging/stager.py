@@ -151,8 +151,11 @@ class Stager:
         except Exception as error:
             staged_save.fail(error)
             staged_save.finish()
-        except BaseException:  # a KeyboardInterrupt: there will be no save
+        except BaseException as error:  # a KeyboardInterrupt: there will be no save
             self.saves.remove(staged_save)
+            if staged_save.stager is threading.current_thread():  # others may wait for it, to stage theirs
+                staged_save.fail(error)
+                staged_save.finish()
             raise
         return staged
 

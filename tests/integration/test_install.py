@@ -176,7 +176,7 @@ class HeldPlanner(DefaultSavePlanner):
 
 
 def test_training_waits_for_what_another_writer_saves(tmp_path: Path) -> None:
-    """The stager that `async_save` is not given waits for its state, though the save is a FileSystemWriter's by then."""
+    """Whatever stages for `async_save` waits for its state, though the save is a FileSystemWriter's by then."""
     gate = Gate()
     shared = {"w": torch.full((100,), 1.0).share_memory_(), "step": 1}
     with installed(writer_options={"staging": "shared"}):

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_tensorizer import SaveLimits, SaveReport, TensorizerStorageReader, TensorizerStorageWriter, WriteError
 from dcp_tensorizer._saving.engine import Engine, engine_of_process
+from dcp_tensorizer._threads import Deadline
 from dcp_tensorizer._writer_process.process import WriterProcess
 
 from ...support import memory_files, writer_process
@@ -97,6 +98,24 @@ def test_closing_one_writer_leaves_the_save_of_another_alone(tmp_path: Path) -> 
         future.result()
         assert (writer_process().pid, loaded(tmp_path / "slow")) == (process, 1.0)
     assert children() == before
+
+
+def test_what_is_staged_while_the_engine_ends_stays(tmp_path: Path) -> None:
+    """Closing waits for the writer process to end. What another writer stages meanwhile keeps its buffer and order."""
+    gate, first = Gate(), TensorizerStorageWriter(tmp_path / "first")
+    dcp.async_save(state(1.0), storage_writer=first).result()
+    first._saver.close(Deadline(None))
+    with TensorizerStorageWriter(tmp_path / "second") as second:
+        future = dcp.async_save(state(2.0), storage_writer=second, planner=HeldPlanner(gate))
+        gate.wait_reached()
+        (saved,) = second._saver.engine.saves.of(second._saver.stager)
+        first._saver.free(Deadline(None))
+        assert second._saver.engine.saves.of(second._saver.stager) == [saved]
+        assert saved.buffer is not None
+        assert saved.buffer.can_be_sent
+        gate.open()
+        future.result()
+    assert (loaded(tmp_path / "first"), loaded(tmp_path / "second")) == (1.0, 2.0)
 
 
 def _save_and_close(path: Path) -> None:
