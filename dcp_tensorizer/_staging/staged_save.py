@@ -74,7 +74,7 @@ class StagedSave:
     """
 
     def __init__(self, owner: object = None, *, keeps_buffer: bool = True) -> None:
-        self.owners = (owner,)
+        self.owners: tuple[object, ...] = (owner,)
         self.keeps_buffer = keeps_buffer
         self.staged_on = threading.current_thread()
         self.buffer: SharedBuffer | None = None
