@@ -50,8 +50,13 @@ class StagedSaves:
         return [staged_save for staged_save in list(self._saves) if owner in staged_save.owners]
 
     def add(self, staged_save: StagedSave) -> None:
-        """It is the last one."""
-        self._saves.append(staged_save)
+        """It is the last one, or where the calling thread is in a signal's handler, it is before what that interrupts.
+
+        The interrupted staging goes on when the handler returns, and that may wait for the save.
+        """
+        with self._lock:
+            places = (place for place, other in enumerate(self._saves) if other.is_interrupted)
+            self._saves.insert(next(places, len(self._saves)), staged_save)
 
     def remove(self, staged_save: StagedSave) -> None:
         """There will be no save."""
@@ -79,7 +84,7 @@ class StagedSaves:
         thread = threading.current_thread() if before is None else before.staged_on
         for staged_save in earlier:
             in_order = owner in staged_save.owners or staged_save.staged_on is thread
-            if staged_save.abandoned or not in_order:
+            if staged_save.abandoned or staged_save.is_interrupted or not in_order:
                 continue
             if not staged_save.wait_taken(self.take_seconds if before is None else self.start_seconds):
                 staged_save.abandoned = before is not None
@@ -123,19 +128,19 @@ class StagedSaves:
     def take_buffer(self, nbytes: int) -> SharedBuffer:
         """The idle buffer, or a new one if that is too small."""
         self.wait_prewarmed()
-        with self._lock:
-            buffer = self._idle
-            if buffer is not None and buffer.fits(nbytes) and buffer.can_be_sent:
-                self._idle = None
-                buffer.reset()
-                return buffer
-        self._give_back_idle()
+        buffer = self._take_idle()
+        if buffer is not None and buffer.fits(nbytes) and buffer.can_be_sent:
+            buffer.reset()
+            return buffer
+        if buffer is not None:
+            buffer.close()
         return SharedBuffer(nbytes)
 
     def reclaim(self) -> None:
         """Takes back the buffers of saves that are over, and keeps the largest."""
         for staged_save in list(self._saves):
-            staged_save.wait_built()  # it takes the idle buffer before that, on a thread of its own
+            if not staged_save.is_interrupted:
+                staged_save.wait_built()  # it takes the idle buffer before that, on a thread of its own
         spare = []
         with self._lock:
             for staged_save in [staged_save for staged_save in self._saves if staged_save.over()]:
@@ -170,7 +175,12 @@ class StagedSaves:
 
     def _give_back_idle(self) -> None:
         """Frees the buffer that no save uses."""
-        with self._lock:
-            idle, self._idle = self._idle, None
+        idle = self._take_idle()
         if idle is not None:
             idle.close()
+
+    def _take_idle(self) -> SharedBuffer | None:
+        """The buffer that no save uses, for the caller alone; None if there is none."""
+        with self._lock:
+            idle, self._idle = self._idle, None  # in one step: a signal's handler may take it, too
+        return idle

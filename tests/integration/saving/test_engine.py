@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from dcp_tensorizer._threads import Deadline
 from dcp_tensorizer._writer_process.process import WriterProcess
 
 from ...support import memory_files, writer_process
-from ...waiting import WAIT, Gate, in_thread
+from ...waiting import WAIT, Gate, HeldTensor, in_thread
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -116,6 +117,27 @@ def test_what_is_staged_while_the_engine_ends_stays(tmp_path: Path) -> None:
         gate.open()
         future.result()
     assert (loaded(tmp_path / "first"), loaded(tmp_path / "second")) == (1.0, 2.0)
+
+
+@pytest.mark.parametrize("save", [dcp.save, lambda *args, **options: dcp.async_save(*args, **options).result()])
+@pytest.mark.parametrize("own", [True, False])
+def test_a_signals_handler_saves_while_the_thread_it_interrupts_stages(tmp_path: Path, save: Any, own: bool) -> None:
+    """With the writer that stages, or another one. Both saves are whole, and have their own values."""
+
+    def handle(*_: object) -> None:
+        handled.append(True)
+        save(state(2.0), storage_writer=writer if own else other, checkpoint_id=tmp_path / "last")
+
+    handled: list[bool] = []
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with TensorizerStorageWriter(tmp_path / "kept", thread_count=1) as writer, TensorizerStorageWriter() as other:
+            held = {"w": HeldTensor(torch.full((1000,), 1.0), lambda: signal.raise_signal(signal.SIGUSR1))}
+            dcp.async_save(held, storage_writer=writer).result()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert handled == [True]
+    assert (loaded(tmp_path / "kept"), loaded(tmp_path / "last")) == (1.0, 2.0)
 
 
 def _save_and_close(path: Path) -> None:
