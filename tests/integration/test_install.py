@@ -242,6 +242,17 @@ sys.exit(subprocess.run(command).returncode)
     assert is_ours(tmp_path / "0")
 
 
+def test_running_a_package_that_cannot_be_imported_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there, and something that it needs is not."""
+    from dcp_tensorizer._run import _module
+
+    (tmp_path / "broken_job").mkdir()
+    (tmp_path / "broken_job" / "__init__.py").write_text("import no_such_dependency")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit, match=r"there is no module broken_job.*No module named 'no_such_dependency'"):
+        _module("broken_job")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
