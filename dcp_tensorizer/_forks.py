@@ -34,8 +34,9 @@ def in_child(owner: _T, let_go: Callable[[_T], object]) -> None:
 
 
 def _let_go() -> None:
-    for reference, let_go in list(_owners.values()):
-        owner = reference()
+    # All are kept until the last one has let go: to let go may free others, whose finalizers would end what they have.
+    owners = [(reference(), let_go) for reference, let_go in list(_owners.values())]
+    for owner, let_go in owners:
         if owner is not None:
             with suppress(Exception):  # the others have their turn
                 let_go(owner)

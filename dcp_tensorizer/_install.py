@@ -181,11 +181,16 @@ def _replace() -> None:
 
 
 def _new_writer(cls: type, *args: Any, **kwargs: Any) -> Any:
-    return object.__new__(InstalledWriter if cls is FileSystemWriter and _installation is not None else cls)
+    return object.__new__(InstalledWriter if cls is FileSystemWriter and _replaces(args, kwargs) else cls)
 
 
 def _new_reader(cls: type, *args: Any, **kwargs: Any) -> Any:
-    return object.__new__(InstalledReader if cls is FileSystemReader and _installation is not None else cls)
+    return object.__new__(InstalledReader if cls is FileSystemReader and _replaces(args, kwargs) else cls)
+
+
+def _replaces(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an object is made, and not copied from one of torch's that is there: copies are made without a path."""
+    return _installation is not None and bool(args or kwargs)
 
 
 _said: set[str] = set()

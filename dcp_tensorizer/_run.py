@@ -64,13 +64,14 @@ def _script(path: str) -> tuple[CodeType, dict[str, Any]]:
 
 
 def _module(name: str) -> tuple[CodeType, dict[str, Any]]:
+    reason = ""
     for candidate in (name, f"{name}.__main__"):
         try:
             spec = importlib.util.find_spec(candidate)
-        except ImportError:
-            spec = None
+        except ImportError as error:  # there is none, or what it is in cannot be imported
+            spec, reason = None, reason or f" ({error})"
         if spec is not None and spec.submodule_search_locations is None:
             code = getattr(spec.loader, "get_code", lambda _: None)(candidate)
             if code is not None and spec.origin is not None:
                 return code, {"__file__": spec.origin, "__package__": spec.parent}
-    raise SystemExit(f"dcp_tensorizer.run: there is no module {name} that can be run\n{_USAGE}")
+    raise SystemExit(f"dcp_tensorizer.run: there is no module {name} that can be run{reason}\n{_USAGE}")

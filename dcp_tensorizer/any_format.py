@@ -16,8 +16,10 @@ from torch.futures import Future
 from . import _torch_compat
 from ._arguments import check_path
 from ._loading.directory_format import contents, format_of
+from ._loading.validate import ReadFrom
 from ._storage.base import TIMEOUT, Storage
 from ._storage.open import absolute_path, is_location, open_storage
+from ._storage.redact import redact
 from .errors import CheckpointError, DecryptionError, MetadataError, ReadError
 from .reader import TensorizerStorageReader
 
@@ -105,7 +107,20 @@ class AnyFormatReader(StorageReader):
         return self._chosen.prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As the reader of the format does it."""
+        """As the reader of the format does it.
+
+        Raises:
+            MetadataError: ranks have found several formats, because another job replaces the checkpoint; no target has
+                changed.
+        """
+        if not isinstance(self._chosen, TensorizerStorageReader):  # that one sees for itself
+            others = [rank for rank, plan in enumerate(plans) if isinstance(plan.storage_data, ReadFrom)]
+            if others:
+                raise MetadataError(
+                    f"{redact(str(self._path))} was overwritten while its metadata was read: rank {others[0]} found a "
+                    f"checkpoint of another format there than the coordinator. No target has changed. Load it again, "
+                    f"or load another checkpoint."
+                )
         return self._chosen.prepare_global_plan(plans)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

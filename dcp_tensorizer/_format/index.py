@@ -306,7 +306,7 @@ def _not_an_index(path: str, data: bytes) -> MetadataError:
     if data.startswith(_PICKLE):
         return UnsupportedFormat(
             f"{path} was not written by dcp_tensorizer: it is a pickle, as torch's own FileSystemWriter writes. Load "
-            f"it with FileSystemReader, or bring it over with `dcp-tensorizer convert`."
+            f"it with open_reader, or bring it over with `dcp-tensorizer convert`."
         )
     return MetadataError(
         f"{path} was not written by dcp_tensorizer, or is damaged at its beginning. Load another checkpoint."

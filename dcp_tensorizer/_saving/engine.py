@@ -61,20 +61,27 @@ class Engine:
             self._open = [other for other in self._open if other() not in (None, user)]
             return not self._open
 
-    def free(self, deadline: Deadline) -> None:
+    def free(self, deadline: Deadline, stager: object) -> None:
         """Gives the memory and the connection back; what is still copied at the deadline keeps its buffer.
+
+        It keeps what others than the stager have staged since the last user has left, to begin anew.
 
         Failures are counted anew: whoever closes all writers has seen them.
         """
         self.client.free()
-        self.saves.close(deadline)
+        self.saves.close(deadline, stager)
         self.connection = None
         self.failures, self.objects = FailureCounter(), ObjectCheck()
         self.entries, self.tables = EntryWriter(), KnownTables()
 
 
-_engines: dict[bool, Engine] = {}
-_making = threading.Lock()
+class _Engines(dict[bool, Engine]):
+    """The engines of this process, by whether they see its GPUs."""
+
+
+_engines = _Engines()
+# From the start, and so before any writer: what a writer asks for in a forked child is an engine of that child's.
+in_child(_engines, _Engines.clear)
 
 
 def engine_of_process(*, devices: bool) -> Engine:
@@ -83,16 +90,5 @@ def engine_of_process(*, devices: bool) -> Engine:
     Args:
         devices: Its writer process sees the trainer's GPUs. There is one engine that does, and one that does not.
     """
-    with _making:
-        if devices not in _engines:
-            engine = _engines[devices] = Engine(devices=devices)
-            in_child(engine, _forget)
-        return _engines[devices]
-
-
-def _forget(engine: Engine) -> None:
-    """In a forked child: buffers and process are its parent's."""
-    global _making
-    _making = threading.Lock()
-    for devices in [devices for devices, other in _engines.items() if other is engine]:
-        del _engines[devices]
+    # Without a lock: a signal's handler may interrupt its holder, and make a writer.
+    return _engines.get(devices) or _engines.setdefault(devices, Engine(devices=devices))

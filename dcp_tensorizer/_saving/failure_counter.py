@@ -20,6 +20,8 @@ _ELSEWHERE = "another rank failed, or a collective did: the save's future has th
 class _Save:
     path: str
     error: str = _ELSEWHERE
+    is_coordinator: bool | None = None
+    """None before DCP has said so."""
 
 
 class FailureCounter:
@@ -42,8 +44,11 @@ class FailureCounter:
         self._saves[threading.current_thread()] = _Save(path)
 
     def set_coordinator(self, is_coordinator: bool) -> None:
-        """Says whether this rank is the coordinator, from now on."""
+        """Says whether this rank is the coordinator of the calling thread's save, and of later ones that fail early."""
         self._is_coordinator = is_coordinator
+        save = self._saves.get(threading.current_thread())
+        if save is not None:
+            save.is_coordinator = is_coordinator
 
     def failed(self, error: BaseException) -> None:
         """The calling thread's save fails on this rank."""
@@ -64,7 +69,7 @@ class FailureCounter:
         for thread in list(self._saves):
             if thread is threading.current_thread() or not thread.is_alive():
                 save = self._saves.pop(thread, None)
-                if save is not None and self._coordinates():
+                if save is not None and self._coordinates(save):
                     self._failures += 1
                     self._last_error = save.error
                     logger.error("the save to %s was not committed: %s", save.path, save.error)
@@ -78,8 +83,9 @@ class FailureCounter:
                 f"SaveLimits(max_consecutive_failures=None) trains on without checkpoints."
             )
 
-    def _coordinates(self) -> bool:
-        if self._is_coordinator is not None:
-            return self._is_coordinator
+    def _coordinates(self, save: _Save) -> bool:
+        is_coordinator = self._is_coordinator if save.is_coordinator is None else save.is_coordinator
+        if is_coordinator is not None:
+            return is_coordinator
         # A save that failed before DCP named its coordinator: that is rank 0.
         return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0

@@ -73,7 +73,7 @@ class Saver:
         self.closed = closed
         self.save_id = uuid.uuid4().hex
         self._next_id = self.save_id
-        self._numbering = threading.Lock()  # saves that nobody staged may begin at once
+        self._numbering = threading.RLock()  # saves that nobody staged may begin at once, also in a signal's handler
         self._ends_engine = False
         self._record: SaveRecord | None = None  # of the save that is staged next
         self._error: StagingError | None = None  # likewise
@@ -168,7 +168,7 @@ class Saver:
     def free(self, deadline: Deadline) -> None:
         """Gives the memory and the connection back, if nobody else uses them."""
         if self._ends_engine:
-            self.engine.free(deadline)
+            self.engine.free(deadline, self.stager)
 
     def renewed(self) -> Saver:
         """One of the same options, which shares nothing with this one."""

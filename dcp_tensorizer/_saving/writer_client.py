@@ -51,7 +51,8 @@ class WriterClient:
         self._extra: SharedBuffer | None = None  # for tensors that the planner made anew
         self._can_snapshot = True
         self._ends = 0  # how often the process was ended
-        self._starting = threading.Lock()  # nothing that ends the process waits for it
+        # Nothing that ends the process waits for it. A signal's handler may interrupt its holder, and save.
+        self._starting = threading.RLock()
 
     def ensure_process(self) -> WriterProcess:
         """The writer process; it is started if there is none, or if it has died.

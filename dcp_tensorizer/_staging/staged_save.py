@@ -50,10 +50,11 @@ class StagedSave:
     staged state dict and its tensors any more, whichever is first.
 
     Args:
-        owner: The stager.
+        owner: The stager that stages it.
         keeps_buffer: The buffer is kept for later saves.
 
     Attributes:
+        owners: The stager that has staged it, and that of the writer that saves it, if that is another one.
         staged_on: The thread that has staged it.
         buffer: Where the staged tensors are. None before there is one, and after the stager has taken it back.
         copies: Those that are under way.
@@ -73,7 +74,7 @@ class StagedSave:
     """
 
     def __init__(self, owner: object = None, *, keeps_buffer: bool = True) -> None:
-        self.owner = owner
+        self.owners: tuple[object, ...] = (owner,)
         self.keeps_buffer = keeps_buffer
         self.staged_on = threading.current_thread()
         self.buffer: SharedBuffer | None = None

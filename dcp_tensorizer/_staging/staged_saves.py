@@ -46,12 +46,17 @@ class StagedSaves:
         self._lock = threading.RLock()
 
     def of(self, owner: object) -> list[StagedSave]:
-        """Those of one stager."""
-        return [staged_save for staged_save in list(self._saves) if staged_save.owner is owner]
+        """Those that one stager has staged, or saves."""
+        return [staged_save for staged_save in list(self._saves) if owner in staged_save.owners]
 
     def add(self, staged_save: StagedSave) -> None:
-        """It is the last one."""
-        self._saves.append(staged_save)
+        """It is the last one, or where the calling thread is in a signal's handler, it is before what that interrupts.
+
+        The interrupted staging goes on when the handler returns, and that may wait for the save.
+        """
+        with self._lock:
+            places = (place for place, other in enumerate(self._saves) if other.is_interrupted)
+            self._saves.insert(next(places, len(self._saves)), staged_save)
 
     def remove(self, staged_save: StagedSave) -> None:
         """There will be no save."""
@@ -59,10 +64,12 @@ class StagedSaves:
             self._saves.remove(staged_save)
 
     def begin(self, owner: object) -> StagedSave | None:
-        """What the calling thread has taken and not begun to save, which is ``owner``'s from now on; None: nothing."""
+        """What the calling thread has taken and not begun to save, from now on also ``owner``'s; None: nothing."""
         for staged_save in list(self._saves):
             if staged_save.thread is threading.current_thread() and not staged_save.begun:
-                staged_save.begun, staged_save.owner = True, owner
+                staged_save.begun = True
+                if owner not in staged_save.owners:
+                    staged_save.owners += (owner,)
                 return staged_save
         return None
 
@@ -72,10 +79,12 @@ class StagedSaves:
         A staged state dict that no save takes is not waited for: its buffer is left alone, and the next one is new.
         """
         earlier = list(self._saves)
+        if before is not None:  # it has been given up if it is not there, and was earlier than those that are left
+            del earlier[earlier.index(before) if before in earlier else 0 :]
         thread = threading.current_thread() if before is None else before.staged_on
-        for staged_save in earlier[: earlier.index(before)] if before in earlier else earlier:
-            in_order = staged_save.owner is owner or staged_save.staged_on is thread
-            if staged_save.abandoned or not in_order:
+        for staged_save in earlier:
+            in_order = owner in staged_save.owners or staged_save.staged_on is thread
+            if staged_save.abandoned or staged_save.is_interrupted or not in_order:
                 continue
             if not staged_save.wait_taken(self.take_seconds if before is None else self.start_seconds):
                 staged_save.abandoned = before is not None
@@ -94,7 +103,7 @@ class StagedSaves:
 
     def only_of(self, owner: object) -> bool:
         """Whether no stager but this one has saves that are not over."""
-        return all(staged_save.owner is owner or staged_save.over() for staged_save in list(self._saves))
+        return all(staged_save.owners == (owner,) or staged_save.over() for staged_save in list(self._saves))
 
     def prewarm(self, nbytes: int, make: Callable[[int], SharedBuffer]) -> None:
         """Makes a buffer in the background, unless there is one of that size, or a save is under way.
@@ -119,19 +128,19 @@ class StagedSaves:
     def take_buffer(self, nbytes: int) -> SharedBuffer:
         """The idle buffer, or a new one if that is too small."""
         self.wait_prewarmed()
-        with self._lock:
-            buffer = self._idle
-            if buffer is not None and buffer.fits(nbytes) and buffer.can_be_sent:
-                self._idle = None
-                buffer.reset()
-                return buffer
-        self._give_back_idle()
+        buffer = self._take_idle()
+        if buffer is not None and buffer.fits(nbytes) and buffer.can_be_sent:
+            buffer.reset()
+            return buffer
+        if buffer is not None:
+            buffer.close()
         return SharedBuffer(nbytes)
 
     def reclaim(self) -> None:
         """Takes back the buffers of saves that are over, and keeps the largest."""
         for staged_save in list(self._saves):
-            staged_save.wait_built()  # it takes the idle buffer before that, on a thread of its own
+            if not staged_save.is_interrupted:
+                staged_save.wait_built()  # it takes the idle buffer before that, on a thread of its own
         spare = []
         with self._lock:
             for staged_save in [staged_save for staged_save in self._saves if staged_save.over()]:
@@ -145,12 +154,18 @@ class StagedSaves:
         for buffer in spare:
             buffer.close()
 
-    def close(self, deadline: Deadline = NEVER) -> None:
+    def close(self, deadline: Deadline = NEVER, owner: object = None) -> None:
         """Gives the buffers back; those that a save still uses follow when it lets go of its state dict.
 
         So does one to which something is still copied at the deadline.
+
+        Args:
+            deadline: Of the waiting for what is copied.
+            owner: A stager; what others have staged, and is not over, stays. None: nothing stays.
         """
-        saves, self._saves = self._saves, []
+        saves = [s for s in list(self._saves) if owner is None or owner in s.owners or s.over()]
+        for staged_save in saves:
+            self.remove(staged_save)
         unused = [staged_save.buffer for staged_save in saves if staged_save.wait_unused(deadline)]
         self.wait_prewarmed(deadline)
         for buffer in unused:
@@ -160,7 +175,12 @@ class StagedSaves:
 
     def _give_back_idle(self) -> None:
         """Frees the buffer that no save uses."""
-        with self._lock:
-            idle, self._idle = self._idle, None
+        idle = self._take_idle()
         if idle is not None:
             idle.close()
+
+    def _take_idle(self) -> SharedBuffer | None:
+        """The buffer that no save uses, for the caller alone; None if there is none."""
+        with self._lock:
+            idle, self._idle = self._idle, None  # in one step: a signal's handler may take it, too
+        return idle

@@ -151,8 +151,11 @@ class Stager:
         except Exception as error:
             staged_save.fail(error)
             staged_save.finish()
-        except BaseException:  # a KeyboardInterrupt: there will be no save
+        except BaseException as error:  # a KeyboardInterrupt: there will be no save
             self.saves.remove(staged_save)
+            if staged_save.stager is threading.current_thread():  # others may wait for it, to stage theirs
+                staged_save.fail(error)
+                staged_save.finish()
             raise
         return staged
 
@@ -166,7 +169,7 @@ class Stager:
     def begin_save(self) -> StagedSave | None:
         """What the calling thread has taken and not begun to save; None: it saves something unstaged.
 
-        It may have been staged by another stager of these saves, and is this one's from now on.
+        It may have been staged by another stager of these saves, and is of both from now on.
         """
         return self.saves.begin(self)
 

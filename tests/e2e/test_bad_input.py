@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_tensorizer import (
-    MetadataError,
     NotCommitted,
     ReadError,
     SaveLimits,
     StagingError,
     TensorizerStorageReader,
     TensorizerStorageWriter,
+    UnsupportedFormat,
     UntrustedObject,
     WriteError,
 )
@@ -230,7 +230,7 @@ def _causes(outcomes, case):
         ("nowhere", NotCommitted, "/nowhere holds no committed checkpoint"),
         ("uncommitted", NotCommitted, "/uncommitted holds no committed checkpoint"),
         ("file", NotCommitted, "/file holds no committed checkpoint"),
-        ("of_torch", MetadataError, "FileSystemReader"),
+        ("of_torch", UnsupportedFormat, "open_reader"),
     ],
 )
 def test_loading_what_is_no_checkpoint(loads, case, error, words):

@@ -63,3 +63,65 @@ if child != 0:
 def test_a_child_leaves_its_parents_writer_alone(tmp_path, what):
     """It does not hang, and the parent's save goes on with the process that it was given to."""
     assert run_python(JOB, tmp_path, what).stdout == "fine\n"
+
+
+# Children of a process whose writers have been dropped, as frameworks drop them, and children of such children.
+GENERATIONS = """
+import os, sys
+import torch
+import torch.distributed.checkpoint as dcp
+from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
+from dcp_tensorizer._saving.engine import engine_of_process
+
+folder = sys.argv[1]
+
+def forked(child):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            child()
+        except BaseException as error:
+            os.write(2, repr(error).encode())
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+
+def save(writer, name):
+    path = os.path.join(folder, name)
+    dcp.async_save({"w": torch.arange(1000)}, storage_writer=writer, checkpoint_id=path).result()
+    target = {"w": torch.zeros(1000, dtype=torch.int64)}
+    dcp.load(target, storage_reader=TensorizerStorageReader(path))
+    assert target["w"].equal(torch.arange(1000))
+
+TensorizerStorageWriter().prewarm({"w": torch.arange(1000)})
+engine = engine_of_process(devices=False)
+engine.saves.wait_prewarmed()
+process = engine.client._process
+forked(lambda: None)
+assert process.alive
+
+writer = TensorizerStorageWriter()
+
+def child():
+    save(writer, "child")
+    own = writer._saver.engine
+    assert own is not engine
+
+    def grandchild():
+        assert writer._saver.engine is not own
+        assert writer._saver.engine is engine_of_process(devices=False)
+        save(writer, "grandchild")
+
+    forked(grandchild)
+    assert own.client._process.alive
+
+forked(child)
+save(writer, "parent")
+assert engine.client._process is process
+print("fine")
+"""
+
+
+def test_children_of_children_have_engines_of_their_own(tmp_path):
+    """They neither end their parent's writer process nor use its buffers, also where nobody holds a writer."""
+    assert run_python(GENERATIONS, tmp_path).stdout == "fine\n"

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from tensorizer import DecryptionParams
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from dcp_tensorizer import (
     CheckpointError,
@@ -115,3 +116,18 @@ def test_object_stores(s3: S3Server) -> None:
     assert_is_saved(load(f"{url}/ours", storage_options=options))
     s3.client().put_object(Bucket=s3.bucket, Key="any_format/hf/model.safetensors", Body=b"")
     assert isinstance(error_of(f"{url}/hf", storage_options=options), ReadError)
+
+
+def test_ranks_that_find_several_formats_load_nothing(tmp_path: Path) -> None:
+    """A job that has switched its storage replaces the checkpoint while others load it: whichever rank coordinates."""
+    dcp.save(SAVED, storage_writer=FileSystemWriter(tmp_path / "torch"))
+    dcp.save(SAVED, storage_writer=TensorizerStorageWriter(tmp_path / "ours"))
+    plans, readers = [], [open_reader(tmp_path / name) for name in ("torch", "ours")]
+    for reader in readers:
+        planner, metadata = DefaultLoadPlanner(), reader.read_metadata()
+        planner.set_up_planner({"w": torch.zeros(2, 3)}, metadata)
+        reader.set_up_storage_reader(metadata, is_coordinator=True)
+        plans.append(reader.prepare_local_plan(planner.create_local_plan()))
+    for reader in readers:
+        with pytest.raises(MetadataError):
+            reader.prepare_global_plan(plans)

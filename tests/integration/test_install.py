@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import pickle
 import sys
@@ -12,13 +13,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter, _install, install, installed, uninstall
 from dcp_tensorizer._format.index import is_index
 from dcp_tensorizer._torch_compat import FsspecWriter
 
 from ..support import run_python
+from ..waiting import WAIT, Gate, in_thread, wait_until_inside
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -162,6 +166,56 @@ def test_a_pickled_writer_is_one_of_ours(tmp_path: Path) -> None:
     assert is_ours(tmp_path)
 
 
+def test_what_torch_has_made_is_copied_as_it_is(tmp_path: Path) -> None:
+    """A writer and a reader from before `install` stay torch's, and so do their copies."""
+    writer, reader = FileSystemWriter(tmp_path), FileSystemReader(tmp_path)
+    with installed():
+        copies = [copy.copy(writer), copy.deepcopy(reader), pickle.loads(pickle.dumps(reader))]
+    assert [type(each) for each in copies] == [FileSystemWriter, FileSystemReader, FileSystemReader]
+
+
+class HeldPlanner(DefaultSavePlanner):
+    """Plans when it may: its save has begun by then."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def create_local_plan(self) -> SavePlan:
+        self.gate.pass_through()
+        return super().create_local_plan()
+
+
+def test_training_waits_for_what_another_writer_saves(tmp_path: Path) -> None:
+    """Whatever stages for `async_save` waits for its state, though the save is a FileSystemWriter's by then."""
+    gate = Gate()
+    shared = {"w": torch.full((100,), 1.0).share_memory_(), "step": 1}
+    with installed(writer_options={"staging": "shared"}):
+        assert _install._installation is not None
+        stager = _install._installation.stager
+        saving = in_thread(lambda: dcp.async_save(shared, checkpoint_id=tmp_path, planner=HeldPlanner(gate)))
+        gate.wait_reached()
+        wait_until_inside(saving, stager.synchronize_staging)
+        gate.open()
+        saving.join(WAIT)
+        shared["w"].fill_(2.0)  # type: ignore[attr-defined]
+    assert loaded(tmp_path, storage_reader=TensorizerStorageReader(tmp_path)) == 1
+
+
+def test_uninstall_waits_for_saves_without_a_writer(tmp_path: Path) -> None:
+    """Also when they have begun."""
+    gate = Gate()
+    with installed():
+        future = dcp.async_save(state(4), checkpoint_id=tmp_path, planner=HeldPlanner(gate))
+        gate.wait_reached()
+        ending = in_thread(uninstall)
+        wait_until_inside(ending, TensorizerStorageWriter.close)
+        gate.open()
+        ending.join(WAIT)
+        assert future.done()
+    assert is_ours(tmp_path)
+
+
 SCRIPT = """
 import sys
 import torch, torch.multiprocessing as mp
@@ -197,6 +251,17 @@ sys.exit(subprocess.run(command).returncode)
     assert done.returncode == 0, done.stderr
     assert is_ours(tmp_path / "main")
     assert is_ours(tmp_path / "0")
+
+
+def test_running_a_package_that_cannot_be_imported_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there, and something that it needs is not."""
+    from dcp_tensorizer._run import _module
+
+    (tmp_path / "broken_job").mkdir()
+    (tmp_path / "broken_job" / "__init__.py").write_text("import no_such_dependency")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit, match=r"there is no module broken_job.*No module named 'no_such_dependency'"):
+        _module("broken_job")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_tensorizer import SaveLimits, SaveReport, TensorizerStorageReader, TensorizerStorageWriter, WriteError
 from dcp_tensorizer._saving.engine import Engine, engine_of_process
+from dcp_tensorizer._threads import Deadline
 from dcp_tensorizer._writer_process.process import WriterProcess
 
 from ...support import memory_files, writer_process
-from ...waiting import WAIT, Gate, in_thread
+from ...waiting import WAIT, Gate, HeldTensor, in_thread
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -97,6 +99,45 @@ def test_closing_one_writer_leaves_the_save_of_another_alone(tmp_path: Path) -> 
         future.result()
         assert (writer_process().pid, loaded(tmp_path / "slow")) == (process, 1.0)
     assert children() == before
+
+
+def test_what_is_staged_while_the_engine_ends_stays(tmp_path: Path) -> None:
+    """Closing waits for the writer process to end. What another writer stages meanwhile keeps its buffer and order."""
+    gate, first = Gate(), TensorizerStorageWriter(tmp_path / "first")
+    dcp.async_save(state(1.0), storage_writer=first).result()
+    first._saver.close(Deadline(None))
+    with TensorizerStorageWriter(tmp_path / "second") as second:
+        future = dcp.async_save(state(2.0), storage_writer=second, planner=HeldPlanner(gate))
+        gate.wait_reached()
+        (saved,) = second._saver.engine.saves.of(second._saver.stager)
+        first._saver.free(Deadline(None))
+        assert second._saver.engine.saves.of(second._saver.stager) == [saved]
+        assert saved.buffer is not None
+        assert saved.buffer.can_be_sent
+        gate.open()
+        future.result()
+    assert (loaded(tmp_path / "first"), loaded(tmp_path / "second")) == (1.0, 2.0)
+
+
+@pytest.mark.parametrize("save", [dcp.save, lambda *args, **options: dcp.async_save(*args, **options).result()])
+@pytest.mark.parametrize("own", [True, False])
+def test_a_signals_handler_saves_while_the_thread_it_interrupts_stages(tmp_path: Path, save: Any, own: bool) -> None:
+    """With the writer that stages, or another one. Both saves are whole, and have their own values."""
+
+    def handle(*_: object) -> None:
+        handled.append(True)
+        save(state(2.0), storage_writer=writer if own else other, checkpoint_id=tmp_path / "last")
+
+    handled: list[bool] = []
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with TensorizerStorageWriter(tmp_path / "kept", thread_count=1) as writer, TensorizerStorageWriter() as other:
+            held = {"w": HeldTensor(torch.full((1000,), 1.0), lambda: signal.raise_signal(signal.SIGUSR1))}
+            dcp.async_save(held, storage_writer=writer).result()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert handled == [True]
+    assert (loaded(tmp_path / "kept"), loaded(tmp_path / "last")) == (1.0, 2.0)
 
 
 def _save_and_close(path: Path) -> None:

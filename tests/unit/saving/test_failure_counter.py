@@ -1,5 +1,7 @@
 """Counting saves that were not committed."""
 
+import threading
+
 import pytest
 
 from dcp_tensorizer._saving.failure_counter import FailureCounter
@@ -51,6 +53,24 @@ def test_other_ranks_do_not_count():
     counter = FailureCounter()
     counter.set_coordinator(False)
     counter.begin("/ckpt/a")
+    counter.end()
+    counter.check(1)
+
+
+def test_a_rank_may_coordinate_one_save_and_not_another():
+    """Saves of several groups of ranks run side by side: each counts where its own coordinator is."""
+    counter = FailureCounter()
+
+    def others():
+        counter.begin("/ckpt/others")
+        counter.set_coordinator(False)
+
+    saving = threading.Thread(target=others)
+    counter.begin("/ckpt/own")
+    saving.start()
+    saving.join()
+    counter.set_coordinator(True)
+    counter.committed()
     counter.end()
     counter.check(1)
 

@@ -66,6 +66,30 @@ def test_an_interrupted_staging_leaves_nothing_behind(stager: Stager) -> None:
     assert stager.begin_save() is None
 
 
+def test_whoever_waits_for_a_staging_that_is_interrupted_goes_on(stager: Stager) -> None:
+    """Another thread stages after it: it waits until it is known which buffer is free."""
+    gate = Gate()
+
+    class Interrupting(dict[str, Any]):
+        def items(self) -> Any:
+            gate.pass_through()
+            raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            stager.stage({"a": Interrupting(b=1)})
+
+    first = in_thread(interrupted)
+    gate.wait_reached()
+    results: list[dict[str, Any]] = []
+    second = in_thread(lambda: results.append(dict(stager.stage({"a": torch.ones(1)}))))
+    wait_until_inside(second, StagedSave.wait_built)
+    gate.open()
+    first.join(WAIT)
+    second.join(WAIT)
+    assert [result["a"].tolist() for result in results] == [[1.0]]
+
+
 def test_a_refused_staging_is_a_save_that_fails(stager: Stager) -> None:
     """The save that takes it finds the error in its staged_save."""
     refused = stager.refuse(StagingError("the writer is closed"))
