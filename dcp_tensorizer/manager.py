@@ -75,6 +75,7 @@ class CheckpointManager:
         keep_best: Keep the checkpoint with the least value of this metric; ``("accuracy", "max")``: with the largest.
         delete_after: Seconds that a checkpoint has to be old before it is deleted, where a job that loads it cannot
             lock it: on object stores and network mounts.
+        delete_other_files: Delete also checkpoints with files beside them that no save wrote, and these files.
         must_change: Patterns of keys. If none of their floating-point tensors differs from the save before, a warning
             says so: the state that is saved may not be the one that is trained.
         stop_signals: Signals that ask the job to stop. The next `save` on every rank then saves at once and waits, and
@@ -101,6 +102,7 @@ class CheckpointManager:
         keep_every: int | None = None,
         keep_best: str | tuple[str, str] | None = None,
         delete_after: float = 0.0,
+        delete_other_files: bool = False,
         must_change: Sequence[str] = ("*",),
         stop_signals: Sequence[int] = (signal.SIGTERM,),
         process_group: dist.ProcessGroup | None = None,
@@ -108,11 +110,9 @@ class CheckpointManager:
         **writer_options: Any,
     ) -> None:
         check_path(folder)
-        check_timeout(delete_after, least=0, name="delete_after")
         self._names = StepNames(name)
         self._schedule = Schedule(save_every, save_interval)
-        self._rules = Retention.of(keep_latest, keep_every, keep_best)
-        self._delete_after = delete_after
+        self._rules = Retention.of(keep_latest, keep_every, keep_best, delete_after, delete_other_files)
         must_change = check_patterns("must_change", must_change)
         self._signals = StopSignals(stop_signals)
         limits, self._max_failures = split_limits(writer_options.pop("limits", SaveLimits()))
@@ -336,7 +336,7 @@ class CheckpointManager:
     def _retain(self, saved: Step) -> None:
         """Called after each commit, on a thread of its own."""
         if self._agreement.is_first and not self._rules.keeps_all:
-            for step in retain(self._folder, self._names, saved, self._rules, self._delete_after):
+            for step in retain(self._folder, self._names, saved, self._rules):
                 if self._place is not None:
                     self._place.numbers.discard(step.number)
 

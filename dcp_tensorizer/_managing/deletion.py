@@ -23,7 +23,7 @@ __all__ = ["clean_up", "delete_old", "delete_step", "retain"]
 logger = logging.getLogger("dcp_tensorizer")
 
 
-def retain(folder: Storage, names: StepNames, saved: Step, rules: Retention, delete_after: float) -> list[Step]:
+def retain(folder: Storage, names: StepNames, saved: Step, rules: Retention) -> list[Step]:
     """Deletes what the rules do not keep of the branch of a checkpoint that has just been committed; returns that.
 
     What fails is said in the log: no save fails by it.
@@ -35,17 +35,16 @@ def retain(folder: Storage, names: StepNames, saved: Step, rules: Retention, del
     except CheckpointError as error:
         logger.warning("old checkpoints are not deleted: %s", error)
         return []
-    return delete_old(folder, steps, rules, delete_after)
+    return delete_old(folder, steps, rules)
 
 
-def delete_old(folder: Storage, steps: Sequence[Step], rules: Retention, delete_after: float) -> list[Step]:
+def delete_old(folder: Storage, steps: Sequence[Step], rules: Retention) -> list[Step]:
     """Deletes those of a branch's checkpoints that no rule keeps; returns them. What stays is said in the log.
 
     Args:
         folder: Of the checkpoints.
         steps: All of the branch.
         rules: What is kept.
-        delete_after: Seconds that a checkpoint has to be old, where others could not see a lock.
     """
     kept = rules.kept(steps)
     deleted = []
@@ -53,10 +52,10 @@ def delete_old(folder: Storage, steps: Sequence[Step], rules: Retention, delete_
         if step.number in kept:
             continue
         storage = folder.child(step.name)
-        if not storage.locks_are_visible and time.time() - step.saved_at / 1e9 < delete_after:
+        if not storage.locks_are_visible and time.time() - step.saved_at / 1e9 < rules.delete_after:
             continue
         try:
-            reason = delete_step(storage, step)
+            reason = delete_step(storage, step, other_files=rules.delete_other_files)
         except Exception as error:
             reason = storage.scrub(describe(error))
         if reason:
@@ -67,8 +66,13 @@ def delete_old(folder: Storage, steps: Sequence[Step], rules: Retention, delete_
     return deleted
 
 
-def delete_step(storage: Storage, step: Step) -> str:
+def delete_step(storage: Storage, step: Step, *, other_files: bool = False) -> str:
     """Deletes a checkpoint, its metadata first; returns why it must stay, or an empty string.
+
+    Args:
+        storage: The checkpoint's directory.
+        step: Which one it is.
+        other_files: Delete also what no save wrote. Otherwise it is a reason to stay.
 
     Raises:
         CheckpointError, OSError: it cannot be looked at, or not be removed.
@@ -83,14 +87,24 @@ def delete_step(storage: Storage, step: Step) -> str:
         except NotCommitted:
             return ""
         names = [file.name for file in files]
-        if others := [*folders, *(name for name in names if not is_ours(name))]:
+        others = [*folders, *(name for name in names if not is_ours(name))]
+        if others and not other_files:
             return f"it holds what no save wrote: {', '.join(sorted(others)[:3])}"
         head = read_head(storage)
         if head is not None and head.save_id != step.save_id:
             return "something else has been saved there"
         withdraw(storage, names)
+        for name in folders:
+            _remove_tree(storage.child(name))
         remove_files(storage, names)
     return ""
+
+
+def _remove_tree(storage: Storage) -> None:
+    files, folders = storage.listing()
+    for name in folders:
+        _remove_tree(storage.child(name))
+    remove_files(storage, [file.name for file in files])
 
 
 def clean_up(folder: Storage, names: StepNames) -> None:

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept."""
+"""Which checkpoints are kept, and what may be deleted of the others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
-from .._arguments import check_choice, check_count
+from .._arguments import check_choice, check_count, check_timeout, check_type
 
 __all__ = ["Retention"]
 
@@ -31,15 +31,26 @@ class Retention:
         every: Keep every multiple of it.
         metric: Keep the best by this metric.
         mode: Whether the least value is best, or the largest.
+        delete_after: Seconds that a checkpoint has to be old before it is deleted, where others could not see a lock.
+        delete_other_files: Delete one also if its directory holds what no save wrote, and that too.
     """
 
     latest: int | None
     every: int | None
     metric: str | None
     mode: Literal["min", "max"]
+    delete_after: float = 0.0
+    delete_other_files: bool = False
 
     @classmethod
-    def of(cls, keep_latest: int | None, keep_every: int | None, keep_best: str | tuple[str, str] | None) -> Retention:
+    def of(
+        cls,
+        keep_latest: int | None,
+        keep_every: int | None,
+        keep_best: str | tuple[str, str] | None,
+        delete_after: float = 0.0,
+        delete_other_files: bool = False,
+    ) -> Retention:
         """From the arguments of the manager.
 
         Raises:
@@ -52,7 +63,9 @@ class Retention:
         if metric is not None and not isinstance(metric, str):
             raise TypeError(f"keep_best must be the name of a metric, or (name, 'min' or 'max'), and is {keep_best!r}")
         check_choice("the mode in keep_best", mode, ("min", "max"))
-        return cls(keep_latest, keep_every, metric, mode)  # type: ignore[arg-type]
+        check_timeout(delete_after, least=0, name="delete_after")
+        check_type("delete_other_files", delete_other_files, bool)
+        return cls(keep_latest, keep_every, metric, mode, delete_after, delete_other_files)  # type: ignore[arg-type]
 
     @property
     def keeps_all(self) -> bool:

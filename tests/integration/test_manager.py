@@ -307,6 +307,23 @@ def test_what_is_never_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         assert manager.steps() == [1, 5]
 
 
+def test_other_files_are_deleted_if_the_manager_is_told_to(tmp_path: Path) -> None:
+    """Also those in folders; what another checkpoint holds stays."""
+    saved(tmp_path, 1, 2)
+    for step in (1, 2):
+        (tmp_path / f"step-{step}" / "logs" / "deep").mkdir(parents=True)
+        (tmp_path / f"step-{step}" / "logs" / "deep" / "events").write_text("")
+        (tmp_path / f"step-{step}" / "notes.txt").write_text("")
+    with manager_of(tmp_path, keep_latest=2, delete_other_files=True) as manager:
+        manager.restore(state_of(0))
+        manager.save(3, state_of(3), wait=True)
+        assert manager.steps() == [2, 3]
+    assert sorted(os.listdir(tmp_path)) == ["step-2", "step-3"]
+    assert (tmp_path / "step-2" / "logs" / "deep" / "events").exists()
+    with pytest.raises(TypeError, match="delete_other_files"):
+        manager_of(tmp_path, delete_other_files="yes")
+
+
 def test_storage_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There a checkpoint is deleted when it is old enough."""
     monkeypatch.setattr(LocalStorage, "locks_are_visible", False)
