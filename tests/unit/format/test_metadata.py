@@ -392,7 +392,7 @@ def test_what_is_not_encrypted_as_it_should_be_is_refused(sealed: bytes) -> None
 def test_a_checkpoint_of_torch_is_told_apart(tmp_path: Any) -> None:
     """`.metadata` of torch's own writer is refused with the name of the reader to use."""
     dcp.save({"w": torch.zeros(3)}, storage_writer=FileSystemWriter(tmp_path))
-    with pytest.raises(MetadataError, match="FileSystemReader"):
+    with pytest.raises(MetadataError, match="open_reader"):
         read_metadata(open_storage(tmp_path))
 
 
