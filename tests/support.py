@@ -9,6 +9,7 @@ import re
 import resource
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -252,8 +253,16 @@ def cached(path: Path, offset: int) -> bool:
 
 def writer_process() -> psutil.Process:
     """The writer process of this process; there must be just one."""
-    (process,) = (child for child in psutil.Process().children() if WORKER in child.cmdline())
+    (process,) = (child for child in psutil.Process().children() if WORKER in _command(child))
     return process
+
+
+def _command(process: psutil.Process) -> list[str]:
+    """A process' command line. One that has just been started has none for a moment."""
+    deadline = time.monotonic() + 1.0
+    while not (command := process.cmdline()) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return command
 
 
 def kill(process: psutil.Process) -> None:

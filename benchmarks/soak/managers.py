@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.manager_model import ManagerModel
+from tests.servers import s3_server
 from tests.support import quietly
 
 from .tally import Part, Tally
@@ -19,10 +20,25 @@ _STEPS = 20
 
 
 def run(rounds: int, seed_number: int, folder: Path) -> Tally:
-    """Runs so many histories."""
+    """Runs so many histories on a local disk, and a tenth as many on a server of object storage."""
     tally = Tally()
+    _run(ManagerModel, rounds, seed_number, tally)
+    place = folder / "server"
+    place.mkdir()
+    with s3_server(place) as server:
 
-    class Counted(ManagerModel):
+        class OnS3(ManagerModel):
+            url = f"s3://{server.bucket}/managers-{{}}"
+            storage_options = server.options()
+
+        before = tally.rounds
+        _run(OnS3, max(1, rounds // 10), seed_number, tally)
+        tally.count("histories on SeaweedFS", tally.rounds - before)
+    return tally
+
+
+def _run(model: type[ManagerModel], rounds: int, seed_number: int, tally: Tally) -> None:
+    class Counted(model):  # type: ignore[misc,valid-type]
         def teardown(self) -> None:
             super().teardown()
             tally.rounds += 1
@@ -45,7 +61,6 @@ def run(rounds: int, seed_number: int, folder: Path) -> Tally:
         where = traceback.extract_tb(error.__traceback__)[-1]
         notes = "; ".join(getattr(error, "__notes__", ()))
         tally.blame("wrong", f"{error!r} at {where.filename}:{where.lineno}, {where.line}: {notes}")
-    return tally
 
 
 PART = Part(
@@ -54,7 +69,7 @@ PART = Part(
     what=f"A history is up to {_STEPS} random events of a job: saves, saves that fail, leftovers of killed saves, "
     "restarts, damaged files and steps back to earlier checkpoints, under random rules of what to keep. After each "
     "event the folder must hold exactly the checkpoints that a model of the manager expects. At the end each of them "
-    "is loaded and compared.",
+    "is loaded and compared. A tenth as many as on a local disk are on SeaweedFS, a server of object storage.",
     rounds=1000,
     run=run,
 )

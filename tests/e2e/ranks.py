@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from ..support import WORKER
+
 # Of every process that belongs to these tests, orphans included: children inherit their parent's environment.
 MARK = "DCP_TENSORIZER_E2E"
 _IMPORTED = ["dcp_tensorizer", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "pytest", "psutil"]
@@ -91,7 +93,8 @@ def workers():
     """The writer processes of this trainer that live."""
     children = psutil.Process().children()
     alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in alive if "dcp_tensorizer._writer_process.worker" in child.cmdline()]
+    # One that has just been started has no command line for a moment.
+    return [child for child in alive if WORKER in eventually(child.cmdline, timeout=1.0)]
 
 
 def eventually(condition, timeout=30.0):
