@@ -98,7 +98,7 @@ class _Installation:
     writer_options: dict[str, Any]
     reader_options: dict[str, Any]
     stager: TensorizerStorageWriter
-    """Stages for saves without a writer. As long as it is open, no writer's end ends the engine."""
+    """Stages for saves without a writer. From its first staging on, no other writer's end ends the engine."""
 
 
 _installation: _Installation | None = None

@@ -253,8 +253,15 @@ def cached(path: Path, offset: int) -> bool:
 
 def writer_process() -> psutil.Process:
     """The writer process of this process; there must be just one."""
-    (process,) = (child for child in psutil.Process().children() if WORKER in _command(child))
+    (process,) = workers()
     return process
+
+
+def workers() -> list[psutil.Process]:
+    """The writer processes of this process that live."""
+    children = psutil.Process().children()
+    alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in alive if WORKER in _command(child)]
 
 
 def _command(process: psutil.Process) -> list[str]:

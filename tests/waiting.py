@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.utils._pytree import tree_map
 
-__all__ = ["WAIT", "Gate", "HeldTensor", "hold_memory", "in_thread", "wait_until_inside"]
+__all__ = ["WAIT", "Gate", "HeldPlanner", "HeldTensor", "hold_memory", "in_thread", "wait_until_inside"]
 
 WAIT = 30.0
 """Seconds after which something that should have happened has not."""
@@ -34,6 +36,18 @@ class Gate:
     def pass_through(self) -> None:
         self.reached.set()
         assert self.opened.wait(WAIT), "nobody opened the gate"
+
+
+class HeldPlanner(DefaultSavePlanner):
+    """Holds its save back on the save's own thread, which has begun by then, until the gate is opened."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def create_local_plan(self) -> SavePlan:
+        self.gate.pass_through()
+        return super().create_local_plan()
 
 
 class HeldTensor(torch.Tensor):

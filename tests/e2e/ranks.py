@@ -15,12 +15,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
-from ..support import WORKER
 
 # Of every process that belongs to these tests, orphans included: children inherit their parent's environment.
 MARK = "DCP_TENSORIZER_E2E"
@@ -87,14 +84,6 @@ class Failure:
 
     causes: dict
     seconds: float
-
-
-def workers():
-    """The writer processes of this trainer that live."""
-    children = psutil.Process().children()
-    alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
-    # One that has just been started has no command line for a moment.
-    return [child for child in alive if WORKER in eventually(child.cmdline, timeout=1.0)]
 
 
 def eventually(condition, timeout=30.0):

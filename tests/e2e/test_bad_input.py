@@ -28,7 +28,8 @@ from dcp_tensorizer import (
     WriteError,
 )
 
-from .ranks import attempt, eventually, run_ranks, workers
+from ..support import workers
+from .ranks import attempt, eventually, run_ranks
 from .training import assert_same, random_tensor
 
 WORLD = 2

@@ -19,7 +19,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from dcp_tensorizer import DecryptionError, TensorizerStorageReader, TensorizerStorageWriter, WriteError
 from dcp_tensorizer._format import encryption as encryption_module
 
-from .ranks import attempt, eventually, run_ranks, workers
+from ..support import workers
+from .ranks import attempt, eventually, run_ranks
 from .training import assert_same, full, random_tensor
 
 WORLD = 4

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 from dcp_tensorizer import SaveLimits, TensorizerStorageReader, TensorizerStorageWriter, WriterProcessDied
 from dcp_tensorizer._format.layout import data_file_rank
 
-from .ranks import attempt, eventually, kill_self, run_ranks, workers
+from ..support import workers
+from .ranks import attempt, eventually, kill_self, run_ranks
 from .training import assert_same
 
 WORLD = 2

@@ -22,7 +22,8 @@ from dcp_tensorizer import (
 
 from ..proxy import Fault, s3_proxy
 from ..servers import SECRET
-from .ranks import attempt, eventually, kill_self, run_ranks, workers
+from ..support import workers
+from .ranks import attempt, eventually, kill_self, run_ranks
 from .training import assert_same, random_tensor
 
 MIB = 1 << 20

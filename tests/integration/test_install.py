@@ -13,16 +13,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter, _install, install, installed, uninstall
 from dcp_tensorizer._format.index import is_index
 from dcp_tensorizer._torch_compat import FsspecWriter
 
 from ..support import run_python
-from ..waiting import WAIT, Gate, in_thread, wait_until_inside
+from ..waiting import WAIT, Gate, HeldPlanner, in_thread, wait_until_inside
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -172,18 +170,6 @@ def test_what_torch_has_made_is_copied_as_it_is(tmp_path: Path) -> None:
     with installed():
         copies = [copy.copy(writer), copy.deepcopy(reader), pickle.loads(pickle.dumps(reader))]
     assert [type(each) for each in copies] == [FileSystemWriter, FileSystemReader, FileSystemReader]
-
-
-class HeldPlanner(DefaultSavePlanner):
-    """Plans when it may: its save has begun by then."""
-
-    def __init__(self, gate: Gate) -> None:
-        super().__init__()
-        self.gate = gate
-
-    def create_local_plan(self) -> SavePlan:
-        self.gate.pass_through()
-        return super().create_local_plan()
 
 
 def test_training_waits_for_what_another_writer_saves(tmp_path: Path) -> None:

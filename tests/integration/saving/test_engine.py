@@ -14,8 +14,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_tensorizer import SaveLimits, SaveReport, TensorizerStorageReader, TensorizerStorageWriter, WriteError
 from dcp_tensorizer._saving.engine import Engine, engine_of_process
@@ -23,7 +21,7 @@ from dcp_tensorizer._threads import Deadline
 from dcp_tensorizer._writer_process.process import WriterProcess
 
 from ...support import memory_files, writer_process
-from ...waiting import WAIT, Gate, HeldTensor, in_thread
+from ...waiting import WAIT, Gate, HeldPlanner, HeldTensor, in_thread
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -71,18 +69,6 @@ def test_synchronous_saves_start_no_process(tmp_path: Path) -> None:
         writer.prewarm(state(1.0))
         assert len(children()) == len(before) + 1
     assert children() == before
-
-
-class HeldPlanner(DefaultSavePlanner):
-    """Holds its save back on the save's own thread, until the gate is opened."""
-
-    def __init__(self, gate: Gate) -> None:
-        super().__init__()
-        self.gate = gate
-
-    def create_local_plan(self) -> SavePlan:
-        self.gate.pass_through()
-        return super().create_local_plan()
 
 
 def test_closing_one_writer_leaves_the_save_of_another_alone(tmp_path: Path) -> None:
