@@ -33,10 +33,18 @@ def show_listing(checkpoints: Sequence[CheckpointInfo], path: str, *, as_json: b
         print_json(checkpoints)
         return
     rows = (
-        [_below(c.path, path), c.state, moment(c.saved), size(c.nbytes), c.ranks and str(c.ranks), c.tensors]
+        [
+            _below(c.path, path),
+            c.state,
+            moment(c.saved),
+            size(c.nbytes),
+            size(c.shared_nbytes) if c.shared_nbytes else None,
+            c.ranks and str(c.ranks),
+            c.tensors,
+        ]
         for c in checkpoints
     )
-    print_table(["checkpoint", "state", "saved", ">size", ">ranks", ">tensors"], rows)
+    print_table(["checkpoint", "state", "saved", ">size", ">shared", ">ranks", ">tensors"], rows)
     if not checkpoints:
         print_line(f"no checkpoints below {redact(path)}")
     if any(c.state == "torch" for c in checkpoints):

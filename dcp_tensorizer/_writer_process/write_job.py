@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 
 from .._format.encoder import BUFFER_BYTES, encode
 from .._format.encryption import Cipher
 from .._format.tensorizer_file import lay_out
 from .._storage.base import Sink, Storage
-from ..errors import WriteError, describe
-from .messages import FileRequest, FileResult, TensorSource, WriteDone
+from .._storage.open import open_storage
+from .._threads import in_threads
+from ..errors import CheckpointError, WriteError, describe
+from .messages import FileRequest, FileResult, TensorSource, WriteDone, WriteOptions
 
 __all__ = ["FileJob"]
 
@@ -29,6 +33,8 @@ class FileJob:
         buffer_bytes: Memory for the parts of a file that are being made.
         cipher: Encrypts everything.
         sha256: Put a SHA-256 of each tensor into the files, beside the CRC-32.
+        identify: Say what each file will be known again by, for later saves to adopt it.
+        open_home: Opens a directory that files may be adopted from.
     """
 
     def __init__(
@@ -42,6 +48,8 @@ class FileJob:
         buffer_bytes: int = BUFFER_BYTES,
         cipher: Cipher | None = None,
         sha256: bool = False,
+        identify: bool = False,
+        open_home: Callable[[str], Storage] = open_storage,
     ) -> None:
         self._storage = storage
         self._files = files
@@ -51,12 +59,37 @@ class FileJob:
         self._buffer_bytes = buffer_bytes
         self._cipher = cipher
         self._sha256 = sha256
+        self._identify = identify
+        self._open_home = functools.cache(open_home)
+        self._adopted_bytes = 0
         self._sinks: list[Sink] = []
+
+    @classmethod
+    def of(
+        cls,
+        storage: Storage,
+        files: Sequence[FileRequest],
+        contents: Callable[[TensorSource], memoryview],
+        options: WriteOptions,
+    ) -> FileJob:
+        """A job with the options of a save."""
+        return cls(
+            storage,
+            files,
+            contents,
+            sync=options.sync,
+            threads=options.threads,
+            buffer_bytes=options.buffer_bytes,
+            cipher=options.cipher,
+            sha256=options.sha256,
+            identify=options.reuse,
+            open_home=lambda location: open_storage(location, options.storage_options, options.timeout),
+        )
 
     @property
     def bytes_written(self) -> int:
         """Grows as long as there is progress; may be read from another thread."""
-        return sum(sink.bytes_written for sink in self._sinks)
+        return self._adopted_bytes + sum(sink.bytes_written for sink in self._sinks)
 
     def run(self) -> WriteDone:
         """Writes everything.
@@ -67,22 +100,26 @@ class FileJob:
         started = time.perf_counter()
         name = ""
         try:
+            results = {result.name: result for result in in_threads(self._adopt, self._files) if result is not None}
+            written = [file for file in self._files if file.name not in results]
             # The end of a file waits for the disk, or the server. The next one is begun meanwhile.
             with ThreadPoolExecutor(1, thread_name_prefix="complete") as pool:
-                results: list[FileResult] = []
                 completions: list[Future[None]] = []
-                for number, file in enumerate(self._files):
+                for file in written:
                     name = file.name
-                    results.append(self._write(file))
-                    completions.append(pool.submit(_complete, self._sinks[number]))
+                    results[name] = self._write(file)
+                    completions.append(pool.submit(_complete, self._sinks[-1]))
                 hash_seconds = time.perf_counter() - started
-                for file, completion in zip(self._files, completions, strict=True):
+                for file, completion in zip(written, completions, strict=True):
                     name = file.name
                     completion.result()
+                    if self._identify:
+                        results[name] = replace(results[name], identity=self._storage.identity(name))
             if self._sync:
                 self._storage.sync_directory()
             writing = sum(sink.write_seconds + sink.complete_seconds for sink in self._sinks)
-            return WriteDone(tuple(results), time.perf_counter() - started, hash_seconds, writing)
+            seconds = time.perf_counter() - started
+            return WriteDone(tuple(results[file.name] for file in self._files), seconds, hash_seconds, writing)
         except Exception as error:
             self.remove()
             message = f"cannot write {self._storage.path}/{name}: {describe(error)}"
@@ -93,6 +130,17 @@ class FileJob:
         for file in self._files:
             with suppress(Exception):
                 self._storage.discard(file.name)
+
+    def _adopt(self, file: FileRequest) -> FileResult | None:
+        """Adopts a file from where the same bytes are; None if there is no such place, or it is not possible."""
+        for home in file.homes:
+            with suppress(CheckpointError):  # then it is written
+                source = self._open_home(home.location)
+                identity = self._storage.adopt(source, home.name, home.identity, file.name, sync=self._sync)
+                if identity is not None:
+                    self._adopted_bytes += file.nbytes
+                    return FileResult(file.name, file.nbytes, (), identity, adopted=True)
+        return None
 
     def _write(self, file: FileRequest) -> FileResult:
         layout = lay_out(file.tensors, self._cipher, sha256=self._sha256)
