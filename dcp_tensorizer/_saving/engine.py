@@ -67,7 +67,8 @@ class Engine:
     def free(self, deadline: Deadline, stager: object) -> None:
         """Gives the memory and the connection back; what is still copied at the deadline keeps its buffer.
 
-        It keeps what others than the stager have staged since the last user has left, to begin anew.
+        It keeps what others than the stager have staged since the last user has left, to begin anew; and what is in
+        the files of the last saves, for jobs that close a writer after each save.
 
         Failures are counted anew: whoever closes all writers has seen them.
         """
@@ -75,7 +76,7 @@ class Engine:
         self.saves.close(deadline, stager)
         self.connection = None
         self.failures, self.objects = FailureCounter(), ObjectCheck()
-        self.entries, self.tables, self.files = EntryWriter(), KnownTables(), KnownFiles()
+        self.entries, self.tables = EntryWriter(), KnownTables()
 
 
 class _Engines(dict[bool, Engine]):
