@@ -125,7 +125,7 @@ class _Worker:
         """Removes the files of an unfinished request: nobody is left who could commit them."""
         job = self._job
         if isinstance(job, FileJob):
-            job.remove()
+            job.abandon()
 
     def _answer(self, request: Request) -> Answer:
         match request:

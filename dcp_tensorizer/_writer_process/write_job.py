@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -63,6 +64,8 @@ class FileJob:
         self._open_home = functools.cache(open_home)
         self._adopted_bytes = 0
         self._sinks: list[Sink] = []
+        self._abandoned = False
+        self._completing = threading.Lock()
 
     @classmethod
     def of(
@@ -100,7 +103,9 @@ class FileJob:
         started = time.perf_counter()
         name = ""
         try:
-            results = {result.name: result for result in in_threads(self._adopt, self._files) if result is not None}
+            with self._completing:  # as a completion: what is copied when everything is removed would stay
+                adopted = in_threads(self._adopt, self._files)
+            results = {result.name: result for result in adopted if result is not None}
             written = [file for file in self._files if file.name not in results]
             # The end of a file waits for the disk, or the server. The next one is begun meanwhile.
             with ThreadPoolExecutor(1, thread_name_prefix="complete") as pool:
@@ -108,7 +113,7 @@ class FileJob:
                 for file in written:
                     name = file.name
                     results[name] = self._write(file)
-                    completions.append(pool.submit(_complete, self._sinks[-1]))
+                    completions.append(pool.submit(self._complete, self._sinks[-1]))
                 hash_seconds = time.perf_counter() - started
                 for file, completion in zip(written, completions, strict=True):
                     name = file.name
@@ -134,6 +139,8 @@ class FileJob:
     def _adopt(self, file: FileRequest) -> FileResult | None:
         """Adopts a file from where the same bytes are; None if there is no such place, or it is not possible."""
         for home in file.homes:
+            if self._abandoned:
+                break
             with suppress(CheckpointError):  # then it is written
                 source = self._open_home(home.location)
                 identity = self._storage.adopt(source, home.name, home.identity, file.name, sync=self._sync)
@@ -141,6 +148,15 @@ class FileJob:
                     self._adopted_bytes += file.nbytes
                     return FileResult(file.name, file.nbytes, (), identity, adopted=True)
         return None
+
+    def abandon(self) -> None:
+        """Removes the files while another thread may still be writing them, of which none is completed any more.
+
+        A file that is being completed is waited for: removed before its completion has arrived, it would stay.
+        """
+        self._abandoned = True
+        with self._completing:
+            self.remove()
 
     def _write(self, file: FileRequest) -> FileResult:
         layout = lay_out(file.tensors, self._cipher, sha256=self._sha256)
@@ -151,10 +167,12 @@ class FileJob:
         )
         return FileResult(file.name, layout.nbytes, tuple(written))
 
-
-def _complete(sink: Sink) -> None:
-    try:
-        sink.complete()
-    except BaseException:
-        sink.abort()
-        raise
+    def _complete(self, sink: Sink) -> None:
+        try:
+            with self._completing:
+                if self._abandoned:
+                    raise WriteError("nobody waits for this file any more")
+                sink.complete()
+        except BaseException:
+            sink.abort()
+            raise
