@@ -235,8 +235,13 @@ class ReusingSave:
         return replace(done, files=tuple(results))
 
     def _written(self, request: FileRequest, result: FileResult) -> _KnownFile:
+        """A file that was written. It may be of equal files elsewhere, as of a job that saves to two storages in turn.
+
+        It takes the count of these over: it must not have them adopted more often than they may be.
+        """
         contents = tuple(Content(subject, self._contents[subject]) for subject in map(_subject, request.tensors))
-        return _KnownFile(contents, result.tensors, result.nbytes, (), self._sha256)
+        uses = self._adopted[request.name].uses if request.homes else 0
+        return _KnownFile(contents, result.tensors, result.nbytes, request.homes, self._sha256, uses)
 
 
 def _subject(source: TensorSource) -> Subject:

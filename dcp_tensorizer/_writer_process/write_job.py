@@ -141,6 +141,8 @@ class FileJob:
         for home in file.homes:
             if self._abandoned:
                 break
+            if _protocol(home.location) != _protocol(self._storage.location):
+                continue  # to open it may take a second
             with suppress(CheckpointError):  # then it is written
                 source = self._open_home(home.location)
                 identity = self._storage.adopt(source, home.name, home.identity, file.name, sync=self._sync)
@@ -176,3 +178,8 @@ class FileJob:
         except BaseException:
             sink.abort()
             raise
+
+
+def _protocol(location: str) -> str:
+    """Of a URL; empty for a path."""
+    return location.partition("://")[0] if "://" in location else ""

@@ -18,6 +18,7 @@ from tensorizer import TensorDeserializer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import CheckpointManager, SaveLimits, TensorizerStorageReader, TensorizerStorageWriter
+from dcp_tensorizer._cli.views import show_listing
 from dcp_tensorizer._saving.engine import engine_of_process
 from dcp_tensorizer._saving.reuse import KnownFiles
 from dcp_tensorizer._storage.local import LocalStorage
@@ -187,13 +188,18 @@ def test_another_writer_reuses_what_the_first_has_written(tmp_path: Path) -> Non
     assert reused == [0, 0, BASE_BYTES, 0, BASE_BYTES]
 
 
-def test_the_tools_know_what_is_shared(tmp_path: Path) -> None:
+def test_the_tools_know_what_is_shared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`ls` says how much, and `gc` counts only what is free when the last name goes."""
     with TensorizerStorageWriter(reuse_unchanged=True) as writer:
         for step in range(5):
             save(writer, tmp_path / f"step-{step}", step)
     shared = largest(tmp_path / "step-1").stat().st_size
     assert [info.shared_nbytes for info in list_checkpoints(tmp_path)] == [shared, shared, shared, shared, 0]
+    show_listing(list_checkpoints(tmp_path), str(tmp_path), as_json=False)
+    header, first, *_, last_line = capsys.readouterr().out.splitlines()
+    assert header.split() == ["checkpoint", "state", "saved", "size", "shared", "ranks", "tensors"]
+    assert first.split()[-4:-2] == ["2.3", "MB"]
+    assert last_line.split()[-4:-2] == ["0", "B"]
     planned, removed = (collect(tmp_path, keep=2, dry_run=dry_run) for dry_run in (True, False))
     assert [os.path.basename(removal.path) for removal in removed] == ["step-2", "step-1", "step-0"]
     sizes = [removal.nbytes for removal in removed]
@@ -214,10 +220,14 @@ def test_a_manager_passes_the_option_on(tmp_path: Path) -> None:
     check(tmp_path / "step-5", 5)
 
 
-def test_an_object_store_copies_what_is_reused(s3: S3Server) -> None:
-    """Each checkpoint has objects of its own."""
+def test_an_object_store_copies_what_is_reused(s3: S3Server, tmp_path: Path) -> None:
+    """Each checkpoint has objects of its own. Saves to a disk in between do no harm, nor the other way round."""
     options = s3.options()
     with TensorizerStorageWriter(reuse_unchanged=True, storage_options=options) as remote:
         reused = [save(remote, f"s3://{s3.bucket}/reuse/step-{step}", step, sync=False) for step in range(4)]
-    assert reused == [0, 0, BASE_BYTES, BASE_BYTES]
+        with TensorizerStorageWriter(reuse_unchanged=True) as local:
+            save(local, tmp_path / "a", 4)
+            reused.append(save(remote, f"s3://{s3.bucket}/reuse/step-5", 5))
+            reused.append(save(local, tmp_path / "b", 6))
+    assert reused == [0, 0, BASE_BYTES, BASE_BYTES, BASE_BYTES, BASE_BYTES]
     check(f"s3://{s3.bucket}/reuse/step-3", 3, storage_options=options)

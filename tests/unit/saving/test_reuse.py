@@ -68,6 +68,11 @@ class Job:
         return Saved(names, adopted, done, requests)
 
 
+def names_until(number: int) -> set[str]:
+    """Of the first files of all saves."""
+    return {data_file_name(0, 0, save_id(n)) for n in range(number)}
+
+
 def stored(file: str, source: TensorSource) -> StoredItem:
     return StoredItem(file, source.name, 64, source.nbytes, source.dtype, source.kind, b"digests!")
 
@@ -131,16 +136,15 @@ def test_a_tensor_that_changed_has_to_stay_the_same_for_longer_each_time() -> No
 
 
 def test_what_cannot_be_adopted_is_written_and_adopted_next_time() -> None:
-    """The file is asked for under all of its names; when it is written, it forgets them."""
+    """It is asked for under all of its names, also when it was written once more: they may be on another storage."""
     job = Job()
     for step in range(3):
         job.save({"base": 1, "lora": step})
-    everywhere = {data_file_name(0, 0, save_id(number)) for number in (2, 3)}
-    refused = job.save({"base": 1, "lora": 3}, refuse=everywhere)
+    refused = job.save({"base": 1, "lora": 3}, refuse=names_until(4))
     assert (refused.files, refused.adopted) == ([["base"], ["lora"]], [])
     after = job.save({"base": 1, "lora": 4})
     assert after.adopted == [["base"]]
-    assert [home.name for home in after.requests[0].homes] == [data_file_name(0, 0, save_id(4))]
+    assert [home.name for home in after.requests[0].homes] == [data_file_name(0, 0, save_id(n)) for n in (4, 3, 2)]
 
 
 def test_a_file_is_written_anew_after_so_many_reuses() -> None:
@@ -148,6 +152,11 @@ def test_a_file_is_written_anew_after_so_many_reuses() -> None:
     job = Job(max_reuses=2)
     adopted = [bool(job.save({"base": 1, "lora": step}).adopted) for step in range(9)]
     assert adopted == [False, False, True, True, False, True, True, False, True]
+    job.save({"base": 1, "lora": 9})
+    assert job.save({"base": 1, "lora": 10}).requests[0].homes == ()
+    assert job.save({"base": 1, "lora": 11}).adopted
+    assert not job.save({"base": 1, "lora": 12}, refuse=names_until(13)).adopted
+    assert [bool(job.save({"base": 1, "lora": step}).adopted) for step in (13, 14)] == [True, False]
 
 
 def test_a_save_that_failed_changes_nothing() -> None:
