@@ -25,6 +25,9 @@ ACCOUNT = "testsaccount"
 ACCOUNT_KEY = base64.b64encode(b"tests-account-key-0123456789-0123456789").decode()
 CONTAINER = "tests-container"
 
+# gcsfs asks by gRPC for the kind of a bucket, which no emulator answers. It reads this when it is imported.
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
+
 
 @dataclass(frozen=True)
 class AzureServer:
@@ -68,12 +71,21 @@ def azure_server(folder: Path) -> Iterator[AzureServer]:
 
 @contextmanager
 def google_server(folder: Path) -> Iterator[GoogleServer]:
-    """fake-gcs-server. gcsfs asks Google by gRPC for the kind of a bucket, which no emulator answers: off meanwhile."""
+    """fake-gcs-server."""
     with free_ports(1) as (port,):
         server = GoogleServer(f"http://127.0.0.1:{port}")
-    command = [str(_google_binary()), "-scheme", "http", "-backend", "memory", "-host", "127.0.0.1", "-log-level", "warn"]
+    command = [
+        str(_google_binary()),
+        "-scheme",
+        "http",
+        "-backend",
+        "memory",
+        "-host",
+        "127.0.0.1",
+        "-log-level",
+        "warn",
+    ]
     command += ["-port", str(port), "-external-url", server.endpoint, "-public-host", f"127.0.0.1:{port}"]
-    os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
     with process(command, folder, functools.partial(_made_bucket, server)):
         yield server
 
