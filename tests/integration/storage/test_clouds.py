@@ -155,7 +155,7 @@ def test_wrong_credentials(azure: AzureServer) -> None:
     """The error shows neither the key nor what it was made of."""
     wrong = ACCOUNT_KEY[::-1].strip("=") + "=="
     storage = open_storage(azure.url("x"), azure.options(key=wrong))
-    with pytest.raises(ReadError, match="AuthorizationFailure|AuthenticationFailed") as caught:
+    with pytest.raises(ReadError, match=r"AuthorizationFailure|AuthenticationFailed") as caught:
         storage.read(".metadata")
     assert wrong not in str(caught.value)
     assert caught.value.__suppress_context__

@@ -67,8 +67,8 @@ def test_azures_filesystems_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     class Azure(MemoryFileSystem):
         protocol = "az"
 
-        def __init__(self, account_name: str) -> None:
-            super().__init__(account_name=account_name)
+        def __init__(self, account_name: str, **options: Any) -> None:
+            super().__init__(account_name=account_name, **options)
             self.forgotten = 0
             made.append(self)
 
