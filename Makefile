@@ -44,6 +44,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.save
 	$(BIN)/python -m benchmarks.load
 	$(BIN)/python -m benchmarks.remote
+	$(BIN)/python -m benchmarks.object_stores
 	$(BIN)/python -m benchmarks.verify
 	$(BIN)/python -m benchmarks.handles
 	$(BIN)/python -m benchmarks.scale
