@@ -1,4 +1,4 @@
-"""What storages on Azure and Google Cloud do when requests fail, or when jobs meet.
+"""What storages on Azure and Google Cloud do when requests fail.
 
 The servers are emulators that check what they are sent. A proxy in front of each makes requests fail.
 """
@@ -19,7 +19,7 @@ import pytest
 
 from dcp_tensorizer import ReadError, WriteError
 from dcp_tensorizer._format.layout import data_file_name
-from dcp_tensorizer._storage.base import TIMEOUT, Refused
+from dcp_tensorizer._storage.base import TIMEOUT
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._storage.stream import StreamStorage
 
@@ -141,23 +141,6 @@ def test_a_server_that_hangs(open_cloud: Opener, proxy: S3Proxy) -> None:
         assert isinstance(read(), ReadError)
         assert isinstance(put(), WriteError)
     assert time.monotonic() - started < LONG
-
-
-def test_of_jobs_that_meet_one_wins(open_cloud: Opener) -> None:
-    """With replace=False all but one are refused, and the file is the winner's."""
-    storages = [open_cloud() for _ in range(8)]
-
-    def put(number: int) -> bool:
-        try:
-            storages[number].put(".metadata", b"%d" % number * 1000, sync=True, replace=False)
-        except Refused:
-            return False
-        return True
-
-    with ThreadPoolExecutor(len(storages)) as pool:
-        won = list(pool.map(put, range(len(storages))))
-    assert won.count(True) == 1
-    assert storages[0].read(".metadata") == b"%d" % won.index(True) * 1000
 
 
 def test_wrong_credentials(azure: AzureServer) -> None:

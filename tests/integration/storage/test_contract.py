@@ -1,6 +1,7 @@
 """What every storage must do. The tests of each storage inherit it."""
 
 import pickle
+import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -180,6 +181,26 @@ class Contract:
             where.put(".metadata", name.encode() * 100, sync=True)
         assert storage.read(".metadata") == names[1].encode() * 100
         assert [storage.head(name) for name in names] == [len(name) for name in names]
+
+    def test_of_jobs_that_meet_one_wins(self, storage, url, options):
+        """With replace=False all but one are refused, and the file is the winner's."""
+        if storage.in_process:  # no other job can meet this one
+            return
+        storages = [open_storage(url, options) for _ in range(6)]
+        start = threading.Barrier(len(storages))
+
+        def put(number):
+            start.wait()
+            try:
+                storages[number].put(".metadata", b"%d" % number * 1000, sync=True, replace=False)
+            except Refused:
+                return False
+            return True
+
+        with ThreadPoolExecutor(len(storages)) as pool:
+            won = list(pool.map(put, range(len(storages))))
+        assert won.count(True) == 1
+        assert storage.read(".metadata") == b"%d" % won.index(True) * 1000
 
 
 class TestLocal(Contract):
