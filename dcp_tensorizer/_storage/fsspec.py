@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import WriteError
 from .base import Storage
+from .option_names import check_names
 from .redact import Scrubber
 from .retry import patience_of
 from .s3 import S3Storage
@@ -73,6 +74,7 @@ def _open(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: float)
         from .sftp import SftpStorage
 
         return SftpStorage(url, options, scrub, timeout)
+    check_names(protocol, fsspec.get_filesystem_class(protocol), options)
     options = {"skip_instance_cache": True} | _timeout_options(protocol, timeout) | dict(options)
     if protocol in _AZURE:
         filesystem, root = _shared_filesystem(protocol, url, options)

@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 import paramiko
 from paramiko.sftp import CMD_EXTENDED, CMD_READ, CMD_STATUS, CMD_VERSION, int64
 
+from .option_names import names_of, refuse_unknown
 from .retry import Retries, is_transient, patience_of
 
 __all__ = ["LOST", "SftpClient", "read_range", "sync_file", "write_all"]
@@ -58,6 +59,7 @@ class SftpClient:
     """
 
     def __init__(self, address: str, options: Mapping[str, Any], timeout: float) -> None:
+        refuse_unknown(options, names_of(paramiko.SSHClient.connect) | {"host_key_policy"} | _FOR_FSSPEC)
         self._patience = patience_of(timeout)
         self.retries = Retries(timeout)
         waits = dict.fromkeys(("timeout", "banner_timeout", "auth_timeout"), self._patience)

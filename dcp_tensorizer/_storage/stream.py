@@ -9,7 +9,7 @@ from typing import Any
 
 from .._threads import in_threads
 from ..errors import NotCommitted, ReadError, WriteError
-from .base import FileInfo, RangeReader, Sink
+from .base import TAKEN, FileInfo, RangeReader, Sink
 from .remote import Ranges, RemoteStorage
 from .retry import is_transient
 
@@ -61,7 +61,12 @@ class StreamStorage(RemoteStorage):
 
             def put() -> None:
                 begin()
-                self.filesystem.pipe_file(self._full(name), data, **mode)
+                try:
+                    self.filesystem.pipe_file(self._full(name), data, **mode)
+                except OSError as error:
+                    if _is_taken(error):
+                        raise FileExistsError(TAKEN) from None
+                    raise
 
             self._retried(put)
 
@@ -92,6 +97,12 @@ class StreamStorage(RemoteStorage):
         """Makes a fresh filesystem: with new connections, and with credentials as they are now."""
         old = self.filesystem
         self.filesystem = type(old)(*old.storage_args, **old.storage_options, skip_instance_cache=True)
+
+
+def _is_taken(error: OSError) -> bool:
+    """Whether another job's file met the condition of a put. s3fs only says that an argument is invalid."""
+    answer = getattr(error.__cause__, "response", None) or {}
+    return answer.get("Error", {}).get("Code") in ("PreconditionFailed", "ConditionalRequestConflict")
 
 
 def _modified(entry: Mapping[str, Any]) -> float | None:

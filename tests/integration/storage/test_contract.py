@@ -1,6 +1,7 @@
 """What every storage must do. The tests of each storage inherit it."""
 
 import pickle
+import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -202,6 +203,26 @@ class Contract:
         assert storage.read(".metadata") == names[1].encode() * 100
         assert [storage.head(name) for name in names] == [len(name) for name in names]
 
+    def test_of_jobs_that_meet_one_wins(self, storage, url, options):
+        """With replace=False all but one are refused, and the file is the winner's."""
+        if storage.in_process:  # no other job can meet this one
+            return
+        storages = [open_storage(url, options) for _ in range(6)]
+        start = threading.Barrier(len(storages))
+
+        def put(number):
+            start.wait()
+            try:
+                storages[number].put(".metadata", b"%d" % number * 1000, sync=True, replace=False)
+            except Refused:
+                return False
+            return True
+
+        with ThreadPoolExecutor(len(storages)) as pool:
+            won = list(pool.map(put, range(len(storages))))
+        assert won.count(True) == 1
+        assert storage.read(".metadata") == b"%d" % won.index(True) * 1000
+
 
 class TestLocal(Contract):
     @pytest.fixture
@@ -315,6 +336,28 @@ class TestSftp(Contract):
         with pytest.raises(WriteError):
             storage.put(".metadata", b"y", sync=True, replace=False)
         assert [path.name for path in (sftp.folder / "new" / url.rpartition("/")[2]).iterdir()] == [".metadata"]
+
+
+@pytest.mark.filterwarnings("ignore:Sending a large body directly")  # aiohttp of a part, in a thread of its own
+class TestAzure(Contract):
+    @pytest.fixture
+    def options(self, azure):
+        return azure.options()
+
+    @pytest.fixture
+    def url(self, azure):
+        return azure.url(uuid.uuid4().hex)
+
+
+@pytest.mark.filterwarnings("ignore:Sending a large body directly")  # aiohttp of a part, in a thread of its own
+class TestGoogle(Contract):
+    @pytest.fixture
+    def options(self, google):
+        return google.options()
+
+    @pytest.fixture
+    def url(self, google):
+        return google.url(uuid.uuid4().hex)
 
 
 class TestFileUrl(Contract):

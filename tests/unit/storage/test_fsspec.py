@@ -41,14 +41,23 @@ def test_filesystems_that_connect_by_themselves_get_timeouts(
     given: list[dict[str, Any]] = []
 
     class Recording(fsspec.get_filesystem_class("memory")):  # type: ignore[misc]
-        def __init__(self, **options: Any) -> None:
-            given.append({key: options[key] for key in options if key.endswith("timeout")})
+        def __init__(
+            self,
+            block_size: int = 0,
+            requests_timeout: float = 0,
+            connection_timeout: float = 0,
+            read_timeout: float = 0,
+            **options: Any,
+        ) -> None:
+            options |= {"requests_timeout": requests_timeout, "connection_timeout": connection_timeout}
+            options |= {"read_timeout": read_timeout}
+            given.append({key: options[key] for key in options if options[key] and key.endswith("timeout")})
             super().__init__()
 
     monkeypatch.setitem(_registry, protocol, Recording)
     open_storage(f"{protocol}://bucket/x", {}, 60.0)
-    open_storage(f"{protocol}://bucket/x", {"read_timeout": 1}, 60.0)
-    assert given == [defaults, defaults | {"read_timeout": 1}]
+    open_storage(f"{protocol}://bucket/x", {"block_size": 1} | dict.fromkeys(defaults, 1), 60.0)
+    assert given == [defaults, dict.fromkeys(defaults, 1)]
 
 
 def test_azures_filesystems_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,8 +67,8 @@ def test_azures_filesystems_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     class Azure(MemoryFileSystem):
         protocol = "az"
 
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
+        def __init__(self, account_name: str, **options: Any) -> None:
+            super().__init__(account_name=account_name, **options)
             self.forgotten = 0
             made.append(self)
 
