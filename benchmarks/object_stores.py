@@ -25,7 +25,7 @@ from obstore.store import AzureStore, S3Store
 
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.open import open_storage
-from tests.cloud_servers import ACCOUNT, ACCOUNT_KEY, CONTAINER, azure_server
+from tests.clouds.servers import ACCOUNT, ACCOUNT_KEY, CONTAINER, azure_server
 from tests.proxy import Fault, once, s3_proxy
 from tests.servers import KEY, SECRET, S3Server, s3_server, sftp_server
 

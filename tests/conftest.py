@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from .cloud_servers import AzureServer, GoogleServer, azure_server, google_server
 from .servers import S3Server, SftpServer, s3_server, sftp_server
 
 
@@ -19,16 +18,4 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 @pytest.fixture(scope="session")
 def sftp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SftpServer]:
     with sftp_server(tmp_path_factory.mktemp("sftp")) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AzureServer]:
-    with azure_server(tmp_path_factory.mktemp("azure")) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def google(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GoogleServer]:
-    with google_server(tmp_path_factory.mktemp("google")) as server:
         yield server

@@ -338,28 +338,6 @@ class TestSftp(Contract):
         assert [path.name for path in (sftp.folder / "new" / url.rpartition("/")[2]).iterdir()] == [".metadata"]
 
 
-@pytest.mark.filterwarnings("ignore:Sending a large body directly")  # aiohttp of a part, in a thread of its own
-class TestAzure(Contract):
-    @pytest.fixture
-    def options(self, azure):
-        return azure.options()
-
-    @pytest.fixture
-    def url(self, azure):
-        return azure.url(uuid.uuid4().hex)
-
-
-@pytest.mark.filterwarnings("ignore:Sending a large body directly")  # aiohttp of a part, in a thread of its own
-class TestGoogle(Contract):
-    @pytest.fixture
-    def options(self, google):
-        return google.options()
-
-    @pytest.fixture
-    def url(self, google):
-        return google.url(uuid.uuid4().hex)
-
-
 class TestFileUrl(Contract):
     @pytest.fixture
     def url(self, tmp_path):

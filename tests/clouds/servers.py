@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from .azurite import COMMAND
-from .servers import free_ports, process
+from ..servers import free_ports, process
 
 ACCOUNT = "testsaccount"
 ACCOUNT_KEY = base64.b64encode(b"tests-account-key-0123456789-0123456789").decode()

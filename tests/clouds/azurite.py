@@ -1,4 +1,4 @@
-"""Gives a virtual environment Azurite, Microsoft's emulator of Azure Blob Storage (``python -m tests.azurite``).
+"""Gives a virtual environment Azurite, Microsoft's emulator of Azure Blob Storage (``python -m tests.clouds.azurite``).
 
 It is a package of npm. Where there is no npm, that comes by a wheel. Only the standard library is needed to run this.
 """
