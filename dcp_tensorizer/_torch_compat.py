@@ -42,6 +42,7 @@ __all__ = [
     "REBUILD_PREFIX",
     "REBUILD_SUBCLASS",
     "STORAGE_SETUP",
+    "DTensor",
     "FakeTensor",
     "FakeTensorMode",
     "FsspecReader",

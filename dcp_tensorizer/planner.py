@@ -58,6 +58,8 @@ class SavePlanner(DefaultSavePlanner):
 
     plans_as_torch: ClassVar[type[DefaultSavePlanner]]
     _history: History | None = None
+    written_elsewhere: frozenset[str] = frozenset()
+    """Keys of the tensors that this rank has and other ranks write, by the plan of the last save."""
 
     def __init__(
         self,
@@ -128,6 +130,7 @@ class SavePlanner(DefaultSavePlanner):
                 columns = self._history.answered(new_plan.items)
                 new_plan = CompactPlan.of(Items(columns, new_plan.items.choice), new_plan.storage_data)
             self._history.end()
+        self.written_elsewhere = new_plan.items.not_chosen() if isinstance(new_plan.items, Items) else frozenset()
         return super().finish_plan(new_plan)
 
     def _items(self) -> Iterator[WriteItem]:
