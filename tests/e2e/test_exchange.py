@@ -7,6 +7,7 @@ import uuid
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from tensorizer import DecryptionParams, EncryptionParams
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -72,7 +73,7 @@ def _small_pieces():
     load_items.Exchange = functools.partial(Exchange, memory=ExchangeMemory(1 << 20, 100_000))
 
 
-def _load_mixed(rank, path):
+def _load_mixed(rank, path, key):
     """Targets that differ from rank to rank in what they want, their dtype and their strides."""
     _small_pieces()
     mesh = init_device_mesh("cpu", (2, 2))
@@ -89,7 +90,8 @@ def _load_mixed(rank, path):
     common["tied"] = common["layer2"] = torch.zeros(1024, 512, dtype=torch.bfloat16)
     own = {f"norm{rank.index}": torch.zeros(2000)} | ({"layer5": torch.zeros(1024, 512)} if rank.index == 3 else {})
     state = common | own
-    report = _load(rank, path, state, rank.saves)
+    encryption = DecryptionParams.from_key(key)
+    report = _load(rank, path, state, rank.saves, encryption=encryption)
     expected = _replicated(7)
     assert_same(state["rows"].to_local(), full.chunk(2)[rank.index % 2])
     assert_same(state["columns"].to_local(), full.chunk(2, dim=1)[rank.index // 2])
@@ -101,20 +103,21 @@ def _load_mixed(rank, path):
         assert_same(state["layer5"], expected["layer5"].float())
     replicas = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0]  # those with the same rows
     rows = {"rows": DTensor.from_local(torch.zeros(500, 700), mesh, [Replicate(), Shard(0)], run_check=False)}
-    of_rows = _load(rank, path, rows, replicas)
+    of_rows = _load(rank, path, rows, replicas, encryption=encryption)
     assert_same(rows["rows"].to_local(), full.chunk(2)[rank.index % 2])
     return report.received_bytes, of_rows.nbytes, of_rows.received_bytes
 
 
 def test_ranks_that_want_different_things(tmp_path):
-    """What all ranks want is exchanged, in many pieces; each reads the rest. Replicas may have a group of their own."""
+    """What all want is exchanged, in pieces, also if it is encrypted; each reads the rest. Replicas may exchange alone."""
     state = _replicated(7)
     full = random_tensor(torch.float32, (1000, 700), 1)
     state |= {"rows": full, "columns": full, "tied": state["layer2"]}
-    with TensorizerStorageWriter(tmp_path) as writer:
+    encryption = EncryptionParams.random()
+    with TensorizerStorageWriter(tmp_path, encryption=encryption) as writer:
         dcp.save(state, storage_writer=writer)
     shared = sum(state[key].nbytes for key in ("layer0", "layer1", "layer2", "tied", "bytes")) + 40_000
-    for received, read_of_rows, received_of_rows in run_ranks(4, _load_mixed, tmp_path):
+    for received, read_of_rows, received_of_rows in run_ranks(4, _load_mixed, tmp_path, bytes(encryption.key)):
         assert 0.7 * shared < received < 1.4 * shared  # the blocks of columns are common, too
         half = full.nbytes // 2
         assert 0.4 * half < read_of_rows < 0.65 * half

@@ -179,6 +179,7 @@ def _save_replicas(rank, folder):
         if rank.index == 0:
             state["model"]["of rank 0"] = torch.zeros(1000)
         save(5)
+        manager.wait()
         manager._saves._planner.written_elsewhere = frozenset({"model.layer1"})  # which one of the ranks has to write
         with pytest.raises(WriteError) as caught:
             manager.save(6, state, wait=True)
@@ -193,8 +194,8 @@ def test_replicas_are_staged_by_the_rank_that_writes_them(tmp_path):
     everything = 8 * 200_000 + ROWS // 2 * 1024
     for staged, said in results:
         assert staged[0] == everything
-        assert staged[3] == staged[6] == everything + 4000
-        assert staged[4] >= everything + 4000
+        assert staged[3] == everything + 4000
+        assert staged[4] == staged[6] >= everything + 4000
         assert "'model.layer1' is to be written by this rank, which has not staged it" in said
     for number in (1, 2):
         shares = [staged[number] for staged, _ in results]
