@@ -124,7 +124,7 @@ class _Worker:
         """Removes the files of an unfinished request: nobody is left who could commit them."""
         job = self._job
         if job is not None:
-            job.remove()
+            job.abandon()
 
     def _answer(self, request: Request) -> Answer:
         match request:

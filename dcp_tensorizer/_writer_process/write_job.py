@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -52,6 +53,8 @@ class FileJob:
         self._cipher = cipher
         self._sha256 = sha256
         self._sinks: list[Sink] = []
+        self._abandoned = False
+        self._completing = threading.Lock()
 
     @property
     def bytes_written(self) -> int:
@@ -74,7 +77,7 @@ class FileJob:
                 for number, file in enumerate(self._files):
                     name = file.name
                     results.append(self._write(file))
-                    completions.append(pool.submit(_complete, self._sinks[number]))
+                    completions.append(pool.submit(self._complete, self._sinks[number]))
                 hash_seconds = time.perf_counter() - started
                 for file, completion in zip(self._files, completions, strict=True):
                     name = file.name
@@ -94,6 +97,15 @@ class FileJob:
             with suppress(Exception):
                 self._storage.discard(file.name)
 
+    def abandon(self) -> None:
+        """Removes the files while another thread may still be writing them, of which none is completed any more.
+
+        A file that is being completed is waited for: removed before its completion has arrived, it would stay.
+        """
+        self._abandoned = True
+        with self._completing:
+            self.remove()
+
     def _write(self, file: FileRequest) -> FileResult:
         layout = lay_out(file.tensors, self._cipher, sha256=self._sha256)
         sink = self._storage.create(file.name, layout.nbytes, sync=self._sync)
@@ -103,10 +115,12 @@ class FileJob:
         )
         return FileResult(file.name, layout.nbytes, tuple(written))
 
-
-def _complete(sink: Sink) -> None:
-    try:
-        sink.complete()
-    except BaseException:
-        sink.abort()
-        raise
+    def _complete(self, sink: Sink) -> None:
+        try:
+            with self._completing:
+                if self._abandoned:
+                    raise WriteError("nobody waits for this file any more")
+                sink.complete()
+        except BaseException:
+            sink.abort()
+            raise

@@ -188,3 +188,26 @@ def test_a_file_that_cannot_be_completed_fails_all(tmp_path: Path, monkeypatch: 
         job(storage, {name: {name: filled(torch.float32, (5,))} for name in NAMES}).run()
     assert len(completed) == len(NAMES)
     assert os.listdir(tmp_path) == []
+
+
+def test_no_file_is_completed_once_the_job_is_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that is just being completed is waited for and removed; the next one is refused."""
+    work = job(open_storage(tmp_path), {name: {name: filled(torch.float32, (5,))} for name in NAMES[:2]})
+    removing = threading.Thread(target=work.abandon)
+    complete = LocalSink._complete
+    completed: list[LocalSink] = []
+
+    def complete_late(sink: LocalSink) -> None:
+        removing.start()
+        while not work._abandoned:
+            assert removing.is_alive()
+        complete(sink)
+        completed.append(sink)
+
+    monkeypatch.setattr(LocalSink, "_complete", complete_late)
+    with pytest.raises(WriteError, match="nobody waits for this file any more"):
+        work.run()
+    removing.join(30)
+    assert not removing.is_alive()
+    assert len(completed) == 1
+    assert os.listdir(tmp_path) == []
