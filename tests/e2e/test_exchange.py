@@ -109,7 +109,7 @@ def _load_mixed(rank, path, key):
 
 
 def test_ranks_that_want_different_things(tmp_path):
-    """What all want is exchanged, in pieces, also if it is encrypted; each reads the rest. Replicas may exchange alone."""
+    """What all want is exchanged in pieces, also if it is encrypted; each reads the rest. Replicas exchange alone."""
     state = _replicated(7)
     full = random_tensor(torch.float32, (1000, 700), 1)
     state |= {"rows": full, "columns": full, "tied": state["layer2"]}
