@@ -36,6 +36,8 @@ _HEADER = 64  # of each piece: whether its rank has failed, and the digest of it
 _DIGEST = slice(8, 16)
 _MIN_READ = 1 << 20
 _READS_OF_WINDOW = 16
+_MIN_WINDOW = 8 << 20
+_WINDOWS = 8  # or more: while one is exchanged, the next one is read
 Progress = Callable[[int, int], object]
 
 
@@ -172,11 +174,13 @@ class Exchange:
         spans: list[list[Window]] = []
         error: BaseException | None = None
         try:
-            spans = spans_of(common, self._group.size, self._memory.window_bytes)
+            share = total_bytes(common) // self._group.size
+            window_bytes = min(self._memory.window_bytes, max(_MIN_WINDOW, share // _WINDOWS))
+            spans = spans_of(common, self._group.size, window_bytes)
             windows = _Windows(spans[self._group.rank], common, self._fetch, self._limits, device)
-            share = self._memory.round_bytes // self._group.size // _HEADER * _HEADER
+            piece = self._memory.round_bytes // self._group.size // _HEADER * _HEADER
             largest = max(window.nbytes for span in spans for window in span)
-            rounds = _Rounds(self._group, min(aligned(largest), max(_HEADER, share)), device, verify=self._verify)
+            rounds = _Rounds(self._group, min(aligned(largest), max(_HEADER, piece)), device, verify=self._verify)
         except Exception as failure:  # as when memory is short
             error = failure
         self._group.votes(Vote(), error)
