@@ -55,7 +55,7 @@ def run(rounds: int, seed: int, folder: Path) -> Tally:
         try:
             found = run_ranks(ranks, _rounds, share, seed + number, place, timeout=60.0 + 10.0 * share)
         except AssertionError as error:
-            tally.blame("hung" if "stacks" in str(error) else "wrong", f"{ranks} ranks: {error}")
+            tally.blame("hung" if "Timeout" in str(error) else "wrong", f"{ranks} ranks: {str(error)[-400:]}")
             continue
         tally.rounds += share
         for rank, (counts, wrong, hung) in enumerate(found):
@@ -148,7 +148,7 @@ def _state(chance: random.Random, mesh: DeviceMesh) -> State:
         shape = (chance.choice((0, 1, 7, 1000)), chance.choice((1, 33, 250)))
         full = torch.randint(0, 100, shape).to(chance.choice(_DTYPES))
         cut = chance.choice((None, None, Shard(0), Shard(1)))
-        state[f"t{number}"] = full if cut is None else distribute_tensor(full, mesh, [cut])
+        state[f"t{number}"] = full if cut is None else distribute_tensor(full, mesh, [cut], src_data_rank=None)
     return state
 
 
