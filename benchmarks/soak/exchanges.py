@@ -103,7 +103,7 @@ def _round(
     dist.barrier()
     load_items.Exchange = functools.partial(  # type: ignore[misc,attr-defined]
         Exchange,
-        memory=ExchangeMemory(chance.choice((1 << 16, 1 << 20, 64 << 20)), chance.choice((1, 10**5, 64 << 20))),
+        memory=ExchangeMemory(chance.choice((1 << 16, 1 << 20, 64 << 20)), chance.choice((20_000, 200_000, 64 << 20))),
     )
     targets = _targets(state, own)
     if fault == "unfit target" and is_victim:
