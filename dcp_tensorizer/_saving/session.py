@@ -192,7 +192,14 @@ class SaveSession:
             put_records(self.storage, [self.id])
         saver = self._saver
         written = saver.engine.client.write(
-            self.storage, self._rank, self.id, items, self._staged_save, saver.options.write, lambda: saver.closed
+            self.storage,
+            self._rank,
+            self.id,
+            items,
+            self._staged_save,
+            saver.options.write,
+            lambda: saver.closed,
+            saver.reusing_save(),
         )
         try:
             cipher = saver.options.write.cipher

@@ -24,18 +24,19 @@ from .._memory.shared_mappings import SharedFile, attach, map_shared
 from .._storage.open import open_storage
 from ..errors import describe
 from .channel import Channel
+from .digest_job import DigestJob
 from .messages import (
     Answer,
     BufferInfo,
     Detached,
     DetachRequest,
+    DigestRequest,
     Progress,
     Ready,
     Request,
     SnapshotRequest,
     SnapshotTaken,
     TensorSource,
-    WriteDone,
     WriteFailed,
     WriteRequest,
 )
@@ -102,7 +103,7 @@ class _Worker:
         self._buffers: dict[int, mmap.mmap] = {}
         self._shared: dict[SharedFile, mmap.mmap] = {}
         self._mapping = threading.Lock()
-        self._job: FileJob | None = None
+        self._job: FileJob | DigestJob | None = None
         self._connection: object = None
 
     def serve(self) -> None:
@@ -123,13 +124,15 @@ class _Worker:
     def abandon(self) -> None:
         """Removes the files of an unfinished request: nobody is left who could commit them."""
         job = self._job
-        if job is not None:
+        if isinstance(job, FileJob):
             job.abandon()
 
     def _answer(self, request: Request) -> Answer:
         match request:
             case WriteRequest():
                 return self._write(request)
+            case DigestRequest():
+                return self._run(DigestJob(request.tensors, self._bytes, threads=request.threads))
             case SnapshotRequest():
                 return self._snapshot(request)
             case DetachRequest():
@@ -152,20 +155,13 @@ class _Worker:
         self._snapshots.take(request, self._buffers[request.buffer])
         return SnapshotTaken()
 
-    def _write(self, request: WriteRequest) -> WriteDone:
+    def _write(self, request: WriteRequest) -> Answer:
         options = request.options
         storage = open_storage(request.path, options.storage_options, options.timeout)
         self._connection = storage.connection
-        job = FileJob(
-            storage,
-            request.files,
-            self._bytes,
-            sync=options.sync,
-            threads=options.threads,
-            buffer_bytes=options.buffer_bytes,
-            cipher=options.cipher,
-            sha256=options.sha256,
-        )
+        return self._run(FileJob.of(storage, request.files, self._bytes, options))
+
+    def _run(self, job: FileJob | DigestJob) -> Answer:
         self._job = job
         with suppress(OSError, RuntimeError):  # without /proc, or another thread, the priority stays
             arguments = job, _thread_ids(), SpareCores(_first_line_of_stat, time.process_time)
@@ -197,7 +193,7 @@ class _Worker:
         with self._sending, suppress(EOFError):
             self._channel.send(message)
 
-    def _use_spare_cores(self, job: FileJob, others: set[int], spare: SpareCores) -> None:
+    def _use_spare_cores(self, job: FileJob | DigestJob, others: set[int], spare: SpareCores) -> None:
         """Lowers the priority of a job's threads further, as soon as there are seen to be idle cores for them.
 
         Only that of the job's own threads, which end with it: without privileges a priority cannot be raised again.
