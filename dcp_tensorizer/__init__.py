@@ -3,9 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ._loading.report import LoadReport
-from ._managing.goodput import GoodputReport
-from ._saving.report import SaveReport
 from .errors import (
     CheckpointError,
     ChecksumMismatch,
@@ -24,7 +21,10 @@ from .errors import (
 
 if TYPE_CHECKING:
     from ._install import install, installed, uninstall
+    from ._loading.report import LoadReport
+    from ._managing.goodput import GoodputReport
     from ._saving.options import SaveLimits
+    from ._saving.report import SaveReport
     from .any_format import open_reader
     from .manager import CheckpointManager
     from .planner import SavePlanner
@@ -64,8 +64,11 @@ __all__ = [
 
 _ON_USE = {
     "CheckpointManager": "manager",
+    "GoodputReport": "_managing.goodput",
+    "LoadReport": "_loading.report",
     "SaveLimits": "_saving.options",
     "SavePlanner": "planner",
+    "SaveReport": "_saving.report",
     "TensorizerStorageReader": "reader",
     "TensorizerStorageWriter": "writer",
     "install": "_install",

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+    from torch.distributed.distributed_c10d import ProcessGroup
 
 __all__ = [
     "DCP_VERSION",
@@ -41,6 +42,7 @@ __all__ = [
     "REBUILD_PREFIX",
     "REBUILD_SUBCLASS",
     "STORAGE_SETUP",
+    "DTensor",
     "FakeTensor",
     "FakeTensorMode",
     "FsspecReader",
@@ -53,6 +55,7 @@ __all__ = [
     "copy_all",
     "cpu_placement",
     "flatten_state_dict",
+    "group_devices",
     "local_elements",
     "negated_view",
     "pickle_of",
@@ -174,6 +177,11 @@ def local_elements(target: Any) -> int:
     if isinstance(target, DTensor):  # `to_local` would record an operation for autograd
         return target._local_tensor.numel() if target.device_mesh.get_coordinate() is not None else 0
     return target.numel() if isinstance(target, torch.Tensor) else 0
+
+
+def group_devices(group: ProcessGroup) -> Set[str]:
+    """The kinds of devices whose memory the collectives of a group take."""
+    return {device.type for device in group._device_types}
 
 
 def release_ipc_counter(arguments: tuple[Any, ...]) -> None:

@@ -123,7 +123,7 @@ class CheckpointManager:
             raise
         self._agreement = Agreement(agreements)
         self._clock = GoodputClock()
-        self._saves = Saves(self._writer, self._group, self._clock, must_change, self._retain)
+        self._saves = Saves(self._writer, self._group, self._agreement, self._clock, must_change, self._retain)
         self._place: Place | None = None
         self._stopping = self._closed = False
         self._signals.install()

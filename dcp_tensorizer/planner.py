@@ -9,16 +9,15 @@ answer     --finish_plan()-->       the rank's items    each rank, made one by o
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan
 
 from ._memory.garbage import collector_paused
-from ._planning.columns import Table, Unsupported, columns_of
+from ._planning.columns import Row, Table, Unsupported, columns_of_rows, row_of, row_of_tensor
 from ._planning.global_plan import GlobalPlan, encoded, make_global_plan
 from ._planning.history import History
 from ._planning.plan import Answer, CompactPlan, Items, Reference
@@ -58,6 +57,8 @@ class SavePlanner(DefaultSavePlanner):
 
     plans_as_torch: ClassVar[type[DefaultSavePlanner]]
     _history: History | None = None
+    written_elsewhere: frozenset[str] = frozenset()
+    """Keys of the tensors that this rank has and other ranks write, by the plan of the last save."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class SavePlanner(DefaultSavePlanner):
         if self._history is not None:
             self._history.begin()
         try:
-            columns, _ = columns_of(self._items(), self.mappings if self.flatten_state_dict else None)
+            columns, _ = columns_of_rows(self._rows(), self.mappings if self.flatten_state_dict else None)
         except Unsupported:
             return super().create_local_plan()
         self.plan = CompactPlan.of(Items(columns, history=self._history if self._may_refer() else None), None)
@@ -128,14 +129,17 @@ class SavePlanner(DefaultSavePlanner):
                 columns = self._history.answered(new_plan.items)
                 new_plan = CompactPlan.of(Items(columns, new_plan.items.choice), new_plan.storage_data)
             self._history.end()
+        self.written_elsewhere = new_plan.items.not_chosen() if isinstance(new_plan.items, Items) else frozenset()
         return super().finish_plan(new_plan)
 
-    def _items(self) -> Iterator[WriteItem]:
-        """torch's items of the state dict, each of which may be dropped before the next one is made."""
-        plans = (
-            create_default_local_save_plan({key: value}, self.is_coordinator) for key, value in self.state_dict.items()
-        )
-        return itertools.chain.from_iterable(plan.items for plan in plans)
+    def _rows(self) -> Iterator[Row]:
+        """What torch plans for the state dict; each may be dropped before the next one is made."""
+        for key, value in self.state_dict.items():
+            row = row_of_tensor(key, value)
+            if row is not None:
+                yield row
+            else:
+                yield from map(row_of, create_default_local_save_plan({key: value}, self.is_coordinator).items)
 
     def _may_refer(self) -> bool:
         """Whether nobody but this class sees what ranks send: a subclass gets whole plans."""

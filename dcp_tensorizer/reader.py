@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import uuid
 from collections.abc import Callable, Mapping
@@ -22,19 +21,17 @@ from torch.futures import Future
 from ._arguments import check_callable, check_path, check_storage_options, check_thread_count, check_timeout
 from ._format.encryption import Cipher, check_decryption, unlock
 from ._format.index_reader import Index
-from ._loading.executor import fetch
+from ._loading.exchange_group import members_of, reads_alone
 from ._loading.kept_plan import KeptPlan
+from ._loading.load_items import LoadOptions, LoadSource, load_items, world_size
 from ._loading.metadata_reader import read_index, read_metadata
-from ._loading.objects import check_trust, deliver_object, read_objects
-from ._loading.read_target import is_object, targets_of, wanted_of
+from ._loading.read_target import wanted_of
 from ._loading.report import LoadClock, LoadReport, Progress, publish
-from ._loading.tensors import read_tensors
 from ._loading.validate import (
     ReadFrom,
     check_coverage,
     check_files,
     check_one_save,
-    check_own_parts,
     check_world_size,
     not_committed,
 )
@@ -74,6 +71,9 @@ class TensorizerStorageReader(StorageReader):
             checkpoint that is not encrypted is refused.
         on_progress: Called while tensors are read, with the bytes that are done and the bytes in all; by several
             threads, one at a time.
+        exchange: A process group. What all its ranks want is read once: each reads a part, and they exchange the parts.
+            It pays where ranks hold the same (DDP; the replicas of HSDP: pass their group), and the network between
+            ranks is faster than the storage. It takes up to 200 MB of memory. All ranks of it must load together.
         on_report: Called with the `LoadReport` of each load, on the thread that loads. An error in it is logged; the
             load does not fail.
 
@@ -94,6 +94,7 @@ class TensorizerStorageReader(StorageReader):
         page_cache: bool | None = None,
         timeout: float = TIMEOUT,
         encryption: DecryptionParams | None = None,
+        exchange: dist.ProcessGroup | None = None,
         on_progress: Callable[[int, int], object] | None = None,
         on_report: Callable[[LoadReport], object] | None = None,
     ) -> None:
@@ -107,12 +108,10 @@ class TensorizerStorageReader(StorageReader):
             check_decryption(encryption)
         self._path: str | os.PathLike[str] = absolute_path(path)
         self._options = dict(storage_options or {})
-        self._verify = verify
-        self._allow_pickle = allow_pickle
-        self._threads = thread_count
-        self._page_cache = page_cache
+        self._load_options = LoadOptions(verify, allow_pickle, thread_count, page_cache)
         self._timeout = timeout
         self._encryption = encryption
+        self._exchange = members_of(exchange)
         self._on_progress = on_progress
         self._on_report = on_report
         self._last_report: LoadReport | None = None
@@ -129,10 +128,10 @@ class TensorizerStorageReader(StorageReader):
     def __repr__(self) -> str:
         """The path and the options, without secrets."""
         arguments = {
-            "verify": self._verify,
-            "allow_pickle": self._allow_pickle,
-            "thread_count": self._threads,
-            "page_cache": self._page_cache,
+            "verify": self._load_options.verify,
+            "allow_pickle": self._load_options.allow_pickle,
+            "thread_count": self._load_options.threads,
+            "page_cache": self._load_options.page_cache,
             "timeout": self._timeout,
             "encryption": self._encryption is not None,
         }
@@ -222,7 +221,7 @@ class TensorizerStorageReader(StorageReader):
         self._metadata = metadata
         self._cipher = self._unlock()
         self._rank = kwargs.get("rank", 0)
-        self._per_rank = not kwargs.get("use_collectives", True)
+        self._per_rank = self._reads_alone = not kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Checks, before any target changes, that everything the plan asks for is there.
@@ -251,6 +250,7 @@ class TensorizerStorageReader(StorageReader):
             MetadataError: they have not; no target has changed.
         """
         check_one_save(self._opened()[0].path, [plan.storage_data for plan in plans])
+        self._reads_alone |= reads_alone(self._opened()[0].path, self._exchange, len(plans))
         for rank, plan in enumerate(plans):
             if isinstance(plan, KeptPlan):
                 plan.send_to(rank)
@@ -267,9 +267,21 @@ class TensorizerStorageReader(StorageReader):
         """
         self._clock.begin_reading()
         self._plan = None  # it has come back
-        nbytes = self._read(plan, planner)
-        path = self._opened()[0].path
-        self._last_report = self._clock.report(path, self._save_id, self._load_id, self._rank, len(plan.items), nbytes)
+        storage, index = self._opened()
+        assert self._metadata is not None
+        group = None if self._reads_alone else self._exchange
+        source = LoadSource(storage, index, self._metadata, self._cipher, self._per_rank, group)
+        progress = Progress(storage.path, self._on_progress)
+        nbytes, received = load_items(source, plan, planner, self._load_options, progress)
+        self._last_report = self._clock.report(
+            path=storage.path,
+            save_id=self._save_id,
+            load_id=self._load_id,
+            rank=self._rank,
+            items=len(plan.items),
+            nbytes=nbytes,
+            received_bytes=received,
+        )
         publish(self._last_report, self._on_report)
         future: Future[None] = Future()
         future.set_result(None)
@@ -295,7 +307,7 @@ class TensorizerStorageReader(StorageReader):
         storage = self._storage = open_storage(self._path, self._options, self._timeout)
         index = self._index = read_index(storage, rank)
         if rank is not None:
-            check_world_size(storage, index is not None, _world_size())
+            check_world_size(storage, index is not None, world_size())
         if index is None:
             raise not_committed(storage.path)
         metadata = index.metadata()
@@ -306,41 +318,3 @@ class TensorizerStorageReader(StorageReader):
         """The checkpoint's key, before any target changes."""
         storage, index = self._opened()
         return unlock(self._encryption, index.encryption, storage.path, self._cipher)
-
-    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> int:
-        """Reads objects, and checks that they are trusted; then tensors. Returns the bytes that were read."""
-        storage, index = self._opened()
-        metadata, path = self._metadata, storage.path
-        assert metadata is not None
-        if self._per_rank:
-            check_own_parts(path, metadata, plan, getattr(planner, "state_dict", {}))
-        with collector_paused():
-            stored = [(item, index.pieces(*wanted_of(item))) for item in plan.items]
-            objects = [(item, pieces[0].item) for item, pieces in stored if is_object(pieces)]
-            tensors = [(item, pieces) for item, pieces in stored if not is_object(pieces)]
-        read = functools.partial(
-            fetch,
-            storage,
-            threads=self._threads,
-            verify=self._verify,
-            cipher=self._cipher,
-            page_cache=self._page_cache,
-            in_memory=index.in_memory,
-        )
-        contents, nbytes = read_objects(objects, read)
-        if not self._allow_pickle:
-            check_trust(path, contents)
-        nbytes += read_tensors(
-            tensors,
-            planner,
-            functools.partial(targets_of, path, metadata, world_size=_world_size()),
-            lambda targets, progress: read(targets, progress=progress),
-            Progress(path, self._on_progress),
-        )
-        for read_item, content in contents:
-            deliver_object(path, planner, read_item, content)
-        return nbytes
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from ._forks import in_child
 from ._memory.garbage import age_objects
 from ._saving.options import SaveLimits, Staging, check_options
 from ._saving.report import SaveReport
-from ._saving.saver import Saver
+from ._saving.saver import NextSave, Saver
 from ._saving.session import SaveSession
 from ._staging.stager import StagingFuture
 from ._storage.open import absolute_path, is_location
@@ -38,7 +38,6 @@ from .errors import StagingError
 
 if TYPE_CHECKING:
     from ._format.encryption import EncryptionParams
-    from ._format.index_rows import SaveRecord
 
 __all__ = ["TensorizerStorageWriter"]
 
@@ -217,9 +216,9 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._saver = self._saver.renewed()
         self._local = threading.local()
 
-    def describe(self, record: SaveRecord, must_change: Sequence[str], error: StagingError | None = None) -> None:
+    def describe(self, save: NextSave) -> None:
         """For `CheckpointManager`: see `Saver.describe`."""
-        self._saver.describe(record, must_change, error)
+        self._saver.describe(save)
 
     # --- AsyncStager: on the training thread --------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """The scale benchmark: `python -m benchmarks.scale` (about 90 minutes; `--quick` for a smaller one, not to be quoted).
 
-`--only items`, `--only worlds` and `--only ranks` measure a part and print its page. `--redraw` makes the page and the
+`--only items`, `worlds`, `ranks` or `replicas` measures a part and prints its page. `--redraw` makes the page and the
 picture again from the stored results, and measures nothing.
 """
 
@@ -16,10 +16,15 @@ from ..harness import machine, rewrite, run_cases, store, stored
 from ..pages import machine_line
 from .plot import plot
 from .report import render
-from .summary import OURS, PLANNED, TORCH, ratios, summarise
+from .summary import EXCHANGED, OURS, PLANNED, TORCH, ratios, summarise
 
-_SIZES = {"items": (1_000, 5_000, 20_000, 100_000), "worlds": (8, 64, 512, 2_048, 8_192), "ranks": (2, 8, 32)}
-_QUICK = {"items": (1_000, 5_000), "worlds": (8, 64), "ranks": (2,)}
+_SIZES = {
+    "items": (1_000, 5_000, 20_000, 100_000),
+    "worlds": (8, 64, 512, 2_048, 8_192),
+    "ranks": (2, 8, 32),
+    "replicas": (2, 4, 8),
+}
+_QUICK = {"items": (1_000, 5_000), "worlds": (8, 64), "ranks": (2,), "replicas": (2,)}
 _ROUNDS = 3
 _NOTE = (
     "Lower is better. Both axes are logarithmic. Ranks are simulated, with a state like that of Llama 3 70B with Adam. "
@@ -55,7 +60,13 @@ def _ranks(sizes: tuple[int, ...], rounds: int, folder: str) -> list[dict[str, A
     return run_cases("benchmarks.scale.ranks_case", cases, rounds)
 
 
-_PARTS = {"items": _items, "worlds": _worlds, "ranks": _ranks}
+def _replicas(sizes: tuple[int, ...], rounds: int, folder: str) -> list[dict[str, Any]]:
+    base = {"kind": "replicas", "folder": folder}
+    cases = [{"contender": name, "size": size, **base} for size in sizes for name in (OURS, EXCHANGED, TORCH)]
+    return run_cases("benchmarks.scale.replicas_case", cases, rounds)
+
+
+_PARTS = {"items": _items, "worlds": _worlds, "ranks": _ranks, "replicas": _replicas}
 
 
 def main() -> None:

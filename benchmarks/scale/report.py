@@ -9,7 +9,7 @@ from typing import Any
 from ..harness import cell, table
 from ..pages import Comparison, ahead, glossary, goals, opening, round_count
 from .model import Model, fitting
-from .summary import OURS, PLANNED, TORCH, Summary, curve, exponent, ratios, sizes
+from .summary import EXCHANGED, OURS, PLANNED, TORCH, Summary, curve, exponent, ratios, sizes
 from .watch import MOST_BYTES, MOST_SECONDS
 
 Form = Callable[[float], str]
@@ -41,8 +41,14 @@ SAVES: tuple[Figure, ...] = (
     ("broadcast by DCP (MB)", ("first", "broadcast"), _MEGABYTES),
 )
 RANKS: tuple[Figure, ...] = (("first save (s)", ("save",), _TWO), ("load (s)", ("load",), _TWO))
-_CASES = {"items": "{:,} small tensors", "worlds": "{:,} simulated ranks", "ranks": "{:,} real ranks"}
-_FIGURES = {"items": ITEMS, "worlds": (*LOADS, *SAVES), "ranks": RANKS}
+REPLICAS: tuple[Figure, ...] = (("load (s)", ("load",), _TWO), ("read / stored", ("read",), _TWO))
+_CASES = {
+    "items": "{:,} small tensors",
+    "worlds": "{:,} simulated ranks",
+    "ranks": "{:,} real ranks",
+    "replicas": "{:,} ranks that load the same",
+}
+_FIGURES = {"items": ITEMS, "worlds": (*LOADS, *SAVES), "ranks": RANKS, "replicas": REPLICAS}
 
 
 def render(content: dict[str, Any]) -> str:
@@ -68,6 +74,8 @@ def render(content: dict[str, Any]) -> str:
             _exponents(summary),
             "## Real ranks",
             _table(summary, "ranks", "ranks", RANKS),
+            "## Ranks that load the same",
+            _table(summary, "replicas", "ranks", REPLICAS),
             _failures(content["results"]),
         ]
     ).rstrip()
@@ -81,6 +89,7 @@ _WHAT = (
 _WHO = {
     OURS: "this package.",
     PLANNED: "this package with its planner. The coordinator's time is with planning, which the others' is without.",
+    EXCHANGED: "this package with `exchange=` of its reader.",
     TORCH: "torch's own `FileSystemWriter` and `FileSystemReader`.",
 }
 _COLUMNS = {
@@ -96,6 +105,7 @@ _COLUMNS = {
     "coordinator": "time to decode the results of all ranks, and to commit the save.",
     "each rank": "time to make its results, and to encode them.",
     "broadcast by DCP": "size of the metadata that DCP sends to all ranks after the commit.",
+    "read / stored": "bytes that a local S3 server sends to all ranks, over those of the state, which is 128 MB.",
     "first save (real ranks)": "time of the slowest rank from making the writer until the save is durable.",
 }
 
@@ -126,7 +136,7 @@ def _scaling(summary: Summary) -> str:
 def _table(summary: Summary, kind: str, size: str, figures: tuple[Figure, ...]) -> str:
     rows = []
     for number in sizes(summary, kind):
-        for contender in (OURS, PLANNED, TORCH):
+        for contender in (OURS, PLANNED, EXCHANGED, TORCH):
             entry = summary.get(f"{kind} | {contender} | {number}")
             if entry is not None:
                 cells = (_cell(entry, path, form) for _, path, form in figures)

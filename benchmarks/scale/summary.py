@@ -11,6 +11,7 @@ from .model import fitting
 
 Summary = dict[str, dict[str, Any]]
 OURS, PLANNED, TORCH = "dcp_tensorizer", "dcp_tensorizer, SavePlanner", "torch"
+EXCHANGED = "dcp_tensorizer, exchange"
 _SCALED = ("seconds", "read", "memory", "coordinator", "rank", "sent", "broadcast")
 LOAD, COORDINATOR, RANK = ("load", "seconds"), ("first", "coordinator"), ("first", "rank")
 
@@ -62,10 +63,16 @@ def _ranks(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return {step: spread(max(rank[step] for rank in run["ranks"]) for run in runs) for step in ("save", "load")}
 
 
+def _replicas(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The slowest rank counts."""
+    return {figure: spread(max(rank[figure] for rank in run["ranks"]) for run in runs) for figure in ("load", "read")}
+
+
 _OF_KIND: dict[str, Callable[[list[dict[str, Any]]], dict[str, Any]]] = {
     "items": _items,
     "worlds": _worlds,
     "ranks": _ranks,
+    "replicas": _replicas,
 }
 
 
@@ -132,5 +139,6 @@ def ratios(summary: Summary) -> list[tuple[str, str, str]]:
         ("100,000 small tensors: load, s", "<= 6", ours("items", 100_000, "load")),
         ("32 real ranks: time of the first save / torch's", "<= 1.0", over_torch("ranks", 32, "save")),
         ("32 real ranks: time of the load / torch's", "<= 0.8", over_torch("ranks", 32, "load")),
+        ("4 ranks that load the same: read / stored", "<= 1.1", median(summary, "replicas", EXCHANGED, 4, "read")),
     ]
     return [(name, wanted, f"{value:.3f}") for name, wanted, value in rows]

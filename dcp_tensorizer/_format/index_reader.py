@@ -78,6 +78,7 @@ class Index:
         self.head = file.head
         self.files = data_files(file.head)
         self._file = file
+        self._known_properties: dict[Properties, dict[str, Any]] = {}  # a few, of all tensors
         self._known: dict[_Wanted, list[Piece]] = {}  # a load asks twice: before it reads, and when it does
         with self._sensible(), collector_paused():
             self._places = IndexPlaces(file)
@@ -258,6 +259,11 @@ class Index:
         return TensorStorageMetadata(properties, size, value.layout.chunks())
 
     def _properties(self, row: Properties) -> dict[str, Any]:
+        if row not in self._known_properties:
+            self._known_properties[row] = self._new_properties(row)
+        return self._known_properties[row]
+
+    def _new_properties(self, row: Properties) -> dict[str, Any]:
         values = {
             "dtype": known_dtype(row.dtype, self.path),
             "layout": _named(row.layout, torch.layout),

@@ -19,7 +19,16 @@ from .._format.layout import StoredItem
 from .._memory.garbage import collector_paused
 from .read_target import ReadTarget
 
-__all__ = ["MAX_SCRATCH_BYTES", "MAX_SEGMENTS", "ReadLimits", "ReadOperation", "Segment", "plan_reads"]
+__all__ = [
+    "MAX_SCRATCH_BYTES",
+    "MAX_SEGMENTS",
+    "ReadLimits",
+    "ReadOperation",
+    "Segment",
+    "by_tensor",
+    "plan_reads",
+    "wanted_bytes",
+]
 
 MAX_SCRATCH_BYTES = 8 << 20
 """Of one operation: enough to reach a disk's full speed, and small enough to keep several threads busy."""
@@ -143,11 +152,8 @@ def plan_reads(targets: Sequence[ReadTarget], limits: ReadLimits, *, verify: boo
         verify: Read whole blocks, so that their digests can be checked. Encrypted items are read by whole blocks in
             any case.
     """
-    by_tensor: dict[tuple[str, int], list[ReadTarget]] = defaultdict(list)
-    for target in targets:
-        by_tensor[target.item.file, target.item.offset].append(target)
     operations: list[ReadOperation] = []
-    for (file, _), of_tensor in sorted(by_tensor.items(), key=lambda entry: entry[0]):
+    for file, of_tensor in by_tensor(targets):
         for segment in _segments(of_tensor, limits, verify):
             current = operations[-1] if operations else None
             if current is None or current.file != file or not current.can_take(segment, limits):
@@ -155,6 +161,26 @@ def plan_reads(targets: Sequence[ReadTarget], limits: ReadLimits, *, verify: boo
                 operations.append(current)
             current.add(segment)
     return operations
+
+
+def by_tensor(targets: Iterable[ReadTarget]) -> Iterator[tuple[str, list[ReadTarget]]]:
+    """The targets of each stored tensor, with its file, in the order of files and offsets."""
+    found: dict[tuple[str, int], list[ReadTarget]] = defaultdict(list)
+    for target in targets:
+        found[target.item.file, target.item.offset].append(target)
+    for (file, _), of_tensor in sorted(found.items(), key=lambda entry: entry[0]):
+        yield file, of_tensor
+
+
+def wanted_bytes(targets: Sequence[ReadTarget], limits: ReadLimits, *, verify: bool) -> list[_Interval]:
+    """The bytes of one stored tensor that its targets need, as `plan_reads` widens and joins them.
+
+    They depend on what is wanted, and not on the memory that it goes to.
+    """
+    item = targets[0].item
+    step = item.block if verify or item.nonce_and_macs else 1
+    runs = (run for t in targets for run in _runs(t.shape, t.region, t.itemsize, limits.max_gap_bytes))
+    return _merge(_widen(run, step, item.length) for run in runs)
 
 
 def _segments(targets: Sequence[ReadTarget], limits: ReadLimits, verify: bool) -> list[Segment]:

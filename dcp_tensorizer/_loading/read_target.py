@@ -51,6 +51,12 @@ class ReadTarget:
         """A target that is read in place if its tensor allows that."""
         return cls(key, item, shape, region, tensor, can_read_in_place(tensor, named_dtype(item.dtype)))
 
+    @classmethod
+    def of_bytes(cls, key: str, item: StoredItem, start: int, tensor: torch.Tensor) -> ReadTarget:
+        """A target that gets stored bytes as they are, from the byte ``start`` on: a tensor of uint8 in host memory."""
+        region = Region((start,), (tensor.numel(),))
+        return cls(key, item._replace(dtype="uint8"), (item.length,), region, tensor, in_place=True)
+
     @property
     def itemsize(self) -> int:
         """Bytes of a stored element."""

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["LoadClock", "LoadReport", "Progress", "publish"]
 
@@ -23,6 +24,7 @@ class LoadReport:
         rank: The rank that reports.
         items: Tensors and objects, or parts of tensors, that this rank loaded.
         nbytes: Bytes that this rank read for them. Whole blocks are read where they are verified.
+        received_bytes: Bytes that other ranks read for it, see ``exchange`` of `TensorizerStorageReader`.
         started_at: When the load began (``time.time()``).
         seconds: In all, from the first look at the metadata until everything was in its place.
         plan_seconds: Of these, until the first tensor was read: the metadata, DCP's planning and its collectives, and
@@ -40,6 +42,7 @@ class LoadReport:
     seconds: float
     plan_seconds: float
     read_seconds: float
+    received_bytes: int = 0
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -65,16 +68,11 @@ class LoadClock:
         """Everything is planned."""
         self._began_reading = time.perf_counter()
 
-    def report(self, path: str, save_id: str, load_id: str, rank: int, items: int, nbytes: int) -> LoadReport:
-        """The report of a load that ends now."""
+    def report(self, **facts: Any) -> LoadReport:
+        """The report of a load that ends now, with what is not a time."""
         ended = time.perf_counter()
         return LoadReport(
-            path=path,
-            save_id=save_id,
-            load_id=load_id,
-            rank=rank,
-            items=items,
-            nbytes=nbytes,
+            **facts,
             started_at=self._started_at,
             seconds=ended - self._began,
             plan_seconds=self._began_reading - self._began,

@@ -15,12 +15,12 @@ from .read_target import ReadTarget, part_of
 __all__ = ["copy_elements", "scatter"]
 
 
-def scatter(segment: Segment, data: memoryview, slot: Slot | None = None) -> None:
+def scatter(segment: Segment, data: memoryview | torch.Tensor, slot: Slot | None = None) -> None:
     """Copies to each target what it wants of a segment.
 
     Args:
         segment: What was read.
-        data: Its bytes.
+        data: Its bytes, on any device if they are a tensor of uint8.
         slot: Where they lie, if some targets are on a GPU: copies to those are queued.
     """
     for target in segment.targets:
@@ -33,9 +33,12 @@ def scatter(segment: Segment, data: memoryview, slot: Slot | None = None) -> Non
                 destination.copy_(source)
 
 
-def _parts(target: ReadTarget, segment: Segment, data: memoryview) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _parts(
+    target: ReadTarget, segment: Segment, data: memoryview | torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Views of a target and of a segment's elements, which belong there."""
-    elements = torch.frombuffer(data, dtype=torch.uint8).view(named_dtype(target.item.dtype))
+    content = data if isinstance(data, torch.Tensor) else torch.frombuffer(data, dtype=torch.uint8)
+    elements = content.view(named_dtype(target.item.dtype))
     first = segment.start // target.itemsize
     strides = _strides(target.shape)
     for run in regions_of_range(first, first + elements.numel(), target.shape):

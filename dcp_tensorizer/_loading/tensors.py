@@ -12,7 +12,7 @@ from .._format.index_reader import Piece
 from .._memory.garbage import collector_paused
 from .read_target import ReadTarget
 
-__all__ = ["read_tensors"]
+__all__ = ["delivers_at_once", "read_tensors"]
 
 _Items = Sequence[tuple[ReadItem, Sequence[Piece]]]
 _DELIVERY = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
@@ -22,7 +22,7 @@ def read_tensors(
     items: _Items,
     planner: LoadPlanner,
     targets_of: Callable[[ReadItem, Sequence[Piece], torch.Tensor], list[ReadTarget]],
-    read: Callable[[Sequence[ReadTarget], Callable[[int, int], object]], int],
+    read: Callable[..., int],
     progress: Callable[[int, int], object],
 ) -> int:
     """Reads tensors to where the planner wants them.
@@ -34,7 +34,7 @@ def read_tensors(
         items: What to read, and where each is stored.
         planner: Resolves and commits.
         targets_of: Checks that an item fits a tensor, and says what to read.
-        read: Reads targets, tells of its progress, and returns how many bytes it has read.
+        read: Reads targets as `executor.fetch` does.
         progress: Called with the bytes that are done and the bytes in all.
 
     Returns:
@@ -48,15 +48,20 @@ def read_tensors(
             tensors = [planner.resolve_tensor(read_item).detach() for read_item, _ in batch]
             targets = [t for item, tensor in zip(batch, tensors, strict=True) for t in targets_of(*item, tensor)]
         tell = progress if len(batch) == len(items) else _within(progress, done, total)
-        done += read(targets, tell)
+        done += read(targets, progress=tell)
         for (read_item, _), tensor in zip(batch, tensors, strict=True):
             planner.commit_tensor(read_item, tensor)
     return done
 
 
+def delivers_at_once(planner: LoadPlanner) -> bool:
+    """Whether a planner gets all tensors at once: it is one of torch's own."""
+    return all(getattr(type(planner), name, None) is getattr(DefaultLoadPlanner, name) for name in _DELIVERY)
+
+
 def _batches(items: _Items, planner: LoadPlanner) -> Iterator[_Items]:
     """What is resolved before anything of it is committed."""
-    if all(getattr(type(planner), name, None) is getattr(DefaultLoadPlanner, name) for name in _DELIVERY):
+    if delivers_at_once(planner):
         yield items
     else:
         yield from ([item] for item in items)

@@ -50,6 +50,11 @@ class Agreement:
         self.rank = 0 if group is None else dist.get_rank(group)
 
     @property
+    def is_alone(self) -> bool:
+        """Whether there is no other rank."""
+        return self._group is None or self._group.size() == 1
+
+    @property
     def is_first(self) -> bool:
         """Whether this is the rank that decides."""
         return self.rank == 0

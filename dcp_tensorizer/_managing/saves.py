@@ -15,13 +15,16 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
 from .._format.index_rows import SaveRecord
+from .._saving.saver import NextSave
 from .._storage.base import Storage
 from .._threads import NEVER, Deadline, in_background
 from ..errors import CheckpointError, StagingError, WriteError, describe, unwrap
 from ..planner import SavePlanner
 from ..writer import TensorizerStorageWriter
+from .agreement import Agreement
 from .catalogue import Step
 from .goodput import GoodputClock
+from .replicas import Replicas
 from .state_part import StatePart
 
 __all__ = ["Saves"]
@@ -58,6 +61,7 @@ class Saves:
     Args:
         writer: Writes all of them.
         group: For their collectives alone; None without ranks.
+        agreement: Of all ranks.
         clock: Takes their times.
         must_change: Patterns of the keys of which some must differ from the save before.
         after: Called with each checkpoint when it is committed, on a thread of its own.
@@ -73,6 +77,7 @@ class Saves:
         self,
         writer: TensorizerStorageWriter,
         group: dist.ProcessGroup | None,
+        agreement: Agreement,
         clock: GoodputClock,
         must_change: Sequence[str],
         after: Callable[[Step], None],
@@ -83,6 +88,7 @@ class Saves:
         self.part = StatePart()
         self._writer = writer
         self._planner = SavePlanner()
+        self._replicas = Replicas(self._planner, agreement)
         self._group = group
         self._clock = clock
         self._must_change = must_change
@@ -112,7 +118,10 @@ class Saves:
         since, before, self._is_warm = self._clock.now(), self._last, True
         collected, error = _collected(state, self.part)
         refusal = None if error is None else StagingError(f"the state could not be collected: {describe(error)}")
-        self._writer.describe(record, self._must_change, refusal)
+        omitted = self._replicas.omitted(
+            None if error else collected, follows=before is not None and before.saved is not None
+        )
+        self._writer.describe(NextSave(record, self._must_change, refusal, omitted))
         response = async_save(
             collected,
             checkpoint_id=storage.location,

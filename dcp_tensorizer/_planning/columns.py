@@ -16,7 +16,21 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from .paths import PackedPaths, Pickled, unpack_paths
 
-__all__ = ["KINDS", "Columns", "Integers", "Spec", "Table", "Unsupported", "columns_of", "spec_of", "write_items"]
+__all__ = [
+    "KINDS",
+    "Columns",
+    "Integers",
+    "Row",
+    "Spec",
+    "Table",
+    "Unsupported",
+    "columns_of",
+    "columns_of_rows",
+    "row_of",
+    "row_of_tensor",
+    "spec_of",
+    "write_items",
+]
 
 Integers: TypeAlias = NDArray[np.int64]
 
@@ -24,6 +38,7 @@ KINDS = (WriteItemType.TENSOR, WriteItemType.SHARD, WriteItemType.BYTE_IO)
 """What `Table.kinds` numbers."""
 
 _TENSOR, _SHARD, _BYTE_IO = range(3)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 _FIELDS = {
     WriteItem: {"index", "type", "bytes_io_data", "tensor_data"},
@@ -118,21 +133,43 @@ class Columns:
         return Columns(chosen, self.dims[rows], self.starts[rows], self.sizes[rows])
 
 
+class Row(NamedTuple):
+    """A write item.
+
+    Attributes:
+        key: The tensor's or object's.
+        kind: See `KINDS`.
+        spec: None for an object.
+        start, size: Where the chunk is.
+        hint: ``MetadataIndex.index``; -1: none.
+    """
+
+    key: str
+    kind: int
+    spec: Spec | None
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    hint: int
+
+
 def columns_of(items: Iterable[WriteItem], planner_data: Any) -> tuple[Columns, Integers]:
-    """The columns of items, and their hints (``MetadataIndex.index``; -1: none). Each item may be dropped at once.
+    """The columns of items, and their hints (``MetadataIndex.index``; -1: none).
 
     Raises:
         Unsupported: an item is more than columns can hold.
     """
+    return columns_of_rows(map(row_of, items), planner_data)
+
+
+def columns_of_rows(items: Iterable[Row], planner_data: Any) -> tuple[Columns, Integers]:
+    """What `columns_of` gives. Each row may be dropped at once."""
     keys: dict[str, int] = {}
     specs: dict[Spec, int] = {}
     rows: list[tuple[int, int, int, int, int]] = []
     places: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    for item in items:
-        kind, spec, start, size = _understand(item)
+    for key, kind, spec, start, size, hint in items:
         number = -1 if spec is None else specs.setdefault(spec, len(specs))
-        hint = -1 if item.index.index is None else item.index.index
-        rows.append((keys.setdefault(item.index.fqn, len(keys)), kind, number, -1 if spec is None else len(size), hint))
+        rows.append((keys.setdefault(key, len(keys)), kind, number, -1 if spec is None else len(size), hint))
         places.append((start, size))
     columns = np.array(rows, dtype=np.int64).reshape(-1, 5).T.copy()
     width = max((len(size) for _, size in places), default=0)
@@ -146,8 +183,20 @@ def columns_of(items: Iterable[WriteItem], planner_data: Any) -> tuple[Columns, 
     return Columns(table, columns[3], starts, sizes), columns[4]
 
 
-def _understand(item: WriteItem) -> tuple[int, Spec | None, tuple[int, ...], tuple[int, ...]]:
-    """The kind of an item, its spec, and the place of its chunk."""
+def row_of_tensor(key: str, tensor: torch.Tensor) -> Row | None:
+    """The row of a plain tensor, without the seven objects that torch makes of it; None for any other value."""
+    if type(tensor) not in _PLAIN or type(key) is not str or not _UNDERSTOOD:
+        return None
+    size = tuple(tensor.shape)
+    return Row(key, _TENSOR, spec_of(size, TensorProperties.create_from_tensor(tensor)), (0,) * len(size), size, -1)
+
+
+def row_of(item: WriteItem) -> Row:
+    """The row of an item.
+
+    Raises:
+        Unsupported: it is more than columns can hold.
+    """
     index, data = item.index, item.tensor_data
     if (
         not _UNDERSTOOD
@@ -162,13 +211,14 @@ def _understand(item: WriteItem) -> tuple[int, Spec | None, tuple[int, ...], tup
     if item.type == WriteItemType.BYTE_IO:
         if data is not None or index.offset is not None or index.index is not None:
             raise Unsupported
-        return _BYTE_IO, None, (), ()
+        return Row(index.fqn, _BYTE_IO, None, (), (), -1)
     if type(data) is not TensorWriteData or type(data.chunk) is not ChunkStorageMetadata:
         raise Unsupported
     start, size = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
     if index.offset is None or tuple(index.offset) != start or len(start) != len(size):
         raise Unsupported
-    return _KIND_NUMBERS[item.type], spec_of(data.size, data.properties), start, size
+    hint = -1 if index.index is None else index.index
+    return Row(index.fqn, _KIND_NUMBERS[item.type], spec_of(data.size, data.properties), start, size, hint)
 
 
 def write_items(columns: Columns, hints: Integers) -> Iterator[WriteItem]:

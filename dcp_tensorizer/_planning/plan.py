@@ -103,6 +103,15 @@ class Items(MutableSequence[WriteItem]):
         kept = np.unpackbits(np.frombuffer(self.choice.kept, np.uint8), count=len(self.columns))
         return self.columns.select(np.flatnonzero(kept)), unpack_integers(unpack(self.choice.hints))
 
+    def not_chosen(self) -> frozenset[str]:
+        """The keys of tensors of which no item is chosen, where that is known."""
+        if self.choice is None or self.is_changed:
+            return frozenset()
+        table = self.columns.table
+        kept = np.unpackbits(np.frombuffer(self.choice.kept, np.uint8), count=len(self.columns)).astype(bool)
+        tensors = table.key_numbers[table.spec_numbers >= 0]
+        return frozenset(table.keys[number] for number in np.setdiff1d(tensors, table.key_numbers[kept]))
+
     def __iter__(self) -> Iterator[WriteItem]:
         return iter(self._changed) if self._changed is not None else write_items(*self.chosen)
 

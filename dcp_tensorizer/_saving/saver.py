@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,11 +28,27 @@ from .report import Reports, SaveReport
 from .reuse import ReusingSave
 from .session import SaveSession
 
-__all__ = ["Saver"]
+__all__ = ["NextSave", "Saver"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
 _CLOSED = "the writer is closed: make a new one, or close it after the last save"
+
+
+class NextSave(NamedTuple):
+    """What is said of the save that is staged next.
+
+    Attributes:
+        record: What the index will say of it; None for nothing.
+        must_change: Patterns of the keys of tensors that cannot all stay as they are.
+        error: Why this rank has no state: the save fails on all of them, and says so.
+        omitted: The keys of tensors that other ranks write, and this one need not stage.
+    """
+
+    record: SaveRecord | None = None
+    must_change: Sequence[str] = ()
+    error: StagingError | None = None
+    omitted: frozenset[str] = frozenset()
 
 
 class Saver:
@@ -76,8 +92,7 @@ class Saver:
         self._next_id = self.save_id
         self._numbering = threading.RLock()  # saves that nobody staged may begin at once, also in a signal's handler
         self._ends_engine = False
-        self._record: SaveRecord | None = None  # of the save that is staged next
-        self._error: StagingError | None = None  # likewise
+        self._next_save = NextSave()
 
     def prewarm(self, state_dict: Mapping[str, Any]) -> None:
         """Starts the writer process, and allocates the staging buffer in the background.
@@ -88,15 +103,9 @@ class Saver:
         self._ensure_process()
         self.stager.prewarm(state_dict)
 
-    def describe(self, record: SaveRecord, must_change: Sequence[str], error: StagingError | None) -> None:
-        """Says what the index will say of the save that is staged next, and which tensors cannot stay as they are.
-
-        Args:
-            record: Of the save.
-            must_change: Patterns of their keys.
-            error: Why this rank has no state: the save fails on all of them, and says so.
-        """
-        self._record, self._error, self.freshness.must_change = record, error, tuple(must_change)
+    def describe(self, save: NextSave) -> None:
+        """Says something of the save that is staged next."""
+        self._next_save, self.freshness.must_change = save, tuple(save.must_change)
 
     def stage(self, state_dict: dict[str, Any]) -> StagedStateDict:
         """Copies a state dict into the staging buffer, once the saves before are over.
@@ -107,13 +116,13 @@ class Saver:
         self.stager.wait_turn()
         self.engine.failures.end()
         self.engine.failures.check(self.options.limits.max_consecutive_failures)
-        error, self._error = self._error, None
-        if self.closed or error is not None:
-            return self.stager.refuse(error or StagingError(_CLOSED))
+        save, self._next_save = self._next_save, NextSave()
+        if self.closed or save.error is not None:
+            return self.stager.refuse(save.error or StagingError(_CLOSED))
         self._ensure_process()
         started_at, started = time.time(), time.perf_counter()
-        staged = self.stager.stage(state_dict)
-        staged.staged_save.record, self._record = self._record, None
+        staged = self.stager.stage(state_dict, save.omitted)
+        staged.staged_save.record = save.record
         staged.staged_save.started_at = started_at
         staged.staged_save.stage_seconds = time.perf_counter() - started
         if staged.staged_save.error is not None:

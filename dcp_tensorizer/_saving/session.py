@@ -184,7 +184,8 @@ class SaveSession:
     def _write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[Item], Written, list[WriteResult]]:
         if self._staged_save is not None:
             self._staged_save.wait_copied()
-        items = resolve(plan, planner, self._is_staged)
+        omitted = frozenset() if self._staged_save is None else self._staged_save.omitted
+        items = resolve(plan, planner, self._is_staged, omitted)
         if self._commits:
             self._replaced = in_background(functools.partial(replaced_files, self.storage, self._metadata_rank))
         if any(item.has_bytes for item in items):

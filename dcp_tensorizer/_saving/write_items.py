@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -71,17 +71,31 @@ class Item:
 
 @collector_paused()
 def resolve(
-    plan: SavePlan, planner: SavePlanner, is_staged: Callable[[torch.Tensor], bool] = lambda tensor: False
+    plan: SavePlan,
+    planner: SavePlanner,
+    is_staged: Callable[[torch.Tensor], bool] = lambda tensor: False,
+    omitted: Set[str] = frozenset(),
 ) -> list[Item]:
     """The items of a plan, in its order.
 
     All of them are written at once. A planner that is not one of torch's own may make one item in the memory of the
     one before: what it gives is copied, unless it is staged.
 
+    Args:
+        plan: What this rank is to write.
+        planner: Gives the data.
+        is_staged: Whether a tensor stays as it is.
+        omitted: Keys that were not staged, because other ranks were to write them.
+
     Raises:
         CheckpointError: an item cannot be saved; names its key.
     """
     wanted = list(plan.items)  # once: some plans make their items when they are asked for
+    if unstaged := next((item.index.fqn for item in wanted if item.index.fqn in omitted), None):
+        raise WriteError(
+            f"{unstaged!r} is to be written by this rank, which has not staged it: in the save before, another rank "
+            f"wrote it. This save fails, and the next one stages everything"
+        )
     names = stored_names([item.index.fqn for item in wanted])
     lasts = is_staged if _makes_items(planner) else _always
     return [

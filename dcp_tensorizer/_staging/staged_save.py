@@ -71,6 +71,7 @@ class StagedSave:
         started_at: ``time.time()`` when staging began.
         stage_seconds: The time that `stage` took.
         record: What the checkpoint's index will say of the save; None for nothing.
+        omitted: The keys of tensors that are not staged, because other ranks write them.
     """
 
     def __init__(self, owner: object = None, *, keeps_buffer: bool = True) -> None:
@@ -90,6 +91,7 @@ class StagedSave:
         self.started_at = 0.0
         self.stage_seconds = 0.0
         self.record: Any = None
+        self.omitted: frozenset[str] = frozenset()
         # All waiting is on this condition. Its lock may be taken twice by one thread: a signal's handler that closes
         # the writer, and the collector that drops a staged state dict, may interrupt whoever holds it.
         self._changed = threading.Condition(threading.RLock())

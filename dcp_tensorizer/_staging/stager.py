@@ -23,7 +23,7 @@ from .._threads import Deadline
 from ..errors import StagingError
 from .staged_save import Progress, StagedSave, StagedStateDict, StagingFuture
 from .staged_saves import StagedSaves
-from .state_tree import copy_structure, fill_tensors
+from .state_tree import TensorList, copy_structure, fill_tensors
 from .tensor_copy import DEFAULT_LIMITS, Copies, GatherLimits, allocation_order
 
 __all__ = ["Stager", "StagedSave", "StagedStateDict", "StagingFuture"]
@@ -39,24 +39,30 @@ class _Snapshot:
         structure: The state dict, copied but for its tensors.
         tensors: The plain tensors in it.
         in_place: The numbers of those that are written from where they are, in shared memory.
+        omitted: The numbers of those that other ranks write. In their places are tensors without memory.
         shared: Where to find these; None if there are none.
     """
 
     structure: dict[str, Any]
     tensors: list[torch.Tensor]
     in_place: set[int]
+    omitted: set[int]
     shared: SharedMappings | None
 
     @property
     def sources(self) -> list[torch.Tensor]:
         """What is copied."""
-        return [tensor for number, tensor in enumerate(self.tensors) if number not in self.in_place]
+        elsewhere = self.in_place | self.omitted
+        return [tensor for number, tensor in enumerate(self.tensors) if number not in elsewhere]
 
     @collector_paused()
     def fill(self, copied: Iterable[torch.Tensor]) -> dict[str, Any]:
         """The staged state dict, once, with the copies of the `sources` in their places."""
         others = iter(copied)
-        staged = [t if n in self.in_place else next(others) for n, t in enumerate(self.tensors)]
+        staged = (
+            t if n in self.in_place else _without_memory(t) if n in self.omitted else next(others)
+            for n, t in enumerate(self.tensors)
+        )
         return fill_tensors(self.structure, staged)  # type: ignore[no-any-return]
 
 
@@ -120,8 +126,8 @@ class Stager:
         """Waits for the saves that have been started; False if one is not over in time, or cannot end meanwhile."""
         return self.saves.drain(self, deadline)
 
-    def stage(self, state_dict: Mapping[str, Any]) -> StagedStateDict:
-        """Copies everything into a buffer that no save uses.
+    def stage(self, state_dict: Mapping[str, Any], omitted: frozenset[str] = frozenset()) -> StagedStateDict:
+        """Copies everything into a buffer that no save uses, but for the tensors of ``omitted`` keys.
 
         Never fails for what the state dict holds: one rank that raised here would leave the others waiting in a
         collective. The result's `StagedSave` keeps the error, and the save raises it where DCP hands errors round.
@@ -137,7 +143,8 @@ class Stager:
             distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
         )
         try:
-            snapshot = self._snapshot(state_dict)
+            staged_save.omitted = omitted
+            snapshot = self._snapshot(state_dict, omitted)
             staged_save.shared = snapshot.shared
             self._streams.follow(snapshot.sources)
             if self._overlap:
@@ -238,18 +245,24 @@ class Stager:
 
     @collector_paused()
     @torch.no_grad()
-    def _snapshot(self, state_dict: Mapping[str, Any]) -> _Snapshot:
-        tensors: list[torch.Tensor] = []
+    def _snapshot(self, state_dict: Mapping[str, Any], omitted: frozenset[str] = frozenset()) -> _Snapshot:
+        tensors = TensorList(omitted)
         structure = {key: copy_structure(value, str(key), tensors) for key, value in state_dict.items()}
         shared = SharedMappings() if self._in_place else None
         in_place = {n for n, t in enumerate(tensors) if shared is not None and shared.locate(t) is not None}
-        return _Snapshot(structure, tensors, in_place, shared if in_place else None)
+        in_place -= tensors.omitted
+        return _Snapshot(structure, tensors, in_place, tensors.omitted, shared if in_place else None)
 
     def _pin_for(self, sources: Sequence[torch.Tensor]) -> int | None:
         """The first device that any of these are copied from, by this process."""
         if self._copy_from_devices is not None:
             return None
         return next((index for tensor in sources if (index := self._device.index_of(tensor)) is not None), None)
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """What stands for a tensor that is not staged: it can be planned, and nobody can take its values for others."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _new_buffer(nbytes: int, device: Device, index: int | None) -> SharedBuffer:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import copy
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from .._memory.tensor_bytes import check_supported, is_wrapper
 from .._torch_compat import Shard, ShardedTensor, ShardMetadata, cpu_placement, rebuild_sharded_tensor
 from ..errors import StagingError
 
-__all__ = ["copy_structure", "fill_tensors"]
+__all__ = ["TensorList", "copy_structure", "fill_tensors"]
 
 _OTHER_TENSORS = (
     "the state dict has other tensors in it than a moment ago: do not change it before its staging is complete (a "
@@ -28,14 +28,37 @@ _OTHER_TENSORS = (
 _ATOMIC = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
-def copy_structure(value: Any, key: str, tensors: list[torch.Tensor]) -> Any:
+class TensorList(list[torch.Tensor]):
+    """The plain tensors in a state dict.
+
+    Args:
+        omitted: Keys of tensors that are not to be staged.
+
+    Attributes:
+        omitted: The numbers of the plain tensors inside those.
+    """
+
+    def __init__(self, omitted: Set[str] = frozenset()) -> None:
+        super().__init__()
+        self._omitted_keys = omitted
+        self.omitted: set[int] = set()
+
+    def add(self, key: str, tensor: torch.Tensor) -> None:
+        """Adds the plain tensors inside a tensor."""
+        first = len(self)
+        self.extend(_inner_tensors(tensor, key))
+        if key in self._omitted_keys:
+            self.omitted.update(range(first, len(self)))
+
+
+def copy_structure(value: Any, key: str, tensors: TensorList) -> Any:
     """A copy of a value that holds the same tensors; the plain ones inside those are added to ``tensors``.
 
     Raises:
         StagingError: something cannot be copied; names its key.
     """
     if isinstance(value, torch.Tensor):
-        tensors.extend(_inner_tensors(value, key))
+        tensors.add(key, value)
         return value
     if isinstance(value, _ATOMIC):
         return value

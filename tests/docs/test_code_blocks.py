@@ -20,6 +20,7 @@ OF_THE_DEMO = {"docs/guides/command-line.md", "docs/guides/report.md", "docs/gui
 # Commands for whoever has a checkout, or has yet to install the package; the tests are themselves run by such a one.
 OF_A_CHECKOUT = re.compile(r"^(make|pip install) ")
 NOT_RUN = {
+    "docs/guides/many-ranks.md": ["needs several ranks"],  # tests/e2e/test_exchange.py runs what it shows
     "docs/guides/metrics.md": ["needs opentelemetry"],
     "docs/guides/resume.md": ["needs torchdata"],
     "docs/guides/command-line.md": [

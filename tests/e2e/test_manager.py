@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_tensorizer import CheckpointManager, SaveLimits, StagingError, WriteError
+from dcp_tensorizer._staging.stager import Stager
 
 from ..preempted_job import Preempted, losses
 from ..support import quietly
@@ -146,3 +147,62 @@ def test_a_job_of_torchrun_is_preempted(tmp_path):
     assert (job.checkpoints / f"step-{stopped}" / ".metadata").is_file()
     job.run(3)
     assert job.logged == list(losses(100))
+
+
+def _save_replicas(rank, folder):
+    """Saves a model that all ranks hold and an optimizer that is sharded; returns what each save staged."""
+    mesh = init_device_mesh("cpu", (rank.world_size,))
+    shard = distribute_tensor(torch.zeros(ROWS, 256), mesh, [Shard(0)])
+    state = {"model": {f"layer{n}": torch.zeros(50_000) for n in range(8)}, "adam": shard, "notes": {"step": 0}}
+    staged_bytes = []
+    stage = Stager.stage
+
+    def counted(self, *args):
+        staged = stage(self, *args)
+        tensors = [*staged["model"].values(), staged["adam"].to_local()]
+        staged_bytes.append(sum(tensor.nbytes for tensor in tensors if not tensor.is_meta))
+        return staged
+
+    def save(step):
+        for tensor in [*state["model"].values(), shard]:
+            tensor.fill_(step)
+        state["notes"]["step"] = step
+        manager.save(step, state)
+        state["model"]["layer0"].fill_(-1)  # training goes on
+
+    Stager.stage = counted
+    with CheckpointManager(folder) as manager:
+        for step in (1, 2, 3):
+            save(step)
+        state["model"]["more"] = torch.zeros(1000)
+        save(4)
+        if rank.index == 0:
+            state["model"]["of rank 0"] = torch.zeros(1000)
+        save(5)
+        manager.wait()
+        manager._saves._planner.written_elsewhere = frozenset({"model.layer1"})  # which one of the ranks has to write
+        with pytest.raises(WriteError) as caught:
+            manager.save(6, state, wait=True)
+        save(7)
+    return staged_bytes, str(caught.value)
+
+
+def test_replicas_are_staged_by_the_rank_that_writes_them(tmp_path):
+    """From the second save on; everything after a change on any rank. What was not staged is never written."""
+    state = {"model": {f"layer{n}": torch.zeros(50_000) for n in range(8)}, "notes": {"step": 0}}
+    results = run_ranks(2, _save_replicas, tmp_path)
+    everything = 8 * 200_000 + ROWS // 2 * 1024
+    for staged, said in results:
+        assert staged[0] == everything
+        assert staged[3] == everything + 4000
+        assert staged[4] == staged[6] >= everything + 4000
+        assert "'model.layer1' is to be written by this rank, which has not staged it" in said
+    for number in (1, 2):
+        shares = [staged[number] for staged, _ in results]
+        assert sum(shares) == everything + ROWS // 2 * 1024  # each replica once, and each rank its own shard
+        assert max(shares) < 0.6 * everything
+    with CheckpointManager(tmp_path) as manager:
+        for step in (2, 3, 4, 7):
+            assert manager.restore(state, step) == step
+            assert all(tensor.unique().tolist() == [step] for tensor in state["model"].values())
+            assert state["notes"] == {"step": step}

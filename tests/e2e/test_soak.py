@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from benchmarks.soak import crashes, faults, interleavings, managers, power_cuts, preemption
+from benchmarks.soak import crashes, exchanges, faults, interleavings, managers, power_cuts, preemption
 from benchmarks.soak.actors import Event
 from benchmarks.soak.history import History
 from benchmarks.soak.tally import Tally
@@ -40,6 +40,14 @@ def test_interleavings(tmp_path):
     assert tally.counts["loads: whole"] > 6
     assert tally.counts["checkpoints copied or moved in"] == 6
     assert tally.counts["checkpoints loaded between the rounds"] > 6
+
+
+def test_exchanges(tmp_path):
+    """In six loads something has been exchanged, and nothing is wrong or hung."""
+    tally = exchanges.run(6, 1, tmp_path)
+    assert blamed(tally) == NOTHING
+    assert tally.rounds == 6
+    assert tally.counts["bytes received"] > 0
 
 
 def _can_mount():

@@ -49,7 +49,7 @@ def test_the_times_of_a_report_add_up() -> None:
     before, begin = time.time(), time.perf_counter()
     clock = LoadClock()
     clock.begin_reading()
-    report = clock.report("/ckpt", "save", "load", 1, 2, 3)
+    report = clock.report(path="/ckpt", save_id="save", load_id="load", rank=1, items=2, nbytes=3)
     assert (report.path, report.save_id, report.load_id) == ("/ckpt", "save", "load")
     assert (report.rank, report.items, report.nbytes) == (1, 2, 3)
     assert before <= report.started_at <= time.time()

@@ -74,6 +74,14 @@ def test_a_planner_that_gives_another_shape_than_it_planned_is_an_error() -> Non
         resolve(plan, planner)
 
 
+def test_what_was_not_staged_is_never_written() -> None:
+    """An item that this rank is to write, though another was to, is an error with its key."""
+    plan, planner = planned({"mine": torch.ones(2), "theirs": torch.ones(3)})
+    with pytest.raises(WriteError, match="'theirs' is to be written by this rank, which has not staged it"):
+        resolve(plan, planner, omitted={"theirs"})
+    assert len(resolve(plan, planner, omitted={"others"})) == 2
+
+
 def test_a_tensor_of_tensors_is_what_torch_saves_of_it() -> None:
     """It has no bytes of its own; it comes back as itself."""
     value = TwoTensor(torch.ones(2), torch.zeros(2))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from dcp_tensorizer import StagingError
 from dcp_tensorizer._memory.shared_buffer import SharedBuffer
@@ -354,4 +355,25 @@ def test_copies_that_another_process_makes_are_waited_for(able: bool) -> None:
     assert bool(device.crossings) is not able
     training.join(WAIT)
     del result
+    stager.saves.close()
+
+
+def test_what_other_ranks_write_is_staged_without_memory() -> None:
+    """It can be planned, as with its shape and dtype, and takes nothing of the buffer; the rest is copied."""
+    stager = Stager()
+    state = {
+        "mine": torch.ones(100),
+        "nested": {"theirs": [torch.ones(1000, 3).half()]},
+        "pair": TwoTensor(*[torch.ones(2)] * 2),
+    }
+    result = stager.stage(state, frozenset({"nested.theirs.0", "pair"}))
+    theirs = result["nested"]["theirs"][0]
+    assert (theirs.device.type, theirs.shape, theirs.dtype) == ("meta", (1000, 3), torch.float16)
+    assert result["pair"].a.is_meta and result["pair"].b.is_meta
+    assert torch.equal(result["mine"], state["mine"])
+    buffer = result.staged_save.buffer
+    assert buffer is not None
+    assert buffer.nbytes < 6000
+    assert result.staged_save.omitted == {"nested.theirs.0", "pair"}
+    del result, theirs
     stager.saves.close()

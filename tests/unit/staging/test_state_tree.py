@@ -24,7 +24,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from dcp_tensorizer import StagingError
 from dcp_tensorizer._staging.stager import Stager
-from dcp_tensorizer._staging.state_tree import copy_structure, fill_tensors
+from dcp_tensorizer._staging.state_tree import TensorList, copy_structure, fill_tensors
 
 from ...support import ALL_DTYPES, dtype_name, filled, raw, same
 from .staging import staged
@@ -387,7 +387,7 @@ def test_tensors_that_are_others_than_a_moment_ago_are_an_error() -> None:
 def test_tensors_are_listed_in_the_order_in_which_they_are_filled_in() -> None:
     """Those inside of wrappers and containers, too."""
     a, b, c = torch.zeros(1), torch.ones(2), torch.ones(2)
-    listed: list[torch.Tensor] = []
+    listed = TensorList()
     structure = copy_structure({"a": [a], "w": (TwoTensor(b, c), 3)}, "key", listed)
     assert [t.data_ptr() for t in listed] == [a.data_ptr(), b.data_ptr(), c.data_ptr()]
     filled_in = fill_tensors(structure, [t.clone() + 5 for t in listed])

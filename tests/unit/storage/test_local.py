@@ -350,3 +350,13 @@ def test_a_directory_that_cannot_be_entered(locked: Path) -> None:
     with pytest.raises(ReadError, match=f"cannot list {storage.path}: .*Permission denied"):
         storage.listing()
     assert not storage.remove_directory()
+
+
+@pytest.mark.parametrize("storage_of", [LocalStorage, network_mount], ids=["local disk", "network mount"])
+def test_files_are_removed_by_their_literal_names(tmp_path: Path, storage_of: Callable[[Path], LocalStorage]) -> None:
+    """On a mount several at once; names of files that are not there are passed over."""
+    names = [f"f{number}[*]" for number in range(40)]
+    for name in [*names, "f1"]:
+        (tmp_path / name).touch()
+    storage_of(tmp_path).remove(*names, "not there")
+    assert [path.name for path in tmp_path.iterdir()] == ["f1"]
