@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from .azurite import COMMAND
 from ..servers import free_ports, process
+from .azurite import COMMAND
 
 ACCOUNT = "testsaccount"
 ACCOUNT_KEY = base64.b64encode(b"tests-account-key-0123456789-0123456789").decode()

@@ -11,11 +11,11 @@ import torch.distributed.checkpoint as dcp
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter, WriteError
 from dcp_tensorizer._storage.open import open_storage
 
-from .servers import ACCOUNT_KEY
-from ..proxy import Fault, s3_proxy
-from ..support import workers
 from ..e2e.ranks import attempt
 from ..e2e.training import assert_same, random_tensor
+from ..proxy import Fault, s3_proxy
+from ..support import workers
+from .servers import ACCOUNT_KEY
 
 
 def _state(seed):

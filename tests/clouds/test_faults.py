@@ -23,9 +23,9 @@ from dcp_tensorizer._storage.base import TIMEOUT
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._storage.stream import StreamStorage
 
-from .servers import ACCOUNT_KEY, AzureServer, GoogleServer
 from ..proxy import Fault, Request, Rule, S3Proxy, s3_proxy
 from ..support import put_file, read_range
+from .servers import ACCOUNT_KEY, AzureServer, GoogleServer
 
 NAME = data_file_name(0, 0, "a" * 32)
 CONTENT = bytes(range(251)) * (20 * (1 << 20) // 251)
