@@ -171,6 +171,11 @@ class LocalStorage(Storage):
     def real_path(self) -> str:
         return os.path.realpath(self._root)
 
+    def rename(self, old: str, new: str) -> None:
+        """Gives a file another name, durably; raises `OSError`."""
+        os.replace(self._root / old, self._root / new)
+        self.sync_directory()
+
     def lock_directory(self) -> DirectoryLock:
         return _FileLock(self._root, is_visible=self.locks_are_visible)
 

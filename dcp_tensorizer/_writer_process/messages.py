@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from .._format.encryption import Cipher
 from .._format.layout import StoredItem
 from .._memory.shared_mappings import SharedFile
+from .._tiers.target import Target
 
 __all__ = [
     "Answer",
@@ -23,6 +24,8 @@ __all__ = [
     "DeviceTensor",
     "FileRequest",
     "FileResult",
+    "FlushBegun",
+    "FlushRequest",
     "Progress",
     "Ready",
     "Request",
@@ -135,6 +138,19 @@ class WriteRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class FlushRequest:
+    """Flush a local folder to a remote one, from now on, while nothing else is asked for."""
+
+    target: Target
+    buffers: tuple[BufferInfo, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FlushBegun:
+    """What comes of it is to be seen in the folder's records."""
+
+
+@dataclass(frozen=True, slots=True)
 class FileResult:
     """A file that is complete, and durable where that was asked for, and where its tensors are in it."""
 
@@ -197,5 +213,5 @@ class WriteFailed:
     details: str
 
 
-Request = WriteRequest | SnapshotRequest | DetachRequest
-Answer = WriteDone | SnapshotTaken | Detached | WriteFailed
+Request = WriteRequest | SnapshotRequest | DetachRequest | FlushRequest
+Answer = WriteDone | SnapshotTaken | Detached | FlushBegun | WriteFailed

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from .._memory.shared_mappings import SharedFile, attach, map_shared
 from .._storage.open import open_storage
+from .._tiers.thread import FlushThread
 from ..errors import describe
 from .channel import Channel
 from .messages import (
@@ -29,6 +30,8 @@ from .messages import (
     BufferInfo,
     Detached,
     DetachRequest,
+    FlushBegun,
+    FlushRequest,
     Progress,
     Ready,
     Request,
@@ -104,6 +107,7 @@ class _Worker:
         self._mapping = threading.Lock()
         self._job: FileJob | None = None
         self._connection: object = None
+        self._flushes = FlushThread(lambda: self._job is not None)
 
     def serve(self) -> None:
         """Answers requests until the trainer closes the channel."""
@@ -132,6 +136,9 @@ class _Worker:
                 return self._write(request)
             case SnapshotRequest():
                 return self._snapshot(request)
+            case FlushRequest():
+                self._flushes.add(request.target)
+                return FlushBegun()
             case DetachRequest():
                 return Detached()
 
