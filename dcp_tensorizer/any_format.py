@@ -60,6 +60,7 @@ class AnyFormatReader(StorageReader):
     def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
         TensorizerStorageReader(path, **options)  # checks the arguments
         self._path: str | os.PathLike[str] = absolute_path(path)
+        self._root = path
         self._options = options
         self._storage = Opener(
             path, options.get("storage_options"), options.get("timeout", TIMEOUT), options.get("local")
@@ -151,7 +152,9 @@ class AnyFormatReader(StorageReader):
         storage = self._storage(self._path)
         found = format_of(storage, dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
         if found == "dcp_tensorizer":
-            return TensorizerStorageReader(self._path, **self._options)
+            reader = TensorizerStorageReader(self._root, **self._options)
+            reader.reset(self._path)
+            return reader
         if found is None:
             raise _unknown(storage)
         if self._options.get("encryption") is not None:

@@ -38,6 +38,7 @@ from .errors import StagingError
 if TYPE_CHECKING:
     from ._format.encryption import EncryptionParams
     from ._format.index_rows import SaveRecord
+    from ._saving.flushing import Flushing
 
 __all__ = ["TensorizerStorageWriter"]
 
@@ -193,11 +194,10 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
         Args:
             timeout: Seconds that this may take. None: as long as the flush makes progress.
 
-        Returns:
-            Whether it has. Without a local folder it has.
+        Returns whether it has.
 
         Raises:
-            WriteError: a checkpoint was given up.
+            TypeError, ValueError, WriteError: the timeout is no number of seconds; a checkpoint was given up.
         """
         if timeout is not None:
             check_timeout(timeout, least=0)
@@ -217,6 +217,11 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
     def describe(self, record: SaveRecord, must_change: Sequence[str], error: StagingError | None = None) -> None:
         """For `CheckpointManager`: see `Saver.describe`."""
         self._saver.describe(record, must_change, error)
+
+    @property
+    def flushing(self) -> Flushing | None:
+        """For `CheckpointManager`: the flush of the local folder."""
+        return self._saver.flushing
 
     # --- AsyncStager: on the training thread --------------------------------------------------------------------
 

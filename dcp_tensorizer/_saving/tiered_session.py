@@ -197,8 +197,7 @@ class TieredSession(SaveSession):
             if time.monotonic() - last > patience:
                 raise Refused(f"{self.path}: {len(missing)} files have not come to the remote in {patience:g} s")
             time.sleep(_LOOK_SECONDS)
-        replaced = publish(remote, index, commit)
-        remove(remote, replaced)
+        remove(remote, publish(remote, index, commit) or ())
         self._is_published = True
 
     def _follow(self) -> None:

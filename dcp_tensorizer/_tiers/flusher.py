@@ -161,11 +161,18 @@ class Flusher:
         except (Superseded, Refused) as error:
             self._give_up(entry, record, commit, str(error))
             return
-        self._queue.set_trouble(entry, None)
-        done = self._queue.move(entry, REMOTE)
+        if replaced is None:  # somebody died here, after that
+            replaced = self._replaced_before(entry, record) - set(commit.files)
         with suppress(OSError):  # what stays only costs space
             remote.remove(*replaced)
-        keep_newest(self._queue, done, record, set(commit.files))
+        self._queue.set_trouble(entry, None)
+        keep_newest(self._queue, self._queue.move(entry, REMOTE), record, set(commit.files))
+
+    def _replaced_before(self, entry: Entry, record: Record) -> set[str]:
+        """The files of what was flushed to a place before."""
+        before = [r for e in self._queue.entries() if e.number < entry.number and (r := self._queue.record(e))]
+        commits = [r.commit for r in before if r.place == record.place and r.commit is not None]
+        return {name for commit in commits for name in commit.files}
 
     def _look(self, entry: Entry, record: Record) -> None:
         """Looks whether a rank's files are part of a checkpoint on the remote."""

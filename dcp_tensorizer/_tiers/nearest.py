@@ -40,11 +40,14 @@ class NearestStorage(Storage):
         target: The local folder and the remote one.
         remote: The storage on the remote.
         place: Of the checkpoint below them.
+
+    Attributes:
+        remote: The storage on the remote.
     """
 
     def __init__(self, target: Target, remote: Storage, place: str) -> None:
+        self.remote = remote
         self._target = target
-        self._remote = remote
         self._place = place
         self._local = LocalStorage(target.folder(place))
         self.path, self.location = remote.path, remote.location
@@ -53,11 +56,11 @@ class NearestStorage(Storage):
 
     @property
     def reads(self) -> ReadTuning:  # type: ignore[override]
-        return self._local.reads if self._copies.sizes else self._remote.reads
+        return self._local.reads if self._copies.sizes else self.remote.reads
 
     @property
     def locks_are_visible(self) -> bool:  # type: ignore[override]
-        return self._local.locks_are_visible if self._copies.sizes else self._remote.locks_are_visible
+        return self._local.locks_are_visible if self._copies.sizes else self.remote.locks_are_visible
 
     @functools.cached_property
     def _copies(self) -> _Copies:
@@ -80,13 +83,13 @@ class NearestStorage(Storage):
             return None
 
     def child(self, name: str) -> Storage:
-        return NearestStorage(self._target, self._remote.child(name), f"{self._place}/{name}".lstrip("/"))
+        return NearestStorage(self._target, self.remote.child(name), f"{self._place}/{name}".lstrip("/"))
 
     def listing(self) -> tuple[list[FileInfo], list[str]]:
         files: list[FileInfo] = []
         folders: list[str] = []
         try:
-            files, folders = self._remote.listing()
+            files, folders = self.remote.listing()
         except NotCommitted:
             if not self._below() and not self._copies.indexes:
                 raise
@@ -105,7 +108,7 @@ class NearestStorage(Storage):
 
     def read(self, name: str, most: int | None = None) -> bytes | None:
         index = self._copies.indexes.get(name)
-        return self._remote.read(name, most) if index is None else index[:most]
+        return self.remote.read(name, most) if index is None else index[:most]
 
     def read_range(self, name: str, offset: int, nbytes: int) -> bytes:
         index = self._copies.indexes.get(name)
@@ -118,30 +121,30 @@ class NearestStorage(Storage):
     def head(self, name: str) -> int | None:
         if name in self._copies.indexes:
             return len(self._copies.indexes[name])
-        return self._copies.sizes.get(name) or self._remote.head(name)
+        return self._copies.sizes.get(name) or self.remote.head(name)
 
     def open(self, name: str) -> RangeReader:
         if name in self._copies.sizes:
             try:
                 return self._local.open(name)
             except OSError:  # it has just been removed, because there is a newer one
-                return self._remote.open(name)
-        return self._remote.open(name)
+                return self.remote.open(name)
+        return self.remote.open(name)
 
     def lock_directory(self) -> DirectoryLock:
-        return self._local.lock_directory() if self._copies.sizes else self._remote.lock_directory()
+        return self._local.lock_directory() if self._copies.sizes else self.remote.lock_directory()
 
     def make_directory(self) -> None:
-        self._remote.make_directory()
+        self.remote.make_directory()
 
     def create(self, name: str, nbytes: int, *, sync: bool) -> Sink:
-        return self._remote.create(name, nbytes, sync=sync)
+        return self.remote.create(name, nbytes, sync=sync)
 
     def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True, save_id: str = "") -> None:
-        self._remote.put(name, data, sync=sync, replace=replace, save_id=save_id)
+        self.remote.put(name, data, sync=sync, replace=replace, save_id=save_id)
 
     def remove(self, *names: str) -> None:
-        self._remote.remove(*names)
+        self.remote.remove(*names)
 
     def scrub(self, text: str) -> str:
-        return self._remote.scrub(text)
+        return self.remote.scrub(text)

@@ -37,13 +37,13 @@ def named_files(remote: Storage, name: str) -> set[str]:
     return set() if head is None else set(data_files(head))
 
 
-def publish(remote: Storage, index: bytes, commit: Commit) -> set[str]:
+def publish(remote: Storage, index: bytes, commit: Commit) -> set[str] | None:
     """Makes a save the checkpoint at its place on the remote. All of its files must be there by now.
 
     To do so again is harmless: an answer may have been lost, or a process may have died in between.
 
     Returns:
-        The files of the checkpoint that it has replaced.
+        The files of the checkpoint that it has replaced; None if it was there already.
 
     Raises:
         Superseded: a checkpoint is there that was saved later than this one.
@@ -53,7 +53,7 @@ def publish(remote: Storage, index: bytes, commit: Commit) -> set[str]:
     own = read_head(index, commit.name)
     there = _committed(remote, commit.name)
     if there is not None and there.save_id == own.save_id:
-        return set()
+        return None
     if there is not None and there.saved_at > own.saved_at:
         raise Superseded(f"{remote.path} holds a checkpoint that was saved later, by another job: it stays")
     replaced = set() if there is None else set(data_files(there)) - set(commit.files)
