@@ -20,6 +20,8 @@ __all__ = ["settle"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
+_CLAIM_SECONDS = 5.0
+_LOOK_SECONDS = 0.05
 _ASK_SECONDS = 5.0  # so that no collective waits for longer than a group allows
 
 
@@ -37,7 +39,7 @@ def settle(flushing: Flushing | None, agreement: Agreement) -> None:
     own = _records(flushing)
     held = {name for _, record in own for name in record.files}
     commits = [(entry, record, record.commit) for entry, record in own if record.commit is not None]
-    everybody = agreement.gathered((held, [commit.files.keys() for _, _, commit in commits]))
+    everybody = agreement.gathered((held, [set(commit.files) for _, _, commit in commits]))
     all_held = set().union(*(files for files, _ in everybody))
     for entry, record, commit in commits:
         _give_up_lost(flushing, entry, record, commit, all_held)
@@ -64,11 +66,17 @@ def _give_up_lost(flushing: Flushing, entry: Entry, record: Record, commit: Comm
     except CheckpointError as error:  # then it is waited for
         logger.warning("%s/%s cannot be looked at: %s", flushing.target.name, record.place, str(error))
         return
-    if missing:
-        with flushing.queue.claimed(entry) as is_free:
+    reason = f"no node of this job has {min(missing, default='')}: the node that saved it is lost"
+    deadline = time.monotonic() + _CLAIM_SECONDS
+    while missing and time.monotonic() < deadline:
+        now = next((e for e in flushing.queue.entries() if e.stem == entry.stem and e.state in OPEN), None)
+        if now is None:  # another rank of this node was first
+            return
+        with flushing.queue.claimed(now) as is_free:
             if is_free:
-                reason = f"no node of this job has {min(missing)}: the node that saved it is lost"
-                flushing.queue.give_up(entry, record, reason)
+                flushing.queue.give_up(now, record, reason)
+                return
+        time.sleep(_LOOK_SECONDS)  # it is flushed, by another job say
 
 
 def _wait(flushing: Flushing, agreement: Agreement) -> None:

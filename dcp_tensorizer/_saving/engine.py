@@ -71,6 +71,12 @@ class Engine:
             known = self._flushings[target.local, target.name] = Flushing(self.client, target)
         return known
 
+    def end_process(self, deadline: Deadline) -> None:
+        """Ends the writer process, for good unless somebody uses it again."""
+        for flushing in list(self._flushings.values()):
+            flushing.stop()
+        self.client.end_process(deadline)
+
     def free(self, deadline: Deadline, stager: object) -> None:
         """Gives the memory and the connection back; what is still copied at the deadline keeps its buffer.
 
@@ -78,8 +84,6 @@ class Engine:
 
         Failures are counted anew: whoever closes all writers has seen them.
         """
-        for flushing in list(self._flushings.values()):
-            flushing.stop()
         self.client.free()
         self.saves.close(deadline, stager)
         self.connection = None

@@ -149,8 +149,10 @@ class Flushing:
             )
 
     def stop(self) -> None:
-        """The writer process has ended, and is not started again for the flush alone."""
+        """The writer process is about to end, and is not started again for the flush alone."""
         self._has_ended = True
+        if self._lock.acquire(timeout=1.0):  # so that nobody is just about to
+            self._lock.release()
 
     def _open(self) -> list[Entry]:
         return [
@@ -178,11 +180,10 @@ class Flushing:
         """Looks what has become of the flush, until there is nothing to look for."""
         while True:
             time.sleep(_LOOK_SECONDS)
-            with suppress(Exception):  # the folder cannot be read, perhaps for now
-                with self._lock:
-                    if not self._look():
-                        self._is_watching = False
-                        return
+            with suppress(Exception), self._lock:  # the folder cannot be read, perhaps for now
+                if not self._look():
+                    self._is_watching = False
+                    return
                 if self._thread is None and not self._has_ended and not self._client.is_running:
                     self._request()
 

@@ -196,7 +196,9 @@ class Saver:
             self.flushing.end(deadline)
         self.closed = True
         self._ends_engine = self.engine.leave(self) and self.engine.saves.only_of(self.stager)
-        if self._ends_engine or not is_over:
+        if self._ends_engine:
+            self.engine.end_process(deadline)
+        elif not is_over:
             self.engine.client.end_process(deadline)
         with suppress(RuntimeError):  # a signal's handler has interrupted a write to the stream that the log goes to
             if not is_over:

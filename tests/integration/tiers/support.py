@@ -63,7 +63,7 @@ class Run:
         for value in values:
             path = self.remote / place.format(value)
             dcp.async_save(state_of(value), storage_writer=writer, checkpoint_id=path).result()
-        writer.close(0)
+        writer.close(0.5)  # time for the save's thread to end
         self.mend()
 
     def load(self, place: str, *, local: Path | None = None) -> int:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from dcp_tensorizer import CheckpointManager, SaveLimits
+from dcp_tensorizer._saving.engine import engine_of_process
 
 from .support import Run, state_of
 
@@ -36,15 +37,13 @@ def test_nothing_is_deleted_before_newer_ones_have_arrived(tmp_path: Path) -> No
     run = Run(tmp_path)
     run.cut()
     manager = manager_of(run, keep_latest=1, limits=SaveLimits(timeout=5.0))
-    manager_steps = (1, 2)
     run.mend()
     manager.save(1, state_of(1), wait=True)
     assert manager.wait_remote(60)
     shutil.move(run.remote, tmp_path / "away")
     run.cut()
-    for step in manager_steps[1:]:
-        manager.save(step, state_of(step), wait=True)
-    manager.close(0)
+    manager.save(2, state_of(2), wait=True)
+    manager.close(0.5)
     run.mend()
     shutil.move(tmp_path / "away", run.remote)
     assert [path.name for path in run.remote.iterdir()] == ["step-1"]
@@ -84,10 +83,11 @@ def test_a_step_of_a_lost_node_is_given_up(tmp_path: Path, caplog: pytest.LogCap
     lost = f"__7_0_{'a' * 32}.tensors"
     commit = msgspec.structs.replace(record.commit, files=record.commit.files | {lost: 4})
     (run.queue.folder / entry.name).write_bytes(msgspec.json.encode(msgspec.structs.replace(record, commit=commit)))
+    engine_of_process(devices=False)._flushings.clear()  # which knows the record as it was
     state = state_of(0)
     with manager_of(run) as manager:
         assert manager.restore(state) == 1
         manager.save(3, state_of(3))
     words = f"{run.remote}/step-2 of rank 0 is given up, and will not be on the remote: no node of this job has {lost}"
-    assert [words in entry.getMessage() for entry in caplog.records if entry.levelno == logging.ERROR] == [True]
+    assert [words in entry.getMessage() for entry in caplog.records if entry.levelno == logging.ERROR].count(True) == 1
     assert sorted(path.name for path in run.remote.iterdir()) == ["step-1", "step-3"]
