@@ -1,4 +1,4 @@
-"""Runs the parts of the soak, one after the other (about 35 minutes), and stores the page of what they counted."""
+"""Runs the parts of the soak, one after the other (about 60 minutes), and stores the page of what they counted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..harness import machine, rewrite, store, stored
-from . import crashes, faults, interleavings, managers, power_cuts, preemption
+from . import crashes, faults, interleavings, managers, power_cuts, preemption, tiers
 from .report import render
 from .tally import Part, Unavailable
 
@@ -21,6 +21,7 @@ PARTS: dict[str, Part] = {
     "crashes": crashes.PART,
     "managers": managers.PART,
     "preemption": preemption.PART,
+    "tiers": tiers.PART,
     # Another part is a module with a `PART`, and a line here.
 }
 

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from benchmarks.soak import crashes, faults, interleavings, managers, power_cuts, preemption
+from benchmarks.soak import crashes, faults, interleavings, managers, power_cuts, preemption, tiers
 from benchmarks.soak.actors import Event
 from benchmarks.soak.history import History
 from benchmarks.soak.tally import Tally
@@ -71,6 +71,13 @@ def test_managers(tmp_path):
     tally = managers.run(3, 1, tmp_path)
     assert blamed(tally) == NOTHING
     assert tally.rounds == 3 + 1
+
+
+def test_kills_in_a_flush(tmp_path):
+    """After each of two the remote has all that was durable locally, and nothing is wrong, hung or left over."""
+    tally = tiers.run(2, 1, tmp_path)
+    assert blamed(tally) == NOTHING
+    assert (tally.rounds, tally.counts["kills of the trainer"] + tally.counts["kills of the writer process"]) == (2, 2)
 
 
 def test_a_preempted_job_is_judged(tmp_path):

@@ -4,10 +4,12 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from dcp_tensorizer import CheckpointManager, SaveLimits
+from dcp_tensorizer import CheckpointManager, SaveLimits, TensorizerStorageWriter
 
 from .ranks import run_ranks
 
@@ -26,16 +28,6 @@ def _manager(folder, node):
     return CheckpointManager(folder / "remote", local=folder / f"node-{node}", stop_signals=(), limits=limits)
 
 
-def _save(rank, folder, steps, timeout):
-    """Saves steps, and says whether all of them are on the remote."""
-    manager = _manager(folder, rank.index)
-    for step in steps:
-        manager.save(step, _state(rank.world_size, step), wait=True)
-    done = manager.wait_remote(timeout)
-    manager.close(2)
-    return done
-
-
 def _restore(rank, folder, nodes):
     """What is restored, by ranks on these nodes."""
     state = _state(rank.world_size)
@@ -47,29 +39,27 @@ def _restore(rank, folder, nodes):
 @pytest.fixture
 def cut_off(tmp_path):
     """A folder with step 1 on the remote, and step 2 in the local folders of two nodes alone."""
-    assert run_ranks(2, _save, tmp_path, [1], 60.0) == [True, True]
-    shutil.move(tmp_path / "remote" / "step-1", tmp_path / "away")
-    (tmp_path / "remote").rmdir()
-    (tmp_path / "remote").touch()
-    run_ranks(2, _save_cut_off, tmp_path)
+    run_ranks(2, _save, tmp_path)
     (tmp_path / "remote").unlink()
-    (tmp_path / "remote").mkdir()
-    shutil.move(tmp_path / "away", tmp_path / "remote" / "step-1")
+    shutil.move(tmp_path / "away", tmp_path / "remote")
     return tmp_path
 
 
-def _save_cut_off(rank, folder):
-    """Saves step 2 while the remote cannot be reached; the manager could not even look what is there."""
-    import torch.distributed.checkpoint as dcp
-
-    from dcp_tensorizer import TensorizerStorageWriter
-
-    writer = TensorizerStorageWriter(folder / "remote", local=folder / f"node-{rank.index}")
-    path = folder / "remote" / "step-2"
-    dcp.async_save(
-        _state(rank.world_size, 2), storage_writer=writer, checkpoint_id=path, process_group=rank.saves
-    ).result()
-    writer.close(1)
+def _save(rank, folder):
+    """Saves step 1, and step 2 while the remote cannot be reached."""
+    remote = folder / "remote"
+    writer = TensorizerStorageWriter(remote, local=folder / f"node-{rank.index}")
+    for step in (1, 2):
+        state, path = _state(rank.world_size, step), remote / f"step-{step}"
+        dcp.async_save(state, storage_writer=writer, checkpoint_id=path, process_group=rank.saves).result()
+        if step == 1:
+            assert writer.wait_remote(60)
+            dist.barrier(rank.saves)
+            if rank.index == 0:
+                shutil.move(remote, folder / "away")
+                remote.touch()
+            dist.barrier(rank.saves)
+    writer.close(0.5)
 
 
 @pytest.mark.parametrize("nodes", [(0, 1), (1, 0)], ids=["same-ranks", "other-ranks"])
