@@ -1,7 +1,7 @@
 """Saves to a local disk that are flushed to a slow remote, beside the same saves to the local disk alone.
 
 ``python -m benchmarks.tiers``: a state of ``--gigabytes`` is saved every ``--every`` seconds beside a training loop.
-The remote is SeaweedFS behind a proxy that forwards ``--remote`` GB/s. Both kinds run in turn, in processes of their own.
+The remote is SeaweedFS behind a proxy that forwards ``--remote`` GB/s. Both kinds run in turn, as processes.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ class CheckpointManager:
         limits, self._max_failures = split_limits(writer_options.pop("limits", SaveLimits()))
         self._writer = TensorizerStorageWriter(folder, limits=limits, **writer_options)
         try:
-            opener = Opener(folder, writer_options.get("storage_options"), limits.timeout, writer_options.get("local"))
-            self._folder = opener(folder)
+            where = writer_options.get("storage_options"), limits.timeout, writer_options.get("local")
+            self._folder = Opener(folder, *where)(folder)
             self._reader_options = options_of_reader(writer_options, limits, reader_options)
             self._group, agreements = make_groups(process_group)
         except BaseException:
@@ -126,9 +126,9 @@ class CheckpointManager:
         self._agreement = Agreement(agreements)
         self._clock = GoodputClock()
         self._place: Place | None = None
-        self._retaining = Retaining(self._folder, self._names, self._rules, self._writer.flushing, lambda: self._place)
-        after = self._retaining.after if self._agreement.is_first else lambda saved: None
-        self._saves = Saves(self._writer, self._group, self._clock, must_change, after)
+        rules = self._rules if self._agreement.is_first else None
+        self._retaining = Retaining(self._folder, self._names, rules, self._writer.flushing, lambda: self._place)
+        self._saves = Saves(self._writer, self._group, self._clock, must_change, self._retaining.after)
         self._stopping = self._closed = False
         self._signals.install()
 
@@ -330,7 +330,8 @@ class CheckpointManager:
     ) -> Future[str] | None:
         assert self._place is not None
         if action is Action.NOTHING:
-            return self._saves.warm_up(state)
+            self._saves.warm_up(state)
+            return None
         if action is Action.JOIN:
             return self._saves.future
         if action is Action.KEEP:

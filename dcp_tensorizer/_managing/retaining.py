@@ -28,7 +28,7 @@ class Retaining:
     Args:
         folder: Of the checkpoints.
         names: Of their directories.
-        rules: What is kept.
+        rules: What is kept; None on a rank that deletes nothing.
         flushing: Of the local folder, if there is one.
         place: Where the job stands.
     """
@@ -37,7 +37,7 @@ class Retaining:
         self,
         folder: Storage,
         names: StepNames,
-        rules: Retention,
+        rules: Retention | None,
         flushing: Flushing | None,
         place: Callable[[], Place | None],
     ) -> None:
@@ -51,7 +51,7 @@ class Retaining:
 
     def after(self, saved: Step) -> None:
         """A checkpoint is committed. Called on a thread of its own."""
-        if self._rules.keeps_all:
+        if self._rules is None or self._rules.keeps_all:
             return
         arrival = None if self._flushing is None else self._flushing.future(saved.save_id)
         if arrival is None:
@@ -69,6 +69,7 @@ class Retaining:
             self._running = [*running, in_background(lambda: self._retain(saved), name="checkpoint-manager")]
 
     def _retain(self, saved: Step) -> None:
+        assert self._rules is not None
         with self._lock:
             for step in retain(self._folder, self._names, saved, self._rules):
                 if (place := self._place()) is not None:
