@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from ._arguments import check_path, check_timeout
 from ._managing.agreement import Agreement, make_groups
 from ._managing.arguments import check_metrics, check_patterns, check_step, options_of_reader, split_limits
-from ._managing.catalogue import Step
 from ._managing.decision import Action, Vote, decide
 from ._managing.goodput import GoodputClock, GoodputReport
 from ._managing.names import StepNames
@@ -126,8 +125,8 @@ class CheckpointManager:
         self._agreement = Agreement(agreements)
         self._clock = GoodputClock()
         self._place: Place | None = None
-        rules = self._rules if self._agreement.is_first else None
-        self._retaining = Retaining(self._folder, self._names, rules, self._writer.flushing, lambda: self._place)
+        rules, flushing = self._rules if self._agreement.is_first else None, self._writer.flushing
+        self._retaining = Retaining(self._folder, self._names, rules, flushing, lambda: self._place)
         self._saves = Saves(self._writer, self._group, self._clock, must_change, self._retaining.after)
         self._stopping = self._closed = False
         self._signals.install()
@@ -343,7 +342,7 @@ class CheckpointManager:
         name = self._place.name_of(step, self._names)
         return self._saves.start(self._folder.child(name), name, state, self._place.record(step, metrics))
 
-    def _members(self) -> list[Step]:
+    def _members(self) -> list[Any]:
         return read_members(self._folder, self._names, self._place)
 
     def _check_open(self) -> None:
