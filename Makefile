@@ -46,6 +46,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.remote
 	$(BIN)/python -m benchmarks.verify
 	$(BIN)/python -m benchmarks.handles
+	$(BIN)/python -m benchmarks.reuse
 	$(BIN)/python -m benchmarks.scale
 
 # The tests under every Python that is here, with the oldest torch and the newest: some GB for each, and hours.

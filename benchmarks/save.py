@@ -1,4 +1,4 @@
-"""The save benchmark: `python -m benchmarks.save` (about 25 minutes; `--quick` for a smaller one, not to be quoted).
+"""The save benchmark: `python -m benchmarks.save` (about 15 minutes; `--quick` for a smaller one, not to be quoted).
 
 `--redraw` makes the page and the picture again from the stored results, and measures nothing.
 """
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from .harness import machine, rewrite, run_cases, spread, store, stored
-from .save_report import MAIN, OURS, plot, ratios, render
+from .save_report import CHECKPOINTING, MAIN, OURS, PROCESS, THREAD, plot, ratios, render
 from .savers import SAVERS
-from .workloads import WORKLOADS, nbytes
+from .workloads import SETTINGS, WORKLOADS, nbytes
 
 
 def plan(folder: str, quick: bool) -> list[tuple[list[dict[str, Any]], int]]:
@@ -22,12 +22,13 @@ def plan(folder: str, quick: bool) -> list[tuple[list[dict[str, Any]], int]]:
     base = {"ranks": 1, "scale": scale, "saves": 3, "quiet": 2, "folder": folder}
     limits = [{"saver": "limits", "workload": workload, **base} for workload in WORKLOADS]
     main = [{"saver": saver, "workload": MAIN, **base} for saver in SAVERS]
-    few = (OURS, "torch FileSystemWriter, THREAD", "torch FileSystemWriter, PROCESS", "torch_checkpointing")
-    others = [{"saver": s, "workload": w, **base} for w in WORKLOADS if w != MAIN for s in few]
-    many = [{"saver": s, "workload": MAIN, **base, "ranks": n, "saves": 2} for n in (2, 4) for s in few]
+    few = (OURS, THREAD, PROCESS, CHECKPOINTING)
+    others = [{"saver": saver, "workload": name, **base} for name in WORKLOADS if name != MAIN for saver in few]
+    others += [{"saver": saver, "workload": "tmpfs", **base} for saver in (OURS, THREAD)]
+    others += [{"saver": saver, "workload": "python", **base} for saver in few]
+    many = [{"saver": s, "workload": MAIN, **base, "ranks": n, "saves": 3, "quiet": 1} for n in (2, 4) for s in few]
     memory = [{"saver": OURS, "workload": MAIN, **base, "quiet": 20, "memory": True}]
-    rounds = 1 if quick else 3
-    return [(limits[:1] + main, rounds), (memory, 1), (limits[1:] + others, min(2, rounds)), (many, 1)]
+    return [(limits[:1] + main, 1 if quick else 2), (memory, 1), (limits[1:] + others, 1), (many, 1)]
 
 
 def summarise(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -43,8 +44,7 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     case = runs[0]["case"]
-    size = nbytes(WORKLOADS[case["workload"]](0.01)) * 100 * case["scale"] if case["workload"] != "one 2 GB" else 0
-    size = size or 2048 * 2**20 * case["scale"]
+    size = nbytes(SETTINGS[case["workload"]].make(0.01)) * 100 * case["scale"]
     ranks = [rank for run in runs for rank in run["ranks"]]
     if case.get("memory"):
         peaks = {name: [rank[name] for rank in ranks] for name in ranks[0]}

@@ -22,10 +22,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from .limits import copy_seconds, direct_write_seconds, hash_seconds
 from .savers import SAVERS, State, discard
-from .workloads import WORKLOADS, nbytes
+from .workloads import SETTINGS, nbytes
 
 _IDLE_SECONDS = 2.0
 _MATRIX = 192
+_TMPFS = "/dev/shm"
 BESIDE = "loop beside a busy core"
 
 
@@ -36,12 +37,16 @@ class TrainingLoop:
         self._a = torch.randn(_MATRIX, _MATRIX)
         self._b = torch.randn(_MATRIX, _MATRIX)
 
+    def step(self) -> None:
+        """One product: the interpreter is free meanwhile."""
+        torch.mm(self._a, self._b)
+
     def run(self, stop: Any) -> dict[str, float]:
         """Runs until ``stop()``; iterations a second, and the longest time between two."""
         count, longest = 0, 0.0
         started = last = time.perf_counter()
         while not stop():
-            torch.mm(self._a, self._b)
+            self.step()
             now = time.perf_counter()
             longest = max(longest, now - last)
             last = now
@@ -49,10 +54,21 @@ class TrainingLoop:
         return {"rate": count / max(last - started, 1e-9), "gap": longest}
 
 
+class PythonLoop(TrainingLoop):
+    """A loop that never lets the interpreter go by itself: others get it when the switch interval is over."""
+
+    def step(self) -> None:
+        for _ in range(2_000):
+            pass
+
+
+LOOPS = {"products": TrainingLoop, "python": PythonLoop}
+
+
 def measure(case: dict[str, Any], group: dist.ProcessGroup | None, state: State, folder: Path) -> dict[str, Any]:
     """Saves several times with the loop running and several times without."""
     torch.set_num_threads(1)
-    loop = TrainingLoop()
+    loop = LOOPS[SETTINGS[case["workload"]].loop]()
     loop.run(_after(0.3))
     idle = loop.run(_after(_IDLE_SECONDS))
     base = psutil.Process().memory_info().rss
@@ -174,7 +190,7 @@ def _rank(rank: int, case: dict[str, Any], folder: str) -> None:
     group = dist.new_group(backend="gloo")
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (world,))
-    full = WORKLOADS[case["workload"]](case["scale"])
+    full = SETTINGS[case["workload"]].make(case["scale"])
     state = {}
     for key in list(full):
         state[key] = distribute_tensor(full.pop(key), mesh, [Shard(0)])
@@ -195,12 +211,13 @@ def _quiet() -> None:
 def main() -> None:
     case = json.loads(sys.argv[1])
     _quiet()
-    with tempfile.TemporaryDirectory(dir=case["folder"]) as folder:
+    where = _TMPFS if SETTINGS[case["workload"]].on_tmpfs else case["folder"]
+    with tempfile.TemporaryDirectory(dir=where) as folder:
         if case["ranks"] > 1:
             mp.spawn(_rank, args=(case, folder), nprocs=case["ranks"])
             print((Path(folder) / "result.json").read_text())
             return
-        state = WORKLOADS[case["workload"]](case["scale"])
+        state = SETTINGS[case["workload"]].make(case["scale"])
         if case["saver"] == "limits":
             print(json.dumps([_limits(state, Path(folder))]))
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -19,6 +20,11 @@ def many_small(scale: float = 1.0) -> dict[str, torch.Tensor]:
     return _tensors(int(5000 * scale), 1024 * MIB // 5000 // 4 * 4)
 
 
+def a_thousand(scale: float = 1.0) -> dict[str, torch.Tensor]:
+    """1,000 tensors of 107 kB: 0.1 GB, where what is done for each tensor counts more than its bytes."""
+    return _tensors(int(1000 * scale), 1024 * MIB // 10_000 // 4 * 4)
+
+
 def one_large(scale: float = 1.0) -> dict[str, torch.Tensor]:
     """One tensor of 2.1 GB, as a flat parameter."""
     return _tensors(1, int(2048 * MIB * scale) // 4 * 4)
@@ -29,12 +35,37 @@ WORKLOADS: dict[str, Callable[[float], dict[str, torch.Tensor]]] = {
     "5,000 small": many_small,
     "one 2 GB": one_large,
 }
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is saved, beside what, and where.
+
+    Attributes:
+        title: What pages and pictures call it.
+        make: Makes the state; its argument scales the number of tensors, or the size of the only one.
+        loop: The training that goes on meanwhile, of `save_case.LOOPS`.
+        on_tmpfs: It is saved to memory, which is faster than any disk here.
+    """
+
+    title: str
+    make: Callable[[float], dict[str, torch.Tensor]]
+    loop: str = "products"
+    on_tmpfs: bool = False
+
+
 TITLES = {
     "300 x 7 MB": "300 tensors of 7 MB each, 2.2 GB",
     "5,000 small": "5,000 small tensors, 1.1 GB",
     "one 2 GB": "one tensor of 2.1 GB",
 }
 """What pages and pictures call them."""
+
+SETTINGS = {name: Setting(TITLES[name], make) for name, make in WORKLOADS.items()} | {
+    "tmpfs": Setting("300 tensors of 7 MB each to tmpfs, 2.2 GB", many_medium, on_tmpfs=True),
+    "python": Setting("1,000 tensors of 107 kB beside a pure Python loop, 0.1 GB", a_thousand, loop="python"),
+}
+"""What is saved in the save benchmark."""
 
 
 def nbytes(state: dict[str, torch.Tensor]) -> int:

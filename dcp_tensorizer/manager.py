@@ -4,8 +4,6 @@ save() ──every rank──▶ one small reduction: due? stopping? the same st
        ──if so───────▶ dcp.async_save with one writer, one planner, a group of its own
        ──committed───▶ rank 0 deletes what no rule keeps
 restore() ──rank 0──▶ the newest checkpoint of the branch ──all ranks──▶ dcp.load
-
-Each decision is a module of ``_managing``.
 """
 
 from __future__ import annotations
@@ -30,6 +28,7 @@ from ._managing.retention import Retention
 from ._managing.saves import Saves
 from ._managing.schedule import Schedule
 from ._managing.signals import StopSignals
+from ._managing.state_part import StatePart
 from ._managing.unflushed import settle
 from ._saving.options import SaveLimits
 from ._threads import Deadline
@@ -56,9 +55,7 @@ class CheckpointManager:
 
     Every rank makes one and makes the same calls, in the same order; `latest`, `best`, `steps`, `path` and `report` are
     each rank's own affair. It makes two gloo groups: saves run their collectives on a thread, on a group of their own.
-    Close it before ``destroy_process_group()``.
-
-    Errors are those of this package. None is wrapped in DCP's ``CheckpointException``.
+    Close it before ``destroy_process_group()``. Its errors are never wrapped in DCP's ``CheckpointException``.
 
     Args:
         folder: Where the checkpoints are: a local directory that all ranks share, or any URL that fsspec opens.
@@ -152,6 +149,8 @@ class CheckpointManager:
         force: bool = False,
         metrics: Mapping[str, float] | None = None,
         wait: bool = False,
+        exclude: Sequence[str] = (),
+        trainable_only: bool = False,
     ) -> Future[str] | None:
         """Saves a step if a save is due, or a rank has been told to stop; to be called after each step.
 
@@ -165,6 +164,7 @@ class CheckpointManager:
             force: Save, due or not. Enough on one rank.
             metrics: Numbers that are recorded with the checkpoint; those of rank 0.
             wait: Return when it is committed, and old checkpoints are deleted.
+            exclude, trainable_only: Leave out keys of these patterns, and frozen parameters of modules in the state.
 
         Returns:
             A future of the checkpoint's path, done when it is committed; None if nothing was due.
@@ -177,6 +177,7 @@ class CheckpointManager:
         since = self._clock.now()
         self._check_open()
         step, recorded = check_step(step), check_metrics(metrics)
+        self._saves.part = StatePart(check_patterns("exclude", exclude), trainable_only)
         if self._place is None:
             settle(self._writer.flushing, self._agreement)
             self._place = self._agreement.decided(lambda: begin(self._folder, self._names, step))
@@ -236,15 +237,12 @@ class CheckpointManager:
         if self._agreement.is_first:
             self._place.warn_of_others(self._folder.path)
         self._schedule.mark(steps[number].number)
-        self._saves.warm_up(state)
+        if strict and not include and not exclude:  # or else what is saved may be a part, too
+            self._saves.warm_up(state)
         return steps[number].number
 
     def wait(self) -> None:
-        """Waits for the save under way. On rank 0 old checkpoints are deleted then.
-
-        Raises:
-            CheckpointError: the last save has failed, and nobody has been told.
-        """
+        """Waits for the save under way. On rank 0 old checkpoints are deleted then. Raises as `close` does."""
         self._saves.wait()
         self._saves.tell()
 

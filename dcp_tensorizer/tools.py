@@ -78,6 +78,7 @@ class CheckpointInfo:
             that its metadata names are missing or of other sizes, as in a copy under way. ``torch``: written by torch's
             own ``FileSystemWriter``. ``unreadable``: damaged, or of another format.
         nbytes: Of all files in it.
+        shared_nbytes: Of those of them that have names elsewhere, too, and take space once (``reuse_unchanged``).
         ranks, tensors, objects: How many wrote it, and what is in it; None if it is not committed.
         leftover_nbytes: Of files that are no part of the checkpoint, as far as a listing shows.
     """
@@ -87,6 +88,7 @@ class CheckpointInfo:
     saved: datetime | None
     state: listing.State
     nbytes: int
+    shared_nbytes: int
     ranks: int | None
     tensors: int | None
     objects: int | None
@@ -101,7 +103,7 @@ class Collected:
         path: The directory, without credentials.
         whole: A checkpoint; if False, what dead saves have left there.
         files: Their names, below the directory.
-        nbytes: Of these files.
+        nbytes: Of these files, without those that have names elsewhere, whose space is not free when they are gone.
         kept: Why they are still there; None if they are removed.
         failed: They are kept because they could not be removed, and not because somebody may need them.
     """
@@ -323,6 +325,7 @@ def _info(listed: listing.Listed) -> CheckpointInfo:
         None if listed.saved is None else datetime.fromtimestamp(listed.saved, timezone.utc),
         listed.state,
         listed.nbytes,
+        listed.shared_nbytes,
         listed.ranks,
         listed.tensors,
         listed.objects,

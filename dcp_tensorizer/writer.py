@@ -86,6 +86,8 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
             committed, on the save's thread; the report is logged (logger ``dcp_tensorizer``) in any case.
         sha256: Put a SHA-256 of each tensor into the files, beside the CRC-32. It costs 0.6 s of CPU time a GB in the
             writer process. Both find damage. Neither keeps somebody who may write there from changing data and hash.
+        reuse_unchanged: Do not write again what has not changed since the last saves: their files get another name by
+            hard link, or are copied by the object store. Every checkpoint is whole by itself. Not with encryption.
         encryption: `tensorizer.EncryptionParams`, the same on every rank: a key that all tensors and objects are
             encrypted with. Names, shapes and dtypes stay readable. The key reaches the writer process through a
             socket: it is written nowhere.
@@ -114,6 +116,7 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
         thread_count: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
         sha256: bool = False,
+        reuse_unchanged: bool = False,
         encryption: EncryptionParams | None = None,
         on_report: Callable[[SaveReport], object] | None = None,
         limits: SaveLimits = SaveLimits(),  # noqa: B008 - it is frozen
@@ -133,6 +136,7 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
             thread_count=thread_count,
             storage_options=storage_options,
             sha256=sha256,
+            reuse_unchanged=reuse_unchanged,
             encryption=encryption,
             limits=limits,
             path=path,
@@ -152,7 +156,6 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
         """Starts the writer process, and allocates the staging buffer for state dicts of this size.
 
         It returns at once: memory is made ready in the background, and the first save waits for it if need be.
-
         ``Stateful`` values are asked for their state, as a save does. To be called when there is one: before the
         first optimizer step, ``get_optimizer_state_dict`` makes the optimizer's state by a step of its own, which
         Adam counts.
@@ -166,9 +169,7 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
         """Waits for this writer's saves, and with ``local`` until they are at the path, too. Idempotent.
 
         If no other writer that has staged something is open, it ends the writer process and gives the memory back.
-
         To be called before ``destroy_process_group()``, which would fail that save.
-
         It may be called by a signal's handler, whatever the handler has interrupted, and ends in time. A save whose
         state the interrupted thread is copying is abandoned at once, because it cannot go on meanwhile.
 
@@ -271,7 +272,6 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Called by DCP before a save that is given a ``checkpoint_id``: it holds for the calling thread's save.
-
         It may be relative to the working directory in which the save was staged.
         """
         if checkpoint_id is not None:

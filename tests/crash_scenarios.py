@@ -84,6 +84,23 @@ def _load(path: Path) -> int | None:
     return int(state["step"])
 
 
+_reusing: list[TensorizerStorageWriter] = []  # open from one save to the next, so that it knows the files of the first
+
+
+def _prepare_reuse(path: Path) -> None:
+    """A checkpoint of step 2, whose files the next save will link."""
+    _reusing.append(TensorizerStorageWriter(reuse_unchanged=True))
+    with _quietly():
+        dcp.save(_state(2), storage_writer=_reusing[-1], checkpoint_id=path, no_dist=True)
+
+
+def _save_reusing(path: Path) -> None:
+    with _quietly(), _reusing.pop() as writer:
+        dcp.save(_state(2), storage_writer=writer, checkpoint_id=path, no_dist=True)
+        assert writer.last_report is not None
+        assert writer.last_report.reused_nbytes == writer.last_report.nbytes
+
+
 def _collect(path: Path, keep: int | None = None) -> None:
     for removal in plan_collection(open_storage(path), keep, None):
         collect(removal)
@@ -127,6 +144,14 @@ SCENARIOS: dict[str, Scenario] = {
         lambda root: (_save(root / "c", 1), _fail(root / "c", 2))[0],
         lambda root: _save(root / "c", 3),
         {"c": {1, 3}},
+    ),
+    "a save that reuses": Scenario(
+        lambda root: (_save(root / "new", 1), _prepare_reuse(root / "old"))[0],
+        lambda root: _save_reusing(root / "new"),
+        {"old": {2}, "new": {1, 2}},
+    ),
+    "an overwrite that reuses": Scenario(
+        lambda root: _prepare_reuse(root / "c"), lambda root: _save_reusing(root / "c"), {"c": {2}}
     ),
     "gc --keep 1": Scenario(_prepare_steps, lambda root: _collect(root, keep=1), {"step-1": {1, None}, "step-2": {2}}),
     "gc of a dead save": Scenario(

@@ -183,11 +183,17 @@ def describe(model: Model, ranks: int) -> Metadata:
                 paths[key] = piece.path
                 found[key] = BytesStorageMetadata()
                 if piece.kind == "tensor":
-                    properties = TensorProperties(torch.float32)
-                    found[key] = TensorStorageMetadata(properties, torch.Size(shapes[piece.path]), [])
+                    size = torch.Size(shapes[piece.path])
+                    found[key] = TensorStorageMetadata(_properties(size), size, [])
             if piece.kind == "tensor":
                 found[key].chunks.append(ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.shape)))
     return Metadata(found, planner_data=paths)
+
+
+@functools.cache
+def _properties(shape: tuple[int, ...]) -> TensorProperties:
+    """Those of a tensor that is sharded by rows, which has the strides of the whole."""
+    return TensorProperties.create_from_tensor(torch.empty(shape, device="meta"))
 
 
 class _Plans:
@@ -233,7 +239,7 @@ def _write_item(piece: Piece, shape: tuple[int, ...] | None) -> WriteItem:
         return WriteItem(MetadataIndex(piece.key), WriteItemType.BYTE_IO)
     chunk = ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.shape))
     kind = WriteItemType.SHARD if shape else WriteItemType.TENSOR
-    data = TensorWriteData(chunk, TensorProperties(torch.float32), torch.Size(shape))
+    data = TensorWriteData(chunk, _properties(shape), torch.Size(shape))
     return WriteItem(MetadataIndex(piece.key, chunk.offsets), kind, tensor_data=data)
 
 

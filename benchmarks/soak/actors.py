@@ -118,7 +118,8 @@ class Saver(Actor):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._writer = TensorizerStorageWriter(limits=SaveLimits(max_consecutive_failures=None))
+        limits = SaveLimits(max_consecutive_failures=None, max_reuses=5)
+        self._writer = TensorizerStorageWriter(limits=limits, reuse_unchanged=self.index == 0)
         self._first = TensorizerStorageWriter(overwrite=False)
 
     def act(self, round_number: int) -> None:

@@ -28,10 +28,10 @@ class Wrong(Exception):
 
 
 def state(step: int, numbers: int, name: str = "weight", blank: bool = False) -> dict[str, Any]:
-    """A state of ``numbers`` and a few more, each of which tells its step."""
+    """A state of ``numbers`` and a few more, each of which tells its step, and as many that are always the same."""
     values = torch.arange(numbers) + step
     small = {f"{name}.small{n}": torch.full((7 + n,), step, dtype=torch.float64) for n in range(3)}
-    full = {name: values, **small, "nested": {"scale": torch.tensor(step)}}
+    full = {name: values, f"{name}.frozen": torch.arange(numbers), **small, "nested": {"scale": torch.tensor(step)}}
     return {**(_zeroed(full) if blank else full), "step": 0 if blank else step}
 
 

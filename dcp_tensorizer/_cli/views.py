@@ -32,11 +32,21 @@ def show_listing(checkpoints: Sequence[CheckpointInfo], path: str, *, as_json: b
     if as_json:
         print_json(checkpoints)
         return
+    some_shared = any(c.shared_nbytes for c in checkpoints)
     rows = (
-        [_below(c.path, path), c.state, moment(c.saved), size(c.nbytes), c.ranks and str(c.ranks), c.tensors]
+        [
+            _below(c.path, path),
+            c.state,
+            moment(c.saved),
+            size(c.nbytes),
+            *([size(c.shared_nbytes)] if some_shared else []),
+            c.ranks and str(c.ranks),
+            c.tensors,
+        ]
         for c in checkpoints
     )
-    print_table(["checkpoint", "state", "saved", ">size", ">ranks", ">tensors"], rows)
+    shared = [">shared"] if some_shared else []
+    print_table(["checkpoint", "state", "saved", ">size", *shared, ">ranks", ">tensors"], rows)
     if not checkpoints:
         print_line(f"no checkpoints below {redact(path)}")
     if any(c.state == "torch" for c in checkpoints):

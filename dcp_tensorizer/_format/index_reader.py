@@ -264,6 +264,7 @@ class Index:
             "requires_grad": row.requires_grad,
             "memory_format": _named(row.memory_format, torch.memory_format),
             "pin_memory": row.pin_memory,
+            "strides": row.strides,
         }
         return {name: value for name, value in values.items() if name in _FIELDS}
 

@@ -129,13 +129,18 @@ class Head(Struct, gc=False):
 
 
 class Properties(Struct, array_like=True, gc=False, frozen=True):
-    """DCP's ``TensorProperties``, by torch's names."""
+    """DCP's ``TensorProperties``, by torch's names.
+
+    Attributes:
+        strides: In elements; None: the torch that saved did not say them, as releases before 2.15.
+    """
 
     dtype: str
     layout: str
     requires_grad: bool
     memory_format: str
     pin_memory: bool
+    strides: _Dims | None = None
 
 
 class Layout(Struct, array_like=True, gc=False):

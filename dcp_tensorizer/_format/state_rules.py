@@ -147,6 +147,7 @@ def _row(properties: TensorProperties) -> Properties:
         bool(getattr(properties, "requires_grad", False)),
         _torch_name(getattr(properties, "memory_format", torch.contiguous_format)),
         bool(getattr(properties, "pin_memory", False)),
+        getattr(properties, "strides", None),
     )
 
 

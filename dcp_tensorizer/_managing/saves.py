@@ -13,7 +13,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
-from torch.distributed.checkpoint.stateful import Stateful
 
 from .._format.index_rows import SaveRecord
 from .._storage.base import Storage
@@ -23,6 +22,7 @@ from ..planner import SavePlanner
 from ..writer import TensorizerStorageWriter
 from .catalogue import Step
 from .goodput import GoodputClock
+from .state_part import StatePart
 
 __all__ = ["Saves"]
 
@@ -66,6 +66,7 @@ class Saves:
         failures: How many of the last saves have failed, one after the other.
         error: Of the last save, if that has failed and nobody has been told.
         last_error: What the last one that failed said.
+        part: What is saved of states, from now on.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Saves:
         self.failures = 0
         self.error: BaseException | None = None
         self.last_error = ""
+        self.part = StatePart()
         self._writer = writer
         self._planner = SavePlanner()
         self._group = group
@@ -93,7 +95,7 @@ class Saves:
         if not self._is_warm:
             self._is_warm = True
             with suppress(StagingError):  # the save will say it
-                self._writer.prewarm(state)
+                self._writer.prewarm(self.part.of(state))
 
     def start(self, storage: Storage, name: str, state: Mapping[str, Any], record: SaveRecord) -> Future[str]:
         """Stages the state, and returns while it is saved.
@@ -108,7 +110,7 @@ class Saves:
             record: What the index will say of it.
         """
         since, before, self._is_warm = self._clock.now(), self._last, True
-        collected, error = _collected(state)
+        collected, error = _collected(state, self.part)
         refusal = None if error is None else StagingError(f"the state could not be collected: {describe(error)}")
         self._writer.describe(record, self._must_change, refusal)
         response = async_save(
@@ -195,9 +197,9 @@ class Saves:
         save.future.set_exception(cause)
 
 
-def _collected(state: Mapping[str, Any]) -> tuple[dict[str, Any], Exception | None]:
+def _collected(state: Mapping[str, Any], part: StatePart) -> tuple[dict[str, Any], Exception | None]:
     """What ``Stateful`` values say their state is, as DCP asks them; or the error of one of them."""
     try:
-        return {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state.items()}, None
+        return part.of(state), None
     except Exception as error:
         return {}, error

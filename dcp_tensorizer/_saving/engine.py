@@ -16,6 +16,7 @@ from .._tiers.target import Target
 from .failure_counter import FailureCounter
 from .flushing import Flushing
 from .known_tables import KnownTables
+from .reuse import KnownFiles
 from .write_items import ObjectCheck
 from .writer_client import WriterClient
 
@@ -37,6 +38,7 @@ class Engine:
         objects: Warns of objects that will not load.
         entries: Writes what the checkpoints are said to hold.
         tables: What the coordinator knows of where ranks' data is.
+        files: What is in the files of the last saves.
         connection: To the storage of the last save, kept for the next one.
     """
 
@@ -47,6 +49,7 @@ class Engine:
         self.objects = ObjectCheck()
         self.entries = EntryWriter()
         self.tables = KnownTables()
+        self.files = KnownFiles()
         self.connection: object = None
         self._flushings: dict[tuple[str, str], Flushing] = {}
         self._open: list[weakref.ref[object]] = []
@@ -80,7 +83,8 @@ class Engine:
     def free(self, deadline: Deadline, stager: object) -> None:
         """Gives the memory and the connection back; what is still copied at the deadline keeps its buffer.
 
-        It keeps what others than the stager have staged since the last user has left, to begin anew.
+        It keeps what others than the stager have staged since the last user has left, to begin anew; and what is in
+        the files of the last saves, for jobs that close a writer after each save.
 
         Failures are counted anew: whoever closes all writers has seen them.
         """

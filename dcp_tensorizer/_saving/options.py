@@ -38,6 +38,8 @@ class SaveLimits:
             it, fewer parts are in flight.
         max_consecutive_failures: From that many failed saves in a row on, ``stage()`` raises on the coordinator, so
             that a job that looks at no future does not train on without checkpoints. None for never.
+        max_reuses: With ``reuse_unchanged``: how many saves in a row may share a file with the one that wrote it. The
+            next one writes its tensors anew, so that a file that goes bad does not spoil every later checkpoint.
 
     Raises:
         TypeError: one of them is not a number.
@@ -47,11 +49,13 @@ class SaveLimits:
     timeout: float = TIMEOUT
     buffer_bytes: int = BUFFER_BYTES
     max_consecutive_failures: int | None = 3
+    max_reuses: int = 10
 
     def __post_init__(self) -> None:
         check_timeout(self.timeout)
         check_count("buffer_bytes", self.buffer_bytes)
         check_count("max_consecutive_failures", self.max_consecutive_failures, optional=True)
+        check_count("max_reuses", self.max_reuses)
 
 
 @dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
@@ -77,6 +81,7 @@ class SaveOptions:
             "sync_files": self.write.sync,
             "thread_count": self.write.threads,
             "sha256": self.write.sha256,
+            "reuse_unchanged": self.write.reuse,
             "encryption": self.write.cipher is not None,
             "limits": self.limits,
         } | ({} if self.target is None else {"local": self.target.local, "max_unflushed": self.max_unflushed})
@@ -92,6 +97,7 @@ def check_options(
     thread_count: int | None,
     storage_options: Mapping[str, Any] | None,
     sha256: bool,
+    reuse_unchanged: bool,
     encryption: EncryptionParams | None,
     limits: SaveLimits,
     path: str | os.PathLike[str] | None = None,
@@ -119,6 +125,11 @@ def check_options(
             "sha256 and encryption exclude each other: encrypted tensors are authenticated, and a hash of their "
             "contents would tell what is in them"
         )
+    if encryption is not None and reuse_unchanged:
+        raise ValueError(
+            "reuse_unchanged and encryption exclude each other: whether two encrypted tensors are equal cannot be "
+            "seen, and must not be"
+        )
     write = WriteOptions(
         storage_options=dict(storage_options or {}),
         sync=sync_files,
@@ -127,6 +138,7 @@ def check_options(
         timeout=limits.timeout,
         cipher=None if encryption is None else encryption_cipher(encryption),
         sha256=sha256,
+        reuse=reuse_unchanged,
     )
     check_count("max_unflushed", max_unflushed)
     target = None if local is None else target_of(path, local, write.storage_options, limits.timeout)

@@ -26,7 +26,8 @@ class SaveReport:
         save_id: Identifies the save; part of the names of its files.
         rank: The rank that reports.
         nbytes: Bytes of tensors and objects that this rank wrote.
-        files: Data files that this rank wrote.
+        reused_nbytes: Of these, what was in files of an earlier save, and was not written again (``reuse_unchanged``).
+        files: Data files that this rank wrote, or reused.
         attempts: 1, or 2 when the writer process died and a fresh one wrote everything once more.
         started_at: When staging began, or a save that stages nothing (``time.time()``).
         seconds: From then until it was durable.
@@ -44,6 +45,7 @@ class SaveReport:
     save_id: str
     rank: int
     nbytes: int
+    reused_nbytes: int
     files: int
     attempts: int
     started_at: float
@@ -65,8 +67,9 @@ class SaveReport:
     def __str__(self) -> str:
         commit = "" if self.commit_seconds is None else f", commit {self.commit_seconds:.3f}"
         retried = "" if self.attempts == 1 else f", {self.attempts} attempts"
+        reused = f", {self.reused_nbytes / 1e6:,.1f} MB of it reused" if self.reused_nbytes else ""
         return (
-            f"{self.path}: rank {self.rank} wrote {self.nbytes / 1e6:,.1f} MB in {self.files} file(s){retried} "
+            f"{self.path}: rank {self.rank} wrote {self.nbytes / 1e6:,.1f} MB in {self.files} file(s){reused}{retried} "
             f"(seconds: stage {self.stage_seconds:.3f}, plan {self.plan_seconds:.3f}, resolve "
             f"{self.resolve_seconds:.3f}, hash {self.hash_seconds:.3f}, write {self.write_seconds:.3f}{commit})"
         )
@@ -98,6 +101,7 @@ class SaveTimes:
             save_id=save_id,
             rank=rank,
             nbytes=nbytes,
+            reused_nbytes=sum(item.length for file in done.files if file.adopted for item in file.tensors),
             files=len(done.files),
             attempts=written.attempts,
             started_at=self._started_at,

@@ -27,6 +27,7 @@ from .engine import engine_of_process
 from .freshness import Freshness
 from .options import SaveOptions
 from .report import Reports, SaveReport
+from .reuse import ReusingSave
 from .session import SaveSession
 from .tiered_session import TieredSession
 
@@ -204,6 +205,13 @@ class Saver:
             if not is_over:
                 logger.error("the writer is closed, and the save under way is abandoned")
             self.engine.failures.end()
+
+    def reusing_save(self) -> ReusingSave | None:
+        """What a save need not write again is known to this; None if everything is to be written."""
+        options = self.options
+        if not options.write.reuse or options.target is not None:  # local copies go when they have been flushed
+            return None
+        return ReusingSave(self.engine.files, max_reuses=options.limits.max_reuses, sha256=options.write.sha256)
 
     def free(self, deadline: Deadline) -> None:
         """Gives the memory and the connection back, if nobody else uses them."""

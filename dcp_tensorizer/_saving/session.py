@@ -227,7 +227,14 @@ class SaveSession:
     def _write_to(self, storage: Storage, items: list[Item]) -> Written:
         saver = self._saver
         return saver.engine.client.write(
-            storage, self._rank, self.id, items, self._staged_save, saver.options.write, lambda: saver.closed
+            storage,
+            self._rank,
+            self.id,
+            items,
+            self._staged_save,
+            saver.options.write,
+            lambda: saver.closed,
+            saver.reusing_save(),
         )
 
     def _is_staged(self, tensor: torch.Tensor) -> bool:

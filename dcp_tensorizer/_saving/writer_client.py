@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .._memory.garbage import collector_paused
 from .._memory.shared_buffer import SharedBuffer, aligned
@@ -15,12 +17,22 @@ from .._staging.staged_save import StagedSave
 from .._staging.tensor_copy import Copies
 from .._storage.base import Storage
 from .._threads import NEVER, Deadline
+from .._writer_process.digest_job import DigestJob
 from .._writer_process.gpu_ipc import export, withdraw
-from .._writer_process.messages import FileRequest, FlushRequest, TensorSource, WriteDone, WriteOptions, WriteRequest
+from .._writer_process.messages import (
+    DigestRequest,
+    FileRequest,
+    FlushRequest,
+    TensorSource,
+    WriteDone,
+    WriteOptions,
+    WriteRequest,
+)
 from .._writer_process.process import END_SECONDS, WriterProcess
 from .._writer_process.write_job import FileJob
 from ..errors import WriteError, WriterProcessDied
 from .file_planner import plan_files
+from .reuse import ReusingSave
 from .write_items import Item
 
 __all__ = ["WriterClient", "Written"]
@@ -81,6 +93,7 @@ class WriterClient:
         staged_save: StagedSave | None,
         options: WriteOptions,
         is_closed: Callable[[], bool] = lambda: False,
+        reuse: ReusingSave | None = None,
     ) -> Written:
         """Writes the items, in the writer process if they were staged and it can reach the storage.
 
@@ -96,48 +109,52 @@ class WriterClient:
             staged_save: What it is in; None where nothing was staged.
             options: How files are written.
             is_closed: Whether the writer of this save has been closed, so that nothing is tried again.
+            reuse: Knows what need not be written again, if that is wanted.
 
         Raises:
             WriteError: nothing of it is left behind.
         """
+        files = _Files(storage, rank, save_id, reuse if storage.adopts else None)
         if staged_save is None or staged_save.buffer is None or self._process is None or storage.in_process:
-            return self._write_here(storage, rank, save_id, items, options)
+            return Written(_write_here(files, items, options))
         with collector_paused():
             sources, extra = self._locate(items, staged_save.buffer, staged_save.shared)
         buffers = [staged_save.buffer] if extra is None else [staged_save.buffer, extra]
         try:
-            return self._write_there(storage, rank, save_id, items, sources, buffers, options, is_closed)
+            return self._write_there(files, items, sources, buffers, options, is_closed)
         finally:
             self._keep(extra)
 
     def _write_there(
         self,
-        storage: Storage,
-        rank: int,
-        save_id: str,
+        files: _Files,
         items: Sequence[Item],
         sources: Sequence[TensorSource],
         buffers: Sequence[SharedBuffer],
         options: WriteOptions,
         is_closed: Callable[[], bool],
     ) -> Written:
-        files: tuple[FileRequest, ...] = ()
+        storage = files.storage
         for attempt in (1, 2):
-            # Another try has files of its own: what the process that died had sent may arrive later.
             if not all(buffer.can_be_sent for buffer in buffers):
-                return Written(self._write_here(storage, rank, save_id, items, options, len(files)).done, attempt)
-            files = plan_files(sources, rank, save_id, storage.max_file_bytes, first=len(files))
-            request = WriteRequest(storage.location, options, files)
+                return Written(_write_here(files, items, options), attempt)
             try:
-                return Written(self.ensure_process().write(request, buffers, options.timeout), attempt)
+                digest = functools.partial(self._digest, options, buffers)
+                request = WriteRequest(storage.location, options, files.plan(sources, digest))
+                return Written(files.finish(self.ensure_process().write(request, buffers, options.timeout)), attempt)
             except WriterProcessDied as error:
-                _remove(storage, files)
+                files.remove()
                 if is_closed():
                     raise WriteError(f"the writer was closed before the save to {storage.path} was over") from error
                 if attempt == 2:
                     raise WriterProcessDied(f"the save to {storage.path} failed twice: {error}") from error
-                logger.warning("rank %d: %s; writing once more with a fresh process", rank, str(error))
+                logger.warning("rank %d: %s; writing once more with a fresh process", files.rank, str(error))
         raise AssertionError("unreachable")
+
+    def _digest(
+        self, options: WriteOptions, buffers: Sequence[SharedBuffer], sources: Sequence[TensorSource]
+    ) -> Sequence[bytes]:
+        return self.ensure_process().digest(DigestRequest(tuple(sources), options.threads), buffers, options.timeout)
 
     def snapshot(self, timeout: float, buffer: SharedBuffer, copies: Copies) -> bool:
         """Has the writer process copy what is on GPUs to its place in a shared buffer; False if it could not.
@@ -191,23 +208,6 @@ class WriterClient:
         """Gives the memory back, when no save uses it any more."""
         self._keep(None)
 
-    def _write_here(
-        self, storage: Storage, rank: int, save_id: str, items: Sequence[Item], options: WriteOptions, first: int = 0
-    ) -> Written:
-        tensors = {item.name: item.tensor for item in items}
-        sources = [item.source() for item in items if item.has_bytes]
-        job = FileJob(
-            storage,
-            plan_files(sources, rank, save_id, storage.max_file_bytes, first=first),
-            lambda source: host_bytes(tensors[source.name]),
-            sync=options.sync,
-            threads=options.threads,
-            buffer_bytes=options.buffer_bytes,
-            cipher=options.cipher,
-            sha256=options.sha256,
-        )
-        return Written(job.run())
-
     def _locate(
         self, items: Sequence[Item], buffer: SharedBuffer, shared: SharedMappings | None
     ) -> tuple[list[TensorSource], SharedBuffer | None]:
@@ -248,10 +248,68 @@ class WriterClient:
             extra.close()
 
 
-def _remove(storage: Storage, files: Sequence[FileRequest]) -> None:
-    for file in files:
-        try:
-            storage.discard(file.name)
-        except Exception as error:
-            shown = storage.scrub(str(error))
-            logger.warning("%s/%s is left over from a failed save: %s", storage.path, file.name, shown)
+class _Files:
+    """The files of one save: another try has files of its own, for what a process that died has sent may arrive later.
+
+    Args:
+        storage: The checkpoint's directory.
+        rank: Who writes.
+        save_id: Of the save.
+        reuse: Knows what need not be written again; None: everything is written.
+    """
+
+    def __init__(self, storage: Storage, rank: int, save_id: str, reuse: ReusingSave | None) -> None:
+        self.storage = storage
+        self.rank = rank
+        self._save_id = save_id
+        self._reuse = reuse
+        self._requests: tuple[FileRequest, ...] = ()
+        self._first = 0
+        self._digest_seconds = 0.0
+
+    def plan(
+        self, sources: Sequence[TensorSource], digest: Callable[[Sequence[TensorSource]], Sequence[bytes]]
+    ) -> tuple[FileRequest, ...]:
+        """Distributes tensors over files; ``digest`` gives the XXH3-128 of each, if it is wanted."""
+        self._first += len(self._requests)
+        self._requests = ()
+        names = self.rank, self._save_id, self.storage.max_file_bytes
+        if self._reuse is None:
+            self._requests = plan_files(sources, *names, first=self._first)
+        else:
+            if not self._reuse.is_prepared:
+                started = time.perf_counter()
+                digests = digest(sources)
+                self._digest_seconds = time.perf_counter() - started
+                self._reuse.prepare(sources, digests)
+            self._requests = self._reuse.plan(sources, *names, first=self._first)
+        return self._requests
+
+    def finish(self, done: WriteDone) -> WriteDone:
+        """Takes what has become of them; returns it with where the tensors are in all files."""
+        if self._reuse is None:
+            return done
+        seconds = done.seconds + self._digest_seconds, done.hash_seconds + self._digest_seconds
+        done = replace(done, seconds=seconds[0], hash_seconds=seconds[1])
+        return self._reuse.finish(self.storage.location, self._requests, done)
+
+    def remove(self) -> None:
+        """Removes them, when nobody writes them any more."""
+        for file in self._requests:
+            try:
+                self.storage.discard(file.name)
+            except Exception as error:
+                shown = self.storage.scrub(str(error))
+                logger.warning("%s/%s is left over from a failed save: %s", self.storage.path, file.name, shown)
+
+
+def _write_here(files: _Files, items: Sequence[Item], options: WriteOptions) -> WriteDone:
+    """Writes the items, in this process."""
+    tensors = {item.name: item.tensor for item in items}
+
+    def contents(source: TensorSource) -> memoryview:
+        return host_bytes(tensors[source.name])
+
+    sources = [item.source() for item in items if item.has_bytes]
+    requests = files.plan(sources, lambda sources: DigestJob(sources, contents, threads=options.threads).run().digests)
+    return files.finish(FileJob.of(files.storage, requests, contents, options).run())

@@ -7,41 +7,43 @@ globs. Saving and loading never list a directory; only tools that look for check
 from __future__ import annotations
 
 import abc
-import sys
 import threading
 import time
 import traceback
 import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import ReadError, WriteError
 from .redact import redact
+from .tuning import UNLIMITED, ReadTuning
 
 __all__ = [
     "TAKEN",
     "TIMEOUT",
     "UNLIMITED",
     "DirectoryLock",
+    "FileIdentity",
     "FileInfo",
     "RangeReader",
     "ReadTuning",
     "Refused",
+    "Shared",
     "Sink",
     "Storage",
     "rest_of",
     "temporary_file_name",
 ]
 
-UNLIMITED = sys.maxsize
-"""No bound, where a number of bytes or threads is asked for."""
-
 TIMEOUT = 600.0
 """Seconds after which the package stops waiting for the storage, unless the user says otherwise."""
 
 TAKEN = "there is one already, and it must not be replaced"
+
+
+FileIdentity = tuple[int | str, ...]
+"""What a file is known again by: another one, or the same one with other contents, has another."""
 
 
 class Refused(WriteError):
@@ -126,6 +128,14 @@ class RangeReader(abc.ABC):
         """Closes the file. Remote files have nothing open between requests."""
 
 
+class Shared(NamedTuple):
+    """A file with several names, which takes space once: the same in each of them."""
+
+    device: int
+    inode: int
+    names: int
+
+
 class FileInfo(NamedTuple):
     """A file in a directory."""
 
@@ -134,7 +144,8 @@ class FileInfo(NamedTuple):
     modified: float | None
     """When it was last written, in seconds since the epoch; None where that is unknown. Copies may have it restored."""
     changed: float | None
-    """When it came here or was changed last. Nobody can set that back."""
+    """When it came here, was changed, or got or lost another name (hard link) last. Nobody can set that back."""
+    shared: Shared | None = None
 
 
 class DirectoryLock:
@@ -152,22 +163,6 @@ class DirectoryLock:
         """Ends the lock when the save is over. Idempotent."""
 
 
-@dataclass(frozen=True)
-class ReadTuning:
-    """How a storage is read at its full speed."""
-
-    max_threads: int = 16
-    """How many reads at once reach the full speed."""
-    min_threads: int = UNLIMITED
-    """How many threads start a load. Others join while these wait for the storage."""
-    slice_bytes: int = UNLIMITED
-    """The most to read before hashing it, so that it is still in the processor's cache."""
-    max_coalesced_bytes: int | None = None
-    """The most to read at once straight into targets. None: the size of the scratch memory."""
-    max_gap_bytes: int = 64 << 10
-    """To read this many unneeded bytes costs less than another request."""
-
-
 class Storage(abc.ABC):
     """A checkpoint's directory.
 
@@ -178,6 +173,7 @@ class Storage(abc.ABC):
         reads: How to read at full speed.
         max_file_bytes: The size that a file should not exceed, unless a single tensor does.
         locks_are_visible: Everybody who could save here sees a lock.
+        adopts: `adopt` may work here.
         connection: Storages opened with the same options share it as long as somebody keeps a reference. To keep it
             from one save to the next saves making a new one.
     """
@@ -188,6 +184,7 @@ class Storage(abc.ABC):
     reads = ReadTuning()
     max_file_bytes = UNLIMITED
     locks_are_visible = False
+    adopts = False
     connection: object = None
 
     @abc.abstractmethod
@@ -260,6 +257,29 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     def head(self, name: str) -> int | None:
         """A file's size, None if it does not exist; raises `ReadError`."""
+
+    def identity(self, name: str) -> FileIdentity | None:
+        """What a file will be known again by; None where `adopt` does not work, or if there is none."""
+        return None
+
+    def adopt(
+        self, source: Storage, source_name: str, identity: FileIdentity, name: str, *, sync: bool
+    ) -> FileIdentity | None:
+        """Makes a new file here of one that is elsewhere, where its bytes need not pass through this process.
+
+        A later attempt to write this file must write the same bytes: a server may still carry out what it was asked.
+
+        Args:
+            source: The directory that it is in.
+            source_name: Its name there.
+            identity: What it must be known by, or else it is not what the caller takes it for.
+            name: The new file's.
+            sync: Make its data durable, whoever wrote it. The name is durable after `sync_directory`.
+
+        Returns:
+            The new file's identity. None, if it cannot be done for any reason: there is no new file then.
+        """
+        return None
 
     def put_record(self, name: str) -> None:  # noqa: B027
         """Writes a small file that `is_record` knows again in this very directory, and in no copy of it.

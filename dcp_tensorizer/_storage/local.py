@@ -18,7 +18,18 @@ from .._descriptor import identity
 from .._threads import cores
 from ..errors import NotCommitted, ReadError, WriteError
 from . import directory_record
-from .base import TAKEN, DirectoryLock, FileInfo, ReadTuning, Refused, Storage, temporary_file_name
+from .base import (
+    TAKEN,
+    DirectoryLock,
+    FileIdentity,
+    FileInfo,
+    ReadTuning,
+    Refused,
+    Shared,
+    Storage,
+    temporary_file_name,
+)
+from .local_link import identity_of, link_file
 from .local_read import LocalFile, UncachedFile
 from .local_write import LocalSink
 
@@ -40,6 +51,8 @@ class LocalStorage(Storage):
         root: The directory.
         local_types: File systems that only this machine uses.
     """
+
+    adopts = True
 
     def __init__(self, root: Path, *, local_types: Collection[str] = _LOCAL_TYPES) -> None:
         self._root = root
@@ -69,7 +82,8 @@ class LocalStorage(Storage):
                     with suppress(OSError):  # removed since then, or a link to nowhere or in a circle
                         state = entry.stat()
                         if stat.S_ISREG(state.st_mode):
-                            files.append(FileInfo(entry.name, state.st_size, state.st_mtime, state.st_ctime))
+                            shared = Shared(state.st_dev, state.st_ino, state.st_nlink) if state.st_nlink > 1 else None
+                            files.append(FileInfo(entry.name, state.st_size, state.st_mtime, state.st_ctime, shared))
         except (FileNotFoundError, NotADirectoryError) as error:
             raise NotCommitted(f"there is no directory {self.path}") from error
         except OSError as error:
@@ -153,6 +167,19 @@ class LocalStorage(Storage):
     def open_uncached(self, name: str) -> UncachedFile:
         _check_kind(self._root / name)
         return UncachedFile(self._root / name)
+
+    def identity(self, name: str) -> FileIdentity | None:
+        with suppress(OSError):
+            return identity_of(os.lstat(self._root / name))
+        return None
+
+    def adopt(
+        self, source: Storage, source_name: str, identity: FileIdentity, name: str, *, sync: bool
+    ) -> FileIdentity | None:
+        is_linked = isinstance(source, LocalStorage) and link_file(
+            source._root / source_name, identity, self._root / name, sync=sync
+        )
+        return identity if is_linked else None
 
     def put_record(self, name: str) -> None:
         if self.locks_are_visible:

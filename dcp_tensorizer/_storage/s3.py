@@ -17,7 +17,7 @@ from typing import Any
 
 from .._threads import in_background, in_threads
 from ..errors import NotCommitted, ReadError
-from .base import FileInfo, RangeReader, Sink, rest_of
+from .base import FileIdentity, FileInfo, RangeReader, Sink, Storage, rest_of
 from .remote import RemoteStorage
 from .s3_client import NoSuchObject, receive, shared_client
 
@@ -26,6 +26,7 @@ __all__ = ["S3Storage"]
 _PART = 8 << 20  # larger ones are no faster, and take more memory; S3's least is 5 MiB
 _MOST_PARTS = 10_000
 _CONCURRENCY = 8
+_MOST_COPIED = 5 << 30  # S3 copies no larger object in one request
 
 
 class S3Storage(RemoteStorage):
@@ -42,6 +43,7 @@ class S3Storage(RemoteStorage):
     # Each request costs as much as a few MiB.
     reads = dataclasses.replace(RemoteStorage.reads, max_threads=32, max_coalesced_bytes=16 << 20)
     max_file_bytes = 64 << 30  # 8,192 parts
+    adopts = True
     missing = NoSuchObject
     uploads_per_page = 1000
     """How many uploads the server lists in one answer."""
@@ -69,6 +71,27 @@ class S3Storage(RemoteStorage):
 
     def create(self, name: str, nbytes: int, *, sync: bool) -> Sink:
         return _S3Sink(self, name, nbytes)
+
+    def identity(self, name: str) -> FileIdentity | None:
+        with suppress(OSError, KeyError):
+            answer = self.call("head_object", name)
+            return int(answer["ContentLength"]), str(answer["ETag"])
+        return None
+
+    def adopt(
+        self, source: Storage, source_name: str, identity: FileIdentity, name: str, *, sync: bool
+    ) -> FileIdentity | None:
+        if not isinstance(source, S3Storage) or int(identity[0]) > _MOST_COPIED:
+            return None
+        origin = {"Bucket": source.bucket, "Key": source._full(source_name)}
+        try:
+            if source.identity(source_name) != identity:  # some servers ignore the condition
+                return None
+            self.call("copy_object", name, CopySource=origin, CopySourceIfMatch=identity[1])
+            copied = self.identity(name)
+        except OSError:
+            return None
+        return copied if copied is not None and copied[0] == identity[0] else None
 
     def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True, save_id: str = "") -> None:
         condition = {} if replace else {"IfNoneMatch": "*"}

@@ -64,6 +64,11 @@ class Listed:
     def nbytes(self) -> int:
         return sum(file.nbytes for file in self.files)
 
+    @property
+    def shared_nbytes(self) -> int:
+        """Of files that have names elsewhere, too."""
+        return sum(file.nbytes for file in self.files if file.shared is not None)
+
 
 @dataclass(frozen=True, slots=True)
 class Folder:

@@ -15,7 +15,7 @@ from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from .._format.layout import is_ours
+from .._format.layout import is_data_file_name, is_ours
 from .._saving.removal import remove_files, withdraw
 from .._storage.base import FileInfo, Storage
 from ..errors import describe
@@ -35,6 +35,7 @@ class Removal:
         folder: The directory, as it was when this was planned.
         files: Those of a checkpoint, or the leftovers in its directory, by their names below that.
         whole: The checkpoint is removed, and with it its directory, if that is empty then.
+        shared: Bytes of those that have names elsewhere, whose space is not free when they are gone.
         kept: Why files are kept that could be removed; empty if they are removed.
         failed: They are kept because they could not be removed, and not because somebody may need them.
     """
@@ -44,6 +45,7 @@ class Removal:
     whole: bool
     kept: str = ""
     failed: bool = False
+    shared: int = 0
 
     @property
     def path(self) -> str:
@@ -51,7 +53,7 @@ class Removal:
 
     @property
     def nbytes(self) -> int:
-        return sum(file.nbytes for file in self.files)
+        return sum(file.nbytes for file in self.files) - self.shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ def plan_collection(
     for folder in top.walk():
         if folder.listed is not None and folder.listed.path not in whole:
             removals += _leftovers(folder, folder.listed, older_than)
-    return removals
+    return list(_with_shared(removals))
 
 
 def collect(removal: Removal) -> Removal:
@@ -129,29 +131,33 @@ def collect(removal: Removal) -> Removal:
         return removal
     try:
         with ExitStack() as stack:
-            reason = _remove(removal, stack)
+            return _remove(removal, stack)
     except Exception as error:
-        return replace(removal, files=(), kept=storage.scrub(f"cannot remove: {describe(error)}"), failed=True)
-    return replace(removal, files=(), kept=reason) if reason else removal
+        kept = storage.scrub(f"cannot remove: {describe(error)}")
+        return replace(removal, files=(), shared=0, kept=kept, failed=True)
 
 
-def _remove(removal: Removal, stack: ExitStack) -> str:
-    """Removes files from directories that it locks, unless there is a reason not to, which it returns."""
+def _remove(removal: Removal, stack: ExitStack) -> Removal:
+    """Removes files from directories that it locks; returns what was removed, or why it was not."""
     checkpoints = removal.folder.checkpoints if removal.whole else [removal.folder.listed]
     for listed in filter(None, checkpoints):
         lock = listed.storage.lock_directory()
         stack.callback(lock.release)
         if listed.storage.locks_are_visible and not lock.is_exclusive:
-            return "a save is under way there"
-    if _file_set(walk(removal.folder.storage)) != _file_set(removal.folder):
-        return "something has been saved or changed there in the meantime"
+            return replace(removal, files=(), shared=0, kept="a save is under way there")
+    now = walk(removal.folder.storage)
+    if _file_set(now) != _file_set(removal.folder):
+        kept = "something has been saved or changed there in the meantime"
+        return replace(removal, files=(), shared=0, kept=kept)
     if removal.whole:
         _remove_tree(removal.folder, {file.name for file in removal.files})
     else:
         removal.folder.storage.discard(*(file.name for file in removal.files))
         if removal.folder.listed is not None and removal.folder.listed.state == "unfinished":
             removal.folder.storage.remove_directory()
-    return ""
+    chosen = {file.name for file in removal.files}
+    # Another name may have come or gone since this was planned.
+    return replace(removal, shared=sum(f.nbytes for f in _files_below(now) if f.name in chosen and f.shared))
 
 
 def _remove_tree(top: Folder, chosen: Container[str]) -> None:
@@ -174,7 +180,32 @@ def _chosen_below(folder: Folder, chosen: Container[str], prefix: str = "") -> I
 
 
 def _file_set(top: Folder) -> set[tuple[str, FileInfo]]:
-    return {(folder.storage.path, file) for folder in top.walk() for file in folder.files}
+    """The files in and below a directory, to see whether any has changed.
+
+    The time of a data file's last change is left out. It is never written again, and a save that links it, or the end
+    of a checkpoint that shares it, changes that time.
+    """
+    return {
+        (
+            folder.storage.path,
+            file._replace(shared=None, changed=None if is_data_file_name(file.name) else file.changed),
+        )
+        for folder in top.walk()
+        for file in folder.files
+    }
+
+
+def _with_shared(removals: Sequence[Removal]) -> Iterator[Removal]:
+    """Says of each removal how much space it does not free: a file's space is free when its last name goes."""
+    left: dict[tuple[int, int], int] = {}
+    for removal in removals:
+        shared = 0
+        for file in () if removal.kept else removal.files:
+            if file.shared is not None:
+                inode = file.shared.device, file.shared.inode
+                left[inode] = left.get(inode, file.shared.names) - 1
+                shared += file.nbytes if left[inode] else 0
+        yield replace(removal, shared=shared)
 
 
 def _leftovers(folder: Folder, listed: Listed, older_than: float | None) -> Iterator[Removal]:

@@ -13,7 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -103,8 +104,28 @@ def verify(
     threads = min(_MAX_READERS, 2 * storage.reads.max_threads) + (cores() if full else 0)
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
         damages += [damage for in_run in pool.map(check.run, runs) for damage in in_run]
+    if damages:
+        damages = _with_other_names(storage, damages)
     damages.sort(key=lambda damage: (damage.file, damage.key is not None, damage.offset))
     return Verified(len(files), sum(map(len, items.values())), check.done, time.monotonic() - started, tuple(damages))
+
+
+def _with_other_names(storage: Storage, damages: Sequence[Damage]) -> list[Damage]:
+    """Says of each damaged file whether it has other names: then the checkpoints that these are in have its damage."""
+    names: dict[str, int] = {}
+    with suppress(CheckpointError):
+        names = {file.name: file.shared.names for file in storage.listing()[0] if file.shared is not None}
+    shown = "; the file has {} in other checkpoints, which are damaged too"
+    return [
+        replace(damage, what=damage.what + shown.format(_count(names[damage.file] - 1, "other name")))
+        if damage.file in names
+        else damage
+        for damage in damages
+    ]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _size(storage: Storage, name: str) -> int | str:

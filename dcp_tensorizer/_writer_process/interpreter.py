@@ -21,6 +21,10 @@ _START = f"""
 import sys
 sys.path[:] = library = [entry for entry in sys.path if entry]
 import os, site
+try:
+    os.getcwd()
+except OSError:
+    os.chdir("/")
 site.main()
 given = os.environ.pop({_PATH!r}).split(os.pathsep)
 sys.path[:] = library + [entry for entry in dict.fromkeys(given + sys.path) if entry and entry not in library]

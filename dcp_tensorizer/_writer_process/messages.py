@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from .._format.encryption import Cipher
 from .._format.layout import StoredItem
 from .._memory.shared_mappings import SharedFile
+from .._storage.base import FileIdentity
 from .._tiers.target import Target
 
 __all__ = [
@@ -22,10 +23,13 @@ __all__ = [
     "DetachRequest",
     "Detached",
     "DeviceTensor",
+    "DigestRequest",
+    "Digests",
     "FileRequest",
     "FileResult",
     "FlushBegun",
     "FlushRequest",
+    "Home",
     "Progress",
     "Ready",
     "Request",
@@ -55,12 +59,28 @@ class TensorSource(NamedTuple):
     """First byte in that memory."""
 
 
+class Home(NamedTuple):
+    """Where a file of the same bytes is, of an earlier save."""
+
+    location: str
+    """The directory, as `open_storage` takes it."""
+    name: str
+    identity: FileIdentity
+
+
 @dataclass(frozen=True, slots=True)
 class FileRequest:
-    """One tensorizer file, its tensors in file order."""
+    """One tensorizer file, its tensors in file order.
+
+    Attributes:
+        homes: Where the same bytes are already. It is written only if it can be adopted from none of them.
+        nbytes: Of the file; only known if there are homes.
+    """
 
     name: str
     tensors: tuple[TensorSource, ...]
+    homes: tuple[Home, ...] = ()
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
@@ -75,6 +95,7 @@ class WriteOptions:
         timeout: Seconds after which a wait for the storage is given up.
         cipher: Encrypts everything.
         sha256: Put a SHA-256 of each tensor into the files, beside the CRC-32.
+        reuse: Do not write again what an earlier save has written.
     """
 
     storage_options: Mapping[str, Any]
@@ -84,6 +105,7 @@ class WriteOptions:
     timeout: float
     cipher: Cipher | None = None
     sha256: bool = False
+    reuse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,17 +168,41 @@ class FlushRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class DigestRequest:
+    """Say what is in these tensors. Buffers not in ``buffers`` are let go."""
+
+    tensors: tuple[TensorSource, ...]
+    threads: int
+    buffers: tuple[BufferInfo, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class FlushBegun:
     """What comes of it is to be seen in the folder's records."""
 
 
 @dataclass(frozen=True, slots=True)
+class Digests:
+    """The XXH3-128 of each tensor that was asked for, in that order."""
+
+    digests: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class FileResult:
-    """A file that is complete, and durable where that was asked for, and where its tensors are in it."""
+    """A file that is complete, and durable where that was asked for, and where its tensors are in it.
+
+    Attributes:
+        tensors: Empty, if it was adopted.
+        identity: What it will be known again by; None where files are not adopted.
+        adopted: It was not written: the same bytes were there.
+    """
 
     name: str
     nbytes: int
     tensors: tuple[StoredItem, ...]
+    identity: FileIdentity | None = None
+    adopted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,5 +259,5 @@ class WriteFailed:
     details: str
 
 
-Request = WriteRequest | SnapshotRequest | DetachRequest | FlushRequest
-Answer = WriteDone | SnapshotTaken | Detached | FlushBegun | WriteFailed
+Request = WriteRequest | DigestRequest | SnapshotRequest | DetachRequest | FlushRequest
+Answer = WriteDone | Digests | SnapshotTaken | Detached | FlushBegun | WriteFailed

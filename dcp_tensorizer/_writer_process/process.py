@@ -27,6 +27,8 @@ from .messages import (
     BufferInfo,
     Detached,
     DetachRequest,
+    DigestRequest,
+    Digests,
     FlushBegun,
     FlushRequest,
     Progress,
@@ -122,13 +124,19 @@ class WriterProcess:
         assert isinstance(answer, WriteDone)
         return answer
 
+    def digest(self, request: DigestRequest, buffers: Sequence[SharedBuffer], timeout: float) -> tuple[bytes, ...]:
+        """Has digests of tensors taken, and waits for them; raises as `write` does."""
+        answer = self._ask(request, buffers, timeout)
+        assert isinstance(answer, Digests)
+        return answer.digests
+
     def snapshot(self, request: SnapshotRequest, buffers: Sequence[SharedBuffer], timeout: float) -> None:
         """Has GPU memory copied to one of the buffers, and waits for it; raises as `write` does."""
         self._ask(request, buffers, timeout)
 
     def _ask(
-        self, request: WriteRequest | SnapshotRequest, buffers: Sequence[SharedBuffer], timeout: float
-    ) -> WriteDone | SnapshotTaken:
+        self, request: WriteRequest | DigestRequest | SnapshotRequest, buffers: Sequence[SharedBuffer], timeout: float
+    ) -> WriteDone | Digests | SnapshotTaken:
         self._lock.acquire()
         with self._conversation():
             infos = tuple(BufferInfo(b.id, b.nbytes, b.id in self._attached) for b in buffers)

@@ -25,11 +25,13 @@ from .._storage.open import open_storage
 from .._tiers.thread import FlushThread
 from ..errors import describe
 from .channel import Channel
+from .digest_job import DigestJob
 from .messages import (
     Answer,
     BufferInfo,
     Detached,
     DetachRequest,
+    DigestRequest,
     FlushBegun,
     FlushRequest,
     Progress,
@@ -38,7 +40,6 @@ from .messages import (
     SnapshotRequest,
     SnapshotTaken,
     TensorSource,
-    WriteDone,
     WriteFailed,
     WriteRequest,
 )
@@ -105,7 +106,7 @@ class _Worker:
         self._buffers: dict[int, mmap.mmap] = {}
         self._shared: dict[SharedFile, mmap.mmap] = {}
         self._mapping = threading.Lock()
-        self._job: FileJob | None = None
+        self._job: FileJob | DigestJob | None = None
         self._connection: object = None
         self._flushes = FlushThread(lambda: self._job is not None)
 
@@ -127,13 +128,15 @@ class _Worker:
     def abandon(self) -> None:
         """Removes the files of an unfinished request: nobody is left who could commit them."""
         job = self._job
-        if job is not None:
-            job.remove()
+        if isinstance(job, FileJob):
+            job.abandon()
 
     def _answer(self, request: Request) -> Answer:
         match request:
             case WriteRequest():
                 return self._write(request)
+            case DigestRequest():
+                return self._run(DigestJob(request.tensors, self._bytes, threads=request.threads))
             case SnapshotRequest():
                 return self._snapshot(request)
             case FlushRequest():
@@ -159,20 +162,13 @@ class _Worker:
         self._snapshots.take(request, self._buffers[request.buffer])
         return SnapshotTaken()
 
-    def _write(self, request: WriteRequest) -> WriteDone:
+    def _write(self, request: WriteRequest) -> Answer:
         options = request.options
         storage = open_storage(request.path, options.storage_options, options.timeout)
         self._connection = storage.connection
-        job = FileJob(
-            storage,
-            request.files,
-            self._bytes,
-            sync=options.sync,
-            threads=options.threads,
-            buffer_bytes=options.buffer_bytes,
-            cipher=options.cipher,
-            sha256=options.sha256,
-        )
+        return self._run(FileJob.of(storage, request.files, self._bytes, options))
+
+    def _run(self, job: FileJob | DigestJob) -> Answer:
         self._job = job
         with suppress(OSError, RuntimeError):  # without /proc, or another thread, the priority stays
             arguments = job, _thread_ids(), SpareCores(_first_line_of_stat, time.process_time)
@@ -204,7 +200,7 @@ class _Worker:
         with self._sending, suppress(EOFError):
             self._channel.send(message)
 
-    def _use_spare_cores(self, job: FileJob, others: set[int], spare: SpareCores) -> None:
+    def _use_spare_cores(self, job: FileJob | DigestJob, others: set[int], spare: SpareCores) -> None:
         """Lowers the priority of a job's threads further, as soon as there are seen to be idle cores for them.
 
         Only that of the job's own threads, which end with it: without privileges a priority cannot be raised again.

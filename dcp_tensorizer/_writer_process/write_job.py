@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 
 from .._format.encoder import BUFFER_BYTES, encode
 from .._format.encryption import Cipher
 from .._format.tensorizer_file import lay_out
 from .._storage.base import Sink, Storage
-from ..errors import WriteError, describe
-from .messages import FileRequest, FileResult, TensorSource, WriteDone
+from .._storage.open import open_storage
+from .._threads import in_threads
+from ..errors import CheckpointError, WriteError, describe
+from .messages import FileRequest, FileResult, TensorSource, WriteDone, WriteOptions
 
 __all__ = ["FileJob"]
 
@@ -29,6 +34,8 @@ class FileJob:
         buffer_bytes: Memory for the parts of a file that are being made.
         cipher: Encrypts everything.
         sha256: Put a SHA-256 of each tensor into the files, beside the CRC-32.
+        identify: Say what each file will be known again by, for later saves to adopt it.
+        open_home: Opens a directory that files may be adopted from.
     """
 
     def __init__(
@@ -42,6 +49,8 @@ class FileJob:
         buffer_bytes: int = BUFFER_BYTES,
         cipher: Cipher | None = None,
         sha256: bool = False,
+        identify: bool = False,
+        open_home: Callable[[str], Storage] = open_storage,
     ) -> None:
         self._storage = storage
         self._files = files
@@ -51,12 +60,39 @@ class FileJob:
         self._buffer_bytes = buffer_bytes
         self._cipher = cipher
         self._sha256 = sha256
+        self._identify = identify
+        self._open_home = functools.cache(open_home)
+        self._adopted_bytes = 0
         self._sinks: list[Sink] = []
+        self._abandoned = False
+        self._completing = threading.Lock()
+
+    @classmethod
+    def of(
+        cls,
+        storage: Storage,
+        files: Sequence[FileRequest],
+        contents: Callable[[TensorSource], memoryview],
+        options: WriteOptions,
+    ) -> FileJob:
+        """A job with the options of a save."""
+        return cls(
+            storage,
+            files,
+            contents,
+            sync=options.sync,
+            threads=options.threads,
+            buffer_bytes=options.buffer_bytes,
+            cipher=options.cipher,
+            sha256=options.sha256,
+            identify=options.reuse,
+            open_home=lambda location: open_storage(location, options.storage_options, options.timeout),
+        )
 
     @property
     def bytes_written(self) -> int:
         """Grows as long as there is progress; may be read from another thread."""
-        return sum(sink.bytes_written for sink in self._sinks)
+        return self._adopted_bytes + sum(sink.bytes_written for sink in self._sinks)
 
     def run(self) -> WriteDone:
         """Writes everything.
@@ -67,22 +103,28 @@ class FileJob:
         started = time.perf_counter()
         name = ""
         try:
+            with self._completing:  # as a completion: what is copied when everything is removed would stay
+                adopted = in_threads(self._adopt, self._files)
+            results = {result.name: result for result in adopted if result is not None}
+            written = [file for file in self._files if file.name not in results]
             # The end of a file waits for the disk, or the server. The next one is begun meanwhile.
             with ThreadPoolExecutor(1, thread_name_prefix="complete") as pool:
-                results: list[FileResult] = []
                 completions: list[Future[None]] = []
-                for number, file in enumerate(self._files):
+                for file in written:
                     name = file.name
-                    results.append(self._write(file))
-                    completions.append(pool.submit(_complete, self._sinks[number]))
+                    results[name] = self._write(file)
+                    completions.append(pool.submit(self._complete, self._sinks[-1]))
                 hash_seconds = time.perf_counter() - started
-                for file, completion in zip(self._files, completions, strict=True):
+                for file, completion in zip(written, completions, strict=True):
                     name = file.name
                     completion.result()
+                    if self._identify:
+                        results[name] = replace(results[name], identity=self._storage.identity(name))
             if self._sync:
                 self._storage.sync_directory()
             writing = sum(sink.write_seconds + sink.complete_seconds for sink in self._sinks)
-            return WriteDone(tuple(results), time.perf_counter() - started, hash_seconds, writing)
+            seconds = time.perf_counter() - started
+            return WriteDone(tuple(results[file.name] for file in self._files), seconds, hash_seconds, writing)
         except Exception as error:
             self.remove()
             message = f"cannot write {self._storage.path}/{name}: {describe(error)}"
@@ -94,6 +136,30 @@ class FileJob:
             with suppress(Exception):
                 self._storage.discard(file.name)
 
+    def _adopt(self, file: FileRequest) -> FileResult | None:
+        """Adopts a file from where the same bytes are; None if there is no such place, or it is not possible."""
+        for home in file.homes:
+            if self._abandoned:
+                break
+            if _protocol(home.location) != _protocol(self._storage.location):
+                continue  # to open it may take a second
+            with suppress(CheckpointError):  # then it is written
+                source = self._open_home(home.location)
+                identity = self._storage.adopt(source, home.name, home.identity, file.name, sync=self._sync)
+                if identity is not None:
+                    self._adopted_bytes += file.nbytes
+                    return FileResult(file.name, file.nbytes, (), identity, adopted=True)
+        return None
+
+    def abandon(self) -> None:
+        """Removes the files while another thread may still be writing them, of which none is completed any more.
+
+        A file that is being completed is waited for: removed before its completion has arrived, it would stay.
+        """
+        self._abandoned = True
+        with self._completing:
+            self.remove()
+
     def _write(self, file: FileRequest) -> FileResult:
         layout = lay_out(file.tensors, self._cipher, sha256=self._sha256)
         sink = self._storage.create(file.name, layout.nbytes, sync=self._sync)
@@ -103,10 +169,17 @@ class FileJob:
         )
         return FileResult(file.name, layout.nbytes, tuple(written))
 
+    def _complete(self, sink: Sink) -> None:
+        try:
+            with self._completing:
+                if self._abandoned:
+                    raise WriteError("nobody waits for this file any more")
+                sink.complete()
+        except BaseException:
+            sink.abort()
+            raise
 
-def _complete(sink: Sink) -> None:
-    try:
-        sink.complete()
-    except BaseException:
-        sink.abort()
-        raise
+
+def _protocol(location: str) -> str:
+    """Of a URL; empty for a path."""
+    return location.partition("://")[0] if "://" in location else ""

@@ -37,6 +37,11 @@ class _World(multi_threaded_pg.ThreadLocalWorld):
                 local.world = inherited
         return super()._get_world()
 
+    @property
+    def comms(self) -> list[Any]:
+        """What torch 2.11 asks for, and its own class for threads does not have."""
+        return []
+
 
 class _Version(threading.local):
     """torch switches how state dicts are flattened by a variable of a module: here each thread has its own."""
@@ -63,6 +68,8 @@ def threads_as_ranks() -> Iterator[Run]:
             mock.patch.object(dist.distributed_c10d, "_world", _World()),
             mock.patch.object(multi_threaded_pg.ProcessLocalGroup, "_device_types", [torch.device("cpu")]),
             mock.patch.object(threading.Thread, "start", start_in_world),
+            # Of torch 2.15; it wants a name that the groups of threads do not have.
+            mock.patch.object(dist.distributed_c10d, "_maybe_attach_flight_recorder", _nothing, create=True),
             mock.patch.object(c10d_logger, "_get_msg_dict", _nothing),  # what torch would log: half of its time
             mock.patch.object(dcp_logger, "_get_msg_dict", _nothing),
             mock.patch.object(default_planner, "_version", version),

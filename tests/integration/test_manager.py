@@ -22,6 +22,7 @@ from dcp_tensorizer import (
     NotCommitted,
     ReadError,
     SaveLimits,
+    StagingError,
     TensorizerStorageReader,
     TensorizerStorageWriter,
     WriteError,
@@ -435,3 +436,26 @@ def test_best_needs_a_rule(tmp_path: Path) -> None:
     """Without ``keep_best`` there is none."""
     with manager_of(tmp_path) as manager, pytest.raises(ValueError, match="keep_best="):
         manager.best()
+
+
+def test_a_part_of_the_state_is_saved(tmp_path: Path) -> None:
+    """What is left out is not in the checkpoint, and stays as it is when that is restored."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8, bias=False))
+    model[0].requires_grad_(False)
+    with manager_of(tmp_path) as manager:
+        manager.save(1, {"model": model, "data": torch.ones(3)}, trainable_only=True, exclude=["data"], wait=True)
+        stored = TensorizerStorageReader(manager.path(1)).read_metadata().state_dict_metadata
+        assert list(stored) == ["model.1.weight"]
+        before = model[0].weight.clone(), model[1].weight.clone()
+        with torch.no_grad():
+            model[0].weight.add_(1)
+            model[1].weight.add_(1)
+        assert manager.restore({"model": model}, strict=False) == 1
+        assert torch.equal(model[0].weight, before[0] + 1)
+        assert torch.equal(model[1].weight, before[1])
+        with pytest.raises(StagingError, match="nothing in the state says what is trained"):
+            manager.save(2, {"model": model.state_dict()}, trainable_only=True)
+        with pytest.raises(TypeError, match="exclude must be a list of patterns"):
+            manager.save(2, {"model": model}, exclude="data")
+        with pytest.raises(StagingError):
+            manager.wait()

@@ -297,7 +297,8 @@ def test_saves_and_loads_have_ids(tmp_path):
     reader = TensorizerStorageReader(tmp_path)
     before, metadata = reader.load_id, reader.read_metadata()
     assert (metadata.storage_meta.load_id, metadata.storage_meta.save_id == first) == (before, False)
-    theirs = dcp.save({"w": torch.ones(2)}, storage_writer=dcp.FileSystemWriter(tmp_path / "torch"))
+    dcp.save({"w": torch.ones(2)}, storage_writer=dcp.FileSystemWriter(tmp_path / "torch"))
+    theirs = dcp.FileSystemReader(tmp_path / "torch").read_metadata()
     assert returned.version == metadata.version == theirs.version
     dcp.load({"w": torch.ones(2)}, storage_reader=reader, checkpoint_id=tmp_path)
     assert reader.load_id != before

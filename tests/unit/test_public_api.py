@@ -135,6 +135,7 @@ def test_the_arguments_of_the_writer_are_pinned() -> None:
         ("thread_count", None),
         ("storage_options", None),
         ("sha256", False),
+        ("reuse_unchanged", False),
         ("encryption", None),
         ("on_report", None),
         ("limits", SaveLimits()),

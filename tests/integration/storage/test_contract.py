@@ -16,6 +16,7 @@ from dcp_tensorizer.errors import NotCommitted, ReadError, WriteError
 from ...support import on_a_page, put_file, run_python
 
 NAME = data_file_name(0, 0, "a" * 32)
+OTHER = data_file_name(3, 1, "b" * 32)
 ODD = ["a*b", "[1]", "with space", "ünïcødé ✓", "q?x", "per%20cent", "semi;colon"]
 
 
@@ -105,6 +106,26 @@ class Contract:
         with ThreadPoolExecutor(2 * storage.reads.max_threads) as pool:
             assert list(pool.map(read, offsets)) == [content[offset : offset + 10] for offset in offsets]
         reader.close()
+
+    def test_files_are_adopted_or_not(self, storage):
+        """An adopted file has the same bytes, and outlives the first; a file that is not what it was is not adopted."""
+        source, target = storage.child("a"), storage.child("b")
+        source.make_directory()
+        target.make_directory()
+        self.write(source, NAME, b"content")
+        identity = source.identity(NAME)
+        assert (identity is not None) == storage.adopts
+        assert (source.identity("missing"), target.head(OTHER)) == (None, None)
+        assert target.adopt(source, "missing", identity or (7, "x"), OTHER, sync=True) is None
+        if identity is not None:
+            assert target.adopt(source, NAME, (*identity[:-1], "another"), OTHER, sync=True) is None
+            assert target.head(OTHER) is None
+            adopted = target.adopt(source, NAME, identity, OTHER, sync=True)
+            assert adopted == target.identity(OTHER)
+            source.remove(NAME)
+            assert target.read(OTHER) == b"content"
+            assert target.identity(OTHER) == adopted
+            assert target.adopt(source, NAME, identity, OTHER + ".2", sync=True) is None
 
     def test_opened_in_another_process(self, storage, options):
         """Another process opens the same directory with location and options alone."""

@@ -28,6 +28,7 @@ def options(**given: Any) -> SaveOptions:
         "thread_count": None,
         "storage_options": None,
         "sha256": False,
+        "reuse_unchanged": False,
         "encryption": None,
         "limits": SaveLimits(),
     }
@@ -35,9 +36,9 @@ def options(**given: Any) -> SaveOptions:
 
 
 def test_limits_are_pinned_and_cannot_be_changed() -> None:
-    """Ten minutes, 256 MiB, three failures."""
+    """Ten minutes, 256 MiB, three failures, ten reuses of a file."""
     limits = SaveLimits()
-    assert dataclasses.astuple(limits) == (600.0, 268_435_456, 3)
+    assert dataclasses.astuple(limits) == (600.0, 268_435_456, 3, 10)
     with pytest.raises(dataclasses.FrozenInstanceError):
         limits.timeout = 1.0  # type: ignore[misc]
     assert pickle.loads(pickle.dumps(SaveLimits(5.0, 6, None))) == SaveLimits(5.0, 6, None)
@@ -52,6 +53,7 @@ def test_limits_are_pinned_and_cannot_be_changed() -> None:
         ({"buffer_bytes": 0}, ValueError, "buffer_bytes=0 must be an int of at least 1"),
         ({"buffer_bytes": 1e9}, TypeError, "buffer_bytes must be an int of at least 1, and is float"),
         ({"max_consecutive_failures": 0}, ValueError, "max_consecutive_failures=0 must be .* or None"),
+        ({"max_reuses": 0}, ValueError, "max_reuses=0 must be an int of at least 1"),
         ({"max_consecutive_failures": "3"}, TypeError, "max_consecutive_failures must be .* or None, and is str"),
     ],
 )
@@ -71,6 +73,7 @@ def test_limits_that_make_no_sense_are_refused(given: dict[str, Any], error: typ
         ({"encryption": KEY}, TypeError, "encryption must be tensorizer.EncryptionParams, and is bytes"),
         ({"encryption": EncryptionParams(KEY), "staging": "shared"}, ValueError, "'shared' and encryption exclude"),
         ({"encryption": EncryptionParams(KEY), "sha256": True}, ValueError, "sha256 and encryption exclude"),
+        ({"encryption": EncryptionParams(KEY), "reuse_unchanged": True}, ValueError, "reuse_unchanged and encryption"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -109,6 +112,7 @@ def test_the_arguments_are_those_of_the_writer_but_for_secrets() -> None:
         "sync_files": True,
         "thread_count": 2,
         "sha256": False,
+        "reuse_unchanged": False,
         "encryption": True,
         "limits": SaveLimits(timeout=5.0),
     }

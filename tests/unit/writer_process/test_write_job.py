@@ -22,7 +22,7 @@ from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.local_write import LocalSink
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer._writer_process.messages import FileRequest, TensorSource
+from dcp_tensorizer._writer_process.messages import FileRequest, FileResult, Home, TensorSource
 from dcp_tensorizer._writer_process.write_job import FileJob
 
 from ...support import block_digests, dtype_name, file_size_limit, filled, raw, same, sources
@@ -188,3 +188,67 @@ def test_a_file_that_cannot_be_completed_fails_all(tmp_path: Path, monkeypatch: 
         job(storage, {name: {name: filled(torch.float32, (5,))} for name in NAMES}).run()
     assert len(completed) == len(NAMES)
     assert os.listdir(tmp_path) == []
+
+
+def test_no_file_is_completed_once_the_job_is_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that is just being completed is waited for and removed; the next one is refused."""
+    work = job(open_storage(tmp_path), {name: {name: filled(torch.float32, (5,))} for name in NAMES[:2]})
+    removing = threading.Thread(target=work.abandon)
+    complete = LocalSink._complete
+    completed: list[LocalSink] = []
+
+    def complete_late(sink: LocalSink) -> None:
+        removing.start()
+        while not work._abandoned:
+            assert removing.is_alive()
+        complete(sink)
+        completed.append(sink)
+
+    monkeypatch.setattr(LocalSink, "_complete", complete_late)
+    with pytest.raises(WriteError, match="nobody waits for this file any more"):
+        work.run()
+    removing.join(30)
+    assert not removing.is_alive()
+    assert len(completed) == 1
+    assert os.listdir(tmp_path) == []
+
+
+def _saved_before(folder: Path, content: dict[str, torch.Tensor]) -> FileResult:
+    """A file that an earlier save has written."""
+    folder.mkdir()
+    (result,) = job(open_storage(folder), {NAMES[2]: content}, identify=True).run().files
+    assert result.identity is not None
+    return result
+
+
+def _adopting(folder: Path, content: dict[str, torch.Tensor], homes: tuple[Home, ...]) -> FileJob:
+    request = FileRequest(NAMES[0], sources(content.items()), homes, 4711)
+    return FileJob(
+        open_storage(folder), [request], lambda source: host_bytes(content[source.name]), sync=True, threads=1
+    )
+
+
+def test_a_file_is_adopted_from_the_first_place_where_that_is_possible(tmp_path: Path) -> None:
+    """Nothing of it is written. If it is possible nowhere, the same bytes are written under the same name."""
+    content = {"a": filled(torch.float32, (1000,))}
+    before = _saved_before(tmp_path / "old", content)
+    right = Home(str(tmp_path / "old"), before.name, before.identity or ())
+    wrong = right._replace(identity=(1, 2, 3)), right._replace(location="unknown://nowhere")
+    for name, homes, adopted in (("new", (*wrong, right), True), ("written", wrong, False)):
+        (tmp_path / name).mkdir()
+        (result,) = _adopting(tmp_path / name, content, homes).run().files
+        assert (result.name, result.adopted, len(result.tensors)) == (NAMES[0], adopted, int(not adopted))
+        assert os.path.samefile(tmp_path / "old" / before.name, tmp_path / name / NAMES[0]) == adopted
+        assert (tmp_path / name / NAMES[0]).read_bytes() == (tmp_path / "old" / before.name).read_bytes()
+
+
+def test_an_abandoned_job_adopts_nothing(tmp_path: Path) -> None:
+    """And leaves nothing; what it would have adopted stays."""
+    content = {"a": filled(torch.float32, (1000,))}
+    before = _saved_before(tmp_path / "old", content)
+    (tmp_path / "new").mkdir()
+    work = _adopting(tmp_path / "new", content, (Home(str(tmp_path / "old"), before.name, before.identity or ()),))
+    work.abandon()
+    with pytest.raises(WriteError, match="nobody waits for this file any more"):
+        work.run()
+    assert (os.listdir(tmp_path / "new"), os.listdir(tmp_path / "old")) == ([], [before.name])

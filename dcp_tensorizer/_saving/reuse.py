@@ -1,0 +1,248 @@
+"""What an engine knows of the files that it has written, so that a save need not write again what is in them.
+
+A file's bytes are made of the names, dtypes, shapes, kinds and elements of its tensors. So two files of the same
+`Content`, in the same order, are equal, whichever key, chunk or rank the tensors are of in each save. Elements are
+compared by XXH3-128. Each save has files of its own names: what it adopts gets a new name.
+
+A file can only be adopted as a whole. So tensors that have not changed lately are kept apart from those that do. Which
+ones those are is known from the digests of the saves before. A tensor that was thought not to change, and did, has to
+stay the same for twice as many saves before it is thought so again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from .._format.layout import INDEX_CAPACITY, StoredItem, data_file_name
+from .._storage.base import UNLIMITED
+from .._writer_process.messages import FileRequest, FileResult, Home, TensorSource, WriteDone
+from .file_planner import plan_files
+
+__all__ = ["KnownFiles", "ReusingSave"]
+
+_HOMES = 4  # of the last saves: that of the newest may be gone, if it was not committed
+_KEPT = 4  # saves: a job may save its model and its optimizer in turn, each with something beside it
+_MAX_PATIENCE = 64
+# A tensor that changes costs its file. Of a file of a GiB the head is 0.03%.
+_MAX_STEADY_BYTES = 1 << 30
+_MIN_STEADY_BYTES = INDEX_CAPACITY  # a file of less would cost more than it saves
+
+
+class Subject(NamedTuple):
+    """A tensor, as a file describes it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    kind: str
+
+
+class Content(NamedTuple):
+    """A tensor and the digest of its elements: what a file's bytes are made of."""
+
+    subject: Subject
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _History:
+    """What is known of a tensor.
+
+    Attributes:
+        digest: Of its elements, in the last save of it.
+        same: How many saves before that had the same.
+        patience: How many it takes until it is thought not to change.
+        seen: The number of that save.
+    """
+
+    digest: bytes
+    same: int = 0
+    patience: int = 1
+    seen: int = 0
+
+    @property
+    def is_steady(self) -> bool:
+        return self.same >= self.patience
+
+    def after(self, digest: bytes, save: int) -> _History:
+        """What is known after another save."""
+        if digest == self.digest:
+            return _History(digest, self.same + 1, self.patience, save)
+        patience = min(_MAX_PATIENCE, 2 * self.patience) if self.is_steady else self.patience
+        return _History(digest, 0, patience, save)
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownFile:
+    """A file that was written, and the names that it has had since then.
+
+    Attributes:
+        contents: Of its tensors, in file order.
+        items: Where they are in it.
+        homes: The newest first.
+        sha256: It has a SHA-256 of each tensor.
+        uses: How often it was adopted.
+        seen: The number of the save that last wrote or adopted it.
+    """
+
+    contents: tuple[Content, ...]
+    items: tuple[StoredItem, ...]
+    nbytes: int
+    homes: tuple[Home, ...]
+    sha256: bool
+    uses: int = 0
+    seen: int = 0
+
+
+class KnownFiles:
+    """The files of the last saves, and what is known of the tensors in them. It may be used by several threads."""
+
+    def __init__(self) -> None:
+        self._files: tuple[_KnownFile, ...] = ()
+        self._histories: dict[Subject, _History] = {}
+        self._saves = 0
+        self._changing = threading.RLock()  # a signal's handler may interrupt its holder, and save
+
+    def begin(self, contents: Mapping[Subject, bytes]) -> tuple[int, list[_KnownFile], dict[Subject, _History]]:
+        """Of a save that is beginning: its number, the files that may be adopted, and what is known of its tensors.
+
+        Args:
+            contents: The digests of its tensors.
+        """
+        with self._changing:
+            self._saves += 1
+            number, files, before = self._saves, self._files, self._histories
+        histories = {
+            subject: before[subject].after(digest, number) if subject in before else _History(digest, seen=number)
+            for subject, digest in contents.items()
+        }
+        found = [file for file in files if all(contents.get(c.subject) == c.digest for c in file.contents)]
+        return number, found, histories
+
+    def end(self, number: int, files: Sequence[_KnownFile], histories: Mapping[Subject, _History]) -> None:
+        """Remembers a save that has written its files, and forgets what no later one can use.
+
+        Args:
+            number: Of the save.
+            files: Its files.
+            histories: What is known of its tensors.
+        """
+        with self._changing:
+            known = {
+                subject: history for subject, history in self._histories.items() if number - history.seen < _KEPT
+            } | dict(histories)
+            replaced = {file.contents for file in files}
+            others = [
+                file
+                for file in self._files
+                if file.contents not in replaced
+                and number - file.seen < _KEPT
+                and all((of := known.get(c.subject)) is not None and of.digest == c.digest for c in file.contents)
+            ]
+            self._files, self._histories = (*files, *others), known
+
+
+class ReusingSave:
+    """One save of one rank that does not write again what is in files of earlier saves.
+
+    Args:
+        known: Of the engine.
+        max_reuses: How often a file may be adopted before its tensors are written anew.
+        sha256: Files must have a SHA-256 of each tensor.
+    """
+
+    def __init__(self, known: KnownFiles, *, max_reuses: int, sha256: bool) -> None:
+        self._known = known
+        self._max_reuses = max_reuses
+        self._sha256 = sha256
+        self._number = 0
+        self._contents: dict[Subject, bytes] = {}
+        self._histories: dict[Subject, _History] = {}
+        self._candidates: list[_KnownFile] = []
+        self._adopted: dict[str, _KnownFile] = {}
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether `prepare` has been called."""
+        return self._number > 0
+
+    def prepare(self, sources: Sequence[TensorSource], digests: Sequence[bytes]) -> None:
+        """Compares what is to be saved with what is known.
+
+        Args:
+            sources: The tensors. Each has a name of its own.
+            digests: The XXH3-128 of each.
+        """
+        self._contents = dict(zip(map(_subject, sources), digests, strict=True))
+        self._number, found, self._histories = self._known.begin(self._contents)
+        self._candidates = [
+            file for file in found if file.uses < self._max_reuses and (file.sha256 or not self._sha256)
+        ]
+
+    def plan(
+        self, sources: Sequence[TensorSource], rank: int, save_id: str, max_file_bytes: int = UNLIMITED, first: int = 0
+    ) -> tuple[FileRequest, ...]:
+        """Distributes tensors over files: first those that are adopted, then what does not change, then the rest.
+
+        Args:
+            sources: The tensors, as they were given to `prepare`.
+            rank: Who writes them.
+            save_id: Of the save.
+            max_file_bytes: See `plan_files`.
+            first: The number of the first file.
+        """
+        left = {_subject(source): source for source in sources}
+        self._adopted = {}
+        requests: list[FileRequest] = []
+        for file in self._candidates:
+            if all(content.subject in left for content in file.contents):
+                tensors = tuple(left.pop(content.subject) for content in file.contents)
+                name = data_file_name(rank, first + len(requests), save_id)
+                requests.append(FileRequest(name, tensors, file.homes, file.nbytes))
+                self._adopted[name] = file
+        steady = [source for subject, source in left.items() if self._histories[subject].is_steady]
+        if sum(source.nbytes for source in steady) < _MIN_STEADY_BYTES:
+            steady = []
+        apart = set(map(_subject, steady))
+        changing = [source for subject, source in left.items() if subject not in apart]
+        for group, most in ((steady, min(_MAX_STEADY_BYTES, max_file_bytes)), (changing, max_file_bytes)):
+            requests += plan_files(group, rank, save_id, most, first=first + len(requests))
+        return tuple(requests)
+
+    def finish(self, location: str, requests: Iterable[FileRequest], done: WriteDone) -> WriteDone:
+        """Remembers what was written, and says where the tensors are in the files that were adopted.
+
+        Args:
+            location: Of the directory.
+            requests: What `plan` has returned.
+            done: What has become of it.
+        """
+        results, known = [], []
+        for request, result in zip(requests, done.files, strict=True):
+            file = self._adopted[result.name] if result.adopted else self._written(request, result)
+            items = tuple(item._replace(file=result.name) for item in file.items)
+            results.append(replace(result, tensors=items))
+            if result.identity is not None:
+                home = Home(location, result.name, result.identity)
+                homes = (home, *itertools.islice(file.homes, _HOMES - 1))
+                uses = file.uses + result.adopted
+                known.append(replace(file, homes=homes, uses=uses, seen=self._number))
+        self._known.end(self._number, known, self._histories)
+        return replace(done, files=tuple(results))
+
+    def _written(self, request: FileRequest, result: FileResult) -> _KnownFile:
+        """A file that was written. It may be of equal files elsewhere, as of a job that saves to two storages in turn.
+
+        It takes the count of these over: it must not have them adopted more often than they may be.
+        """
+        contents = tuple(Content(subject, self._contents[subject]) for subject in map(_subject, request.tensors))
+        uses = self._adopted[request.name].uses if request.homes else 0
+        return _KnownFile(contents, result.tensors, result.nbytes, request.homes, self._sha256, uses)
+
+
+def _subject(source: TensorSource) -> Subject:
+    return Subject(source.name, source.dtype, source.shape, source.kind)

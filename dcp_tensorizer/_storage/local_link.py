@@ -1,0 +1,69 @@
+"""Hard links: one file of two checkpoints, so that the second one costs no space and no time.
+
+A linked file is a part of several checkpoints. So it loses the permission to be written when it gets its second name,
+and it is linked only if nobody has touched it since it was written.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from .base import FileIdentity
+
+__all__ = ["identity_of", "link_file"]
+
+_WRITABLE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
+
+
+def identity_of(status: os.stat_result) -> FileIdentity | None:
+    """Device, inode, size and time of the last write of a file; None of anything else."""
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def link_file(source: Path, identity: FileIdentity, target: Path, *, sync: bool) -> bool:
+    """Gives a file a second name; the directory of that has to be fsynced.
+
+    Nothing is raised: there may be no file, or another one (ENOENT), it may be on another file system (EXDEV), have too
+    many names (EMLINK), belong to somebody else or be on a file system without links (EPERM), and more.
+
+    Args:
+        source: The file.
+        identity: What it must be.
+        target: Its second name, which must be free.
+        sync: Make its data durable: who wrote it may not have.
+
+    Returns:
+        Whether it has its second name.
+    """
+    with suppress(OSError):
+        descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            status = os.fstat(descriptor)
+            if identity_of(status) != identity:
+                return False
+            if mode := stat.S_IMODE(status.st_mode) & _WRITABLE:
+                os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & ~mode)
+            if sync:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        with suppress(OSError):  # of a network mount that asks twice, although it was done: what is there counts
+            os.link(source, target, follow_symlinks=False)
+        return _is_linked(target, identity)
+    return False
+
+
+def _is_linked(target: Path, identity: FileIdentity) -> bool:
+    """Whether a name is of the file that was meant. Somebody may have put another one in its place meanwhile."""
+    with suppress(OSError):
+        found = identity_of(os.lstat(target))
+        if found == identity:
+            return True
+        if found is not None:
+            target.unlink()
+    return False

@@ -1,0 +1,233 @@
+"""Saves that do not write again what has not changed, on a real disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from tensorizer import TensorDeserializer
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcp_tensorizer import CheckpointManager, SaveLimits, TensorizerStorageReader, TensorizerStorageWriter
+from dcp_tensorizer._cli.views import show_listing
+from dcp_tensorizer._saving.engine import engine_of_process
+from dcp_tensorizer._saving.reuse import KnownFiles
+from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer.tools import collect, list_checkpoints, verify
+
+from ..servers import S3Server
+from ..support import kill, writer_process
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+BASE_BYTES = 2_000_000
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """A base that is frozen, an adapter that is trained, and a step."""
+    generator = torch.Generator().manual_seed(0)
+    base = {f"base.{n}": torch.rand(BASE_BYTES // 8, generator=generator) for n in range(2)}
+    return {**base, "adapter": torch.full((1000,), float(step)), "step": step}
+
+
+def check(path: Path | str, step: int, **options: Any) -> None:
+    """Loads a checkpoint, and compares it bit for bit."""
+    expected = state_of(step)
+    loaded = {key: torch.zeros_like(value) if key != "step" else None for key, value in expected.items()}
+    dcp.load(loaded, storage_reader=TensorizerStorageReader(path, **options))
+    assert loaded.pop("step") == expected.pop("step")
+    assert all(torch.equal(loaded[key], value) for key, value in expected.items())
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_known() -> None:
+    """Of files of other tests."""
+    engine_of_process(devices=False).files = KnownFiles()
+
+
+@pytest.fixture
+def writer() -> Iterator[TensorizerStorageWriter]:
+    with TensorizerStorageWriter(reuse_unchanged=True) as writer:
+        yield writer
+
+
+def save(writer: TensorizerStorageWriter, path: Path | str, step: int, *, sync: bool = True) -> int:
+    """Saves, and returns the bytes that were reused."""
+    if sync:
+        dcp.save(state_of(step), storage_writer=writer, checkpoint_id=path)
+    else:
+        dcp.async_save(state_of(step), storage_writer=writer, checkpoint_id=path).result()
+    assert writer.last_report is not None
+    return writer.last_report.reused_nbytes
+
+
+def largest(path: Path) -> Path:
+    """The data file that the base is in."""
+    return max(path.glob("*.tensors"), key=lambda file: file.stat().st_size)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_each_checkpoint_is_whole_by_itself(writer: TensorizerStorageWriter, tmp_path: Path, sync: bool) -> None:
+    """The base is one file with a name in each; any other checkpoint can be deleted; stock tensorizer reads them."""
+    reused = [save(writer, tmp_path / f"step-{step}", step, sync=sync) for step in range(5)]
+    assert reused == [0, 0, BASE_BYTES, BASE_BYTES, BASE_BYTES]
+    bases = [largest(tmp_path / f"step-{step}") for step in range(5)]
+    assert len({base.name for base in bases}) == 5
+    assert len({base.stat().st_ino for base in bases[1:]}) == 1
+    assert stat.S_IMODE(bases[4].stat().st_mode) & 0o222 == 0
+    shutil.rmtree(tmp_path / "step-1")
+    shutil.rmtree(tmp_path / "step-4")
+    for step in (0, 2, 3):
+        check(tmp_path / f"step-{step}", step)
+        assert not verify(tmp_path / f"step-{step}", full=True).damages
+    with TensorDeserializer(largest(tmp_path / "step-3"), device="cpu", verify_hash=True) as stock:
+        assert torch.equal(stock["base.1"], state_of(3)["base.1"])
+
+
+def test_a_checkpoint_that_is_overwritten_keeps_the_data(writer: TensorizerStorageWriter, tmp_path: Path) -> None:
+    """Its file gets another name, and loses the old one when the new checkpoint is committed."""
+    for step in range(2):
+        save(writer, tmp_path / "c", step)
+    inode = largest(tmp_path / "c").stat().st_ino
+    assert save(writer, tmp_path / "c", 2) == BASE_BYTES
+    assert (largest(tmp_path / "c").stat().st_ino, largest(tmp_path / "c").stat().st_nlink) == (inode, 1)
+    assert len(list(tmp_path.glob("c/*"))) == 3
+    check(tmp_path / "c", 2)
+
+
+def test_a_save_that_is_not_committed_takes_nothing_away(writer: TensorizerStorageWriter, tmp_path: Path) -> None:
+    """Neither from the checkpoint at its path, nor from the next save, which finds the file under an older name."""
+    for step in range(3):
+        save(writer, tmp_path / "c", step)
+    before = {path.name for path in tmp_path.glob("c/*")}
+    full = mock.patch.object(LocalStorage, "put", side_effect=OSError("no space"))
+    with full, suppress(CheckpointException, OSError):
+        save(writer, tmp_path / "c", 3)
+    for name in {path.name for path in tmp_path.glob("c/*")} - before:
+        (tmp_path / "c" / name).unlink()
+    check(tmp_path / "c", 2)
+    assert save(writer, tmp_path / "c", 4) == BASE_BYTES
+    check(tmp_path / "c", 4)
+
+
+def _touch(file: Path) -> None:
+    os.utime(file)
+
+
+def _flip(file: Path) -> None:
+    with open(file, "r+b") as content:
+        content.seek(1_000_000)
+        content.write(bytes(content.read(1)[0] ^ 1 for _ in range(1)))
+
+
+def _replace(file: Path) -> None:
+    state = file.stat()
+    shutil.copy(file, file.with_suffix(".copy"))
+    os.utime(file.with_suffix(".copy"), ns=(state.st_atime_ns, state.st_mtime_ns))
+    file.with_suffix(".copy").rename(file)
+
+
+@pytest.mark.parametrize("change", [_touch, _flip, _replace, Path.unlink])
+def test_a_file_that_somebody_has_touched_is_written_again(
+    writer: TensorizerStorageWriter, tmp_path: Path, change: Callable[[Path], object]
+) -> None:
+    """Its inode, size and time must be as they were. The next save reuses the new one."""
+    for step in range(2):
+        save(writer, tmp_path / f"step-{step}", step)
+    change(largest(tmp_path / "step-1"))
+    assert save(writer, tmp_path / "step-2", 2) == 0
+    assert save(writer, tmp_path / "step-3", 3) == BASE_BYTES
+    check(tmp_path / "step-2", 2)
+    check(tmp_path / "step-3", 3)
+
+
+def test_damage_to_a_shared_file_is_found_in_each_checkpoint(writer: TensorizerStorageWriter, tmp_path: Path) -> None:
+    """And it is said that others have it, too."""
+    for step in range(4):
+        save(writer, tmp_path / f"step-{step}", step)
+    _flip(largest(tmp_path / "step-3"))
+    for step in (1, 2, 3):
+        (damage,) = verify(tmp_path / f"step-{step}").damages
+        assert damage.key in ("base.0", "base.1")
+        assert "has 2 other names in other checkpoints, which are damaged too" in damage.what
+    assert not verify(tmp_path / "step-0").damages
+
+
+def test_everything_is_written_anew_after_some_reuses(tmp_path: Path) -> None:
+    """So that not all checkpoints have their base in one file."""
+    with TensorizerStorageWriter(reuse_unchanged=True, limits=SaveLimits(max_reuses=2)) as writer:
+        reused = [save(writer, tmp_path / f"step-{step}", step) > 0 for step in range(8)]
+    assert reused == [False, False, True, True, False, True, True, False]
+    assert len({largest(tmp_path / f"step-{step}").stat().st_ino for step in range(8)}) == 4
+
+
+def test_a_writer_process_that_died_changes_nothing(writer: TensorizerStorageWriter, tmp_path: Path) -> None:
+    """What is known is known to the trainer."""
+    for step in range(3):
+        save(writer, tmp_path / f"step-{step}", step, sync=False)
+    kill(writer_process())
+    assert save(writer, tmp_path / "step-3", 3, sync=False) == BASE_BYTES
+    check(tmp_path / "step-3", 3)
+
+
+def test_another_writer_reuses_what_the_first_has_written(tmp_path: Path) -> None:
+    """Also when that is closed. One without the option writes everything."""
+    reused = []
+    for step in range(5):
+        with TensorizerStorageWriter(reuse_unchanged=step != 3) as other:
+            reused.append(save(other, tmp_path / f"step-{step}", step, sync=False))
+    assert reused == [0, 0, BASE_BYTES, 0, BASE_BYTES]
+
+
+def test_the_tools_know_what_is_shared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`ls` says how much, and `gc` counts only what is free when the last name goes."""
+    with TensorizerStorageWriter(reuse_unchanged=True) as writer:
+        for step in range(5):
+            save(writer, tmp_path / f"step-{step}", step)
+    shared = largest(tmp_path / "step-1").stat().st_size
+    assert [info.shared_nbytes for info in list_checkpoints(tmp_path)] == [shared, shared, shared, shared, 0]
+    show_listing(list_checkpoints(tmp_path), str(tmp_path), as_json=False)
+    header, first, *_, last_line = capsys.readouterr().out.splitlines()
+    assert header.split() == ["checkpoint", "state", "saved", "size", "shared", "ranks", "tensors"]
+    assert first.split()[-4:-2] == ["2.26", "MB"]
+    assert last_line.split()[-4:-2] == ["0", "B"]
+    planned, removed = (collect(tmp_path, keep=2, dry_run=dry_run) for dry_run in (True, False))
+    assert [os.path.basename(removal.path) for removal in removed] == ["step-2", "step-1", "step-0"]
+    sizes = [removal.nbytes for removal in removed]
+    assert [removal.nbytes for removal in planned] == sizes
+    assert sizes[0] == sizes[1] < shared < sizes[2]
+    (last,) = collect(tmp_path, keep=1)
+    assert last.nbytes == sizes[0]
+    check(tmp_path / "step-4", 4)
+
+
+def test_a_manager_passes_the_option_on(tmp_path: Path) -> None:
+    """It deletes old checkpoints, and the new ones keep what these shared."""
+    with CheckpointManager(tmp_path, keep_latest=2, reuse_unchanged=True) as manager:
+        for step in range(1, 6):
+            manager.save(step, state_of(step), wait=True)
+        assert manager.steps() == [4, 5]
+    assert largest(tmp_path / "step-5").stat().st_nlink == 2
+    check(tmp_path / "step-5", 5)
+
+
+def test_an_object_store_copies_what_is_reused(s3: S3Server, tmp_path: Path) -> None:
+    """Each checkpoint has objects of its own. Saves to a disk in between do no harm, nor the other way round."""
+    options = s3.options()
+    with TensorizerStorageWriter(reuse_unchanged=True, storage_options=options) as remote:
+        reused = [save(remote, f"s3://{s3.bucket}/reuse/step-{step}", step, sync=False) for step in range(4)]
+        with TensorizerStorageWriter(reuse_unchanged=True) as local:
+            save(local, tmp_path / "a", 4)
+            reused.append(save(remote, f"s3://{s3.bucket}/reuse/step-5", 5))
+            reused.append(save(local, tmp_path / "b", 6))
+    assert reused == [0, 0, BASE_BYTES, BASE_BYTES, BASE_BYTES, BASE_BYTES]
+    check(f"s3://{s3.bucket}/reuse/step-3", 3, storage_options=options)

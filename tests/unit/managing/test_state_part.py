@@ -1,0 +1,68 @@
+"""Which part of a state is saved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dcp_tensorizer import StagingError
+from dcp_tensorizer._managing.state_part import StatePart
+
+
+def names(state: dict[str, Any], prefix: str = "") -> list[str]:
+    """The keys of nested dicts, joined by dots."""
+    found = []
+    for key, value in state.items():
+        found += names(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [f"{prefix}{key}"]
+    return found
+
+
+class Tied(torch.nn.Module):
+    """A frozen base whose weight has two names, an adapter, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = torch.nn.Linear(2, 2, bias=False).requires_grad_(False)
+        self.head = torch.nn.Linear(2, 2, bias=False)
+        self.head.weight = self.base.weight
+        self.adapter = torch.nn.Linear(2, 1)
+        self.register_buffer("scale", torch.ones(1))
+
+
+def test_all_of_a_state_is_all_of_it() -> None:
+    """Modules are asked for their state; everything else is as it is."""
+    model = Tied()
+    state = {"model": model, "nested": {"empty": {}}, "step": 1}
+    assert names(StatePart().of(state)) == [
+        *(f"model.{name}" for name in model.state_dict()),
+        "nested.empty",
+        "step",
+    ]
+
+
+def test_keys_are_left_out_by_patterns() -> None:
+    """Dicts of which nothing is left go, too. The state itself stays as it is."""
+    state = {"model": {"base": {"w": 1, "b": 2}, "lora": {"w": 3}}, "data": [1, 2], 7: {"x": 1}, "empty": {}}
+    assert names(StatePart(("model.base.*", "data", "7.x")).of(state)) == ["model.lora.w", "empty"]
+    assert len(names(state)) == 6
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    """Under each of their names; buffers stay."""
+    state = StatePart(trainable_only=True).of({"model": Tied(), "step": 1})
+    assert names(state) == ["model.scale", "model.adapter.weight", "model.adapter.bias", "step"]
+
+
+def test_parameters_in_dicts_say_themselves_whether_they_are_frozen() -> None:
+    """As in a state dict that was made with ``keep_vars=True``."""
+    state = {"model": Tied().state_dict(keep_vars=True), "step": 1}
+    part = StatePart(("step",), trainable_only=True).of(state)
+    assert names(part) == ["model.scale", "model.adapter.weight", "model.adapter.bias"]
+
+
+def test_a_state_that_does_not_say_what_is_trained_is_refused() -> None:
+    """The tensors of a plain state dict are all the same."""
+    with pytest.raises(StagingError, match="give the module itself in the state"):
+        StatePart(trainable_only=True).of({"model": Tied().state_dict()})

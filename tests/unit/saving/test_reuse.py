@@ -1,0 +1,239 @@
+"""What a save need not write again, and which tensors are kept apart because they do not change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from dcp_tensorizer._format.layout import StoredItem, data_file_name
+from dcp_tensorizer._saving.reuse import KnownFiles, ReusingSave
+from dcp_tensorizer._writer_process.messages import FileRequest, FileResult, TensorSource, WriteDone
+
+MIB = 1 << 20
+
+
+def save_id(number: int) -> str:
+    return f"{number:032x}"
+
+
+class Saved(NamedTuple):
+    """What became of a save: the tensors of each file, and of those that were adopted."""
+
+    files: list[list[str]]
+    adopted: list[list[str]]
+    done: WriteDone
+    requests: tuple[FileRequest, ...]
+
+
+class Job:
+    """Saves of one rank, whose tensors hold what `save` is told."""
+
+    def __init__(self, max_reuses: int = 100, sha256: bool = False) -> None:
+        self.known = KnownFiles()
+        self.max_reuses = max_reuses
+        self.sha256 = sha256
+        self.number = 0
+
+    def save(
+        self,
+        values: Mapping[str, int],
+        *,
+        nbytes: int = MIB,
+        refuse: Collection[str] = (),
+        fails: bool = False,
+        attempts: int = 1,
+        dtype: str = "uint8",
+        identify: Callable[[str], tuple[str, ...] | None] = lambda name: (name,),
+    ) -> Saved:
+        """One save; files of ``refuse`` cannot be adopted."""
+        self.number += 1
+        save = ReusingSave(self.known, max_reuses=self.max_reuses, sha256=self.sha256)
+        sources = [TensorSource(name, dtype, (nbytes,), nbytes) for name in values]
+        save.prepare(sources, [value.to_bytes(16, "big") for value in values.values()])
+        requests: tuple[FileRequest, ...] = ()
+        for _ in range(attempts):
+            requests = save.plan(sources, 0, save_id(self.number), first=len(requests))
+        results = []
+        for request in requests:
+            is_adopted = bool(request.homes) and not {home.name for home in request.homes} <= set(refuse)
+            items = [] if is_adopted else [stored(request.name, source) for source in request.tensors]
+            identity = identify(request.name)
+            results.append(FileResult(request.name, 1000, tuple(items), identity, adopted=is_adopted))
+        done = WriteDone(tuple(results), 0.0, 0.0, 0.0)
+        if not fails:
+            done = save.finish("/job", requests, done)
+        names = [[source.name for source in request.tensors] for request in requests]
+        adopted = [of for of, result in zip(names, done.files, strict=True) if result.adopted]
+        return Saved(names, adopted, done, requests)
+
+
+def names_until(number: int) -> set[str]:
+    """Of the first files of all saves."""
+    return {data_file_name(0, 0, save_id(n)) for n in range(number)}
+
+
+def stored(file: str, source: TensorSource) -> StoredItem:
+    return StoredItem(file, source.name, 64, source.nbytes, source.dtype, source.kind, b"digests!")
+
+
+def test_the_third_save_adopts_what_does_not_change() -> None:
+    """The first knows nothing, the second sees what has not changed and keeps it apart, the third adopts that file."""
+    job = Job()
+    saves = [job.save({"base": 1, "lora": step, "head": 2}) for step in range(4)]
+    assert [save.files for save in saves] == [
+        [["base", "lora", "head"]],
+        [["base", "head"], ["lora"]],
+        [["base", "head"], ["lora"]],
+        [["base", "head"], ["lora"]],
+    ]
+    assert [save.adopted for save in saves] == [[], [], [["base", "head"]], [["base", "head"]]]
+
+
+def test_an_adopted_file_has_a_name_of_its_own() -> None:
+    """It says where the tensors are in it, and knows the names that it had before, the newest first."""
+    job = Job()
+    saves = [job.save({"base": 1, "lora": step}) for step in range(8)]
+    name = data_file_name(0, 0, save_id(8))
+    adopted = saves[-1].done.files[0]
+    assert (adopted.name, adopted.nbytes) == (name, 1000)
+    assert adopted.tensors == (stored(name, TensorSource("base", "uint8", (MIB,), MIB)),)
+    homes = saves[-1].requests[0].homes
+    assert [(home.location, home.name) for home in homes] == [
+        ("/job", data_file_name(0, 0, save_id(number))) for number in (7, 6, 5, 4)
+    ]
+
+
+def test_a_state_that_has_not_changed_at_all_is_adopted_at_once() -> None:
+    """Its only file holds nothing that changes."""
+    job = Job()
+    assert [job.save({"a": 1, "b": 2}).adopted for _ in range(3)] == [[], [["a", "b"]], [["a", "b"]]]
+
+
+def test_a_file_of_which_one_tensor_has_changed_is_not_adopted() -> None:
+    """What is left of it is written once more, without that tensor, and adopted from then on."""
+    job = Job()
+    for step in range(3):
+        job.save({"a": 1, "b": 2, "lora": step})
+    saves = [job.save({"a": 1, "b": 3, "lora": step}) for step in range(3, 7)]
+    assert [save.files for save in saves] == [[["a"], ["b", "lora"]]] * 2 + [[["a"], ["b"], ["lora"]]] * 2
+    assert [save.adopted for save in saves] == [[], [["a"]], [["a"]], [["a"], ["b"]]]
+
+
+def test_a_tensor_that_changed_has_to_stay_the_same_for_longer_each_time() -> None:
+    """So one that changes now and then does not have the others written again."""
+    job = Job()
+    for step in range(3):
+        job.save({"a": 1, "b": 0, "lora": step})
+    apart = []
+    for step in range(3, 9):
+        files = job.save({"a": 1, "b": 1, "lora": step}).files
+        apart.append(not any({"b", "lora"} <= set(file) for file in files))
+    assert apart == [False, False, True, True, True, True]
+    job.save({"a": 1, "b": 2, "lora": 9})
+    waits = [any({"b", "lora"} <= set(f) for f in job.save({"a": 1, "b": 2, "lora": s}).files) for s in range(10, 15)]
+    assert waits == [True, True, True, False, False]
+
+
+def test_what_cannot_be_adopted_is_written_and_adopted_next_time() -> None:
+    """It is asked for under all of its names, also when it was written once more: they may be on another storage."""
+    job = Job()
+    for step in range(3):
+        job.save({"base": 1, "lora": step})
+    refused = job.save({"base": 1, "lora": 3}, refuse=names_until(4))
+    assert (refused.files, refused.adopted) == ([["base"], ["lora"]], [])
+    after = job.save({"base": 1, "lora": 4})
+    assert after.adopted == [["base"]]
+    assert [home.name for home in after.requests[0].homes] == [data_file_name(0, 0, save_id(n)) for n in (4, 3, 2)]
+
+
+def test_a_file_is_written_anew_after_so_many_reuses() -> None:
+    """One that goes bad spoils no more checkpoints than these."""
+    job = Job(max_reuses=2)
+    adopted = [bool(job.save({"base": 1, "lora": step}).adopted) for step in range(9)]
+    assert adopted == [False, False, True, True, False, True, True, False, True]
+    job.save({"base": 1, "lora": 9})
+    assert job.save({"base": 1, "lora": 10}).requests[0].homes == ()
+    assert job.save({"base": 1, "lora": 11}).adopted
+    assert not job.save({"base": 1, "lora": 12}, refuse=names_until(13)).adopted
+    assert [bool(job.save({"base": 1, "lora": step}).adopted) for step in (13, 14)] == [True, False]
+
+
+def test_a_save_that_failed_changes_nothing() -> None:
+    """The next one adopts the same file."""
+    job = Job()
+    for step in range(3):
+        job.save({"base": 1, "lora": step})
+    job.save({"base": 1, "lora": 3}, fails=True)
+    after = job.save({"base": 1, "lora": 4})
+    assert after.adopted == [["base"]]
+    assert after.requests[0].homes[0].name == data_file_name(0, 0, save_id(3))
+
+
+def test_another_attempt_has_files_of_its_own() -> None:
+    """And adopts the same."""
+    job = Job()
+    for step in range(2):
+        job.save({"base": 1, "lora": step})
+    again = job.save({"base": 1, "lora": 2}, attempts=2)
+    assert [request.name for request in again.requests] == [data_file_name(0, n, save_id(3)) for n in (2, 3)]
+    assert again.adopted == [["base"]]
+
+
+def test_states_that_are_saved_in_turn_are_all_known() -> None:
+    """A model and an optimizer, each in a checkpoint of its own."""
+    job = Job()
+    for step in range(3):
+        saved = [job.save({"model": 1, "step": step}), job.save({"optimizer": 2, "count": step})]
+    assert [save.adopted for save in saved] == [[["model"]], [["optimizer"]]]
+
+
+def test_a_tensor_of_another_dtype_or_shape_is_another_tensor() -> None:
+    """The same bytes are described otherwise in a file."""
+    job = Job()
+    job.save({"a": 1})
+    assert job.save({"a": 1}, dtype="int8").adopted == []
+    assert job.save({"a": 1}, nbytes=2 * MIB).adopted == []
+    assert job.save({"a": 1}, nbytes=2 * MIB).adopted == [["a"]]
+
+
+def test_a_file_without_sha256_is_not_adopted_where_one_is_wanted() -> None:
+    """The other way round it is."""
+    job = Job()
+    job.save({"a": 1})
+    job.sha256 = True
+    assert job.save({"a": 1}).adopted == []
+    assert job.save({"a": 1}).adopted == [["a"]]
+    job.sha256 = False
+    assert job.save({"a": 1}).adopted == [["a"]]
+
+
+def test_small_tensors_get_no_file_of_their_own() -> None:
+    """The head of a file has 256 KiB."""
+    job = Job()
+    saves = [job.save({"norm": 1, "lora": step}, nbytes=100_000) for step in range(4)]
+    assert [save.files for save in saves] == [[["norm", "lora"]]] * 4
+
+
+def test_what_does_not_change_is_cut_into_files_of_a_gibibyte() -> None:
+    """A tensor that changes all the same has only its own file written again."""
+    job = Job()
+    for step in range(2):
+        saved = job.save({**{f"base.{n}": n for n in range(5)}, "lora": step}, nbytes=400 * MIB)
+    assert saved.files == [["base.0", "base.1"], ["base.2", "base.3"], ["base.4"], ["lora"]]
+
+
+def test_files_without_identity_are_not_adopted() -> None:
+    """Where nothing says whether a file is still the same."""
+    job = Job()
+    assert [job.save({"a": 1}, identify=lambda name: None).adopted for _ in range(3)] == [[]] * 3
+
+
+def test_what_is_not_saved_any_more_is_forgotten() -> None:
+    """After four saves of something else."""
+    job = Job()
+    job.save({"a": 1})
+    for step in range(4):
+        job.save({"b": step})
+    assert job.save({"a": 1}).adopted == []
+    assert replace(job.save({"a": 1}).done.files[0], tensors=()).adopted
