@@ -18,8 +18,9 @@ from ._arguments import check_path
 from ._loading.directory_format import contents, format_of
 from ._loading.validate import ReadFrom
 from ._storage.base import TIMEOUT, Storage
-from ._storage.open import absolute_path, is_location, open_storage
+from ._storage.open import absolute_path, is_location
 from ._storage.redact import redact
+from ._tiers.open import Opener
 from .errors import CheckpointError, DecryptionError, MetadataError, ReadError
 from .reader import TensorizerStorageReader
 
@@ -59,7 +60,11 @@ class AnyFormatReader(StorageReader):
     def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
         TensorizerStorageReader(path, **options)  # checks the arguments
         self._path: str | os.PathLike[str] = absolute_path(path)
+        self._root = path
         self._options = options
+        self._storage = Opener(
+            path, options.get("storage_options"), options.get("timeout", TIMEOUT), options.get("local")
+        )
         self._reader: StorageReader | None = None
         self._error: CheckpointError | None = None
 
@@ -144,10 +149,12 @@ class AnyFormatReader(StorageReader):
             CheckpointError: there is nothing, or nothing that can be loaded.
         """
         storage_options = dict(self._options.get("storage_options") or {})
-        storage = open_storage(self._path, storage_options, self._options.get("timeout", TIMEOUT))
+        storage = self._storage(self._path)
         found = format_of(storage, dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
         if found == "dcp_tensorizer":
-            return TensorizerStorageReader(self._path, **self._options)
+            reader = TensorizerStorageReader(self._root, **self._options)
+            reader.reset(self._path)
+            return reader
         if found is None:
             raise _unknown(storage)
         if self._options.get("encryption") is not None:

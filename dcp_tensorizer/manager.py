@@ -18,22 +18,21 @@ from typing import TYPE_CHECKING, Any
 from ._arguments import check_path, check_timeout
 from ._managing.agreement import Agreement, make_groups
 from ._managing.arguments import check_metrics, check_patterns, check_step, options_of_reader, split_limits
-from ._managing.branches import current_branch, members
-from ._managing.catalogue import Step, read_steps
 from ._managing.decision import Action, Vote, decide
-from ._managing.deletion import retain
 from ._managing.goodput import GoodputClock, GoodputReport
 from ._managing.names import StepNames
-from ._managing.place import Place, begin, choose, logger, sound
+from ._managing.place import Place, begin, choose, logger, read_members
 from ._managing.restoring import Selection, load_first
+from ._managing.retaining import Retaining
 from ._managing.retention import Retention
 from ._managing.saves import Saves
 from ._managing.schedule import Schedule
 from ._managing.signals import StopSignals
 from ._managing.state_part import StatePart
+from ._managing.unflushed import settle
 from ._saving.options import SaveLimits
-from ._storage.open import open_storage
 from ._threads import Deadline
+from ._tiers.open import Opener
 from .errors import CheckpointError, WriteError
 from .writer import TensorizerStorageWriter
 
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 __all__ = ["CheckpointManager"]
-
-Metrics = dict[str, float]
 
 
 class CheckpointManager:
@@ -81,7 +78,7 @@ class CheckpointManager:
         process_group: The ranks, if not all of them.
         reader_options: For `TensorizerStorageReader`, in `restore`. Storage options, the timeout and a key are known
             from the writer's; a passphrase is not.
-        writer_options: For `TensorizerStorageWriter`.
+        writer_options: For `TensorizerStorageWriter`. With ``local``, the rules count what is in the folder.
 
     Raises:
         TypeError, ValueError: an argument makes no sense, or this is not the main thread and there are signals.
@@ -113,9 +110,10 @@ class CheckpointManager:
         must_change = check_patterns("must_change", must_change)
         self._signals = StopSignals(stop_signals)
         limits, self._max_failures = split_limits(writer_options.pop("limits", SaveLimits()))
-        self._writer = TensorizerStorageWriter(limits=limits, **writer_options)
+        self._writer = TensorizerStorageWriter(folder, limits=limits, **writer_options)
         try:
-            self._folder = open_storage(folder, writer_options.get("storage_options"), limits.timeout)
+            where = writer_options.get("storage_options"), limits.timeout, writer_options.get("local")
+            self._folder = Opener(folder, *where)(folder)
             self._reader_options = options_of_reader(writer_options, limits, reader_options)
             self._group, agreements = make_groups(process_group)
         except BaseException:
@@ -123,8 +121,10 @@ class CheckpointManager:
             raise
         self._agreement = Agreement(agreements)
         self._clock = GoodputClock()
-        self._saves = Saves(self._writer, self._group, self._agreement, self._clock, must_change, self._retain)
         self._place: Place | None = None
+        rules, flushing = self._rules if self._agreement.is_first else None, self._writer.flushing
+        self._retaining = Retaining(self._folder, self._names, rules, flushing, lambda: self._place)
+        self._saves = Saves(self._writer, self._group, self._agreement, self._clock, must_change, self._retaining.after)
         self._stopping = self._closed = False
         self._signals.install()
 
@@ -179,6 +179,7 @@ class CheckpointManager:
         step, recorded = check_step(step), check_metrics(metrics)
         self._saves.part = StatePart(check_patterns("exclude", exclude), trainable_only)
         if self._place is None:
+            settle(self._writer.flushing, self._agreement)
             self._place = self._agreement.decided(lambda: begin(self._folder, self._names, step))
         action = self._decide(step, force)
         future = self._act(action, step, state, recorded)
@@ -224,6 +225,7 @@ class CheckpointManager:
         selection = Selection(check_patterns("include", include), check_patterns("exclude", exclude), strict)
         step = None if step is None else check_step(step)
         self._saves.wait()
+        settle(self._writer.flushing, self._agreement)
         found = self._agreement.decided(lambda: choose(self._folder, self._names, step, fallback=fallback))
         steps = [step for step, _ in found.candidates]
         number = load_first(self._folder, steps, state, selection, self._group, self._reader_options)
@@ -273,6 +275,7 @@ class CheckpointManager:
         self._writer.close(timeout)
         logger.info("%s: %s", self._folder.path, self.report())
         self._saves.wait(deadline)
+        self._retaining.wait(deadline)
         self._saves.tell()
 
     # --- what each rank may call by itself --------------------------------------------------------------------------
@@ -303,6 +306,10 @@ class CheckpointManager:
         name = self._names.name_of(step) if self._place is None else self._place.name_of(step, self._names)
         return self._folder.child(name).location
 
+    def wait_remote(self, timeout: float | None = None) -> bool:
+        """Waits until the folder has what lies in ``local``, as `TensorizerStorageWriter.wait_remote` does."""
+        return self._writer.wait_remote(timeout)
+
     def report(self) -> GoodputReport:
         """What checkpoints have cost this rank so far."""
         return self._clock.report()
@@ -315,7 +322,9 @@ class CheckpointManager:
         self._saves.check(failures, self._max_failures)
         return action
 
-    def _act(self, action: Action, step: int, state: Mapping[str, Any], metrics: Metrics) -> Future[str] | None:
+    def _act(
+        self, action: Action, step: int, state: Mapping[str, Any], metrics: dict[str, float]
+    ) -> Future[str] | None:
         assert self._place is not None
         if action is Action.NOTHING:
             self._saves.warm_up(state)
@@ -331,17 +340,8 @@ class CheckpointManager:
         name = self._place.name_of(step, self._names)
         return self._saves.start(self._folder.child(name), name, state, self._place.record(step, metrics))
 
-    def _retain(self, saved: Step) -> None:
-        """Called after each commit, on a thread of its own."""
-        if self._agreement.is_first and not self._rules.keeps_all:
-            for step in retain(self._folder, self._names, saved, self._rules):
-                if self._place is not None:
-                    self._place.numbers.discard(step.number)
-
-    def _members(self) -> list[Step]:
-        steps = sound(read_steps(self._folder, self._names))
-        branch = current_branch(steps) if self._place is None else self._place.branch
-        return [] if branch is None else members(steps, branch)
+    def _members(self) -> list[Any]:
+        return read_members(self._folder, self._names, self._place)
 
     def _check_open(self) -> None:
         if self._closed:

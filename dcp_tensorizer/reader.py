@@ -37,8 +37,9 @@ from ._loading.validate import (
 )
 from ._memory.garbage import collector_paused
 from ._storage.base import TIMEOUT, Storage
-from ._storage.open import absolute_path, is_location, open_storage
+from ._storage.open import absolute_path, is_location
 from ._storage.redact import redact, shown
+from ._tiers.open import Opener
 from .errors import CheckpointError, MetadataError, NotCommitted
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class TensorizerStorageReader(StorageReader):
             ranks is faster than the storage. It takes up to 200 MB of memory. All ranks of it must load together.
         on_report: Called with the `LoadReport` of each load, on the thread that loads. An error in it is logged; the
             load does not fail.
+        local: The folder that was the writer's ``local``: what is whole there is read from there.
 
     Raises:
         ValueError, TypeError: an argument makes no sense.
@@ -97,6 +99,7 @@ class TensorizerStorageReader(StorageReader):
         exchange: dist.ProcessGroup | None = None,
         on_progress: Callable[[int, int], object] | None = None,
         on_report: Callable[[LoadReport], object] | None = None,
+        local: str | os.PathLike[str] | None = None,
     ) -> None:
         check_path(path)
         check_storage_options(storage_options)
@@ -109,6 +112,7 @@ class TensorizerStorageReader(StorageReader):
         self._path: str | os.PathLike[str] = absolute_path(path)
         self._options = dict(storage_options or {})
         self._load_options = LoadOptions(verify, allow_pickle, thread_count, page_cache)
+        self._open = Opener(path, self._options, timeout, local)
         self._timeout = timeout
         self._encryption = encryption
         self._exchange = members_of(exchange)
@@ -204,7 +208,7 @@ class TensorizerStorageReader(StorageReader):
             MetadataError: it is damaged, or of another format.
             ReadError: it cannot be read.
         """
-        storage = open_storage(self._path, self._options, self._timeout)
+        storage = self._open(self._path)
         metadata = read_metadata(storage, rank)
         if metadata is None:
             raise not_committed(storage.path)
@@ -304,7 +308,7 @@ class TensorizerStorageReader(StorageReader):
         return self._storage, self._index
 
     def _read_metadata(self, rank: int | None) -> Metadata:
-        storage = self._storage = open_storage(self._path, self._options, self._timeout)
+        storage = self._storage = self._open(self._path)
         index = self._index = read_index(storage, rank)
         if rank is not None:
             check_world_size(storage, index is not None, world_size())

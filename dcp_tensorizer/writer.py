@@ -11,7 +11,6 @@ Here are DCP's hooks; what happens in each of them is in ``_saving.session``.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -24,9 +23,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ._arguments import check_callable, check_path, check_timeout
-from ._forks import in_child
 from ._memory.garbage import age_objects
-from ._saving.options import SaveLimits, Staging, check_options
+from ._saving.copied_writer import CopiedWriter
+from ._saving.options import MAX_UNFLUSHED, SaveLimits, Staging, check_options
 from ._saving.report import SaveReport
 from ._saving.saver import NextSave, Saver
 from ._saving.session import SaveSession
@@ -34,15 +33,15 @@ from ._staging.stager import StagingFuture
 from ._storage.open import absolute_path, is_location
 from ._storage.redact import shown
 from ._threads import Deadline
-from .errors import StagingError
 
 if TYPE_CHECKING:
     from ._format.encryption import EncryptionParams
+    from ._saving.flushing import Flushing
 
 __all__ = ["TensorizerStorageWriter"]
 
 
-class TensorizerStorageWriter(StorageWriter, AsyncStager):
+class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
     """Writes checkpoints as tensorizer files, without training noticing.
 
     Pass it as ``storage_writer`` to ``dcp.async_save`` (or ``dcp.save``), and close it before
@@ -91,6 +90,9 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             encrypted with. Names, shapes and dtypes stay readable. The key reaches the writer process through a
             socket: it is written nowhere.
         limits: How long a save may wait, how much memory it may take, and how many may fail: see `SaveLimits`.
+        local: A folder on a disk of each node, which mirrors the path: saves are durable there first, and are flushed
+            to the path when no save needs the writer process. Then ``on_report`` is called once more.
+        max_unflushed: Training waits for the path when so many checkpoints are in the local folder alone.
 
     Raises:
         TypeError: an argument is of a wrong type.
@@ -116,6 +118,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         encryption: EncryptionParams | None = None,
         on_report: Callable[[SaveReport], object] | None = None,
         limits: SaveLimits = SaveLimits(),  # noqa: B008 - it is frozen
+        local: str | os.PathLike[str] | None = None,
+        max_unflushed: int = MAX_UNFLUSHED,
     ) -> None:
         if path is not None:
             check_path(path)
@@ -133,13 +137,12 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             reuse_unchanged=reuse_unchanged,
             encryption=encryption,
             limits=limits,
+            path=path,
+            local=local,
+            max_unflushed=max_unflushed,
         )
         self._synchronize_after_execute = staging != "buffer"
-        self._error_of_trainer: StagingError | None = None
-        self._directory_of_trainer: str | None = None
-        self._saver = Saver(self._options, on_report)
-        self._local = threading.local()  # each save's path and session: saves that nobody staged may run at once
-        in_child(self, TensorizerStorageWriter._renew)
+        self._begin(Saver(self._options, on_report))
 
     def __repr__(self) -> str:
         """The path and the options, without secrets."""
@@ -161,7 +164,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._saver.prewarm({k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()})
 
     def close(self, timeout: float | None = None) -> None:
-        """Waits for this writer's saves. Idempotent.
+        """Waits for this writer's saves, and with ``local`` until they are at the path, too. Idempotent.
 
         If no other writer that has staged something is open, it ends the writer process and gives the memory back.
         To be called before ``destroy_process_group()``, which would fail that save.
@@ -170,7 +173,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
         Args:
             timeout: Seconds that all of this may take, 0 for none. Then the save under way is abandoned, its writer
-                process is killed, and the checkpoint before it stays. None: as long as the save takes.
+                process is killed, and the checkpoint before it stays. None: as long as the save takes. What is not at
+                the path by then stays in the local folder, for the next job, and the log says so.
 
         Raises:
             TypeError, ValueError: the timeout is no number of seconds.
@@ -183,6 +187,21 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             self._end_session()
             self._saver.free(deadline)
 
+    def wait_remote(self, timeout: float | None = None) -> bool:
+        """Waits until the path has everything that lies in the local folder, also what a dead job has left there.
+
+        Args:
+            timeout: Seconds that this may take. None: as long as the flush makes progress.
+
+        Returns whether it has.
+
+        Raises:
+            TypeError, ValueError, WriteError: the timeout is no number of seconds; a checkpoint was given up.
+        """
+        if timeout is not None:
+            check_timeout(timeout, least=0)
+        return self._saver.wait_remote(Deadline(timeout))
+
     @property
     def last_report(self) -> SaveReport | None:
         """What the last save that this rank wrote cost; None before the first."""
@@ -194,31 +213,14 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What a copy in another process needs: in PROCESS mode DCP sends one with every save."""
-        staged_save = self._saver.stager.begin_save()
-        state = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
-        state["_closed"] = self._saver.closed
-        if staged_save is not None:
-            state |= {"_error_of_trainer": staged_save.error, "_directory_of_trainer": staged_save.directory}
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy writes in its own process, unless it comes to stage something: then it is a trainer's writer."""
-        closed = state.pop("_closed")
-        self.__dict__.update(state)
-        self._saver = Saver(self._options, None, closed=closed)
-        self._local = threading.local()
-        in_child(self, TensorizerStorageWriter._renew)
-
-    def _renew(self) -> None:
-        """In a forked child: the writer process, the buffers and the saves are its parent's."""
-        self._saver = self._saver.renewed()
-        self._local = threading.local()
-
     def describe(self, save: NextSave) -> None:
         """For `CheckpointManager`: see `Saver.describe`."""
         self._saver.describe(save)
+
+    @property
+    def flushing(self) -> Flushing | None:
+        """For `CheckpointManager`: the flush of the local folder."""
+        return self._saver.flushing
 
     # --- AsyncStager: on the training thread --------------------------------------------------------------------
 
@@ -344,6 +346,3 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         session: SaveSession | None = getattr(self._local, "session", None)
         if session is not None:
             session.end()
-
-
-_NOT_COPIED = {"_saver", "_local"}  # tied to this process, or to one of its threads

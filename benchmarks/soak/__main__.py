@@ -1,4 +1,4 @@
-"""Runs the parts of the soak, one after the other (about 40 minutes), and stores the page of what they counted."""
+"""Runs the parts of the soak, one after the other (about 65 minutes), and stores the page of what they counted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..harness import machine, rewrite, store, stored
-from . import crashes, exchanges, faults, interleavings, managers, power_cuts, preemption
+from . import crashes, exchanges, faults, interleavings, managers, power_cuts, preemption, tiers
 from .report import render
 from .tally import Part, Unavailable
 
@@ -22,6 +22,7 @@ PARTS: dict[str, Part] = {
     "managers": managers.PART,
     "preemption": preemption.PART,
     "exchanges": exchanges.PART,
+    "tiers": tiers.PART,
     # Another part is a module with a `PART`, and a line here.
 }
 

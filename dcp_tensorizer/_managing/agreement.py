@@ -74,6 +74,21 @@ class Agreement:
             raise _gone(self.rank, error) from error
         return cast("list[int]", tensor.tolist())
 
+    def gathered(self, own: _T) -> list[_T]:
+        """What each rank gives, in the order of the ranks.
+
+        Raises:
+            WriteError: a rank is gone.
+        """
+        if self._group is None:
+            return [own]
+        box: list[Any] = [None] * dist.get_world_size(self._group)
+        try:
+            dist.all_gather_object(box, own, group=self._group)
+        except RuntimeError as error:
+            raise _gone(self.rank, error) from error
+        return box
+
     def decided(self, decide: Callable[[], _T]) -> _T:
         """What the first rank decides; the others do not call ``decide``. What it raises is raised on every rank.
 

@@ -82,6 +82,8 @@ def options_of_reader(writer_options: Mapping[str, Any], limits: SaveLimits, giv
     if given is not None and not isinstance(given, Mapping):
         raise TypeError(f"reader_options must be a mapping, or None, and is {type(given).__name__}")
     known = {"storage_options": writer_options.get("storage_options"), "timeout": limits.timeout}
+    if writer_options.get("local") is not None:
+        known["local"] = writer_options["local"]
     if (encryption := writer_options.get("encryption")) is not None:
         known["encryption"] = decryption_key(key=bytes(encryption.key))
     return known | dict(given or {})

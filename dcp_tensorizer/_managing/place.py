@@ -15,7 +15,7 @@ from .catalogue import Step, read_steps, unknown_checkpoints
 from .deletion import clean_up
 from .names import StepNames
 
-__all__ = ["Choice", "Place", "begin", "choose", "sound"]
+__all__ = ["Choice", "Place", "begin", "choose", "read_members", "sound"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -76,6 +76,18 @@ class Place:
 def sound(steps: Sequence[Step]) -> list[Step]:
     """Those that can be read."""
     return [step for step in steps if not step.problem]
+
+
+def read_members(folder: Storage, names: StepNames, place: Place | None) -> list[Step]:
+    """The checkpoints of a job's branch as they are now; of a job that has no place yet, of the current one.
+
+    Raises:
+        MetadataError: two directories are of one step.
+        ReadError: the folder cannot be read.
+    """
+    steps = sound(read_steps(folder, names))
+    branch = current_branch(steps) if place is None else place.branch
+    return [] if branch is None else members(steps, branch)
 
 
 def begin(folder: Storage, names: StepNames, step: int) -> Place:

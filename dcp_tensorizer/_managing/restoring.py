@@ -78,7 +78,7 @@ def load_first(
     for number, step in enumerate(steps):
         storage = folder.child(step.name)
         try:
-            _load(storage, state, selection, group, options)
+            _load(folder, storage, state, selection, group, options)
         except (ReadError, MetadataError) as error:
             if number + 1 == len(steps):
                 raise
@@ -89,6 +89,7 @@ def load_first(
 
 
 def _load(
+    folder: Storage,
     storage: Storage,
     state: dict[str, Any],
     selection: Selection,
@@ -100,7 +101,8 @@ def _load(
         try:
             dcp_load(
                 state,
-                storage_reader=open_reader(storage.location, **options),
+                checkpoint_id=storage.location,
+                storage_reader=open_reader(folder.location, **options),
                 planner=_SelectivePlanner(storage.path, selection),
                 process_group=group,
             )

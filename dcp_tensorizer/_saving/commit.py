@@ -33,6 +33,7 @@ __all__ = [
     "begin",
     "commit",
     "dead_files",
+    "encoded",
     "leftovers",
     "put_records",
     "remove",
@@ -137,7 +138,7 @@ def commit(
     files = dict(file for part in parts for file in part.files)
     try:
         check_data(storage, files)
-        data = _encoded(storage, metadata, parts, rank=rank, cipher=cipher, entries=entries, record=record)
+        data = encoded(storage, metadata, parts, rank=rank, cipher=cipher, entries=entries, record=record)
         storage.put(metadata_file_name(rank), data, sync=sync, replace=overwrite, save_id=metadata.storage_meta.save_id)
     except Refused as error:
         remove_with_records(storage, files)
@@ -178,7 +179,8 @@ def replaced_files(storage: Storage, rank: int | None) -> set[str]:
     return set()
 
 
-def _encoded(storage: Storage, metadata: Metadata, parts: Sequence[RankPlaces], **options: Any) -> bytes:
+def encoded(storage: Storage, metadata: Metadata, parts: Sequence[RankPlaces], **options: Any) -> bytes:
+    """The index of a save, as bytes; takes the options of `encode`, and raises `Refused`."""
     try:
         return encode(metadata, parts, **options)
     except Exception as error:

@@ -12,7 +12,9 @@ from .._forks import in_child
 from .._format.entry_writer import EntryWriter
 from .._staging.staged_saves import StagedSaves
 from .._threads import Deadline
+from .._tiers.target import Target
 from .failure_counter import FailureCounter
+from .flushing import Flushing
 from .known_tables import KnownTables
 from .reuse import KnownFiles
 from .write_items import ObjectCheck
@@ -49,6 +51,7 @@ class Engine:
         self.tables = KnownTables()
         self.files = KnownFiles()
         self.connection: object = None
+        self._flushings: dict[tuple[str, str], Flushing] = {}
         self._open: list[weakref.ref[object]] = []
         self._opening = threading.RLock()  # a signal's handler may interrupt its holder, and close a writer
 
@@ -63,6 +66,19 @@ class Engine:
         with self._opening:
             self._open = [other for other in self._open if other() not in (None, user)]
             return not self._open
+
+    def flushing(self, target: Target) -> Flushing:
+        """The flush of a local folder."""
+        known = self._flushings.get((target.local, target.name))
+        if known is None or known.target != target:  # others have given other credentials, say
+            known = self._flushings[target.local, target.name] = Flushing(self.client, target)
+        return known
+
+    def end_process(self, deadline: Deadline) -> None:
+        """Ends the writer process, for good unless somebody uses it again."""
+        for flushing in list(self._flushings.values()):
+            flushing.stop()
+        self.client.end_process(deadline)
 
     def free(self, deadline: Deadline, stager: object) -> None:
         """Gives the memory and the connection back; what is still copied at the deadline keeps its buffer.

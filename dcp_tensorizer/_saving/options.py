@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -11,14 +12,18 @@ from .._format.encoder import BUFFER_BYTES
 from .._format.encryption import encryption_cipher
 from .._storage.base import TIMEOUT
 from .._threads import cores
+from .._tiers.target import Target, target_of
 from .._writer_process.messages import WriteOptions
 
 if TYPE_CHECKING:
     from .._format.encryption import EncryptionParams
 
-__all__ = ["SaveLimits", "SaveOptions", "Staging", "check_options"]
+__all__ = ["MAX_UNFLUSHED", "SaveLimits", "SaveOptions", "Staging", "check_options"]
 
 Staging = Literal["buffer", "shared", "device"]
+
+MAX_UNFLUSHED = 3
+"""Checkpoints that may lie in a local folder, and not on the remote, before training waits for one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,8 @@ class SaveOptions:
     overwrite: bool
     write: WriteOptions
     limits: SaveLimits
+    target: Target | None = None
+    max_unflushed: int = MAX_UNFLUSHED
 
     def arguments(self) -> dict[str, Any]:
         """As they were given to the writer, but for secrets: of encryption whether there is one."""
@@ -77,7 +84,7 @@ class SaveOptions:
             "reuse_unchanged": self.write.reuse,
             "encryption": self.write.cipher is not None,
             "limits": self.limits,
-        }
+        } | ({} if self.target is None else {"local": self.target.local, "max_unflushed": self.max_unflushed})
 
 
 def check_options(
@@ -93,6 +100,9 @@ def check_options(
     reuse_unchanged: bool,
     encryption: EncryptionParams | None,
     limits: SaveLimits,
+    path: str | os.PathLike[str] | None = None,
+    local: str | os.PathLike[str] | None = None,
+    max_unflushed: int = MAX_UNFLUSHED,
 ) -> SaveOptions:
     """The options of a writer, from its arguments.
 
@@ -130,4 +140,6 @@ def check_options(
         sha256=sha256,
         reuse=reuse_unchanged,
     )
-    return SaveOptions(cache, staging, overlap_staging, overwrite, write, limits)
+    check_count("max_unflushed", max_unflushed)
+    target = None if local is None else target_of(path, local, write.storage_options, limits.timeout)
+    return SaveOptions(cache, staging, overlap_staging, overwrite, write, limits, target, max_unflushed)

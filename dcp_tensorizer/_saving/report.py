@@ -38,6 +38,7 @@ class SaveReport:
         write_seconds: Of that and after it, in write calls and fsync.
         commit_seconds: In publishing ``.metadata``; None on ranks that do not commit.
         durable_at: When this rank's data, and on the coordinator the checkpoint, was durable (``time.time()``).
+        remote_durable_at: When the remote had the checkpoint as a whole; None before that, and without ``local``.
     """
 
     path: str
@@ -56,6 +57,7 @@ class SaveReport:
     write_seconds: float
     commit_seconds: float | None
     durable_at: float
+    remote_durable_at: float | None = None
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -144,6 +146,17 @@ class Reports:
         """Logs a report, and gives it to the user's function, whose failure is logged and fails nothing."""
         self.last = report
         logger.info("%s", report)
+        self._tell(report)
+
+    def arrived(self, report: SaveReport, moment: float) -> None:
+        """The remote has a save that was reported before: then that is reported, too."""
+        report = dataclasses.replace(report, remote_durable_at=moment)
+        if self.last is None or self.last.save_id == report.save_id:
+            self.last = report
+        logger.info("%s is on the remote, %.1f s after it was durable", report.path, moment - report.durable_at)
+        self._tell(report)
+
+    def _tell(self, report: SaveReport) -> None:
         if self.on_report is not None:
             try:
                 self.on_report(report)

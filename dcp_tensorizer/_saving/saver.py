@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from .._storage.base import Storage
 from .._storage.open import absolute_path, open_storage
 from .._storage.redact import redact
 from .._threads import Deadline
+from .._tiers.target import place_of
 from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
 from .engine import engine_of_process
 from .freshness import Freshness
@@ -27,6 +29,7 @@ from .options import SaveOptions
 from .report import Reports, SaveReport
 from .reuse import ReusingSave
 from .session import SaveSession
+from .tiered_session import TieredSession
 
 __all__ = ["NextSave", "Saver"]
 
@@ -63,6 +66,7 @@ class Saver:
         options: Of the writer.
         engine: Has the buffers that saves are written from, and the process that writes them.
         stager: Copies state dicts there.
+        flushing: Of the local folder, if there is one.
         reports: Takes what saves cost to the user.
         freshness: Knows whether a save differs from the one before.
         save_id: Of the save that began last; before the first one, of that.
@@ -85,6 +89,7 @@ class Saver:
             else None,
             overlap=options.overlap_staging,
         )
+        self.flushing = None if options.target is None else self.engine.flushing(options.target)
         self.reports = Reports(on_report)
         self.freshness = Freshness()
         self.closed = closed
@@ -101,7 +106,31 @@ class Saver:
             StagingError: memory is short, or the state dict holds what cannot be saved; names the key.
         """
         self._ensure_process()
+        self.pick_up()
         self.stager.prewarm(state_dict)
+
+    def pick_up(self) -> None:
+        """Has flushed what lies in the local folder, if there is one: a job may have died before that was over."""
+        if self.flushing is not None and not self.closed:
+            self.engine.open(self)
+            self.flushing.resume()
+
+    def wait_remote(self, deadline: Deadline) -> bool:
+        """Waits until the remote has everything that lies in the local folder; whether it has.
+
+        Raises:
+            WriteError: a checkpoint was given up.
+        """
+        if self.flushing is None:
+            return True
+        self.pick_up()
+        is_over = self.flushing.wait(deadline)
+        self.flushing.check()
+        return is_over
+
+    def remote_at(self, report: SaveReport, moment: float) -> None:
+        """The remote has a save since a moment (``time.time()``)."""
+        self.reports.arrived(report, moment)
 
     def describe(self, save: NextSave) -> None:
         """Says something of the save that is staged next."""
@@ -121,6 +150,8 @@ class Saver:
             return self.stager.refuse(save.error or StagingError(_CLOSED))
         self._ensure_process()
         started_at, started = time.time(), time.perf_counter()
+        if (error := self._wait_for_room()) is not None:
+            return self.stager.refuse(error)
         staged = self.stager.stage(state_dict, save.omitted)
         staged.staged_save.record = save.record
         staged.staged_save.started_at = started_at
@@ -154,21 +185,30 @@ class Saver:
             if error := error or (None if staged_save is None else staged_save.error):
                 # An error of this save's own: a traceback keeps frames alive, and they keep the tensors.
                 raise StagingError(str(error))
-            storage = self._open(path, directory, staged_save)
+            where = self._where(path, directory, staged_save)
+            place = self._place(where)
+            storage = None if place is not None else self._open(where)
         except CheckpointError as failure:
             self.engine.failures.failed(failure)
             raise
-        self.engine.connection = storage.connection
         with self._numbering:
             self.save_id, self._next_id = self._next_id, uuid.uuid4().hex
+            if storage is None:
+                assert self.flushing is not None and place is not None
+                return TieredSession(self, self.save_id, self.flushing, place, staged_save)
+            self.engine.connection = storage.connection
             return SaveSession(self, self.save_id, storage, staged_save)
 
     def close(self, deadline: Deadline) -> None:
         """Waits for the saves of this writer, and ends the engine if nobody else uses it. `free` has to follow."""
         is_over = self.stager.drain(deadline)
+        if self.flushing is not None:
+            self.flushing.end(deadline)
         self.closed = True
         self._ends_engine = self.engine.leave(self) and self.engine.saves.only_of(self.stager)
-        if self._ends_engine or not is_over:
+        if self._ends_engine:
+            self.engine.end_process(deadline)
+        elif not is_over:
             self.engine.client.end_process(deadline)
         with suppress(RuntimeError):  # a signal's handler has interrupted a write to the stream that the log goes to
             if not is_over:
@@ -178,7 +218,7 @@ class Saver:
     def reusing_save(self) -> ReusingSave | None:
         """What a save need not write again is known to this; None if everything is to be written."""
         options = self.options
-        if not options.write.reuse:
+        if not options.write.reuse or options.target is not None:  # local copies go when they have been flushed
             return None
         return ReusingSave(self.engine.files, max_reuses=options.limits.max_reuses, sha256=options.write.sha256)
 
@@ -196,9 +236,23 @@ class Saver:
         with suppress(WriterProcessDied):  # it cannot be started now; the save will say more about it
             self.engine.client.ensure_process()
 
-    def _open(
+    def _wait_for_room(self) -> StagingError | None:
+        """Waits while too many checkpoints lie in the local folder alone; returns why it does so no longer."""
+        flushing, most = self.flushing, self.options.max_unflushed
+        if flushing is None or flushing.unflushed() < most:
+            return None
+        flushing.resume()
+        logger.info("%s: training waits, because %d checkpoints are not there yet", flushing.target.name, most)
+        if flushing.wait(until=lambda: self.closed or flushing.unflushed() < most):
+            return None
+        return StagingError(
+            f"{flushing.unflushed()} checkpoints lie in {flushing.target.local}, and nothing has come to "
+            f"{flushing.target.name} for {flushing.target.timeout:g} s: the remote is out of reach, or a node is lost"
+        )
+
+    def _where(
         self, path: str | os.PathLike[str] | None, directory: str | None, staged_save: StagedSave | None
-    ) -> Storage:
+    ) -> str | Path:
         if self.closed:
             raise WriteError(_CLOSED)
         if staged_save is not None and staged_save.distributed and not torch.distributed.is_initialized():
@@ -208,5 +262,19 @@ class Saver:
             )
         if path is None:
             raise WriteError("there is nowhere to save: give the writer a path, or the save a checkpoint_id")
-        where = absolute_path(path, directory)
+        return absolute_path(path, directory)
+
+    def _place(self, where: str | Path) -> str | None:
+        """Where a checkpoint is below the local folder; None if there is no such folder."""
+        if self.options.target is None:
+            return None
+        place = place_of(self.options.target.remote, where)
+        if place is None:
+            raise WriteError(
+                f"{redact(str(where))} is not below {self.options.target.name}, which {self.options.target.local} "
+                f"mirrors: save below the writer's path, or use a writer without local="
+            )
+        return place
+
+    def _open(self, where: str | Path) -> Storage:
         return open_storage(where, self.options.write.storage_options, self.options.limits.timeout)

@@ -8,7 +8,7 @@ import logging
 import multiprocessing
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from .._format.index_rows import SaveRecord
 from .._format.keys import ItemKey
 from .._format.layout import StoredItem, metadata_file_name, save_id_in
+from .._format.places import RankPlaces
 from .._staging.stager import StagedSave
 from .._storage.base import DirectoryLock, Storage
 from .._threads import in_background
@@ -65,6 +66,11 @@ class SaveSession:
         self._replaced: concurrent.futures.Future[set[str]] | None = None
 
     @property
+    def path(self) -> str:
+        """Where the checkpoint will be, without credentials."""
+        return self.storage.path
+
+    @property
     def _commits(self) -> bool:
         return self._is_coordinator or not self._use_collectives
 
@@ -89,15 +95,7 @@ class SaveSession:
             WriteError: it cannot be created, or holds a checkpoint that must not be overwritten.
         """
         try:
-            self.storage.make_directory()
-            self._check_overwrite()
-            if self._commits:
-                self._lock = begin(self.storage, self._saver.options.limits.timeout)
-            if not self._use_collectives and self.storage.head(metadata_file_name()) is not None:
-                raise WriteError(
-                    f"{self.storage.path} holds a checkpoint of all ranks, which every load would take for the one "
-                    f"that is saved here without collectives: remove that, or save to another path"
-                )
+            self._open()
         except CheckpointError as error:
             self._fail(error)
             raise
@@ -129,12 +127,13 @@ class SaveSession:
                 saver.engine.client.free()
         saver.engine.objects.check(items)
         self._report = self._times.written(
-            path=self.storage.path,
+            path=self.path,
             save_id=self.id,
             rank=self._rank,
             nbytes=sum(item.tensor.nbytes for item in items),
             written=written,
         )
+        self._wrote()
         if not self._commits:
             saver.reports.publish(self._report)
         return results
@@ -146,11 +145,9 @@ class SaveSession:
             WriteError: it is not committed, and what was committed before is untouched.
         """
         saver = self._saver
-        assert self._report is not None and self._replaced is not None, "write comes first"
+        assert self._report is not None, "write comes first"
         self._times.commit_begins()
-        replaced = self._replaced.result()
-        if self.storage.locks_are_visible:  # where it costs nothing to ask again: others may have saved here meanwhile
-            replaced |= replaced_files(self.storage, self._metadata_rank)
+        replaced = self._replaced_files()
         put_records(self.storage, map(save_id_in, replaced))
         try:
             self._commit(metadata, results)
@@ -159,7 +156,7 @@ class SaveSession:
             remove_records(self.storage, map(save_id_in, replaced))  # they are not replaced
             raise
         saver.engine.failures.committed()
-        report = self._times.committed(self._report)
+        report = self._report = self._times.committed(self._report)
         # It takes a quarter of a second for 2 GB, and not on another thread: whoever waited may copy the directory.
         # Before the user's callback: until then a load that began earlier may still find files of both saves.
         remove_with_records(self.storage, replaced)
@@ -171,38 +168,36 @@ class SaveSession:
         if self._lock is not None:
             self._lock.release()
 
-    def _check_overwrite(self) -> None:
+    def _open(self) -> None:
+        """Makes the directory ready; raises `WriteError`."""
+        self.storage.make_directory()
+        self._check_place(self.storage)
+        if self._commits:
+            self._lock = begin(self.storage, self._saver.options.limits.timeout)
+
+    def _check_place(self, storage: Storage) -> None:
         """Raises `WriteError` where there is a checkpoint that must not be replaced."""
         if self._commits and not self._saver.options.overwrite:
             name = metadata_file_name(self._metadata_rank)
-            if self.storage.head(name) is not None:
+            if storage.head(name) is not None:
                 raise WriteError(
-                    f"{self.storage.path} holds a checkpoint already, and overwrite=False: save to another path, or "
+                    f"{storage.path} holds a checkpoint already, and overwrite=False: save to another path, or "
                     f"pass overwrite=True"
                 )
+        if not self._use_collectives and storage.head(metadata_file_name()) is not None:
+            raise WriteError(
+                f"{storage.path} holds a checkpoint of all ranks, which every load would take for the one "
+                f"that is saved here without collectives: remove that, or save to another path"
+            )
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[Item], Written, list[WriteResult]]:
         if self._staged_save is not None:
             self._staged_save.wait_copied()
         omitted = frozenset() if self._staged_save is None else self._staged_save.omitted
         items = resolve(plan, planner, self._is_staged, omitted)
-        if self._commits:
-            self._replaced = in_background(functools.partial(replaced_files, self.storage, self._metadata_rank))
-        if any(item.has_bytes for item in items):
-            put_records(self.storage, [self.id])
-        saver = self._saver
-        written = saver.engine.client.write(
-            self.storage,
-            self._rank,
-            self.id,
-            items,
-            self._staged_save,
-            saver.options.write,
-            lambda: saver.closed,
-            saver.reusing_save(),
-        )
+        written = self._write_files(items)
         try:
-            cipher = saver.options.write.cipher
+            cipher = self._saver.options.write.cipher
             results = write_results(items, written.done, self._rank, planner, cipher, self._compare)
             if not self._commits:
                 results = [replace(r, storage_data=self._tables.shortened(r.storage_data, plan)) for r in results]
@@ -211,6 +206,38 @@ class SaveSession:
             raise
         return items, written, results
 
+    def _write_files(self, items: list[Item]) -> Written:
+        """Writes the items, and makes them durable; raises `WriteError`."""
+        if self._commits:
+            self._replaced = in_background(functools.partial(replaced_files, self.storage, self._metadata_rank))
+        if any(item.has_bytes for item in items):
+            put_records(self.storage, [self.id])
+        return self._write_to(self.storage, items)
+
+    def _wrote(self) -> None:
+        """This rank's items are written, and their results are ready."""
+
+    def _replaced_files(self) -> set[str]:
+        """The data files of the checkpoint that the commit replaces."""
+        assert self._replaced is not None
+        replaced = self._replaced.result()
+        if self.storage.locks_are_visible:  # where it costs nothing to ask again: others may have saved here meanwhile
+            replaced |= replaced_files(self.storage, self._metadata_rank)
+        return replaced
+
+    def _write_to(self, storage: Storage, items: list[Item]) -> Written:
+        saver = self._saver
+        return saver.engine.client.write(
+            storage,
+            self._rank,
+            self.id,
+            items,
+            self._staged_save,
+            saver.options.write,
+            lambda: saver.closed,
+            saver.reusing_save(),
+        )
+
     def _is_staged(self, tensor: torch.Tensor) -> bool:
         buffer = None if self._staged_save is None else self._staged_save.buffer
         return buffer is not None and buffer.locate(tensor) is not None
@@ -218,26 +245,26 @@ class SaveSession:
     def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         saver = self._saver
         if saver.closed and self._staged_save is not None:  # it has been abandoned
-            raise WriteError(f"the writer was closed before the save to {self.storage.path} was over")
-        meta = StorageMeta(checkpoint_id=self.storage.path, save_id=self.id)
+            raise WriteError(f"the writer was closed before the save to {self.path} was over")
+        meta = StorageMeta(checkpoint_id=self.path, save_id=self.id)
         parts = self._tables.completed([result.storage_data for of_rank in results for result in of_rank])
-        _check_trainer_lives(self.storage)
+        _check_trainer_lives(self.path)
         agree_on_key(saver.options.write.cipher, parts, self.storage)
         # The planner's own, which DCP returns to whoever saves: what torch's writer says there, this one says too.
         metadata.version, metadata.storage_meta = DCP_VERSION, meta
-        commit(
-            self.storage,
-            metadata,
-            parts,
-            rank=self._metadata_rank,
-            sync=saver.options.write.sync,
-            overwrite=saver.options.overwrite,
-            cipher=saver.options.write.cipher,
-            entries=saver.engine.entries,
-            record=self._record,
-        )
+        self._publish(metadata, parts)
         if self._record is not None:
-            warn_if_stale(self.storage.path, self._record.step, [part.unchanged for part in parts])
+            warn_if_stale(self.path, self._record.step, [part.unchanged for part in parts])
+
+    def _publish(self, metadata: Metadata, parts: list[RankPlaces]) -> None:
+        """Makes the save the checkpoint at its path; raises `WriteError`."""
+        commit(self.storage, metadata, parts, overwrite=self._saver.options.overwrite, **self._index_options())
+
+    def _index_options(self) -> dict[str, Any]:
+        """What the index is made with."""
+        options = self._saver.options.write
+        index = {"rank": self._metadata_rank, "cipher": options.cipher, "record": self._record}
+        return index | {"sync": options.sync, "entries": self._saver.engine.entries}
 
     def _compare(self, places: Mapping[ItemKey, StoredItem]) -> tuple[str, ...] | None:
         return None if self._record is None else self._saver.freshness.compare(self._record.step, places)
@@ -247,8 +274,8 @@ class SaveSession:
         self.end()
 
 
-def _check_trainer_lives(storage: Storage) -> None:
+def _check_trainer_lives(path: str) -> None:
     """In PROCESS mode: a save whose trainer has died must not be committed late."""
     trainer = multiprocessing.parent_process()
     if trainer is not None and multiprocessing.current_process().daemon and not trainer.is_alive():
-        raise WriteError(f"the trainer (pid {trainer.pid}) is gone: its save to {storage.path} is not committed")
+        raise WriteError(f"the trainer (pid {trainer.pid}) is gone: its save to {path} is not committed")

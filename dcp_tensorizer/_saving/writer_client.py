@@ -19,7 +19,15 @@ from .._storage.base import Storage
 from .._threads import NEVER, Deadline
 from .._writer_process.digest_job import DigestJob
 from .._writer_process.gpu_ipc import export, withdraw
-from .._writer_process.messages import DigestRequest, FileRequest, TensorSource, WriteDone, WriteOptions, WriteRequest
+from .._writer_process.messages import (
+    DigestRequest,
+    FileRequest,
+    FlushRequest,
+    TensorSource,
+    WriteDone,
+    WriteOptions,
+    WriteRequest,
+)
 from .._writer_process.process import END_SECONDS, WriterProcess
 from .._writer_process.write_job import FileJob
 from ..errors import WriteError, WriterProcessDied
@@ -172,6 +180,19 @@ class WriterClient:
             logger.warning("the writer process could not copy from the GPU, the trainer does: %s", str(error))
             return False
         return True
+
+    def flush(self, request: FlushRequest) -> None:
+        """Has the writer process flush a local folder from now on; it is started if there is none.
+
+        Raises:
+            WriterProcessDied: it cannot be started, or has ended.
+        """
+        self.ensure_process().flush(request, request.target.timeout)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a writer process now."""
+        return self._process is not None and self._process.alive
 
     def end_process(self, deadline: Deadline = NEVER) -> None:
         """Ends the writer process: it finishes what it is doing, but not after the deadline.

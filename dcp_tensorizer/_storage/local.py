@@ -18,20 +18,11 @@ from .._descriptor import identity
 from .._threads import cores, in_threads
 from ..errors import NotCommitted, ReadError, WriteError
 from . import directory_record
-from .base import (
-    TAKEN,
-    DirectoryLock,
-    FileIdentity,
-    FileInfo,
-    ReadTuning,
-    Refused,
-    Shared,
-    Storage,
-    temporary_file_name,
-)
+from .base import TAKEN, DirectoryLock, FileIdentity, FileInfo, Refused, Shared, Storage, temporary_file_name
 from .local_link import identity_of, link_file
 from .local_read import LocalFile, UncachedFile
 from .local_write import LocalSink
+from .tuning import ReadTuning
 
 __all__ = ["LocalStorage"]
 
@@ -197,6 +188,11 @@ class LocalStorage(Storage):
     @property
     def real_path(self) -> str:
         return os.path.realpath(self._root)
+
+    def rename(self, old: str, new: str) -> None:
+        """Gives a file another name, durably; raises `OSError`."""
+        os.replace(self._root / old, self._root / new)
+        self.sync_directory()
 
     def lock_directory(self) -> DirectoryLock:
         return _FileLock(self._root, is_visible=self.locks_are_visible)

@@ -15,6 +15,7 @@ from .._format.encryption import Cipher
 from .._format.layout import StoredItem
 from .._memory.shared_mappings import SharedFile
 from .._storage.base import FileIdentity
+from .._tiers.target import Target
 
 __all__ = [
     "Answer",
@@ -26,6 +27,8 @@ __all__ = [
     "Digests",
     "FileRequest",
     "FileResult",
+    "FlushBegun",
+    "FlushRequest",
     "Home",
     "Progress",
     "Ready",
@@ -157,12 +160,25 @@ class WriteRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class FlushRequest:
+    """Flush a local folder to a remote one, from now on, while nothing else is asked for."""
+
+    target: Target
+    buffers: tuple[BufferInfo, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class DigestRequest:
     """Say what is in these tensors. Buffers not in ``buffers`` are let go."""
 
     tensors: tuple[TensorSource, ...]
     threads: int
     buffers: tuple[BufferInfo, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FlushBegun:
+    """What comes of it is to be seen in the folder's records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,5 +259,5 @@ class WriteFailed:
     details: str
 
 
-Request = WriteRequest | DigestRequest | SnapshotRequest | DetachRequest
-Answer = WriteDone | Digests | SnapshotTaken | Detached | WriteFailed
+Request = WriteRequest | DigestRequest | SnapshotRequest | DetachRequest | FlushRequest
+Answer = WriteDone | Digests | SnapshotTaken | Detached | FlushBegun | WriteFailed

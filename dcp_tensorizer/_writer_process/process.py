@@ -29,6 +29,8 @@ from .messages import (
     DetachRequest,
     DigestRequest,
     Digests,
+    FlushBegun,
+    FlushRequest,
     Progress,
     Ready,
     Request,
@@ -150,8 +152,22 @@ class WriterProcess:
                 self._attached = set()  # it may have failed before it attached them
         if isinstance(answer, WriteFailed):
             raise WriteError(answer.message) from _RemoteTraceback(answer.details)
-        assert not isinstance(answer, Detached)
+        assert not isinstance(answer, Detached | FlushBegun)
         return answer
+
+    def flush(self, request: FlushRequest, timeout: float) -> None:
+        """Has a local folder flushed from now on; waits for the request under way.
+
+        Raises:
+            WriterProcessDied: it has ended.
+            WriteError: it could not begin.
+        """
+        self._lock.acquire()
+        with self._conversation():
+            kept = tuple(BufferInfo(number, 0, attached=True) for number in self._attached)
+            answer = self._exchange(dataclasses.replace(request, buffers=kept), [], timeout)
+        if isinstance(answer, WriteFailed):
+            raise WriteError(answer.message) from _RemoteTraceback(answer.details)
 
     def detach(self, number: int) -> None:
         """Has the process let go of a shared buffer, so that its memory is free when it is given back here.

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from .._memory.shared_mappings import SharedFile, attach, map_shared
 from .._storage.open import open_storage
+from .._tiers.thread import FlushThread
 from ..errors import describe
 from .channel import Channel
 from .digest_job import DigestJob
@@ -31,6 +32,8 @@ from .messages import (
     Detached,
     DetachRequest,
     DigestRequest,
+    FlushBegun,
+    FlushRequest,
     Progress,
     Ready,
     Request,
@@ -105,6 +108,7 @@ class _Worker:
         self._mapping = threading.Lock()
         self._job: FileJob | DigestJob | None = None
         self._connection: object = None
+        self._flushes = FlushThread(lambda: self._job is not None)
 
     def serve(self) -> None:
         """Answers requests until the trainer closes the channel."""
@@ -135,6 +139,9 @@ class _Worker:
                 return self._run(DigestJob(request.tensors, self._bytes, threads=request.threads))
             case SnapshotRequest():
                 return self._snapshot(request)
+            case FlushRequest():
+                self._flushes.add(request.target)
+                return FlushBegun()
             case DetachRequest():
                 return Detached()
 

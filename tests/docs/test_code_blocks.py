@@ -43,6 +43,7 @@ NOT_RUN = {
         "needs a container and credentials",
         "needs a server",
     ],
+    "docs/guides/tiers.md": ["needs a bucket"],
 }
 
 

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from benchmarks.soak import crashes, exchanges, faults, interleavings, managers, power_cuts, preemption
+from benchmarks.soak import crashes, exchanges, faults, interleavings, managers, power_cuts, preemption, tiers
 from benchmarks.soak.actors import Event
 from benchmarks.soak.history import History
 from benchmarks.soak.tally import Tally
@@ -79,6 +79,14 @@ def test_managers(tmp_path):
     tally = managers.run(3, 1, tmp_path)
     assert blamed(tally) == NOTHING
     assert tally.rounds == 3 + 1
+
+
+def test_kills_in_a_flush(tmp_path):
+    """After each of two the remote has all that was durable locally, and nothing is wrong, hung or left over."""
+    tally = tiers.run(2, 1, tmp_path)
+    assert blamed(tally) == NOTHING
+    kills = [tally.counts.get(f"kills of the {what}", 0) for what in ("trainer", "writer process")]
+    assert (tally.rounds, sum(kills)) == (2, 2)
 
 
 def test_a_preempted_job_is_judged(tmp_path):

@@ -139,6 +139,8 @@ def test_the_arguments_of_the_writer_are_pinned() -> None:
         ("encryption", None),
         ("on_report", None),
         ("limits", SaveLimits()),
+        ("local", None),
+        ("max_unflushed", 3),
     ]
     assert [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY] == ["path"]
 
@@ -153,6 +155,19 @@ def test_the_arguments_of_the_writer_are_pinned() -> None:
         ({"encryption": "key"}, TypeError, "encryption must be tensorizer.EncryptionParams, and is str"),
         ({"on_report": "print"}, TypeError, "on_report must be callable, or None, and is str"),
         ({"limits": 600.0}, TypeError, "limits must be SaveLimits, and is float"),
+        ({"local": 7, "path": "/a"}, TypeError, "local must be a str or an os.PathLike, and is int"),
+        ({"local": "/b"}, ValueError, "local=... mirrors a path: give the writer the path as well"),
+        (
+            {"local": "/a/b", "path": "/a"},
+            ValueError,
+            "local='/a/b' and the path must be two folders, and one is in the other",
+        ),
+        (
+            {"local": "s3://b", "path": "/a"},
+            ValueError,
+            "local must be a folder on a disk of this machine, and is a URL",
+        ),
+        ({"max_unflushed": 0}, ValueError, "max_unflushed=0 must be an int of at least 1"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -1,0 +1,76 @@
+"""What comes after each commit: old checkpoints are deleted, when the newest is where it is to stay."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+
+from .._saving.flushing import Flushing
+from .._storage.base import Storage
+from .._threads import Deadline, in_background
+from .._tiers.nearest import NearestStorage
+from .catalogue import Step
+from .deletion import retain
+from .names import StepNames
+from .place import Place
+from .retention import Retention
+
+__all__ = ["Retaining"]
+
+
+class Retaining:
+    """Deletes old checkpoints of a job, on the rank that does so.
+
+    With a local folder, it is when the remote has the newest: what is not there yet counts for nothing.
+
+    Args:
+        folder: Of the checkpoints.
+        names: Of their directories.
+        rules: What is kept; None on a rank that deletes nothing.
+        flushing: Of the local folder, if there is one.
+        place: Where the job stands.
+    """
+
+    def __init__(
+        self,
+        folder: Storage,
+        names: StepNames,
+        rules: Retention | None,
+        flushing: Flushing | None,
+        place: Callable[[], Place | None],
+    ) -> None:
+        self._folder = folder.remote if isinstance(folder, NearestStorage) else folder
+        self._names = names
+        self._rules = rules
+        self._flushing = flushing
+        self._place = place
+        self._lock = threading.Lock()
+        self._running: list[Future[None]] = []
+
+    def after(self, saved: Step) -> None:
+        """A checkpoint is committed. Called on a thread of its own."""
+        if self._rules is None or self._rules.keeps_all:
+            return
+        arrival = None if self._flushing is None else self._flushing.future(saved.save_id)
+        if arrival is None:
+            self._retain(saved)
+        else:
+            arrival.add_done_callback(lambda done: self._after_arrival(done, saved))
+
+    def wait(self, deadline: Deadline) -> None:
+        """Waits until what was begun is done."""
+        wait_for(self._running, deadline.left)
+
+    def _after_arrival(self, done: Future[float], saved: Step) -> None:
+        if done.exception() is None:
+            running = [other for other in self._running if not other.done()]
+            self._running = [*running, in_background(lambda: self._retain(saved), name="checkpoint-manager")]
+
+    def _retain(self, saved: Step) -> None:
+        assert self._rules is not None
+        with self._lock:
+            for step in retain(self._folder, self._names, saved, self._rules):
+                if (place := self._place()) is not None:
+                    place.numbers.discard(step.number)

@@ -1,0 +1,101 @@
+"""What a job that has died has left in local folders: who has it, and whether it can be loaded.
+
+Each rank sees the local folder of its own node. So they tell each other what they have.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+
+from .._saving.flushing import Flushing
+from .._threads import Deadline
+from .._tiers.publishing import missing_files
+from .._tiers.queue import OPEN, Commit, Entry, Record
+from ..errors import CheckpointError
+from .agreement import Agreement
+
+__all__ = ["settle"]
+
+logger = logging.getLogger("dcp_tensorizer")
+
+_CLAIM_SECONDS = 5.0
+_LOOK_SECONDS = 0.05
+_ASK_SECONDS = 5.0  # so that no collective waits for longer than a group allows
+
+
+def settle(flushing: Flushing | None, agreement: Agreement) -> None:
+    """Has flushed what a job before has left, and waits for it where it could not be loaded otherwise.
+
+    Where all ranks see one local folder, it is loaded from there. What a lost node had is given up, with an error in
+    the log. Every rank calls it.
+
+    Raises:
+        WriteError: a rank is gone.
+    """
+    if flushing is None:
+        return
+    own = _records(flushing)
+    held = {name for _, record in own for name in record.files}
+    commits = [(entry, record, record.commit) for entry, record in own if record.commit is not None]
+    everybody = agreement.gathered((held, [set(commit.files) for _, _, commit in commits]))
+    all_held = set().union(*(files for files, _ in everybody))
+    for entry, record, commit in commits:
+        _give_up_lost(flushing, entry, record, commit, all_held)
+    flushing.resume()
+    is_far = any(not files <= held for _, saves in everybody for files in saves)
+    (must_wait,) = agreement.largest(int(is_far))
+    if must_wait:
+        _wait(flushing, agreement)
+
+
+def _records(flushing: Flushing) -> list[tuple[Entry, Record]]:
+    queue, name = flushing.queue, flushing.target.name
+    found = [(entry, queue.record(entry)) for entry in queue.entries() if entry.state in OPEN]
+    return [(entry, record) for entry, record in found if record is not None and record.remote == name]
+
+
+def _give_up_lost(flushing: Flushing, entry: Entry, record: Record, commit: Commit, held: Iterable[str]) -> None:
+    """Gives a save up if some of its files are on no node of this job, nor on the remote."""
+    missing = commit.files.keys() - set(held)
+    if not missing:
+        return
+    try:
+        missing = missing_files(flushing.target.open(record.place), missing, commit.files)
+    except CheckpointError as error:  # then it is waited for
+        logger.warning("%s/%s cannot be looked at: %s", flushing.target.name, record.place, str(error))
+        return
+    reason = f"no node of this job has {min(missing, default='')}: the node that saved it is lost"
+    deadline = time.monotonic() + _CLAIM_SECONDS
+    while missing and time.monotonic() < deadline:
+        now = next((e for e in flushing.queue.entries() if e.stem == entry.stem and e.state in OPEN), None)
+        if now is None:  # another rank of this node was first
+            return
+        with flushing.queue.claimed(now) as is_free:
+            if is_free:
+                flushing.queue.give_up(now, record, reason)
+                return
+        time.sleep(_LOOK_SECONDS)  # it is flushed, by another job say
+
+
+def _wait(flushing: Flushing, agreement: Agreement) -> None:
+    """Waits until no rank has anything to commit on the remote, or nothing has gone on for the timeout anywhere."""
+    logger.info(
+        "%s: waiting for what the job before has left in local folders, which no node has as a whole",
+        flushing.target.name,
+    )
+    last, before = time.monotonic(), _progress(flushing)
+    while True:
+        is_over = flushing.wait(Deadline(_ASK_SECONDS), until=lambda: not flushing.unflushed())
+        now = _progress(flushing)
+        if now != before:
+            before, last = now, time.monotonic()
+        is_stuck = time.monotonic() - last > flushing.target.timeout
+        (goes_on,) = agreement.largest(int(not is_over and not is_stuck))
+        if not goes_on:
+            return
+
+
+def _progress(flushing: Flushing) -> list[tuple[str, float]]:
+    return [(entry.name, entry.changed) for entry in flushing.queue.entries()]

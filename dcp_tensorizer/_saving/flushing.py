@@ -1,0 +1,233 @@
+"""The flush of a local folder as this process sees it: who is told of what arrives, and who waits for it.
+
+The writer process flushes. What becomes of it stands in the folder's records, and is read there: so nobody depends on a
+process that may have died.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+
+from .._forks import in_child
+from .._threads import NEVER, Deadline, in_background
+from .._tiers.queue import LOST, OPEN, REMOTE, TOLD, UNFLUSHED, Entry, Queue
+from .._tiers.target import Target
+from .._tiers.thread import FlushThread
+from .._writer_process.messages import FlushRequest
+from ..errors import WriteError
+from .report import SaveReport
+from .writer_client import WriterClient
+
+__all__ = ["Flushing"]
+
+logger = logging.getLogger("dcp_tensorizer")
+
+_LOOK_SECONDS = 0.2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Followed:
+    report: SaveReport
+    tell: Callable[[SaveReport, float], object]
+    future: Future[float]
+
+
+class Flushing:
+    """The flush of one local folder. The writers of a process that save there share it.
+
+    Args:
+        client: Has the writer process.
+        target: What is flushed, and where to.
+    """
+
+    def __init__(self, client: WriterClient, target: Target) -> None:
+        self.target = target
+        self.queue = Queue(target.folder())
+        self._client = client
+        self._thread = FlushThread() if target.is_in_process else None
+        self._followed: dict[str, _Followed] = {}
+        self._futures: dict[str, Future[float]] = {}
+        self._given_up: list[str] = []
+        self._troubles: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._is_watching = False
+        self._has_ended = False
+        in_child(self, Flushing._let_go)
+
+    def resume(self) -> None:
+        """Has flushed what is in the folder: also what a job has left there that has died."""
+        self._has_ended = False
+        entries = self.queue.entries()
+        if any(entry.state in OPEN for entry in entries):
+            self._request()
+        if any(entry.state in (*OPEN, LOST) for entry in entries) or self._followed:
+            self._watch()
+
+    def follow(self, entry: Entry, report: SaveReport, tell: Callable[[SaveReport, float], object]) -> None:
+        """Has it said when a save of this rank is on the remote.
+
+        Args:
+            entry: Of the rank's part.
+            report: Of the save.
+            tell: Called with the report, and the moment when the remote had it (``time.time()``).
+        """
+        future: Future[float] = Future()
+        self._followed[entry.stem] = _Followed(report, tell, future)
+        waited_for = {save_id: other for save_id, other in self._futures.items() if not other.done()}
+        self._futures = waited_for | {report.save_id: future}
+
+    def future(self, save_id: str) -> Future[float] | None:
+        """Done when the remote has a save; None if it has it, or if this rank has no part in its flush."""
+        return self._futures.get(save_id)
+
+    def unflushed(self) -> int:
+        """How many checkpoints lie in the local folder, and are not on the remote.
+
+        Of ranks that do not commit, how many they have not sent: who commits has to wait for the others.
+        """
+        counts: Counter[int] = Counter()
+        for entry in self._open():
+            record = self.queue.record(entry)
+            counts[entry.rank] += record is not None and (entry.state == UNFLUSHED or record.commit is not None)
+        return max(counts.values(), default=0)
+
+    def commits_before(self, save_id: str) -> bool:
+        """Whether checkpoints are still to be committed on the remote that were saved before one."""
+        records = [(entry, self.queue.record(entry)) for entry in self._open()]
+        return any(
+            entry.id != save_id and record is not None and record.commit is not None for entry, record in records
+        )
+
+    def wait(self, deadline: Deadline = NEVER, *, until: Callable[[], bool] | None = None) -> bool:
+        """Waits until the remote has everything, or something else is so; whether it is.
+
+        It gives up when nothing has gone on for the target's timeout.
+
+        Args:
+            deadline: When to give up in any case.
+            until: What to wait for instead.
+        """
+        is_over = until or (lambda: not self._open())
+        before: object = None
+        last = time.monotonic()
+        while not is_over():
+            now = [(entry.name, entry.changed) for entry in self._open()]
+            if now != before:
+                before, last = now, time.monotonic()
+            if deadline.left == 0 or time.monotonic() - last > self.target.timeout:
+                return False
+            time.sleep(deadline.within(_LOOK_SECONDS / 4))
+        if self._lock.acquire(timeout=1.0):  # its holder may be what a signal's handler has interrupted
+            with suppress(Exception):
+                self._look()  # others are told before whoever waited
+            self._lock.release()
+        return True
+
+    def check(self) -> None:
+        """Raises `WriteError` if a checkpoint has been given up since the last call."""
+        given_up, self._given_up = self._given_up, []
+        if given_up:
+            raise WriteError(given_up[0] + (f" (and {len(given_up) - 1} more)" if len(given_up) > 1 else ""))
+
+    def end(self, deadline: Deadline) -> None:
+        """Waits until this rank has nothing more to do for the flush, or says what is left."""
+        if not self.unflushed():
+            return
+        logger.info("%s: waiting until %d checkpoint(s) are there", self.target.name, self.unflushed())
+        if not self.wait(deadline, until=lambda: not self.unflushed()):
+            logger.error(
+                "%d checkpoint(s) have not reached %s. They are in %s, and the next job with this local folder brings "
+                "them there.",
+                *(self.unflushed(), self.target.name, self.target.local),
+            )
+
+    def stop(self) -> None:
+        """The writer process is about to end, and is not started again for the flush alone."""
+        self._has_ended = True
+        if self._lock.acquire(timeout=1.0):  # so that nobody is just about to
+            self._lock.release()
+
+    def _open(self) -> list[Entry]:
+        return [
+            entry
+            for entry in self.queue.entries()
+            if entry.state in OPEN and (r := self.queue.record(entry)) is not None and r.remote == self.target.name
+        ]
+
+    def _request(self) -> None:
+        if self._thread is not None:
+            self._thread.add(self.target)
+            return
+        try:
+            self._client.flush(FlushRequest(self.target))
+        except WriteError as error:
+            logger.warning("%s: the flush cannot go on now: %s", self.target.name, str(error))
+
+    def _watch(self) -> None:
+        with self._lock:
+            if not self._is_watching:
+                self._is_watching = True
+                in_background(self._run, name="flush-watch", daemon=True)
+
+    def _run(self) -> None:
+        """Looks what has become of the flush, until there is nothing to look for."""
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            with suppress(Exception), self._lock:  # the folder cannot be read, perhaps for now
+                if not self._look():
+                    self._is_watching = False
+                    return
+                if self._thread is None and not self._has_ended and not self._client.is_running:
+                    self._request()
+
+    def _look(self) -> bool:
+        """Tells what is new. Whether there may be more."""
+        entries = {entry.stem: entry for entry in self.queue.entries()}
+        for stem, followed in list(self._followed.items()):
+            entry = entries.get(stem)
+            if (entry is None or entry.state == REMOTE) and self._followed.pop(stem, None) is not None:
+                moment = time.time() if entry is None else entry.changed
+                followed.tell(followed.report, moment)
+                followed.future.set_result(moment)
+        for entry in entries.values():
+            if entry.state in (LOST, TOLD):
+                self._lament(entry)
+            elif entry.state in OPEN:
+                self._complain(entry)
+        return bool(self._followed) or any(entry.state in OPEN for entry in entries.values())
+
+    def _lament(self, entry: Entry) -> None:
+        """A save was given up."""
+        record, followed = self.queue.record(entry), self._followed.pop(entry.stem, None)
+        reason = "it was removed" if record is None else record.reason
+        place = "" if record is None else record.place
+        words = f"{self.target.name}/{place} of rank {entry.rank} is given up, and will not be on the remote: {reason}"
+        if followed is not None:
+            self._given_up.append(words)
+            followed.future.set_exception(WriteError(words))
+        if entry.state == LOST:
+            with suppress(OSError):
+                self.queue.move(entry, TOLD)  # by one process of those that see it
+                logger.error("%s", words)
+                if followed is None:
+                    self._given_up.append(words)
+
+    def _complain(self, entry: Entry) -> None:
+        """Says what goes wrong, once."""
+        trouble = self.queue.trouble(entry)
+        if trouble and self._troubles.get(entry.stem) != trouble:
+            self._troubles = {entry.stem: trouble}
+            logger.warning("%s: a flush has failed, and is tried again: %s", self.target.name, trouble)
+
+    def _let_go(self) -> None:
+        """In a forked child: the flush is its parent's."""
+        self._followed, self._is_watching, self._lock = {}, False, threading.Lock()
+        if self._thread is not None:
+            self._thread = FlushThread()

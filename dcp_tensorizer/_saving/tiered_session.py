@@ -1,0 +1,222 @@
+"""A save that is durable in a local folder first, and flushed to the remote when it is."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+
+from .._format.layout import metadata_file_name
+from .._format.places import RankPlaces
+from .._staging.stager import StagedSave
+from .._storage.base import Refused
+from .._storage.local import LocalStorage
+from .._tiers.keeping import free
+from .._tiers.publishing import missing_files, publish
+from .._tiers.queue import Commit, Record, Writing
+from ..errors import CheckpointError, WriteError, WriterProcessDied, describe
+from .commit import encoded, remove
+from .flushing import Flushing
+from .session import SaveSession
+from .write_items import Item
+from .writer_client import Written
+
+if TYPE_CHECKING:
+    from .saver import Saver
+
+__all__ = ["TieredSession"]
+
+logger = logging.getLogger("dcp_tensorizer")
+
+_LOOK_SECONDS = 0.5
+
+
+class TieredSession(SaveSession):
+    """One save, as one rank sees it. No rank looks at another's local folder: it may be on another node.
+
+    Args:
+        saver: Of the writer.
+        save_id: Of the save.
+        flushing: Of the local folder.
+        place: Of the checkpoint in it.
+        staged_save: What was staged for it, if anything was.
+    """
+
+    def __init__(
+        self, saver: Saver, save_id: str, flushing: Flushing, place: str, staged_save: StagedSave | None
+    ) -> None:
+        super().__init__(saver, save_id, LocalStorage(flushing.target.folder(place)), staged_save)
+        self._flushing = flushing
+        self._place = place
+        self._writing: Writing | None = None
+        self._local_files: dict[str, int] = {}
+        self._is_published = False
+
+    @property
+    def path(self) -> str:
+        name = self._flushing.target.name
+        return f"{name}/{self._place}" if self._place else name
+
+    def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        results = super().write(plan, planner)
+        if not self._commits:
+            self._follow()
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        self._follow()
+
+    def _open(self) -> None:
+        """Locks the local folder, so that nobody clears it away. The remote is asked only where that is needed."""
+        if self._commits and not (self._saver.options.overwrite and self._use_collectives):
+            self._check_place(self._flushing.target.open(self._place))
+        try:
+            self.storage.make_directory()
+            self._lock = self.storage.lock_directory()
+            self._lock.share(self._saver.options.limits.timeout)
+            record = Record(self._flushing.target.name, self._place, self._rank, self.id)
+            self._writing = self._flushing.queue.begin(record)
+        except (CheckpointError, OSError) as error:
+            self._go_direct(error)
+
+    def _write_files(self, items: list[Item]) -> Written:
+        if self._writing is not None:
+            try:
+                return self._write_locally(items)
+            except WriterProcessDied:
+                raise
+            except CheckpointError as error:
+                self._go_direct(error)
+        return self._write_to(self.storage, items)
+
+    def _write_locally(self, items: list[Item]) -> Written:
+        """Writes the items to the local folder; raises `WriteError`.
+
+        If that fails, room is made there, where there is something that is on the remote as well.
+        """
+        try:
+            written = self._write_to(self.storage, items)
+        except WriterProcessDied:
+            raise
+        except CheckpointError:
+            if not free(self._flushing.queue):
+                raise
+            self.storage.make_directory()
+            written = self._write_to(self.storage, items)
+        self._local_files = {file.name: file.nbytes for file in written.done.files}
+        for name, nbytes in self._local_files.items():  # no other node can look
+            found = self.storage.head(name)
+            if found != nbytes:
+                raise WriteError(f"{self.storage.path}/{name} has {found} bytes after it was written, not {nbytes:,}")
+        return written
+
+    def _go_direct(self, error: Exception) -> None:
+        """From now on this rank saves to the remote."""
+        logger.warning(
+            "rank %d: %s is not used, and this save goes to %s directly, which takes longer: %s",
+            *(self._rank, self.storage.path, self.path, describe(error)),
+        )
+        self._abort()
+        self.end()
+        self.storage = self._flushing.target.open(self._place)
+        self.storage.make_directory()
+        self._lock = self.storage.lock_directory()
+        self._lock.share(self._saver.options.limits.timeout)
+
+    def _wrote(self) -> None:
+        if not self._commits:
+            self._hand_over(None, b"")
+            self.end()
+
+    def _replaced_files(self) -> set[str]:
+        return set()  # it is the flush that replaces
+
+    def _hand_over(self, commit: Commit | None, index: bytes) -> None:
+        """This rank's local files are to be flushed. With a commit, the save is committed locally.
+
+        Raises:
+            CheckpointError: it could not be written down.
+        """
+        if self._writing is None:
+            return
+        if commit is None and not self._local_files:
+            self._abort()
+            return
+        queue, sync = self._flushing.queue, self._saver.options.write.sync
+        try:
+            try:
+                self._writing.written(self._local_files, sync=sync, commit=commit, index=index)
+            except (CheckpointError, OSError):
+                if not free(queue):
+                    raise
+                self._writing.written(self._local_files, sync=sync, commit=commit, index=index)
+        except OSError as error:
+            raise WriteError(f"cannot write to {queue.folder}: {error}") from error
+
+    def _publish(self, metadata: Metadata, parts: list[RankPlaces]) -> None:
+        options = self._index_options()
+        sync = options.pop("sync")
+        index = encoded(self.storage, metadata, parts, **options)
+        files = dict(file for part in parts for file in part.files)
+        commit = Commit(metadata_file_name(self._metadata_rank), files, self._saver.options.overwrite)
+        try:
+            if self._writing is not None:
+                self._hand_over(commit, index)
+                return
+        except CheckpointError as error:
+            logger.warning("rank %d: %s; waiting for the remote instead", self._rank, error)
+            self._hand_over_files(sync=sync)
+        self._publish_directly(index, commit)
+
+    def _hand_over_files(self, *, sync: bool) -> None:
+        """Has this rank's files flushed, where there was no room for the metadata but may be for their names."""
+        assert self._writing is not None
+        self._writing.written(self._local_files, sync=sync)
+        self._writing, self._local_files = None, {}
+
+    def _publish_directly(self, index: bytes, commit: Commit) -> None:
+        """Commits the save on the remote: when what was saved before is there, and the files of all ranks are.
+
+        Raises:
+            WriteError: they have not come in time, or it cannot be committed.
+        """
+        remote = self._flushing.target.open(self._place)
+        self._flushing.resume()
+        missing, patience = set(commit.files), self._saver.options.limits.timeout
+        last = time.monotonic()
+        while missing or self._flushing.commits_before(self.id):
+            left = missing_files(remote, missing, commit.files)
+            if left != missing:
+                missing, last = left, time.monotonic()
+                continue
+            if time.monotonic() - last > patience:
+                raise Refused(f"{self.path}: {len(missing)} files have not come to the remote in {patience:g} s")
+            time.sleep(_LOOK_SECONDS)
+        remove(remote, publish(remote, index, commit) or ())
+        self._is_published = True
+
+    def _follow(self) -> None:
+        """Has it said when the remote has the save."""
+        report = self._report
+        assert report is not None
+        if self._is_published:
+            self._saver.remote_at(report, report.durable_at)
+        elif self._writing is not None:
+            self._flushing.follow(self._writing.entry, report, self._saver.remote_at)
+            self._flushing.resume()
+
+    def _abort(self) -> None:
+        if self._writing is not None:
+            self._writing.abort()
+            self._writing = None
+
+    def _fail(self, error: CheckpointError) -> None:
+        if self._local_files:
+            remove(self.storage, self._local_files)
+        self._abort()
+        super()._fail(error)

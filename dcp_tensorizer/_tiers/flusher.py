@@ -1,0 +1,227 @@
+"""Brings what lies in a local folder to the remote: files first, in the order of the saves, and then their metadata.
+
+It keeps nothing in memory that it could not find out again: whoever goes on after a death begins with the records.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from .._format.layout import data_file_rank, metadata_file_name
+from .._storage.base import Refused, Storage
+from .._storage.local import LocalStorage
+from ..errors import CheckpointError, describe
+from .copying import copy_file, discard
+from .keeping import clean_up, drop, keep_newest
+from .publishing import Superseded, missing_files, named_files, publish
+from .queue import OPEN, REMOTE, SENT, UNFLUSHED, Commit, Entry, Queue, Record
+from .target import Target
+
+__all__ = ["Flusher"]
+
+_FIRST_WAIT = 0.2
+_LONGEST_WAIT = 10.0  # between two looks at what others have to do, or two tries
+_PROGRESS_SECONDS = 5.0
+
+
+class Flusher:
+    """Flushes one local folder.
+
+    Args:
+        target: Which one, and where to.
+        gate: Called before each part of a file; returns when it may go on.
+    """
+
+    def __init__(self, target: Target, gate: Callable[[], None] = lambda: None) -> None:
+        self.target = target
+        self._gate = gate
+        self._queue = Queue(target.folder())
+        self._missing: dict[str, set[str]] = {}  # of each commit: the files that have not been seen on the remote
+        self._seen: dict[str, float] = {}  # when one of them was seen last
+        self._wait = _FIRST_WAIT
+        self._root: Storage | None = None
+        self._is_clean = False
+
+    def step(self) -> float | None:
+        """Does what can be done now.
+
+        Returns:
+            Seconds after which to look again; None if everything is on the remote.
+        """
+        if not self._is_clean:
+            clean_up(self._queue)
+            self._is_clean = True
+        before = self._open()
+        for entry, record in before:
+            if entry.state == UNFLUSHED:
+                self._tried(entry, lambda e=entry, r=record: self._send(e, r))  # type: ignore[misc]
+                self._settle()
+        self._settle()
+        left = self._open()
+        if not left:
+            self._root = None
+            return None
+        is_same = [entry.name for entry, _ in left] == [entry.name for entry, _ in before]
+        self._wait = min(_LONGEST_WAIT, 2 * self._wait) if is_same else _FIRST_WAIT
+        return self._wait
+
+    def _open(self) -> list[tuple[Entry, Record]]:
+        """What has to be brought to the remote, in the order of the saves."""
+        found = [(entry, self._queue.record(entry)) for entry in self._queue.entries() if entry.state in OPEN]
+        return [(e, r) for e, r in found if r is not None and r.remote == self.target.name]
+
+    def _tried(self, entry: Entry, operation: Callable[[], object]) -> None:
+        """Does something with a record, if nobody else does. What fails is noted, and tried again later."""
+        with self._queue.claimed(entry) as is_free:
+            if not is_free:
+                return
+            try:
+                operation()
+            except Exception as error:
+                text = describe(error)
+                self._queue.set_trouble(entry, text if self._root is None else self._root.scrub(text))
+                self._root = None  # the next try has connections and credentials of its own
+
+    # --- files -------------------------------------------------------------------------------------------------
+
+    def _send(self, entry: Entry, record: Record) -> None:
+        """Brings a rank's files to the remote."""
+        self._gate()
+        remote, local = self._remote(record.place), LocalStorage(self.target.folder(record.place))
+        remote.make_directory()
+        files = record.files
+        if self._queue.trouble(entry) is None:
+            missing = set(files)
+        else:  # this has been tried before
+            missing = missing_files(remote, files, files)
+            discard(remote, *missing)
+        self._queue.set_trouble(entry, "")
+        lock = remote.lock_directory()
+        try:
+            lock.share(self.target.timeout)
+            gate = self._reporting(entry)
+            for name in sorted(missing):
+                copy_file(local, remote, name, files[name], gate)
+        finally:
+            lock.release()
+        self._queue.move(entry, SENT)
+        self._queue.set_trouble(entry, None)
+
+    def _reporting(self, entry: Entry) -> Callable[[], None]:
+        """The gate, which notes that there is progress."""
+        last = time.monotonic()
+
+        def gate() -> None:
+            nonlocal last
+            self._gate()
+            if time.monotonic() - last > _PROGRESS_SECONDS:
+                last = time.monotonic()
+                self._queue.progress(entry)
+
+        return gate
+
+    # --- checkpoints -------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Commits what is there as a whole, in the order of the saves, and looks what others have committed."""
+        is_next = True
+        for entry, record in self._open():
+            commit = record.commit
+            if commit is not None:
+                if is_next and entry.state == SENT:
+                    self._tried(entry, lambda e=entry, r=record, c=commit: self._commit(e, r, c))  # type: ignore[misc]
+                is_next = is_next and not self._is_open(entry)
+            elif entry.state == SENT:
+                self._tried(entry, lambda e=entry, r=record: self._look(e, r))  # type: ignore[misc]
+
+    def _is_open(self, entry: Entry) -> bool:
+        return any((self._queue.folder / f"{entry.stem}.{state}").exists() for state in OPEN)
+
+    def _commit(self, entry: Entry, record: Record, commit: Commit) -> None:
+        """Commits a checkpoint on the remote, if all of its files are there."""
+        remote = self._remote(record.place)
+        before = self._missing.get(entry.stem, set(commit.files))
+        missing = self._missing[entry.stem] = missing_files(remote, before, commit.files)
+        if len(missing) < len(before):
+            self._seen[entry.stem] = time.monotonic()
+            self._queue.progress(entry)
+        if missing:
+            waited = time.monotonic() - self._seen.setdefault(entry.stem, time.monotonic())
+            if waited > self.target.timeout:
+                ranks = sorted({data_file_rank(name) for name in missing})
+                listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+                reason = f"data of rank {listed} has not come for {self.target.timeout:g} s ({min(missing)})"
+                self._give_up(entry, record, commit, f"{reason}: its node is lost, or nobody flushes its local folder")
+            return
+        self._gate()
+        try:
+            replaced = publish(remote, self._queue.index(entry), commit)
+        except (Superseded, Refused) as error:
+            self._give_up(entry, record, commit, str(error))
+            return
+        if replaced is None:  # somebody died here, after that
+            replaced = self._replaced_before(entry, record) - set(commit.files)
+        with suppress(OSError):  # what stays only costs space
+            remote.remove(*replaced)
+        self._queue.set_trouble(entry, None)
+        keep_newest(self._queue, self._queue.move(entry, REMOTE), record, set(commit.files))
+
+    def _replaced_before(self, entry: Entry, record: Record) -> set[str]:
+        """The files of what was flushed to a place before."""
+        before = [r for e in self._queue.entries() if e.number < entry.number and (r := self._queue.record(e))]
+        commits = [r.commit for r in before if r.place == record.place and r.commit is not None]
+        return {name for commit in commits for name in commit.files}
+
+    def _look(self, entry: Entry, record: Record) -> None:
+        """Looks whether a rank's files are part of a checkpoint on the remote."""
+        committed = self._committed_here(record)
+        if committed is None:  # on another node
+            named = named_files(self._remote(record.place), metadata_file_name())
+            if not named & set(record.files):
+                if self._is_passed_over(entry):
+                    discard(self._remote(record.place), *record.files)
+                    drop(self._queue, entry, record)
+                return
+        else:
+            other, commit = committed
+            if other.state in OPEN:
+                return
+            if other.state != REMOTE:  # it was given up
+                drop(self._queue, entry, record)
+                return
+            named = set(commit.files)
+        self._queue.set_trouble(entry, None)
+        keep_newest(self._queue, self._queue.move(entry, REMOTE), record, named)
+
+    def _committed_here(self, record: Record) -> tuple[Entry, Commit] | None:
+        """The record of the rank that commits, if that is on this node."""
+        for entry in self._queue.entries():
+            other = self._queue.record(entry)
+            if other is not None and other.commit is not None and set(other.commit.files) & set(record.files):
+                return entry, other.commit
+        return None
+
+    def _is_passed_over(self, entry: Entry) -> bool:
+        """Whether a save will not be committed any more: a later one of this rank is, and it is not of just now."""
+        is_old = time.time() - entry.changed > self.target.timeout / 10
+        return is_old and any(
+            later.state == REMOTE and later.number > entry.number and later.rank == entry.rank
+            for later in self._queue.entries()
+        )
+
+    def _give_up(self, entry: Entry, record: Record, commit: Commit, reason: str) -> None:
+        """A save will never be on the remote: what there is of it goes, on this node and there."""
+        self._queue.give_up(entry, record, reason)
+        with suppress(OSError, CheckpointError):
+            discard(self._remote(record.place), *commit.files)
+        drop(self._queue, entry, record, forget=False)
+
+    def _remote(self, place: str) -> Storage:
+        if self._root is None:
+            self._root = self.target.open()
+        storage = self._root
+        for name in filter(None, place.split("/")):
+            storage = storage.child(name)
+        return storage

@@ -1,0 +1,94 @@
+"""What stays in a local folder: what is not on the remote yet, and the newest checkpoint that is."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+from .._storage.local import LocalStorage
+from ..errors import CheckpointError
+from .queue import LOST, REMOTE, TOLD, WRITING, Entry, Queue, Record
+
+__all__ = ["clean_up", "drop", "free", "keep_newest"]
+
+_FORGET_SECONDS = 60.0
+
+
+def keep_newest(queue: Queue, entry: Entry, record: Record, named: set[str]) -> None:
+    """Removes local copies when a checkpoint is on the remote: all that are there, but those of the newest.
+
+    Args:
+        queue: Of the local folder.
+        entry, record: Of the checkpoint.
+        named: The data files that it has on the remote.
+    """
+    done = [(e, r) for e in queue.entries() if e.state == REMOTE and (r := queue.record(e)) is not None]
+    newest = max((e.number for e, _ in done), default=0)
+    kept = {r.place for e, r in done if e.number == newest}
+    for other, of_other in done:
+        files = of_other.files if of_other.commit is None else of_other.commit.files
+        is_replaced = of_other.place == record.place and other.number < entry.number and not named & set(files)
+        if of_other.place not in kept or is_replaced:
+            # Who follows a save looks when it arrived: the record stays for a while.
+            drop(queue, other, of_other, forget=time.time() - other.changed > _FORGET_SECONDS)
+
+
+def free(queue: Queue) -> bool:
+    """Removes every local copy of what is on the remote, to make room. Whether there was any."""
+    done = [(e, r) for e in queue.entries() if e.state == REMOTE and (r := queue.record(e)) is not None]
+    return sum(drop(queue, entry, record) for entry, record in done) > 0
+
+
+def drop(queue: Queue, entry: Entry, record: Record, *, forget: bool = True) -> bool:
+    """Removes a rank's local files, and then the record of them; whether it did. Not while somebody loads them."""
+    folder = queue.root / record.place
+    local = LocalStorage(folder)
+    if not folder.is_dir():
+        if forget:
+            queue.remove(entry)
+        return False
+    try:
+        lock = local.lock_directory()
+    except CheckpointError:
+        return False
+    try:
+        if local.locks_are_visible and not lock.is_exclusive:
+            return False
+        local.remove(*record.files)
+        if forget:
+            queue.remove(entry)
+    except OSError:
+        return False
+    finally:
+        lock.release()
+    with suppress(OSError):
+        while folder != queue.root:  # empty folders go as well
+            folder.rmdir()
+            folder = folder.parent
+    return True
+
+
+def clean_up(queue: Queue) -> None:
+    """Removes what saves have left whose process died while it wrote, and the records of what was given up."""
+    queue.sweep()
+    entries = queue.entries()
+    for entry in entries:
+        if entry.state == WRITING:
+            with queue.claimed(entry) as is_dead:
+                record = queue.record(entry) if is_dead else None
+                if record is not None:
+                    _remove_written(queue, record)
+                    queue.remove(entry)
+        elif entry.state in (LOST, TOLD):
+            record = queue.record(entry)
+            if entry.state == TOLD and record is not None:
+                drop(queue, entry, record)
+
+
+def _remove_written(queue: Queue, record: Record) -> None:
+    """Removes the files of a save that had not ended."""
+    local = LocalStorage(queue.root / record.place)
+    with suppress(CheckpointError, OSError):
+        names = [file.name for file in local.listing()[0]]
+        local.remove(*(n for n in names if n.startswith(f"__{record.rank}_") and n.endswith(f"_{record.id}.tensors")))
+        local.remove_directory()

@@ -1,0 +1,75 @@
+"""The commit on the remote: ``.metadata`` appears there when every file of every rank is there with its size."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+
+from .._format.index import FIRST_BYTES, data_files, open_index, read_head
+from .._format.index_rows import Head
+from .._storage.base import Storage
+from .._threads import in_threads
+from ..errors import CheckpointError, WriteError
+from .queue import Commit
+
+__all__ = ["Superseded", "missing_files", "named_files", "publish"]
+
+
+class Superseded(WriteError):
+    """A checkpoint will never be on the remote: somebody has saved there since."""
+
+
+def missing_files(remote: Storage, names: Iterable[str], sizes: Mapping[str, int]) -> set[str]:
+    """Those files that are not there with their sizes; raises `ReadError`."""
+    names = sorted(names)
+    found = in_threads(remote.head, names)
+    return {name for name, nbytes in zip(names, found, strict=True) if nbytes != sizes[name]}
+
+
+def named_files(remote: Storage, name: str) -> set[str]:
+    """The data files that a metadata file names; empty if there is none, or if it is not one of this package's.
+
+    Raises:
+        ReadError: it cannot be read.
+    """
+    head = _committed(remote, name)
+    return set() if head is None else set(data_files(head))
+
+
+def publish(remote: Storage, index: bytes, commit: Commit) -> set[str] | None:
+    """Makes a save the checkpoint at its place on the remote. All of its files must be there by now.
+
+    To do so again is harmless: an answer may have been lost, or a process may have died in between.
+
+    Returns:
+        The files of the checkpoint that it has replaced; None if it was there already.
+
+    Raises:
+        Superseded: a checkpoint is there that was saved later than this one.
+        Refused: there is a checkpoint, and it must not be replaced.
+        CheckpointError: nobody knows whether it is there or will be.
+    """
+    own = read_head(index, commit.name)
+    there = _committed(remote, commit.name)
+    if there is not None and there.save_id == own.save_id:
+        return None
+    if there is not None and there.saved_at > own.saved_at:
+        raise Superseded(f"{remote.path} holds a checkpoint that was saved later, by another job: it stays")
+    replaced = set() if there is None else set(data_files(there)) - set(commit.files)
+    remote.put(commit.name, index, sync=True, replace=commit.overwrite, save_id=str(own.save_id or ""))
+    return replaced
+
+
+def _committed(remote: Storage, name: str) -> Head | None:
+    """The head of a metadata file; None if there is none, or if it is not one of this package's.
+
+    Raises:
+        ReadError: it cannot be read.
+    """
+    data = remote.read(name, FIRST_BYTES)
+    if data is None:
+        return None
+    with suppress(CheckpointError):  # a checkpoint of torch's, say, which any save replaces
+        return open_index(f"{remote.path}/{name}", data, functools.partial(remote.read_range, name)).head
+    return None

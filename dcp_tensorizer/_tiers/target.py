@@ -1,0 +1,96 @@
+"""Which local folder is flushed to which remote one: what is at PATH/x on the remote lies at LOCAL/x on a node."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .._storage.base import TIMEOUT, Storage
+from .._storage.open import absolute_path, open_storage
+from .._storage.redact import redact
+
+__all__ = ["Target", "place_of", "target_of"]
+
+
+@dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
+class Target:
+    """A local folder, and the remote one that it is flushed to.
+
+    Attributes:
+        local: The local folder.
+        remote: The remote one: a path or a URL.
+        options: Passed to the fsspec filesystem of the remote.
+        timeout: Seconds after which a wait for the remote is given up.
+    """
+
+    local: str
+    remote: str
+    options: Mapping[str, Any]
+    timeout: float = TIMEOUT
+
+    @property
+    def name(self) -> str:
+        """The remote folder, without credentials: so that it can be written down."""
+        return redact(self.remote).rstrip("/")
+
+    @property
+    def is_in_process(self) -> bool:
+        """Whether the remote is the memory of one process, which no other can reach."""
+        return any(part.partition("://")[0] == "memory" for part in self.remote.split("::"))
+
+    def open(self, place: str = "") -> Storage:
+        """The remote storage of a place; raises `WriteError`."""
+        storage = open_storage(
+            Path(self.remote) if self.remote.startswith("/") else self.remote, self.options, self.timeout
+        )
+        for name in filter(None, place.split("/")):
+            storage = storage.child(name)
+        return storage
+
+    def folder(self, place: str = "") -> Path:
+        """The local folder of a place."""
+        return Path(self.local, place)
+
+
+def place_of(root: str | os.PathLike[str], path: str | os.PathLike[str]) -> str | None:
+    """Where a path is below a root, with slashes between names: empty for the root itself. None if it is not below it.
+
+    Args:
+        root: An absolute path, or a URL.
+        path: Likewise.
+    """
+    above, below = (os.fspath(end).rstrip("/") for end in (root, path))
+    if above == below:
+        return ""
+    if not below.startswith(above + "/"):
+        return None
+    place = below[len(above) + 1 :]
+    return None if {"", ".", ".."} & set(place.split("/")) else place
+
+
+def target_of(path: str | os.PathLike[str] | None, local: object, options: Mapping[str, Any], timeout: float) -> Target:
+    """The target of a writer or a reader with a local folder.
+
+    Args:
+        path: Of the remote.
+        local: Of the local folder.
+        options, timeout: For the remote.
+
+    Raises:
+        TypeError: the local folder is no path.
+        ValueError: there is no path that it could mirror, it is a URL, or one of them lies in the other.
+        WriteError: one of them is relative, and there is no working directory.
+    """
+    if not isinstance(local, str | os.PathLike) or not isinstance(os.fspath(local), str):
+        raise TypeError(f"local must be a str or an os.PathLike, and is {type(local).__name__}")
+    if path is None:
+        raise ValueError("local=... mirrors a path: give the writer the path as well")
+    here, remote = absolute_path(local), os.fspath(absolute_path(path))
+    if not isinstance(here, Path):
+        raise ValueError("local must be a folder on a disk of this machine, and is a URL")
+    if place_of(here, remote) is not None or place_of(remote, here) is not None:
+        raise ValueError(f"local={os.fspath(here)!r} and the path must be two folders, and one is in the other")
+    return Target(os.fspath(here), remote, dict(options), timeout)

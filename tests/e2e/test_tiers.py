@@ -1,0 +1,76 @@
+"""Nodes with disks of their own: each rank here has a local folder that no other rank can see."""
+
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from dcp_tensorizer import CheckpointManager, SaveLimits, TensorizerStorageWriter
+
+from .ranks import run_ranks
+
+ROWS = 24
+
+
+def _state(world_size, value=0):
+    mesh = init_device_mesh("cpu", (world_size,))
+    whole = torch.full((ROWS, 4096), float(value))
+    shards = distribute_tensor(whole, mesh, [Shard(0)])
+    return {"w": shards, "same": distribute_tensor(whole[:1].clone(), mesh, [Replicate()]), "step": value}
+
+
+def _manager(folder, node):
+    limits = SaveLimits(timeout=60.0)
+    return CheckpointManager(folder / "remote", local=folder / f"node-{node}", stop_signals=(), limits=limits)
+
+
+def _restore(rank, folder, nodes):
+    """What is restored, by ranks on these nodes."""
+    state = _state(rank.world_size)
+    with _manager(folder, nodes[rank.index]) as manager:
+        step = manager.restore(state)
+    return step, state["step"], state["w"].full_tensor().unique().tolist(), state["same"].to_local().unique().tolist()
+
+
+@pytest.fixture
+def cut_off(tmp_path):
+    """A folder with step 1 on the remote, and step 2 in the local folders of two nodes alone."""
+    run_ranks(2, _save, tmp_path)
+    (tmp_path / "remote").unlink()
+    shutil.move(tmp_path / "away", tmp_path / "remote")
+    return tmp_path
+
+
+def _save(rank, folder):
+    """Saves step 1, and step 2 while the remote cannot be reached."""
+    remote = folder / "remote"
+    writer = TensorizerStorageWriter(remote, local=folder / f"node-{rank.index}")
+    for step in (1, 2):
+        state, path = _state(rank.world_size, step), remote / f"step-{step}"
+        dcp.async_save(state, storage_writer=writer, checkpoint_id=path, process_group=rank.saves).result()
+        if step == 1:
+            assert writer.wait_remote(60)
+            dist.barrier(rank.saves)
+            if rank.index == 0:
+                shutil.move(remote, folder / "away")
+                remote.touch()
+            dist.barrier(rank.saves)
+    writer.close(0.5)
+
+
+@pytest.mark.parametrize("nodes", [(0, 1), (1, 0)], ids=["same-ranks", "other-ranks"])
+def test_what_lies_on_several_nodes_is_brought_together(cut_off, nodes):
+    """The next job waits until the remote has the step, whichever node each rank is on now, and restores it."""
+    assert run_ranks(2, _restore, cut_off, nodes) == [(2, 2, [2.0], [2.0])] * 2
+    assert sorted(path.name for path in (cut_off / "remote").iterdir()) == ["step-1", "step-2"]
+
+
+def test_a_step_of_a_lost_node_is_given_up(cut_off):
+    """A node that is lost takes its step with it: the one before is restored from the remote."""
+    shutil.rmtree(cut_off / "node-1")
+    assert run_ranks(2, _restore, cut_off, (0, 1)) == [(1, 1, [1.0], [1.0])] * 2
+    assert [path.name for path in (cut_off / "remote").iterdir()] == ["step-1"]

@@ -1,0 +1,83 @@
+"""A run with a local folder, and what lies in it and on the remote."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dcp_tensorizer import SaveLimits, TensorizerStorageReader, TensorizerStorageWriter
+from dcp_tensorizer._tiers.queue import Queue
+from dcp_tensorizer._tiers.target import Target
+
+NUMBERS = 300_000
+
+
+def state_of(value: int) -> dict[str, Any]:
+    return {"w": torch.full((NUMBERS,), float(value)), "step": value}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A job's folders."""
+
+    folder: Path
+
+    @property
+    def local(self) -> Path:
+        return self.folder / "local"
+
+    @property
+    def remote(self) -> Path:
+        return self.folder / "remote"
+
+    @property
+    def target(self) -> Target:
+        return Target(str(self.local), str(self.remote), {}, 600.0)
+
+    @property
+    def queue(self) -> Queue:
+        return Queue(self.local)
+
+    def states(self) -> list[str]:
+        """How far each save has come, in their order."""
+        return [entry.state for entry in self.queue.entries()]
+
+    def writer(self, **options: Any) -> TensorizerStorageWriter:
+        return TensorizerStorageWriter(self.remote, local=self.local, **options)
+
+    def cut(self) -> None:
+        """From now on the remote cannot be reached."""
+        self.remote.write_bytes(b"")
+
+    def mend(self) -> None:
+        self.remote.unlink()
+
+    def save_unflushed(self, *values: int, place: str = "step-{}") -> None:
+        """Saves, and ends before any of it is on the remote."""
+        self.cut()
+        writer = self.writer(limits=SaveLimits(max_consecutive_failures=None), max_unflushed=len(values) + 1)
+        for value in values:
+            path = self.remote / place.format(value)
+            dcp.async_save(state_of(value), storage_writer=writer, checkpoint_id=path).result()
+        writer.close(0.5)  # time for the save's thread to end
+        self.mend()
+
+    def load(self, place: str, *, local: Path | None = None) -> int:
+        """The step of a checkpoint, all of whose values must be of that step."""
+        state = state_of(0)
+        reader = TensorizerStorageReader(self.remote, local=local)
+        dcp.load(state, storage_reader=reader, checkpoint_id=self.remote / place)
+        assert state["w"].unique().tolist() == [float(state["step"])]
+        step: int = state["step"]
+        return step
+
+
+def files_below(folder: Path) -> set[str]:
+    """The files in a folder and below, without their numbers and ids."""
+    return {
+        f"{path.parent.relative_to(folder)}/{path.suffix or path.name}" for path in folder.rglob("*") if path.is_file()
+    }

@@ -1,0 +1,171 @@
+"""The flush: what is on the remote after each step, whatever it dies in, and what is given up."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+from dcp_tensorizer import NotCommitted, TensorizerStorageReader, TensorizerStorageWriter
+from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._tiers import flusher as flusher_module
+from dcp_tensorizer._tiers.flusher import Flusher
+from dcp_tensorizer._tiers.queue import Queue, Record
+from dcp_tensorizer.errors import unwrap
+
+from ...support import quietly
+from .support import Run, files_below
+
+
+class _Killed(BaseException):
+    """Ends a flush, as a signal would: nothing that it would do next is done."""
+
+
+def _dying(monkeypatch: pytest.MonkeyPatch, at: int) -> Callable[[], None]:
+    """Has the ``at``-th operation of a flush be the last one; returns its gate."""
+    left = at
+
+    def count() -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise _Killed
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            count()
+            return function(*args, **kwargs)
+
+        return call
+
+    for owner, name in ((Queue, "move"), (Queue, "set_trouble"), (LocalStorage, "put"), (LocalStorage, "rename")):
+        monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
+    monkeypatch.setattr(LocalStorage, "remove", counted(LocalStorage.remove))
+    return count
+
+
+def test_a_flush_that_dies_anywhere_is_finished_by_the_next(tmp_path: Path) -> None:
+    """After each operation the remote holds a whole checkpoint or none, never a mixture; then the newest, alone."""
+    saved = Run(tmp_path / "saved")
+    saved.folder.mkdir()
+    saved.save_unflushed(1, 2, place="latest")
+    found, at = set(), 0
+    while True:
+        run = Run(tmp_path / "run")
+        shutil.rmtree(run.folder, ignore_errors=True)
+        shutil.copytree(saved.folder, run.folder)
+        target = _retargeted(run, saved)
+        with pytest.MonkeyPatch.context() as patch:
+            flusher = Flusher(target, _dying(patch, at))
+            try:
+                died = False
+                while flusher.step() is not None:
+                    pass
+            except _Killed:
+                died = True
+        found.add(_loaded(run, "latest"))
+        again = Flusher(target)
+        while again.step() is not None:
+            pass
+        assert run.load("latest") == 2
+        assert sorted(path.suffix for path in run.remote.rglob("*.*")) == ["", ".tensors"]
+        at += 1
+        if not died:
+            break
+    assert (found, at > 15) == ({None, 1, 2}, True)
+
+
+def _retargeted(run: Run, saved: Run) -> Any:
+    """The target of a copied run: its records name the remote that they were written for."""
+    for path in (run.local / ".flush").iterdir():
+        if path.suffix == ".unflushed":
+            path.write_bytes(path.read_bytes().replace(str(saved.remote).encode(), str(run.remote).encode()))
+    return run.target
+
+
+def _loaded(run: Run, place: str) -> int | None:
+    try:
+        with quietly():
+            return run.load(place)
+    except BaseException as error:
+        if not isinstance(unwrap(error), NotCommitted):
+            raise
+        return None
+
+
+def test_checkpoints_arrive_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is committed before the next one, and only the newest keeps its local copy."""
+    run = Run(tmp_path)
+    run.save_unflushed(1, 2, 3)
+    order = []
+    publish = flusher_module.publish
+    monkeypatch.setattr(
+        flusher_module, "publish", lambda remote, *rest: order.append(remote.path[-6:]) or publish(remote, *rest)
+    )
+    assert Flusher(run.target).step() is None
+    assert order == ["step-1", "step-2", "step-3"]
+    assert [run.load(f"step-{n}") for n in (1, 2, 3)] == [1, 2, 3]
+    assert {path.name for path in run.local.iterdir()} == {".flush", "step-3"}
+    assert run.states() == ["remote"] * 3
+
+
+def test_metadata_waits_for_the_files_of_all_ranks(tmp_path: Path) -> None:
+    """Without a rank's file nothing is committed; when it does not come the save is given up, with its rank."""
+    run = Run(tmp_path)
+    run.save_unflushed(1)
+    (entry,) = run.queue.entries()
+    record = run.queue.record(entry)
+    assert record is not None and record.commit is not None
+    other = f"__3_0_{'a' * 32}.tensors"
+    content = (run.queue.folder / entry.name).read_text()
+    (name,) = record.files
+    changed = content.replace(
+        '"commit":{"name":".metadata","files":{', f'"commit":{{"name":".metadata","files":{{"{other}":4,'
+    )
+    assert changed != content
+    (run.queue.folder / entry.name).write_text(changed)
+    target = run.target.__class__(str(run.local), str(run.remote), {}, 0.2)
+    flusher = Flusher(target)
+    assert flusher.step() is not None
+    assert (run.states(), os.listdir(run.remote / "step-1")) == (["sent"], [name])
+    deadline = time.monotonic() + 30
+    while flusher.step() is not None:
+        assert time.monotonic() < deadline
+    assert run.states() == ["lost"]
+    assert "data of rank 3 has not come for 0.2 s" in run.queue.record(run.queue.entries()[0]).reason  # type: ignore[union-attr]
+    assert files_below(run.remote) == set()
+
+
+def test_what_another_job_has_saved_since_stays(tmp_path: Path) -> None:
+    """A checkpoint that is older than the one on the remote is given up."""
+    run = Run(tmp_path)
+    run.save_unflushed(1, place="latest")
+    dcp.save({"step": 7}, storage_writer=TensorizerStorageWriter(run.remote / "latest"))
+    assert Flusher(run.target).step() is None
+    assert run.states() == ["lost"]
+    state = {"step": 0}
+    dcp.load(state, checkpoint_id=run.remote / "latest", storage_reader=TensorizerStorageReader(run.remote / "latest"))
+    assert state == {"step": 7}
+    assert files_below(run.local) == {".flush/.lost", ".flush/.index"}
+
+
+def test_what_a_dead_save_has_left_is_removed(tmp_path: Path) -> None:
+    """Of a record whose process is gone the files go, too; one whose process lives stays as it is."""
+    run = Run(tmp_path)
+    (run.local / "step-1").mkdir(parents=True)
+    ids = ["a" * 32, "b" * 32]
+    for name in ids:
+        (run.local / "step-1" / f"__0_0_{name}.tensors").write_bytes(b"half")
+    dead, living = (run.queue.begin(Record(run.target.name, "step-1", 0, name)) for name in ids)
+    dead._let_go()
+    assert Flusher(run.target).step() is None
+    assert os.listdir(run.local / "step-1") == [f"__0_0_{ids[1]}.tensors"]
+    assert run.states() == ["writing"]
+    living.abort()
+    assert run.states() == []

@@ -1,0 +1,203 @@
+"""A writer with a local folder: what it guarantees, what it says, and where it is read from."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcp_tensorizer import SaveLimits, SaveReport, TensorizerStorageReader, TensorizerStorageWriter, WriteError
+from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer.errors import unwrap
+
+from ...servers import S3Server
+from ...support import quietly
+from .support import Run, files_below, state_of
+
+
+def said(caplog: pytest.LogCaptureFixture) -> str:
+    """The warnings and errors of this package."""
+    records = [entry for entry in caplog.records if entry.name == "dcp_tensorizer" and entry.levelno >= logging.WARNING]
+    return "\n".join(entry.getMessage() for entry in records)
+
+
+def test_a_save_is_durable_locally_and_then_on_the_remote(tmp_path: Path) -> None:
+    """The report comes twice: the second time it says when the remote had the checkpoint."""
+    run, reports = Run(tmp_path), list[SaveReport]()
+    with run.writer(on_report=reports.append) as writer:
+        dcp.async_save(state_of(1), storage_writer=writer, checkpoint_id=run.remote / "step-1").result()
+        assert writer.wait_remote(60)
+        assert writer.last_report == reports[1]
+    assert [report.remote_durable_at is None for report in reports] == [True, False]
+    assert reports[1].remote_durable_at >= reports[0].durable_at  # type: ignore[operator]
+    assert reports[0].path == str(run.remote / "step-1")
+    assert run.load("step-1") == run.load("step-1", local=run.local) == 1
+
+
+def test_a_synchronous_save_is_flushed_too(tmp_path: Path) -> None:
+    """``dcp.save`` leaves the flush to the writer process, which `close` waits for."""
+    run = Run(tmp_path)
+    with run.writer() as writer:
+        dcp.save(state_of(1), storage_writer=writer, checkpoint_id=run.remote / "step-1")
+    assert run.load("step-1") == 1
+
+
+_SAVE_AND_DIE = """
+import os, signal, sys
+from pathlib import Path
+import torch.distributed.checkpoint as dcp
+from tests.integration.tiers.support import Run, state_of
+run = Run(Path(sys.argv[1]))
+run.cut()
+dcp.async_save(state_of(1), storage_writer=run.writer(), checkpoint_id=run.remote / "step-1").result()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_next_job_brings_what_a_killed_one_has_left(tmp_path: Path) -> None:
+    """It is loaded from the local folder before that, and from the remote alone afterwards."""
+    run = Run(tmp_path)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", _SAVE_AND_DIE, str(tmp_path)], check=False)
+    assert done.returncode == -9
+    run.mend()
+    assert run.states() == ["unflushed"]
+    assert run.load("step-1", local=run.local) == 1
+    with run.writer() as writer:
+        assert writer.wait_remote(60)
+    assert run.load("step-1") == 1
+
+
+def test_training_waits_when_too_much_is_unflushed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The save fails when the remote does not come back in time, and `close` says what has not arrived."""
+    run = Run(tmp_path)
+    run.cut()
+    limits = SaveLimits(timeout=1.0, max_consecutive_failures=None)
+    with run.writer(max_unflushed=2, limits=limits) as writer:
+        for step in (1, 2):
+            dcp.async_save(state_of(step), storage_writer=writer, checkpoint_id=run.remote / f"step-{step}").result()
+        with pytest.raises(CheckpointException) as caught:
+            dcp.async_save(state_of(3), storage_writer=writer, checkpoint_id=run.remote / "step-3").result()
+    words = f"2 checkpoints lie in {run.local}, and nothing has come to {run.remote} for 1 s"
+    assert words in str(unwrap(caught.value))
+    assert f"2 checkpoint(s) have not reached {run.remote}. They are in {run.local}" in said(caplog)
+    assert run.states() == ["unflushed"] * 2
+
+
+def test_a_writer_goes_on_when_the_remote_is_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What failed is tried again, with a warning, and the order stays."""
+    run = Run(tmp_path)
+    run.cut()
+    with run.writer() as writer:
+        for step in (1, 2):
+            dcp.async_save(state_of(step), storage_writer=writer, checkpoint_id=run.remote / f"step-{step}").result()
+        assert not writer.wait_remote(1.0)
+        run.mend()
+        assert writer.wait_remote(60)
+    assert "a flush has failed, and is tried again: cannot create the checkpoint directory" in said(caplog)
+    assert [run.load(f"step-{step}") for step in (1, 2)] == [1, 2]
+
+
+def test_a_full_local_disk_is_passed_by(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save goes to the remote directly, with a warning, and is committed there after those before it."""
+    run = Run(tmp_path)
+    create = LocalStorage.create
+
+    def full(self: LocalStorage, name: str, nbytes: int, *, sync: bool) -> Any:
+        if self.location.startswith(str(run.local)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return create(self, name, nbytes, sync=sync)
+
+    monkeypatch.setattr(LocalStorage, "create", full)
+    with run.writer() as writer:
+        dcp.save(state_of(1), storage_writer=writer, checkpoint_id=run.remote / "step-1")
+    assert f"rank 0: {run.local / 'step-1'} is not used, and this save goes to {run.remote / 'step-1'}" in said(caplog)
+    assert "No space left on device" in said(caplog)
+    assert run.load("step-1") == 1
+    assert files_below(run.local) == set()
+
+
+def test_a_local_folder_that_cannot_be_made_is_passed_by(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A disk that is not there does no more harm than a full one."""
+    run = Run(tmp_path)
+    run.local.write_bytes(b"")
+    with run.writer() as writer:
+        dcp.async_save(state_of(1), storage_writer=writer, checkpoint_id=run.remote / "step-1").result()
+        assert writer.last_report.remote_durable_at is not None  # type: ignore[union-attr]
+    assert run.load("step-1") == 1
+    assert "this save goes to" in said(caplog)
+
+
+def test_a_checkpoint_is_below_the_writers_path(tmp_path: Path) -> None:
+    """Elsewhere it would have no place in the local folder."""
+    run = Run(tmp_path)
+    with quietly(), run.writer() as writer, pytest.raises(CheckpointException) as caught:
+        dcp.save(state_of(1), storage_writer=writer, checkpoint_id=tmp_path / "elsewhere")
+    assert isinstance(unwrap(caught.value), WriteError)
+    assert f"{tmp_path}/elsewhere is not below {run.remote}" in str(unwrap(caught.value))
+
+
+def test_nothing_is_overwritten_on_the_remote(tmp_path: Path) -> None:
+    """With overwrite=False the remote is asked before anything is written."""
+    run = Run(tmp_path)
+    with quietly(), run.writer(overwrite=False) as writer:
+        dcp.save(state_of(1), storage_writer=writer, checkpoint_id=run.remote / "a")
+        assert writer.wait_remote(60)
+        with pytest.raises(CheckpointException) as caught:
+            dcp.save(state_of(2), storage_writer=writer, checkpoint_id=run.remote / "a")
+    assert "holds a checkpoint already, and overwrite=False" in str(unwrap(caught.value))
+    assert run.load("a") == 1
+
+
+def test_missing_local_files_come_from_the_remote(tmp_path: Path) -> None:
+    """A load takes each file from the local folder if it is whole there, and else from the remote."""
+    run = Run(tmp_path)
+    with run.writer() as writer:
+        dcp.save(state_of(1), storage_writer=writer, checkpoint_id=run.remote / "step-1")
+    (local,), (remote,) = run.local.rglob("*.tensors"), run.remote.rglob("*.tensors")
+    content = remote.read_bytes()
+    remote.write_bytes(b"x" * len(content))
+    assert run.load("step-1", local=run.local) == 1
+    remote.write_bytes(content)
+    local.write_bytes(content[:-1])
+    assert run.load("step-1", local=run.local) == 1
+
+
+def test_on_an_object_store(tmp_path: Path, s3: S3Server) -> None:
+    """The same there: with parts, and with nothing left open."""
+    url = f"s3://{s3.bucket}/{uuid.uuid4().hex}"
+    state = state_of(5) | {"large": state_of(5)["w"].repeat(10)}
+    with TensorizerStorageWriter(url, local=tmp_path, storage_options=s3.options()) as writer:
+        for _ in range(2):
+            dcp.async_save(state, storage_writer=writer, checkpoint_id=f"{url}/latest").result()
+        assert writer.wait_remote(60)
+    loaded = {name: value * 0 for name, value in state.items()}
+    dcp.load(loaded, storage_reader=TensorizerStorageReader(f"{url}/latest", storage_options=s3.options()))
+    assert loaded["large"].unique().tolist() == [5.0]
+    prefix = url.partition(f"{s3.bucket}/")[2]
+    assert [name.split("_")[0] for name in s3.objects(prefix)] == ["latest/.metadata", "latest/"]
+    assert s3.uploads(prefix) == []
+    assert all(s3.options()["secret"].encode() not in path.read_bytes() for path in (tmp_path / ".flush").iterdir())
+
+
+def test_a_remote_in_memory_is_flushed_by_the_trainer(tmp_path: Path) -> None:
+    """No other process could reach it."""
+    url = f"memory://{uuid.uuid4().hex}"
+    with TensorizerStorageWriter(url, local=tmp_path) as writer:
+        dcp.async_save(state_of(3), storage_writer=writer, checkpoint_id=f"{url}/a").result()
+        assert writer.wait_remote(60)
+    state = state_of(0)
+    dcp.load(state, storage_reader=TensorizerStorageReader(f"{url}/a"))
+    assert state["step"] == 3
+    fsspec.filesystem("memory").rm(url.removeprefix("memory:/"), recursive=True)
