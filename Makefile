@@ -39,15 +39,17 @@ check: $(READY)
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-bench: $(READY) $(VENV)/azurite
+# Whole for every release, so that all figures are of one commit: about 45 minutes.
+bench: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench
 	$(BIN)/python -m benchmarks.save
 	$(BIN)/python -m benchmarks.load
 	$(BIN)/python -m benchmarks.remote
-	$(BIN)/python -m benchmarks.object_stores
 	$(BIN)/python -m benchmarks.verify
 	$(BIN)/python -m benchmarks.handles
 	$(BIN)/python -m benchmarks.reuse
+	$(BIN)/python -m benchmarks.tiers
+	$(BIN)/python -m benchmarks.mlperf
 	$(BIN)/python -m benchmarks.scale
 
 # The tests under every Python that is here, with the oldest torch and the newest: some GB for each, and hours.

@@ -1,4 +1,4 @@
-"""The load benchmark: `python -m benchmarks.load` (about 50 minutes; `--quick` for a smaller one, not to be quoted).
+"""The load benchmark: `python -m benchmarks.load` (about 10 minutes; `--quick` for a smaller one, not to be quoted).
 
 `--redraw` makes the page and the picture again from the stored results, and measures nothing.
 """
@@ -32,14 +32,14 @@ _RESHARDS = {
 
 
 def plan(folder: str, quick: bool) -> list[tuple[list[dict[str, Any]], int]]:
-    base = {"scale": 0.1 if quick else 1.0, "warm": 6, "cold": 3, "folder": folder}
+    base = {"scale": 0.1 if quick else 1.0, "warm": 5, "cold": 3, "folder": folder}
     whole = [{"format": f, "workload": w, "limits": f == _OURS, **base} for w in WORKLOADS for f in FORMATS]
     reshard = [
         {"loader": c, "workload": _MAIN, "reshard": name, "saved": saved, "loaded": loaded, **base}
         for name, (saved, loaded) in _RESHARDS.items()
         for c in (_OURS, _UNVERIFIED, _TORCH)
     ]
-    return [(whole, 1 if quick else 3), (reshard, 1)]
+    return [(whole, 1), (reshard, 1)]
 
 
 def summarise(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The remote benchmark: `python -m benchmarks.remote` (about 25 minutes; `--main --rounds 1` for a look).
+"""The remote benchmark: `python -m benchmarks.remote` (about 6 minutes; `--main --rounds 1` for a look).
 
 A real S3 server on loopback, fresh in each round, directly and with 20 ms of latency added to each request. Its own
 work is the limit on a small machine, so the figures are ratios to transfers of the same bytes in the same round.
@@ -47,7 +47,7 @@ def servers(folder: Path) -> Iterator[dict[str, dict[str, str]]]:
 
 
 def plan(links: dict[str, dict[str, str]], quick: bool, main: bool) -> list[dict[str, Any]]:
-    base = {"workload": _WORKLOAD, "scale": 0.125 if not quick else 0.04, "times": 2}
+    base = {"workload": _WORKLOAD, "scale": 0.125 if not quick else 0.04, "times": 3}
     cases = [
         {"contender": contender, "link": link, "server": links[link], **base}
         for link in _LINKS
@@ -233,7 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--main", action="store_true", help="no resharded loads")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--folder", help="where the server keeps its data", default=None)
     parser.add_argument("--redraw", action="store_true", help="from the stored results, without measuring")
     options = parser.parse_args()
