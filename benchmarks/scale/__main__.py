@@ -1,7 +1,7 @@
 """The scale benchmark: `python -m benchmarks.scale` (about 10 minutes; `--large` goes to 8,192 ranks, in 90 minutes).
 
-`--quick` makes a smaller one, not to be quoted. `--only items`, `worlds`, `ranks` or `replicas` measures a part and prints its page. `--redraw` makes the page and the
-picture again from the stored results, and measures nothing.
+`--quick` makes a smaller one, not to be quoted. `--only items`, `worlds`, `ranks` or `replicas` measures a part and
+prints its page. `--redraw` makes the page and the picture again from the stored results, and measures nothing.
 """
 
 from __future__ import annotations
