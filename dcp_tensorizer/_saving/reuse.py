@@ -135,11 +135,11 @@ class KnownFiles:
             known = {
                 subject: history for subject, history in self._histories.items() if number - history.seen < _KEPT
             } | dict(histories)
-            replaced = {file.contents for file in files}
+            replaced = {(file.contents, file.sha256) for file in files}
             others = [
                 file
                 for file in self._files
-                if file.contents not in replaced
+                if (file.contents, file.sha256) not in replaced
                 and number - file.seen < _KEPT
                 and all((of := known.get(c.subject)) is not None and of.digest == c.digest for c in file.contents)
             ]
@@ -152,7 +152,7 @@ class ReusingSave:
     Args:
         known: Of the engine.
         max_reuses: How often a file may be adopted before its tensors are written anew.
-        sha256: Files must have a SHA-256 of each tensor.
+        sha256: Files have a SHA-256 of each tensor.
     """
 
     def __init__(self, known: KnownFiles, *, max_reuses: int, sha256: bool) -> None:
@@ -179,9 +179,8 @@ class ReusingSave:
         """
         self._contents = dict(zip(map(_subject, sources), digests, strict=True))
         self._number, found, self._histories = self._known.begin(self._contents)
-        self._candidates = [
-            file for file in found if file.uses < self._max_reuses and (file.sha256 or not self._sha256)
-        ]
+        # One with hashes where none are wanted has other bytes than what is written if it cannot be adopted.
+        self._candidates = [file for file in found if file.uses < self._max_reuses and file.sha256 == self._sha256]
 
     def plan(
         self, sources: Sequence[TensorSource], rank: int, save_id: str, max_file_bytes: int = UNLIMITED, first: int = 0

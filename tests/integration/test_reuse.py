@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -186,6 +187,22 @@ def test_another_writer_reuses_what_the_first_has_written(tmp_path: Path) -> Non
         with TensorizerStorageWriter(reuse_unchanged=step != 3) as other:
             reused.append(save(other, tmp_path / f"step-{step}", step, sync=False))
     assert reused == [0, 0, BASE_BYTES, 0, BASE_BYTES]
+
+
+def test_files_with_hashes_are_not_taken_for_files_without(tmp_path: Path) -> None:
+    """Also where the same tensors had to be written once more, without hashes, and that checkpoint is gone."""
+    refused = mock.patch("os.link", side_effect=OSError(errno.EXDEV, os.strerror(errno.EXDEV)))
+    for name, sha256, links in (
+        ("hashes", True, nullcontext()),
+        ("none", False, refused),
+        ("last", False, nullcontext()),
+    ):
+        with TensorizerStorageWriter(reuse_unchanged=True, sha256=sha256) as writer, links:
+            assert save(writer, tmp_path / name, 0) == 0
+        check(tmp_path / name, 0)
+        if name == "none":
+            shutil.rmtree(tmp_path / name)
+    assert not verify(tmp_path / "last", full=True).damages
 
 
 def test_the_tools_know_what_is_shared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
