@@ -25,6 +25,7 @@ from dcp_tensorizer._saving.reuse import KnownFiles
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer.tools import collect, list_checkpoints, verify
 
+from ..proxy import Fault, Request, s3_proxy
 from ..servers import S3Server
 from ..support import kill, writer_process
 
@@ -248,3 +249,21 @@ def test_an_object_store_copies_what_is_reused(s3: S3Server, tmp_path: Path) -> 
             reused.append(save(local, tmp_path / "b", 6))
     assert reused == [0, 0, BASE_BYTES, BASE_BYTES, BASE_BYTES, BASE_BYTES]
     check(f"s3://{s3.bucket}/reuse/step-3", 3, storage_options=options)
+
+
+def test_an_object_store_that_does_not_copy_in_time_is_written_to(s3: S3Server) -> None:
+    """However many places a file could be copied from: the save goes on before its process is taken for stuck."""
+    with s3_proxy(s3.endpoint) as proxy:
+        options, limits = s3.options(proxy.endpoint), SaveLimits(timeout=8)
+        with TensorizerStorageWriter(reuse_unchanged=True, storage_options=options, limits=limits) as writer:
+            reused = [save(writer, f"s3://{s3.bucket}/slow/step-{step}", step, sync=False) for step in range(5)]
+            proxy.rule = lambda request: Fault(hang=True) if _is_copy(request) else None
+            reused.append(save(writer, f"s3://{s3.bucket}/slow/step-5", 5, sync=False))
+            assert writer.last_report is not None
+            assert writer.last_report.attempts == 1
+    assert reused == [0, 0, BASE_BYTES, BASE_BYTES, BASE_BYTES, 0]
+    check(f"s3://{s3.bucket}/slow/step-5", 5, storage_options=s3.options())
+
+
+def _is_copy(request: Request) -> bool:
+    return request.method == "PUT" and request.key.endswith(".tensors") and not request.nbytes
