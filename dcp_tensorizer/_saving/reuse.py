@@ -164,6 +164,7 @@ class ReusingSave:
         self._histories: dict[Subject, _History] = {}
         self._candidates: list[_KnownFile] = []
         self._adopted: dict[str, _KnownFile] = {}
+        self._changed: set[Subject] = set()
 
     @property
     def is_prepared(self) -> bool:
@@ -212,6 +213,16 @@ class ReusingSave:
             requests += plan_files(group, rank, save_id, most, first=first + len(requests))
         return tuple(requests)
 
+    def check(self, sources: Iterable[TensorSource], digests: Iterable[bytes]) -> None:
+        """Compares what was written, from memory that others can change, with what it was before.
+
+        Args:
+            sources: Some of the tensors.
+            digests: The XXH3-128 of each, taken once more after the write.
+        """
+        subjects = map(_subject, sources)
+        self._changed |= {s for s, digest in zip(subjects, digests, strict=True) if self._contents[s] != digest}
+
     def finish(self, location: str, requests: Iterable[FileRequest], done: WriteDone) -> WriteDone:
         """Remembers what was written, and says where the tensors are in the files that were adopted.
 
@@ -225,7 +236,7 @@ class ReusingSave:
             file = self._adopted[result.name] if result.adopted else self._written(request, result)
             items = tuple(item._replace(file=result.name) for item in file.items)
             results.append(replace(result, tensors=items))
-            if result.identity is not None:
+            if result.identity is not None and (result.adopted or self._changed.isdisjoint(_subjects(request))):
                 home = Home(location, result.name, result.identity)
                 homes = (home, *itertools.islice(file.homes, _HOMES - 1))
                 uses = file.uses + result.adopted
@@ -238,9 +249,13 @@ class ReusingSave:
 
         It takes the count of these over: it must not have them adopted more often than they may be.
         """
-        contents = tuple(Content(subject, self._contents[subject]) for subject in map(_subject, request.tensors))
+        contents = tuple(Content(subject, self._contents[subject]) for subject in _subjects(request))
         uses = self._adopted[request.name].uses if request.homes else 0
         return _KnownFile(contents, result.tensors, result.nbytes, request.homes, self._sha256, uses)
+
+
+def _subjects(request: FileRequest) -> list[Subject]:
+    return [_subject(source) for source in request.tensors]
 
 
 def _subject(source: TensorSource) -> Subject:

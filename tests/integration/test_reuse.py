@@ -21,8 +21,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dcp_tensorizer import CheckpointManager, SaveLimits, TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._cli.views import show_listing
 from dcp_tensorizer._saving.engine import engine_of_process
+from dcp_tensorizer._saving.options import Staging
 from dcp_tensorizer._saving.reuse import KnownFiles
 from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._writer_process.digest_job import DigestJob
+from dcp_tensorizer._writer_process.process import WriterProcess
 from dcp_tensorizer.tools import collect, list_checkpoints, verify
 
 from ..proxy import Fault, Request, s3_proxy
@@ -204,6 +207,31 @@ def test_files_with_hashes_are_not_taken_for_files_without(tmp_path: Path) -> No
         if name == "none":
             shutil.rmtree(tmp_path / name)
     assert not verify(tmp_path / "last", full=True).damages
+
+
+@pytest.mark.parametrize("staging", ["buffer", "shared"])
+def test_a_tensor_that_changed_under_a_save_spoils_no_later_one(tmp_path: Path, staging: Staging) -> None:
+    """A counter is counted up while it is saved from where it is, and set back to zero before the next save."""
+    state = {"counter": torch.zeros(200_000).share_memory_()}
+    taken, sync = DigestJob.run if staging == "buffer" else WriterProcess.digest, staging == "buffer"
+
+    def count(*arguments: Any) -> Any:
+        digests = taken(*arguments)
+        state["counter"] += 1
+        return digests
+
+    method = mock.patch.object(*((DigestJob, "run") if sync else (WriterProcess, "digest")), count)
+    with TensorizerStorageWriter(reuse_unchanged=True, staging=staging) as writer:
+        for name, changes in (("during", method), ("after", nullcontext())):
+            with changes:
+                if sync:
+                    dcp.save(state, storage_writer=writer, checkpoint_id=tmp_path / name)
+                else:
+                    dcp.async_save(state, storage_writer=writer, checkpoint_id=tmp_path / name).result()
+            state["counter"].zero_()
+    loaded = {"counter": torch.ones(200_000)}
+    dcp.load(loaded, storage_reader=TensorizerStorageReader(tmp_path / "after"))
+    assert torch.equal(loaded["counter"], torch.zeros(200_000))
 
 
 def test_the_tools_know_what_is_shared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from dcp_tensorizer._format.layout import StoredItem, data_file_name
@@ -44,9 +45,10 @@ class Job:
         fails: bool = False,
         attempts: int = 1,
         dtype: str = "uint8",
+        afterwards: Mapping[str, int] = MappingProxyType({}),
         identify: Callable[[str], tuple[str, ...] | None] = lambda name: (name,),
     ) -> Saved:
-        """One save; files of ``refuse`` cannot be adopted."""
+        """One save; files of ``refuse`` cannot be adopted. What tensors hold ``afterwards`` is only seen then."""
         self.number += 1
         save = ReusingSave(self.known, max_reuses=self.max_reuses, sha256=self.sha256)
         sources = [TensorSource(name, dtype, (nbytes,), nbytes) for name in values]
@@ -61,6 +63,8 @@ class Job:
             identity = identify(request.name)
             results.append(FileResult(request.name, 1000, tuple(items), identity, adopted=is_adopted))
         done = WriteDone(tuple(results), 0.0, 0.0, 0.0)
+        seen = [source for source in sources if source.name in afterwards]
+        save.check(seen, [afterwards[source.name].to_bytes(16, "big") for source in seen])
         if not fails:
             done = save.finish("/job", requests, done)
         names = [[source.name for source in request.tensors] for request in requests]
@@ -168,6 +172,15 @@ def test_a_save_that_failed_changes_nothing() -> None:
     after = job.save({"base": 1, "lora": 4})
     assert after.adopted == [["base"]]
     assert after.requests[0].homes[0].name == data_file_name(0, 0, save_id(3))
+
+
+def test_a_file_whose_tensor_changed_while_it_was_written_is_not_adopted() -> None:
+    """It may hold anything. One that was adopted holds what it was adopted for."""
+    job = Job()
+    job.save({"a": 1, "b": 2}, afterwards={"a": 1, "b": 7})
+    assert job.save({"a": 1, "b": 2}, afterwards={"a": 1, "b": 2}).adopted == []
+    assert job.save({"a": 1, "b": 2}, afterwards={"b": 7}).adopted == [["a", "b"]]
+    assert job.save({"a": 1, "b": 2}).adopted == [["a", "b"]]
 
 
 def test_another_attempt_has_files_of_its_own() -> None:
