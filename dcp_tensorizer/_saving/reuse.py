@@ -184,7 +184,13 @@ class ReusingSave:
         self._candidates = [file for file in found if file.uses < self._max_reuses and file.sha256 == self._sha256]
 
     def plan(
-        self, sources: Sequence[TensorSource], rank: int, save_id: str, max_file_bytes: int = UNLIMITED, first: int = 0
+        self,
+        sources: Sequence[TensorSource],
+        rank: int,
+        save_id: str,
+        max_file_bytes: int = UNLIMITED,
+        max_adopted_bytes: int = UNLIMITED,
+        first: int = 0,
     ) -> tuple[FileRequest, ...]:
         """Distributes tensors over files: first those that are adopted, then what does not change, then the rest.
 
@@ -193,13 +199,14 @@ class ReusingSave:
             rank: Who writes them.
             save_id: Of the save.
             max_file_bytes: See `plan_files`.
+            max_adopted_bytes: The size that a file may have to be adopted: what is in a larger one goes to others.
             first: The number of the first file.
         """
         left = {_subject(source): source for source in sources}
         self._adopted = {}
         requests: list[FileRequest] = []
         for file in self._candidates:
-            if all(content.subject in left for content in file.contents):
+            if file.nbytes <= max_adopted_bytes and all(content.subject in left for content in file.contents):
                 tensors = tuple(left.pop(content.subject) for content in file.contents)
                 name = data_file_name(rank, first + len(requests), save_id)
                 requests.append(FileRequest(name, tensors, file.homes, file.nbytes))

@@ -255,13 +255,14 @@ class _Files:
         """Distributes tensors over files; ``digest`` gives the XXH3-128 of each, if it is wanted."""
         self._first += len(self._requests)
         self._requests = ()
-        names = self.rank, self._save_id, self.storage.max_file_bytes
+        names, limit = (self.rank, self._save_id), self.storage.max_file_bytes
         if self._reuse is None:
-            self._requests = plan_files(sources, *names, first=self._first)
+            self._requests = plan_files(sources, *names, limit, first=self._first)
         else:
             if not self._reuse.is_prepared:
                 self._reuse.prepare(sources, self._timed(digest, sources))
-            self._requests = self._reuse.plan(sources, *names, first=self._first)
+            limits = limit, self.storage.max_adopted_bytes
+            self._requests = self._reuse.plan(sources, *names, *limits, first=self._first)
         return self._requests
 
     def finish(self, done: WriteDone, digest: _Digest) -> WriteDone:

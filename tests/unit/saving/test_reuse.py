@@ -45,6 +45,7 @@ class Job:
         fails: bool = False,
         attempts: int = 1,
         dtype: str = "uint8",
+        max_adopted_bytes: int = 1 << 40,
         afterwards: Mapping[str, int] = MappingProxyType({}),
         identify: Callable[[str], tuple[str, ...] | None] = lambda name: (name,),
     ) -> Saved:
@@ -55,13 +56,15 @@ class Job:
         save.prepare(sources, [value.to_bytes(16, "big") for value in values.values()])
         requests: tuple[FileRequest, ...] = ()
         for _ in range(attempts):
-            requests = save.plan(sources, 0, save_id(self.number), first=len(requests))
+            limits = 1 << 40, max_adopted_bytes
+            requests = save.plan(sources, 0, save_id(self.number), *limits, first=len(requests))
         results = []
         for request in requests:
             is_adopted = bool(request.homes) and not {home.name for home in request.homes} <= set(refuse)
             items = [] if is_adopted else [stored(request.name, source) for source in request.tensors]
             identity = identify(request.name)
-            results.append(FileResult(request.name, 1000, tuple(items), identity, adopted=is_adopted))
+            size = 1000 + sum(source.nbytes for source in request.tensors)
+            results.append(FileResult(request.name, size, tuple(items), identity, adopted=is_adopted))
         done = WriteDone(tuple(results), 0.0, 0.0, 0.0)
         seen = [source for source in sources if source.name in afterwards]
         save.check(seen, [afterwards[source.name].to_bytes(16, "big") for source in seen])
@@ -100,7 +103,7 @@ def test_an_adopted_file_has_a_name_of_its_own() -> None:
     saves = [job.save({"base": 1, "lora": step}) for step in range(8)]
     name = data_file_name(0, 0, save_id(8))
     adopted = saves[-1].done.files[0]
-    assert (adopted.name, adopted.nbytes) == (name, 1000)
+    assert (adopted.name, adopted.nbytes) == (name, 1000 + MIB)
     assert adopted.tensors == (stored(name, TensorSource("base", "uint8", (MIB,), MIB)),)
     homes = saves[-1].requests[0].homes
     assert [(home.location, home.name) for home in homes] == [
@@ -232,6 +235,15 @@ def test_what_does_not_change_is_cut_into_files_of_a_gibibyte() -> None:
     for step in range(2):
         saved = job.save({**{f"base.{n}": n for n in range(5)}, "lora": step}, nbytes=400 * MIB)
     assert saved.files == [["base.0", "base.1"], ["base.2", "base.3"], ["base.4"], ["lora"]]
+
+
+def test_a_file_that_is_too_large_to_be_adopted_is_cut() -> None:
+    """The first save of a rank that has nothing but frozen tensors makes one file, and S3 copies 5 GiB at most."""
+    job = Job()
+    state = {f"base.{n}": n for n in range(16)}
+    saves = [job.save(state, nbytes=400 * MIB, max_adopted_bytes=5 << 30) for _ in range(3)]
+    assert [len(save.files) for save in saves] == [1, 8, 8]
+    assert [len(save.adopted) for save in saves] == [0, 0, 8]
 
 
 def test_files_without_identity_are_not_adopted() -> None:
