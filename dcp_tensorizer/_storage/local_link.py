@@ -69,11 +69,12 @@ def _is_settled(descriptor: int, target: Path, *, sync: bool) -> bool:
 
 
 def _is_linked(target: Path, identity: FileIdentity) -> bool:
-    """Whether a name is of the file that was meant. Somebody may have put another one in its place meanwhile."""
+    """Whether a name is of the file that was meant. Somebody may have put another one in its place meanwhile.
+
+    If it is not, or cannot be seen to be, it is removed: the file that is written then must find it free.
+    """
     with suppress(OSError):
-        found = identity_of(os.lstat(target))
-        if found == identity:
+        if identity_of(os.lstat(target)) == identity:
             return True
-        if found is not None:
-            target.unlink()
+    target.unlink(missing_ok=True)
     return False

@@ -121,6 +121,13 @@ def test_a_link_that_was_made_although_the_system_denies_it_counts(source: Path,
     assert os.path.samefile(source, tmp_path / "target")
 
 
+def test_a_link_that_cannot_be_looked_at_is_taken_back(source: Path, tmp_path: Path) -> None:
+    """The file is written then, and its name must be free."""
+    with mock.patch("os.lstat", side_effect=OSError(errno.EIO, os.strerror(errno.EIO))):
+        assert not link_file(source, identity_of(source.stat()) or (), tmp_path / "target", sync=True)
+    assert os.listdir(tmp_path) == ["source"]
+
+
 def test_a_file_that_was_replaced_while_it_was_linked_is_let_go(source: Path, tmp_path: Path) -> None:
     """The name may be of the other file: it is removed."""
     known = identity(source)
