@@ -135,11 +135,11 @@ class KnownFiles:
             known = {
                 subject: history for subject, history in self._histories.items() if number - history.seen < _KEPT
             } | dict(histories)
-            replaced = {file.contents for file in files}
+            replaced = {(file.contents, file.sha256) for file in files}
             others = [
                 file
                 for file in self._files
-                if file.contents not in replaced
+                if (file.contents, file.sha256) not in replaced
                 and number - file.seen < _KEPT
                 and all((of := known.get(c.subject)) is not None and of.digest == c.digest for c in file.contents)
             ]
@@ -152,7 +152,7 @@ class ReusingSave:
     Args:
         known: Of the engine.
         max_reuses: How often a file may be adopted before its tensors are written anew.
-        sha256: Files must have a SHA-256 of each tensor.
+        sha256: Files have a SHA-256 of each tensor.
     """
 
     def __init__(self, known: KnownFiles, *, max_reuses: int, sha256: bool) -> None:
@@ -164,6 +164,7 @@ class ReusingSave:
         self._histories: dict[Subject, _History] = {}
         self._candidates: list[_KnownFile] = []
         self._adopted: dict[str, _KnownFile] = {}
+        self._changed: set[Subject] = set()
 
     @property
     def is_prepared(self) -> bool:
@@ -179,12 +180,17 @@ class ReusingSave:
         """
         self._contents = dict(zip(map(_subject, sources), digests, strict=True))
         self._number, found, self._histories = self._known.begin(self._contents)
-        self._candidates = [
-            file for file in found if file.uses < self._max_reuses and (file.sha256 or not self._sha256)
-        ]
+        # One with hashes where none are wanted has other bytes than what is written if it cannot be adopted.
+        self._candidates = [file for file in found if file.uses < self._max_reuses and file.sha256 == self._sha256]
 
     def plan(
-        self, sources: Sequence[TensorSource], rank: int, save_id: str, max_file_bytes: int = UNLIMITED, first: int = 0
+        self,
+        sources: Sequence[TensorSource],
+        rank: int,
+        save_id: str,
+        max_file_bytes: int = UNLIMITED,
+        max_adopted_bytes: int = UNLIMITED,
+        first: int = 0,
     ) -> tuple[FileRequest, ...]:
         """Distributes tensors over files: first those that are adopted, then what does not change, then the rest.
 
@@ -193,13 +199,14 @@ class ReusingSave:
             rank: Who writes them.
             save_id: Of the save.
             max_file_bytes: See `plan_files`.
+            max_adopted_bytes: The size that a file may have to be adopted: what is in a larger one goes to others.
             first: The number of the first file.
         """
         left = {_subject(source): source for source in sources}
         self._adopted = {}
         requests: list[FileRequest] = []
         for file in self._candidates:
-            if all(content.subject in left for content in file.contents):
+            if file.nbytes <= max_adopted_bytes and all(content.subject in left for content in file.contents):
                 tensors = tuple(left.pop(content.subject) for content in file.contents)
                 name = data_file_name(rank, first + len(requests), save_id)
                 requests.append(FileRequest(name, tensors, file.homes, file.nbytes))
@@ -212,6 +219,16 @@ class ReusingSave:
         for group, most in ((steady, min(_MAX_STEADY_BYTES, max_file_bytes)), (changing, max_file_bytes)):
             requests += plan_files(group, rank, save_id, most, first=first + len(requests))
         return tuple(requests)
+
+    def check(self, sources: Iterable[TensorSource], digests: Iterable[bytes]) -> None:
+        """Compares what was written, from memory that others can change, with what it was before.
+
+        Args:
+            sources: Some of the tensors.
+            digests: The XXH3-128 of each, taken once more after the write.
+        """
+        subjects = map(_subject, sources)
+        self._changed |= {s for s, digest in zip(subjects, digests, strict=True) if self._contents[s] != digest}
 
     def finish(self, location: str, requests: Iterable[FileRequest], done: WriteDone) -> WriteDone:
         """Remembers what was written, and says where the tensors are in the files that were adopted.
@@ -226,7 +243,7 @@ class ReusingSave:
             file = self._adopted[result.name] if result.adopted else self._written(request, result)
             items = tuple(item._replace(file=result.name) for item in file.items)
             results.append(replace(result, tensors=items))
-            if result.identity is not None:
+            if result.identity is not None and (result.adopted or self._changed.isdisjoint(_subjects(request))):
                 home = Home(location, result.name, result.identity)
                 homes = (home, *itertools.islice(file.homes, _HOMES - 1))
                 uses = file.uses + result.adopted
@@ -239,9 +256,13 @@ class ReusingSave:
 
         It takes the count of these over: it must not have them adopted more often than they may be.
         """
-        contents = tuple(Content(subject, self._contents[subject]) for subject in map(_subject, request.tensors))
+        contents = tuple(Content(subject, self._contents[subject]) for subject in _subjects(request))
         uses = self._adopted[request.name].uses if request.homes else 0
         return _KnownFile(contents, result.tensors, result.nbytes, request.homes, self._sha256, uses)
+
+
+def _subjects(request: FileRequest) -> list[Subject]:
+    return [_subject(source) for source in request.tensors]
 
 
 def _subject(source: TensorSource) -> Subject:

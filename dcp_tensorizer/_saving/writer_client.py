@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from .._memory.garbage import collector_paused
@@ -38,6 +39,9 @@ from .write_items import Item
 __all__ = ["WriterClient", "Written"]
 
 logger = logging.getLogger("dcp_tensorizer")
+
+_Digest = Callable[[Sequence[TensorSource]], Sequence[bytes]]
+"""Takes the XXH3-128 of each tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +145,8 @@ class WriterClient:
             try:
                 digest = functools.partial(self._digest, options, buffers)
                 request = WriteRequest(storage.location, options, files.plan(sources, digest))
-                return Written(files.finish(self.ensure_process().write(request, buffers, options.timeout)), attempt)
+                done = self.ensure_process().write(request, buffers, options.timeout)
+                return Written(files.finish(done, digest), attempt)
             except WriterProcessDied as error:
                 files.remove()
                 if is_closed():
@@ -267,31 +272,47 @@ class _Files:
         self._first = 0
         self._digest_seconds = 0.0
 
-    def plan(
-        self, sources: Sequence[TensorSource], digest: Callable[[Sequence[TensorSource]], Sequence[bytes]]
-    ) -> tuple[FileRequest, ...]:
+    def plan(self, sources: Sequence[TensorSource], digest: _Digest) -> tuple[FileRequest, ...]:
         """Distributes tensors over files; ``digest`` gives the XXH3-128 of each, if it is wanted."""
         self._first += len(self._requests)
         self._requests = ()
-        names = self.rank, self._save_id, self.storage.max_file_bytes
+        names, limit = (self.rank, self._save_id), self.storage.max_file_bytes
         if self._reuse is None:
-            self._requests = plan_files(sources, *names, first=self._first)
+            self._requests = plan_files(sources, *names, limit, first=self._first)
         else:
             if not self._reuse.is_prepared:
-                started = time.perf_counter()
-                digests = digest(sources)
-                self._digest_seconds = time.perf_counter() - started
-                self._reuse.prepare(sources, digests)
-            self._requests = self._reuse.plan(sources, *names, first=self._first)
+                self._reuse.prepare(sources, self._timed(digest, sources))
+            limits = limit, self.storage.max_adopted_bytes
+            self._requests = self._reuse.plan(sources, *names, *limits, first=self._first)
         return self._requests
 
-    def finish(self, done: WriteDone) -> WriteDone:
+    def finish(self, done: WriteDone, digest: _Digest) -> WriteDone:
         """Takes what has become of them; returns it with where the tensors are in all files."""
         if self._reuse is None:
             return done
+        self._check_unchanged(self._reuse, done, digest)
         seconds = done.seconds + self._digest_seconds, done.hash_seconds + self._digest_seconds
         done = replace(done, seconds=seconds[0], hash_seconds=seconds[1])
         return self._reuse.finish(self.storage.location, self._requests, done)
+
+    def _check_unchanged(self, reuse: ReusingSave, done: WriteDone, digest: _Digest) -> None:
+        """Sees whether what was written from the trainer's own memory is what its digests had been taken of.
+
+        It must not change during a save. If it does, that checkpoint is the worse for it, but no later one may be.
+        """
+        written = {file.name for file in done.files if not file.adopted}
+        tensors = [tensor for file in self._requests if file.name in written for tensor in file.tensors]
+        if live := [tensor for tensor in tensors if not isinstance(tensor.memory, int)]:
+            digests: Sequence[bytes] = [b""] * len(live)
+            with suppress(WriteError):  # it is not known then, and all has been written
+                digests = self._timed(digest, live)
+            reuse.check(live, digests)
+
+    def _timed(self, digest: _Digest, sources: Sequence[TensorSource]) -> Sequence[bytes]:
+        started = time.perf_counter()
+        digests = digest(sources)
+        self._digest_seconds += time.perf_counter() - started
+        return digests
 
     def remove(self) -> None:
         """Removes them, when nobody writes them any more."""
@@ -311,5 +332,9 @@ def _write_here(files: _Files, items: Sequence[Item], options: WriteOptions) -> 
         return host_bytes(tensors[source.name])
 
     sources = [item.source() for item in items if item.has_bytes]
-    requests = files.plan(sources, lambda sources: DigestJob(sources, contents, threads=options.threads).run().digests)
-    return files.finish(FileJob.of(files.storage, requests, contents, options).run())
+
+    def digest(sources: Sequence[TensorSource]) -> Sequence[bytes]:
+        return DigestJob(sources, contents, threads=options.threads).run().digests
+
+    requests = files.plan(sources, digest)
+    return files.finish(FileJob.of(files.storage, requests, contents, options).run(), digest)

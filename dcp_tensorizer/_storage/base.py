@@ -41,7 +41,6 @@ TIMEOUT = 600.0
 
 TAKEN = "there is one already, and it must not be replaced"
 
-
 FileIdentity = tuple[int | str, ...]
 """What a file is known again by: another one, or the same one with other contents, has another."""
 
@@ -173,7 +172,7 @@ class Storage(abc.ABC):
         reads: How to read at full speed.
         max_file_bytes: The size that a file should not exceed, unless a single tensor does.
         locks_are_visible: Everybody who could save here sees a lock.
-        adopts: `adopt` may work here.
+        adopts: `adopt` may work here, for files of ``max_adopted_bytes`` at most.
         connection: Storages opened with the same options share it as long as somebody keeps a reference. To keep it
             from one save to the next saves making a new one.
     """
@@ -185,6 +184,7 @@ class Storage(abc.ABC):
     max_file_bytes = UNLIMITED
     locks_are_visible = False
     adopts = False
+    max_adopted_bytes = UNLIMITED
     connection: object = None
 
     @abc.abstractmethod

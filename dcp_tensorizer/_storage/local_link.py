@@ -43,27 +43,38 @@ def link_file(source: Path, identity: FileIdentity, target: Path, *, sync: bool)
     with suppress(OSError):
         descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            status = os.fstat(descriptor)
-            if identity_of(status) != identity:
+            if identity_of(os.fstat(descriptor)) != identity:
                 return False
-            if mode := stat.S_IMODE(status.st_mode) & _WRITABLE:
-                os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & ~mode)
-            if sync:
-                os.fsync(descriptor)
+            with suppress(OSError):  # of a network mount that asks twice, although it was done: what is there counts
+                os.link(source, target, follow_symlinks=False)
+            # What cannot be linked stays as it is, and nobody waits for its disk.
+            return _is_linked(target, identity) and _is_settled(descriptor, target, sync=sync)
         finally:
             os.close(descriptor)
-        with suppress(OSError):  # of a network mount that asks twice, although it was done: what is there counts
-            os.link(source, target, follow_symlinks=False)
-        return _is_linked(target, identity)
     return False
 
 
+def _is_settled(descriptor: int, target: Path, *, sync: bool) -> bool:
+    """Takes the permission to write from a file that has its second name, and makes it durable; or takes that back."""
+    try:
+        mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
+        if mode & _WRITABLE:
+            os.fchmod(descriptor, mode & ~_WRITABLE)
+        if sync:
+            os.fsync(descriptor)
+    except OSError:
+        target.unlink()
+        return False
+    return True
+
+
 def _is_linked(target: Path, identity: FileIdentity) -> bool:
-    """Whether a name is of the file that was meant. Somebody may have put another one in its place meanwhile."""
+    """Whether a name is of the file that was meant. Somebody may have put another one in its place meanwhile.
+
+    If it is not, or cannot be seen to be, it is removed: the file that is written then must find it free.
+    """
     with suppress(OSError):
-        found = identity_of(os.lstat(target))
-        if found == identity:
+        if identity_of(os.lstat(target)) == identity:
             return True
-        if found is not None:
-            target.unlink()
+    target.unlink(missing_ok=True)
     return False

@@ -26,7 +26,6 @@ __all__ = ["S3Storage"]
 _PART = 8 << 20  # larger ones are no faster, and take more memory; S3's least is 5 MiB
 _MOST_PARTS = 10_000
 _CONCURRENCY = 8
-_MOST_COPIED = 5 << 30  # S3 copies no larger object in one request
 
 
 class S3Storage(RemoteStorage):
@@ -44,6 +43,7 @@ class S3Storage(RemoteStorage):
     reads = dataclasses.replace(RemoteStorage.reads, max_threads=32, max_coalesced_bytes=16 << 20)
     max_file_bytes = 64 << 30  # 8,192 parts
     adopts = True
+    max_adopted_bytes = 5 << 30  # S3 copies no larger object in one request
     missing = NoSuchObject
     uploads_per_page = 1000
     """How many uploads the server lists in one answer."""
@@ -81,7 +81,7 @@ class S3Storage(RemoteStorage):
     def adopt(
         self, source: Storage, source_name: str, identity: FileIdentity, name: str, *, sync: bool
     ) -> FileIdentity | None:
-        if not isinstance(source, S3Storage) or int(identity[0]) > _MOST_COPIED:
+        if not isinstance(source, S3Storage) or int(identity[0]) > self.max_adopted_bytes:
             return None
         origin = {"Bucket": source.bucket, "Key": source._full(source_name)}
         try:

@@ -13,8 +13,9 @@ from dataclasses import replace
 from .._format.encoder import BUFFER_BYTES, encode
 from .._format.encryption import Cipher
 from .._format.tensorizer_file import lay_out
-from .._storage.base import Sink, Storage
+from .._storage.base import TIMEOUT, Sink, Storage
 from .._storage.open import open_storage
+from .._storage.retry import patience_of
 from .._threads import in_threads
 from ..errors import CheckpointError, WriteError, describe
 from .messages import FileRequest, FileResult, TensorSource, WriteDone, WriteOptions
@@ -35,7 +36,9 @@ class FileJob:
         cipher: Encrypts everything.
         sha256: Put a SHA-256 of each tensor into the files, beside the CRC-32.
         identify: Say what each file will be known again by, for later saves to adopt it.
+        patience: Seconds in which no file could be adopted, after which no other is tried: all of them are written.
         open_home: Opens a directory that files may be adopted from.
+        clock: Of the `time` module, or a test's.
     """
 
     def __init__(
@@ -50,7 +53,9 @@ class FileJob:
         cipher: Cipher | None = None,
         sha256: bool = False,
         identify: bool = False,
+        patience: float = patience_of(TIMEOUT),
         open_home: Callable[[str], Storage] = open_storage,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._storage = storage
         self._files = files
@@ -61,8 +66,12 @@ class FileJob:
         self._cipher = cipher
         self._sha256 = sha256
         self._identify = identify
+        self._patience = patience
         self._open_home = functools.cache(open_home)
+        self._clock = clock
+        self._adopts_until = clock() + patience
         self._adopted_bytes = 0
+        self._refusals = 0
         self._sinks: list[Sink] = []
         self._abandoned = False
         self._completing = threading.Lock()
@@ -86,13 +95,14 @@ class FileJob:
             cipher=options.cipher,
             sha256=options.sha256,
             identify=options.reuse,
+            patience=patience_of(options.timeout),
             open_home=lambda location: open_storage(location, options.storage_options, options.timeout),
         )
 
     @property
     def bytes_written(self) -> int:
         """Grows as long as there is progress; may be read from another thread."""
-        return self._adopted_bytes + sum(sink.bytes_written for sink in self._sinks)
+        return self._adopted_bytes + self._refusals + sum(sink.bytes_written for sink in self._sinks)
 
     def run(self) -> WriteDone:
         """Writes everything.
@@ -137,9 +147,13 @@ class FileJob:
                 self._storage.discard(file.name)
 
     def _adopt(self, file: FileRequest) -> FileResult | None:
-        """Adopts a file from where the same bytes are; None if there is no such place, or it is not possible."""
+        """Adopts a file from where the same bytes are; None if there is no such place, or it is not possible in time.
+
+        A server may take longer for its own copy than it is waited for: to try each place would take several times as
+        long as a job may take without progress.
+        """
         for home in file.homes:
-            if self._abandoned:
+            if self._abandoned or self._clock() > self._adopts_until:
                 break
             if _protocol(home.location) != _protocol(self._storage.location):
                 continue  # to open it may take a second
@@ -148,7 +162,9 @@ class FileJob:
                 identity = self._storage.adopt(source, home.name, home.identity, file.name, sync=self._sync)
                 if identity is not None:
                     self._adopted_bytes += file.nbytes
+                    self._adopts_until = self._clock() + self._patience
                     return FileResult(file.name, file.nbytes, (), identity, adopted=True)
+            self._refusals += 1  # to be refused is progress, too
         return None
 
     def abandon(self) -> None:

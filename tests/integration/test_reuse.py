@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,10 +21,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dcp_tensorizer import CheckpointManager, SaveLimits, TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._cli.views import show_listing
 from dcp_tensorizer._saving.engine import engine_of_process
+from dcp_tensorizer._saving.options import Staging
 from dcp_tensorizer._saving.reuse import KnownFiles
 from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._writer_process.digest_job import DigestJob
+from dcp_tensorizer._writer_process.process import WriterProcess
 from dcp_tensorizer.tools import collect, list_checkpoints, verify
 
+from ..proxy import Fault, Request, s3_proxy
 from ..servers import S3Server
 from ..support import kill, writer_process
 
@@ -188,6 +193,47 @@ def test_another_writer_reuses_what_the_first_has_written(tmp_path: Path) -> Non
     assert reused == [0, 0, BASE_BYTES, 0, BASE_BYTES]
 
 
+def test_files_with_hashes_are_not_taken_for_files_without(tmp_path: Path) -> None:
+    """Also where the same tensors had to be written once more, without hashes, and that checkpoint is gone."""
+    refused = mock.patch("os.link", side_effect=OSError(errno.EXDEV, os.strerror(errno.EXDEV)))
+    for name, sha256, links in (
+        ("hashes", True, nullcontext()),
+        ("none", False, refused),
+        ("last", False, nullcontext()),
+    ):
+        with TensorizerStorageWriter(reuse_unchanged=True, sha256=sha256) as writer, links:
+            assert save(writer, tmp_path / name, 0) == 0
+        check(tmp_path / name, 0)
+        if name == "none":
+            shutil.rmtree(tmp_path / name)
+    assert not verify(tmp_path / "last", full=True).damages
+
+
+@pytest.mark.parametrize("staging", ["buffer", "shared"])
+def test_a_tensor_that_changed_under_a_save_spoils_no_later_one(tmp_path: Path, staging: Staging) -> None:
+    """A counter is counted up while it is saved from where it is, and set back to zero before the next save."""
+    state = {"counter": torch.zeros(200_000).share_memory_()}
+    taken, sync = DigestJob.run if staging == "buffer" else WriterProcess.digest, staging == "buffer"
+
+    def count(*arguments: Any) -> Any:
+        digests = taken(*arguments)
+        state["counter"] += 1
+        return digests
+
+    method = mock.patch.object(*((DigestJob, "run") if sync else (WriterProcess, "digest")), count)
+    with TensorizerStorageWriter(reuse_unchanged=True, staging=staging) as writer:
+        for name, changes in (("during", method), ("after", nullcontext())):
+            with changes:
+                if sync:
+                    dcp.save(state, storage_writer=writer, checkpoint_id=tmp_path / name)
+                else:
+                    dcp.async_save(state, storage_writer=writer, checkpoint_id=tmp_path / name).result()
+            state["counter"].zero_()
+    loaded = {"counter": torch.ones(200_000)}
+    dcp.load(loaded, storage_reader=TensorizerStorageReader(tmp_path / "after"))
+    assert torch.equal(loaded["counter"], torch.zeros(200_000))
+
+
 def test_the_tools_know_what_is_shared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`ls` says how much, and `gc` counts only what is free when the last name goes."""
     with TensorizerStorageWriter(reuse_unchanged=True) as writer:
@@ -231,3 +277,21 @@ def test_an_object_store_copies_what_is_reused(s3: S3Server, tmp_path: Path) -> 
             reused.append(save(local, tmp_path / "b", 6))
     assert reused == [0, 0, BASE_BYTES, BASE_BYTES, BASE_BYTES, BASE_BYTES]
     check(f"s3://{s3.bucket}/reuse/step-3", 3, storage_options=options)
+
+
+def test_an_object_store_that_does_not_copy_in_time_is_written_to(s3: S3Server) -> None:
+    """However many places a file could be copied from: the save goes on before its process is taken for stuck."""
+    with s3_proxy(s3.endpoint) as proxy:
+        options, limits = s3.options(proxy.endpoint), SaveLimits(timeout=8)
+        with TensorizerStorageWriter(reuse_unchanged=True, storage_options=options, limits=limits) as writer:
+            reused = [save(writer, f"s3://{s3.bucket}/slow/step-{step}", step, sync=False) for step in range(5)]
+            proxy.rule = lambda request: Fault(hang=True) if _is_copy(request) else None
+            reused.append(save(writer, f"s3://{s3.bucket}/slow/step-5", 5, sync=False))
+            assert writer.last_report is not None
+            assert writer.last_report.attempts == 1
+    assert reused == [0, 0, BASE_BYTES, BASE_BYTES, BASE_BYTES, 0]
+    check(f"s3://{s3.bucket}/slow/step-5", 5, storage_options=s3.options())
+
+
+def _is_copy(request: Request) -> bool:
+    return request.method == "PUT" and request.key.endswith(".tensors") and not request.nbytes

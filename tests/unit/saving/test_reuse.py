@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from dcp_tensorizer._format.layout import StoredItem, data_file_name
@@ -44,23 +45,29 @@ class Job:
         fails: bool = False,
         attempts: int = 1,
         dtype: str = "uint8",
+        max_adopted_bytes: int = 1 << 40,
+        afterwards: Mapping[str, int] = MappingProxyType({}),
         identify: Callable[[str], tuple[str, ...] | None] = lambda name: (name,),
     ) -> Saved:
-        """One save; files of ``refuse`` cannot be adopted."""
+        """One save; files of ``refuse`` cannot be adopted. What tensors hold ``afterwards`` is only seen then."""
         self.number += 1
         save = ReusingSave(self.known, max_reuses=self.max_reuses, sha256=self.sha256)
         sources = [TensorSource(name, dtype, (nbytes,), nbytes) for name in values]
         save.prepare(sources, [value.to_bytes(16, "big") for value in values.values()])
         requests: tuple[FileRequest, ...] = ()
         for _ in range(attempts):
-            requests = save.plan(sources, 0, save_id(self.number), first=len(requests))
+            limits = 1 << 40, max_adopted_bytes
+            requests = save.plan(sources, 0, save_id(self.number), *limits, first=len(requests))
         results = []
         for request in requests:
             is_adopted = bool(request.homes) and not {home.name for home in request.homes} <= set(refuse)
             items = [] if is_adopted else [stored(request.name, source) for source in request.tensors]
             identity = identify(request.name)
-            results.append(FileResult(request.name, 1000, tuple(items), identity, adopted=is_adopted))
+            size = 1000 + sum(source.nbytes for source in request.tensors)
+            results.append(FileResult(request.name, size, tuple(items), identity, adopted=is_adopted))
         done = WriteDone(tuple(results), 0.0, 0.0, 0.0)
+        seen = [source for source in sources if source.name in afterwards]
+        save.check(seen, [afterwards[source.name].to_bytes(16, "big") for source in seen])
         if not fails:
             done = save.finish("/job", requests, done)
         names = [[source.name for source in request.tensors] for request in requests]
@@ -96,7 +103,7 @@ def test_an_adopted_file_has_a_name_of_its_own() -> None:
     saves = [job.save({"base": 1, "lora": step}) for step in range(8)]
     name = data_file_name(0, 0, save_id(8))
     adopted = saves[-1].done.files[0]
-    assert (adopted.name, adopted.nbytes) == (name, 1000)
+    assert (adopted.name, adopted.nbytes) == (name, 1000 + MIB)
     assert adopted.tensors == (stored(name, TensorSource("base", "uint8", (MIB,), MIB)),)
     homes = saves[-1].requests[0].homes
     assert [(home.location, home.name) for home in homes] == [
@@ -170,6 +177,15 @@ def test_a_save_that_failed_changes_nothing() -> None:
     assert after.requests[0].homes[0].name == data_file_name(0, 0, save_id(3))
 
 
+def test_a_file_whose_tensor_changed_while_it_was_written_is_not_adopted() -> None:
+    """It may hold anything. One that was adopted holds what it was adopted for."""
+    job = Job()
+    job.save({"a": 1, "b": 2}, afterwards={"a": 1, "b": 7})
+    assert job.save({"a": 1, "b": 2}, afterwards={"a": 1, "b": 2}).adopted == []
+    assert job.save({"a": 1, "b": 2}, afterwards={"b": 7}).adopted == [["a", "b"]]
+    assert job.save({"a": 1, "b": 2}).adopted == [["a", "b"]]
+
+
 def test_another_attempt_has_files_of_its_own() -> None:
     """And adopts the same."""
     job = Job()
@@ -197,15 +213,13 @@ def test_a_tensor_of_another_dtype_or_shape_is_another_tensor() -> None:
     assert job.save({"a": 1}, nbytes=2 * MIB).adopted == [["a"]]
 
 
-def test_a_file_without_sha256_is_not_adopted_where_one_is_wanted() -> None:
-    """The other way round it is."""
+def test_files_with_and_without_sha256_are_not_taken_for_each_other() -> None:
+    """They have other bytes, and the tensors may be at other places."""
     job = Job()
-    job.save({"a": 1})
-    job.sha256 = True
-    assert job.save({"a": 1}).adopted == []
-    assert job.save({"a": 1}).adopted == [["a"]]
-    job.sha256 = False
-    assert job.save({"a": 1}).adopted == [["a"]]
+    adopted = []
+    for job.sha256 in (False, True, True, False, False):
+        adopted.append(job.save({"a": 1}).adopted)
+    assert adopted == [[], [], [["a"]], [["a"]], [["a"]]]
 
 
 def test_small_tensors_get_no_file_of_their_own() -> None:
@@ -221,6 +235,15 @@ def test_what_does_not_change_is_cut_into_files_of_a_gibibyte() -> None:
     for step in range(2):
         saved = job.save({**{f"base.{n}": n for n in range(5)}, "lora": step}, nbytes=400 * MIB)
     assert saved.files == [["base.0", "base.1"], ["base.2", "base.3"], ["base.4"], ["lora"]]
+
+
+def test_a_file_that_is_too_large_to_be_adopted_is_cut() -> None:
+    """The first save of a rank that has nothing but frozen tensors makes one file, and S3 copies 5 GiB at most."""
+    job = Job()
+    state = {f"base.{n}": n for n in range(16)}
+    saves = [job.save(state, nbytes=400 * MIB, max_adopted_bytes=5 << 30) for _ in range(3)]
+    assert [len(save.files) for save in saves] == [1, 8, 8]
+    assert [len(save.adopted) for save in saves] == [0, 0, 8]
 
 
 def test_files_without_identity_are_not_adopted() -> None:

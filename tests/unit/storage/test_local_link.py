@@ -39,13 +39,23 @@ def test_a_linked_file_can_no_longer_be_written(source: Path, tmp_path: Path) ->
     assert identity(tmp_path / "target") == known
 
 
-def test_its_bytes_are_made_durable_before_it_is_linked(source: Path, tmp_path: Path) -> None:
+def test_its_bytes_are_made_durable(source: Path, tmp_path: Path) -> None:
     """Whoever wrote it may not have done so. Without ``sync`` nothing waits."""
-    calls = mock.Mock()
-    with mock.patch("os.fsync", calls.fsync), mock.patch("os.link", calls.link):
-        link_file(source, identity(source), tmp_path / "target", sync=True)
-        link_file(source, identity(source), tmp_path / "target", sync=False)
-    assert [name for name, *_ in calls.method_calls] == ["fsync", "link", "link"]
+    known = identity(source)
+    with mock.patch("os.fsync") as fsync:
+        assert link_file(source, known, tmp_path / "target", sync=True)
+        assert fsync.call_count == 1
+        assert link_file(source, known, tmp_path / "other", sync=False)
+        assert fsync.call_count == 1
+
+
+def test_a_file_that_cannot_be_linked_is_left_as_it_is(source: Path, tmp_path: Path) -> None:
+    """On another file system, as of a job that saves to two: it can be written, and its disk is not waited for."""
+    refused = mock.patch("os.link", side_effect=OSError(errno.EXDEV, os.strerror(errno.EXDEV)))
+    with refused, mock.patch("os.fsync") as fsync:
+        assert not link_file(source, identity(source), tmp_path / "target", sync=True)
+    assert fsync.call_count == 0
+    assert stat.S_IMODE(source.stat().st_mode) == 0o640
 
 
 def _rewritten(source: Path) -> None:
@@ -109,6 +119,13 @@ def test_a_link_that_was_made_although_the_system_denies_it_counts(source: Path,
     with mock.patch("os.link", link):
         assert link_file(source, known, tmp_path / "target", sync=True)
     assert os.path.samefile(source, tmp_path / "target")
+
+
+def test_a_link_that_cannot_be_looked_at_is_taken_back(source: Path, tmp_path: Path) -> None:
+    """The file is written then, and its name must be free."""
+    with mock.patch("os.lstat", side_effect=OSError(errno.EIO, os.strerror(errno.EIO))):
+        assert not link_file(source, identity_of(source.stat()) or (), tmp_path / "target", sync=True)
+    assert os.listdir(tmp_path) == ["source"]
 
 
 def test_a_file_that_was_replaced_while_it_was_linked_is_let_go(source: Path, tmp_path: Path) -> None:

@@ -242,6 +242,32 @@ def test_a_file_is_adopted_from_the_first_place_where_that_is_possible(tmp_path:
         assert (tmp_path / name / NAMES[0]).read_bytes() == (tmp_path / "old" / before.name).read_bytes()
 
 
+def test_what_cannot_be_adopted_in_time_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that does not answer is asked for one copy, and not for one of each file from each place."""
+    content = {name: filled(torch.float32, (5,)) for name in NAMES}
+    moments, asked = [0.0], []
+
+    def wait_in_vain(own: LocalStorage, source: Storage, source_name: str, *others: Any, **options: Any) -> None:
+        asked.append(source_name)
+        moments[0] += 11.0
+
+    monkeypatch.setattr(LocalStorage, "adopt", wait_in_vain)
+    monkeypatch.setattr("dcp_tensorizer._writer_process.write_job.in_threads", lambda work, files: [*map(work, files)])
+    homes = tuple(Home(str(tmp_path / "old"), name, (1,)) for name in ("newest", "older"))
+    requests = [FileRequest(name, tuple(sources([(name, content[name])])), homes, 4711) for name in NAMES]
+    work = FileJob(
+        open_storage(tmp_path),
+        requests,
+        lambda source: host_bytes(content[source.name]),
+        sync=True,
+        threads=1,
+        patience=10.0,
+        clock=lambda: moments[0],
+    )
+    assert [result.adopted for result in work.run().files] == [False] * len(NAMES)
+    assert asked == ["newest"]
+
+
 def test_an_abandoned_job_adopts_nothing(tmp_path: Path) -> None:
     """And leaves nothing; what it would have adopted stays."""
     content = {"a": filled(torch.float32, (1000,))}
