@@ -193,4 +193,5 @@ class ExchangeGroup:
 def _portable(error: BaseException) -> CheckpointError:
     """An error that other ranks can be told: of one of this package's own types, since others may not be pickled."""
     kinds = (kind for kind in type(error).__mro__ if kind.__module__ == CheckpointError.__module__)
-    return next(kinds, ReadError)(describe(error))
+    kind: type[CheckpointError] = next(kinds, ReadError)
+    return kind(describe(error))
