@@ -21,7 +21,7 @@ from torch.futures import Future
 from ._arguments import check_callable, check_path, check_storage_options, check_thread_count, check_timeout
 from ._format.encryption import Cipher, check_decryption, unlock
 from ._format.index_reader import Index
-from ._loading.exchange_group import members_of, reads_alone
+from ._loading.exchange_group import identity_of, members_of, reads_alone
 from ._loading.kept_plan import KeptPlan
 from ._loading.load_items import LoadOptions, LoadSource, load_items, world_size
 from ._loading.metadata_reader import read_index, read_metadata
@@ -243,7 +243,7 @@ class TensorizerStorageReader(StorageReader):
             files = {piece.item.file for item in wanted for piece in index.pieces(*item)}
         check_files(storage, index.files, files - {"", *index.in_memory})
         # Where each rank saved for itself, each reads a save of its own, and there is nothing to agree on.
-        read_from = ReadFrom("" if self._is_own_save else self._save_id)
+        read_from = ReadFrom("" if self._is_own_save else self._save_id, *identity_of(self._exchange))
         self._plan = KeptPlan.keep(plan, self._rank, read_from)
         return self._plan
 
@@ -252,9 +252,11 @@ class TensorizerStorageReader(StorageReader):
 
         Raises:
             MetadataError: they have not; no target has changed.
+            ReadError: some of the ranks that are to exchange what they read do not load, or have no group.
         """
-        check_one_save(self._opened()[0].path, [plan.storage_data for plan in plans])
-        self._reads_alone |= reads_alone(self._opened()[0].path, self._exchange, len(plans))
+        path, carried = self._opened()[0].path, [plan.storage_data for plan in plans]
+        check_one_save(path, carried)
+        self._reads_alone |= reads_alone(path, self._exchange, carried)
         for rank, plan in enumerate(plans):
             if isinstance(plan, KeptPlan):
                 plan.send_to(rank)

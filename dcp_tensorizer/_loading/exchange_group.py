@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from .._torch_compat import group_devices
 from ..errors import CheckpointError, ReadError, describe
+from .validate import ReadFrom
 
-__all__ = ["ExchangeGroup", "Told", "Vote", "members_of", "reads_alone"]
+__all__ = ["ExchangeGroup", "Told", "Vote", "identity_of", "members_of", "reads_alone"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -34,26 +37,39 @@ def members_of(group: object) -> dist.ProcessGroup | None:
     return group if group.size() > 1 else None
 
 
-def reads_alone(path: str, group: dist.ProcessGroup | None, ranks: int) -> bool:
+def identity_of(group: dist.ProcessGroup | None) -> tuple[str, int]:
+    """What is the same on all ranks of a group, and on no others; and how many they are."""
+    if group is None:
+        return "", 0
+    ranks = dist.get_process_group_ranks(group)
+    return xxhash.xxh3_128_hexdigest(f"{group.group_name} {ranks}".encode()), len(ranks)
+
+
+def reads_alone(path: str, group: dist.ProcessGroup | None, carried: Sequence[object]) -> bool:
     """Whether a rank exchanges nothing, though it could: so it is where each rank loads for itself.
 
     Args:
         path: Of the checkpoint, for messages.
-        group: The ranks that exchange.
-        ranks: How many load together.
+        group: In which this rank exchanges.
+        carried: The ``storage_data`` of the plan of each rank that loads with it.
 
     Raises:
-        ReadError: only some of those that are to exchange do.
+        ReadError: only some of those that are to exchange do: they would wait for the others.
     """
-    if group is None or group.size() <= ranks:
-        return False
-    if ranks > 1:
-        raise ReadError(
-            f"{path}: {ranks} ranks load it, and {group.size()} are to exchange what they read: pass dcp.load a "
-            f"process_group that has all ranks of exchange="
-        )
-    logger.info("%s: the %d ranks exchange nothing, as each of them loads for itself", path, group.size())
-    return True
+    if len(carried) == 1:
+        if group is not None:
+            logger.info("%s: the %d ranks exchange nothing, as each of them loads for itself", path, group.size())
+        return group is not None
+    plans = [data for data in carried if isinstance(data, ReadFrom)]
+    loading = Counter(plan.group for plan in plans)
+    for rank, plan in enumerate(plans):
+        if plan.group and loading[plan.group] != plan.group_size:
+            raise ReadError(
+                f"{path}: rank {rank} is to exchange what it reads with {plan.group_size - 1} others, of which "
+                f"{loading[plan.group] - 1} load with it and have been given the same group: pass exchange= on all of "
+                f"its ranks, and dcp.load a process_group that has all of them"
+            )
+    return False
 
 
 @dataclass(frozen=True)
@@ -175,5 +191,7 @@ class ExchangeGroup:
 
 
 def _portable(error: BaseException) -> CheckpointError:
-    """An error that other ranks can be told."""
-    return error if isinstance(error, CheckpointError) else ReadError(describe(error))
+    """An error that other ranks can be told: of one of this package's own types, since others may not be pickled."""
+    kinds = (kind for kind in type(error).__mro__ if kind.__module__ == CheckpointError.__module__)
+    kind: type[CheckpointError] = next(kinds, ReadError)
+    return kind(describe(error))

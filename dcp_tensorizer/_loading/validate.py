@@ -35,9 +35,17 @@ __all__ = [
 
 
 class ReadFrom(NamedTuple):
-    """What a rank's load plan carries to the coordinator: which save it is a plan for."""
+    """What a rank's load plan carries to the coordinator.
+
+    Attributes:
+        save_id: Of the save that it is a plan for.
+        group: The name and the ranks of the group in which this rank exchanges what it reads; empty for none.
+        group_size: How many ranks are in it.
+    """
 
     save_id: str
+    group: str = ""
+    group_size: int = 0
 
 
 def check_one_save(path: str, carried: Sequence[object]) -> None:
@@ -58,7 +66,8 @@ def check_one_save(path: str, carried: Sequence[object]) -> None:
             f"{path}: the planner's create_global_plan dropped the storage_data of the plan of rank {lost[0]}, so that "
             f"nobody can tell whether all ranks read the same checkpoint: make new plans by dataclasses.replace"
         )
-    others = [rank for rank, data in enumerate(carried) if data != carried[0]]
+    ids = [data.save_id for data in carried if isinstance(data, ReadFrom)]
+    others = [rank for rank, save_id in enumerate(ids) if save_id != ids[0]]
     if others:
         raise MetadataError(
             f"{path} was overwritten while its metadata was read: rank {others[0]} found another save there than rank "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from .._staging.fingerprint import fingerprint
@@ -40,7 +41,10 @@ class Replicas:
         """
         if self._agreement.is_alone:
             return frozenset()
-        current = None if state is None else fingerprint(state)
+        current = None
+        if state is not None:
+            with suppress(Exception):  # of a tensor without a shape, say: staging will say so, and all ranks hear of it
+                current = fingerprint(state)
         is_same = follows and current is not None and current == self._last
         self._last = current
         (differs,) = self._agreement.largest(int(not is_same))

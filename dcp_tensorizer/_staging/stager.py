@@ -250,8 +250,9 @@ class Stager:
         structure = {key: copy_structure(value, str(key), tensors) for key, value in state_dict.items()}
         shared = SharedMappings() if self._in_place else None
         in_place = {n for n, t in enumerate(tensors) if shared is not None and shared.locate(t) is not None}
-        in_place -= tensors.omitted
-        return _Snapshot(structure, tensors, in_place, tensors.omitted, shared if in_place else None)
+        omitted_tensors = tensors.omitted
+        in_place -= omitted_tensors
+        return _Snapshot(structure, tensors, in_place, omitted_tensors, shared if in_place else None)
 
     def _pin_for(self, sources: Sequence[torch.Tensor]) -> int | None:
         """The first device that any of these are copied from, by this process."""

@@ -31,24 +31,30 @@ _ATOMIC = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch
 class TensorList(list[torch.Tensor]):
     """The plain tensors in a state dict.
 
+    A ShardedTensor is staged in any case: it cannot be made of shards without memory. So are two tensors of one key:
+    one of them is in an object, which this rank may write.
+
     Args:
         omitted: Keys of tensors that are not to be staged.
-
-    Attributes:
-        omitted: The numbers of the plain tensors inside those.
     """
 
     def __init__(self, omitted: Set[str] = frozenset()) -> None:
         super().__init__()
         self._omitted_keys = omitted
-        self.omitted: set[int] = set()
+        self._omitted: dict[str, range] = {}
 
     def add(self, key: str, tensor: torch.Tensor) -> None:
         """Adds the plain tensors inside a tensor."""
         first = len(self)
         self.extend(_inner_tensors(tensor, key))
         if key in self._omitted_keys:
-            self.omitted.update(range(first, len(self)))
+            is_staged = key in self._omitted or isinstance(tensor, ShardedTensor)
+            self._omitted[key] = range(0) if is_staged else range(first, len(self))
+
+    @property
+    def omitted(self) -> set[int]:
+        """The numbers of the plain tensors that are not to be staged."""
+        return {number for numbers in self._omitted.values() for number in numbers}
 
 
 def copy_structure(value: Any, key: str, tensors: TensorList) -> Any:

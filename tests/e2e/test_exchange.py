@@ -197,6 +197,31 @@ def test_a_rank_that_fails_tells_the_others(tmp_path):
         assert set(refused) == {2}
 
 
+def _load_with_others(rank, path):
+    """Loads of which some ranks of a group know nothing, or are to exchange with others."""
+    state = _zeros(_replicated(7))
+    pairs, (lone, *_) = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0], dist.new_subgroups(2)
+    loads = [
+        lambda: _load(rank, path, state, rank.saves if rank.index else None),
+        lambda: _load(rank, path, state, pairs if rank.index < 3 else rank.saves),
+        lambda: dcp.load(state, storage_reader=TensorizerStorageReader(path, exchange=lone), process_group=pairs),
+    ]
+    failures = [attempt(load) for load in loads]
+    _load(rank, path, state, pairs)
+    assert_same(state, _replicated(7))
+    return [(failure.seconds, [str(error) for error in failure.causes.values()]) for failure in failures]
+
+
+def test_ranks_of_a_group_that_do_not_load_together(tmp_path):
+    """All ranks that load are told before any of them waits for one that does not come."""
+    with TensorizerStorageWriter(tmp_path) as writer:
+        dcp.save(_replicated(7), storage_writer=writer)
+    for of_rank in run_ranks(4, _load_with_others, tmp_path):
+        for (seconds, texts), others in zip(of_rank, (2, 0, 0), strict=True):
+            assert seconds < 10
+            assert texts and all(f"of which {others} load with it" in text for text in texts)
+
+
 def _die(rank, path):
     """The second rank is killed when it has got something."""
     _small_pieces()

@@ -54,3 +54,12 @@ def test_one_rank_asks_nobody() -> None:
     agreement.is_alone = True
     assert replicas.omitted({"a": 1}, follows=True) == frozenset()
     assert agreement.asked == 0
+
+
+def test_a_state_that_cannot_be_looked_at_is_not_as_it_was() -> None:
+    """This rank asks nevertheless: the others wait for it."""
+    replicas, agreement = _replicas()
+    state = {"a": torch.ones(2), "b": torch.nn.LazyLinear(3).weight}
+    assert replicas.omitted(state, follows=True) == frozenset()
+    assert replicas.omitted(state, follows=True) == frozenset()
+    assert agreement.asked == 2

@@ -375,6 +375,25 @@ def test_sharded_tensors_are_copied(stager: Stager) -> None:
     assert copied.size() == torch.Size([4, 2])
 
 
+@pytest.mark.usefixtures("group")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+def test_sharded_tensors_are_copied_though_others_write_them(stager: Stager) -> None:
+    """torch makes none of shards without memory: the save would fail."""
+    spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu"])  # type: ignore[list-item]
+    result = stager.stage({"sharded": sharded_tensor.full(spec, (4, 2), 3.0)}, frozenset({"sharded"}))
+    assert result.staged_save.error is None
+    assert [shard.tensor.tolist() for shard in result["sharded"].local_shards()] == [[[3.0, 3.0]] * 4]
+
+
+def test_a_tensor_in_an_object_is_not_taken_for_one_that_others_write(stager: Stager) -> None:
+    """The members of a tuple are no keys of their own, whatever they are called in messages."""
+    state = {"a": (torch.ones(2), 1), "a.0": torch.ones(3), "b": torch.ones(4)}
+    for reordered in (state, dict(reversed(state.items()))):
+        result = stager.stage(reordered, frozenset({"a.0", "b"}))
+        assert result["a"][0].tolist() == [1.0, 1.0]
+        assert result["b"].is_meta
+
+
 def test_tensors_that_are_others_than_a_moment_ago_are_an_error() -> None:
     """Too few, too many, or of other shapes and dtypes: never in the wrong places."""
     a, b = torch.zeros(2, 3), torch.zeros(4)

@@ -1,0 +1,65 @@
+"""What the ranks of an exchange tell each other, and who is to exchange with whom."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from dcp_tensorizer import ChecksumMismatch, ReadError
+from dcp_tensorizer._loading.exchange_group import ExchangeGroup, Told, Vote, identity_of, reads_alone
+from dcp_tensorizer._loading.validate import ReadFrom
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    """A group of this rank alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+class _Unsendable(ChecksumMismatch):
+    """An error of the user's that cannot be pickled, and is not made from one message."""
+
+    def __init__(self, path: str, rank: int) -> None:
+        super().__init__(f"{path} is refused on rank {rank}")
+        self.raised_by = lambda: rank
+
+
+def test_any_error_can_be_told(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has its own type on its rank; the others get the nearest one of this package, and what it says."""
+    told: list[Vote] = []
+    gather = dist.all_gather_object
+
+    def gathered(votes: list[Vote], vote: Vote, group: dist.ProcessGroup) -> None:
+        gather(votes, vote, group=group)
+        told.extend(votes)
+
+    monkeypatch.setattr(dist, "all_gather_object", gathered)
+    for error in (_Unsendable("a", 1), KeyError("b"), ReadError("c")):
+        with pytest.raises(Told) as caught:
+            ExchangeGroup(group, "path").votes(Vote(), error)
+        assert caught.value.error is error
+    said = [(type(vote.error), str(vote.error)) for vote in told]
+    assert said == [(ChecksumMismatch, "a is refused on rank 1"), (ReadError, "KeyError: 'b'"), (ReadError, "c")]
+
+
+def test_all_ranks_of_a_group_are_to_load(group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture) -> None:
+    """Groups may be several; a rank that is missing, or has another group or none, is an error."""
+    pair, other, none = ReadFrom("id", "pair", 2), ReadFrom("id", "other", 2), ReadFrom("id")
+    assert not reads_alone("path", None, [none, none])
+    assert not reads_alone("path", group, [pair, other, none, other, pair])
+    for carried in ([pair, none], [pair, other], [pair, pair, other]):
+        with pytest.raises(ReadError, match="pass exchange= on all of its ranks"):
+            reads_alone("path", group, carried)
+    caplog.set_level(logging.INFO, "dcp_tensorizer")
+    assert reads_alone("path", group, [None])  # of a planner that drops what plans carry
+    assert not reads_alone("path", None, [None])
+    assert "exchange nothing" in caplog.text
+    name, size = identity_of(group)
+    assert (len(name), size) == (32, 1)
+    assert identity_of(None) == ("", 0)
