@@ -130,6 +130,11 @@ def check_options(
             "reuse_unchanged and encryption exclude each other: whether two encrypted tensors are equal cannot be "
             "seen, and must not be"
         )
+    if local is not None and reuse_unchanged:
+        raise ValueError(
+            "reuse_unchanged and local exclude each other: local copies go when they have been flushed, and a flush "
+            "sends whole files"
+        )
     write = WriteOptions(
         storage_options=dict(storage_options or {}),
         sync=sync_files,

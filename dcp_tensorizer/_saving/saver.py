@@ -97,6 +97,7 @@ class Saver:
         self._next_id = self.save_id
         self._numbering = threading.RLock()  # saves that nobody staged may begin at once, also in a signal's handler
         self._ends_engine = False
+        self._flushes = False
         self._next_save = NextSave()
 
     def prewarm(self, state_dict: Mapping[str, Any]) -> None:
@@ -113,6 +114,7 @@ class Saver:
         """Has flushed what lies in the local folder, if there is one: a job may have died before that was over."""
         if self.flushing is not None and not self.closed:
             self.engine.open(self)
+            self._flushes = True
             self.flushing.resume()
 
     def wait_remote(self, deadline: Deadline) -> bool:
@@ -195,6 +197,8 @@ class Saver:
             self.save_id, self._next_id = self._next_id, uuid.uuid4().hex
             if storage is None:
                 assert self.flushing is not None and place is not None
+                self._flushes = True
+                self.engine.open(self)  # also for a save that stages nothing: its flush needs the process
                 return TieredSession(self, self.save_id, self.flushing, place, staged_save)
             self.engine.connection = storage.connection
             return SaveSession(self, self.save_id, storage, staged_save)
@@ -202,7 +206,7 @@ class Saver:
     def close(self, deadline: Deadline) -> None:
         """Waits for the saves of this writer, and ends the engine if nobody else uses it. `free` has to follow."""
         is_over = self.stager.drain(deadline)
-        if self.flushing is not None:
+        if self.flushing is not None and self._flushes:  # or else nobody flushes what a dead job has left
             self.flushing.end(deadline)
         self.closed = True
         self._ends_engine = self.engine.leave(self) and self.engine.saves.only_of(self.stager)
@@ -233,6 +237,7 @@ class Saver:
 
     def _ensure_process(self) -> None:
         self.engine.open(self)
+        self._flushes = self.flushing is not None
         with suppress(WriterProcessDied):  # it cannot be started now; the save will say more about it
             self.engine.client.ensure_process()
 
@@ -244,7 +249,7 @@ class Saver:
         flushing.resume()
         logger.info("%s: training waits, because %d checkpoints are not there yet", flushing.target.name, most)
         if flushing.wait(until=lambda: self.closed or flushing.unflushed() < most):
-            return None
+            return StagingError(_CLOSED) if self.closed else None
         return StagingError(
             f"{flushing.unflushed()} checkpoints lie in {flushing.target.local}, and nothing has come to "
             f"{flushing.target.name} for {flushing.target.timeout:g} s: the remote is out of reach, or a node is lost"

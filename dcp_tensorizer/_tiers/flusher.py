@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from .._format.layout import data_file_rank, metadata_file_name
-from .._storage.base import Refused, Storage
+from .._storage.base import Storage
 from .._storage.local import LocalStorage
 from ..errors import CheckpointError, describe
 from .copying import copy_file, discard
@@ -39,7 +39,7 @@ class Flusher:
         self._gate = gate
         self._queue = Queue(target.folder())
         self._missing: dict[str, set[str]] = {}  # of each commit: the files that have not been seen on the remote
-        self._seen: dict[str, float] = {}  # when one of them was seen last
+        self._waits: dict[str, tuple[float, float]] = {}  # how long for them, and when that was looked at last
         self._wait = _FIRST_WAIT
         self._root: Storage | None = None
         self._is_clean = False
@@ -142,13 +142,16 @@ class Flusher:
     def _commit(self, entry: Entry, record: Record, commit: Commit) -> None:
         """Commits a checkpoint on the remote, if all of its files are there."""
         remote = self._remote(record.place)
+        waited, last = self._waits.pop(entry.stem, (0.0, time.monotonic()))  # a look that fails begins the wait anew
         before = self._missing.get(entry.stem, set(commit.files))
         missing = self._missing[entry.stem] = missing_files(remote, before, commit.files)
         if len(missing) < len(before):
-            self._seen[entry.stem] = time.monotonic()
+            waited, last = 0.0, time.monotonic()
             self._queue.progress(entry)
         if missing:
-            waited = time.monotonic() - self._seen.setdefault(entry.stem, time.monotonic())
+            now = time.monotonic()  # who has not looked for long has not waited for long, either
+            waited += min(now - last, 2 * _LONGEST_WAIT)
+            self._waits[entry.stem] = waited, now
             if waited > self.target.timeout:
                 ranks = sorted({data_file_rank(name) for name in missing})
                 listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
@@ -158,7 +161,7 @@ class Flusher:
         self._gate()
         try:
             replaced = publish(remote, self._queue.index(entry), commit)
-        except (Superseded, Refused) as error:
+        except Superseded as error:
             self._give_up(entry, record, commit, str(error))
             return
         if replaced is None:  # somebody died here, after that

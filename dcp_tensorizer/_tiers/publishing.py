@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from .._format.index import FIRST_BYTES, data_files, open_index, read_head
 from .._format.index_rows import Head
-from .._storage.base import Storage
+from .._storage.base import Refused, Storage
 from .._threads import in_threads
 from ..errors import CheckpointError, WriteError
 from .queue import Commit
@@ -46,9 +46,8 @@ def publish(remote: Storage, index: bytes, commit: Commit) -> set[str] | None:
         The files of the checkpoint that it has replaced; None if it was there already.
 
     Raises:
-        Superseded: a checkpoint is there that was saved later than this one.
-        Refused: there is a checkpoint, and it must not be replaced.
-        CheckpointError: nobody knows whether it is there or will be.
+        Superseded: a checkpoint is there that was saved later than this one, or that must not be replaced.
+        CheckpointError: it could not be put now (a full disk, say), or nobody knows whether it is there or will be.
     """
     own = read_head(index, commit.name)
     there = _committed(remote, commit.name)
@@ -57,7 +56,12 @@ def publish(remote: Storage, index: bytes, commit: Commit) -> set[str] | None:
     if there is not None and there.saved_at > own.saved_at:
         raise Superseded(f"{remote.path} holds a checkpoint that was saved later, by another job: it stays")
     replaced = set() if there is None else set(data_files(there)) - set(commit.files)
-    remote.put(commit.name, index, sync=True, replace=commit.overwrite, save_id=str(own.save_id or ""))
+    try:
+        remote.put(commit.name, index, sync=True, replace=commit.overwrite, save_id=str(own.save_id or ""))
+    except Refused as error:  # also for a full disk, which is no reason to give a save up
+        if not commit.overwrite and remote.head(commit.name) is not None:
+            raise Superseded(str(error)) from error
+        raise
     return replaced
 
 

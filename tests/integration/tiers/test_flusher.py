@@ -13,6 +13,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from dcp_tensorizer import NotCommitted, TensorizerStorageReader, TensorizerStorageWriter
+from dcp_tensorizer._storage.base import Refused, Storage
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._tiers import flusher as flusher_module
 from dcp_tensorizer._tiers.flusher import Flusher
@@ -169,3 +170,40 @@ def test_what_a_dead_save_has_left_is_removed(tmp_path: Path) -> None:
     assert run.states() == ["writing"]
     living.abort()
     assert run.states() == []
+
+
+def test_a_remote_that_is_full_at_the_commit_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused metadata file is tried again, and neither the local copy nor the files on the remote go."""
+    run = Run(tmp_path)
+    run.save_unflushed(1)
+    put = LocalStorage.put
+
+    def full(self: LocalStorage, name: str, *args: Any, **options: Any) -> None:
+        if name == ".metadata":
+            raise Refused("No space left on device")
+        put(self, name, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "put", full)
+        assert Flusher(run.target).step() is not None
+    assert run.states() == ["sent"]
+    assert Flusher(run.target).step() is None
+    assert run.load("step-1") == 1
+
+
+def test_an_outage_does_not_count_as_a_wait_for_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After hours without the remote, the other ranks get their time to send what they have."""
+    run = Run(tmp_path)
+    run.save_unflushed(1)
+    missing_files, other = flusher_module.missing_files, {f"__3_0_{'a' * 32}.tensors"}
+
+    def missing(remote: Storage, names: set[str], sizes: dict[str, int]) -> set[str]:
+        return missing_files(remote, names - other, sizes) or other
+
+    monkeypatch.setattr(flusher_module, "missing_files", lambda remote, names, sizes: missing(remote, {*names}, sizes))
+    flusher = Flusher(run.target)
+    assert flusher.step() is not None
+    now = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + 7200)
+    assert flusher.step() is not None
+    assert run.states() == ["sent"]

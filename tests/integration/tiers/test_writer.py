@@ -93,6 +93,16 @@ def test_training_waits_when_too_much_is_unflushed(tmp_path: Path, caplog: pytes
     assert run.states() == ["unflushed"] * 2
 
 
+def test_a_writer_that_does_nothing_waits_for_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What a dead job has left is nothing that its `close` would wait for: nobody flushes it."""
+    run = Run(tmp_path)
+    run.save_unflushed(1)
+    caplog.clear()
+    run.writer(limits=SaveLimits(timeout=1.0)).close()
+    assert said(caplog) == ""
+    assert run.states() == ["unflushed"]
+
+
 def test_a_writer_goes_on_when_the_remote_is_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What failed is tried again, with a warning, and the order stays."""
     run = Run(tmp_path)

@@ -74,6 +74,7 @@ def test_limits_that_make_no_sense_are_refused(given: dict[str, Any], error: typ
         ({"encryption": EncryptionParams(KEY), "staging": "shared"}, ValueError, "'shared' and encryption exclude"),
         ({"encryption": EncryptionParams(KEY), "sha256": True}, ValueError, "sha256 and encryption exclude"),
         ({"encryption": EncryptionParams(KEY), "reuse_unchanged": True}, ValueError, "reuse_unchanged and encryption"),
+        ({"path": "/a", "local": "/b", "reuse_unchanged": True}, ValueError, "reuse_unchanged and local exclude"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
