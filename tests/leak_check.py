@@ -33,12 +33,19 @@ def temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
         yield folder
 
 
+def _shown(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline()[:6])
+    except psutil.Error:  # it has ended, and nobody has waited for it
+        return process.name()
+
+
 def _present(temporary: Path) -> dict[str, set[str]]:
     process = psutil.Process()
     children = [child for child in process.children(recursive=True) if child.pid not in servers.pids()]
     shared = os.listdir("/dev/shm") if Path("/dev/shm").is_dir() else []
     return {
-        "processes": {f"{child.pid} {' '.join(child.cmdline()[:6])}" for child in children},
+        "processes": {f"{child.pid} {_shown(child)}" for child in children},
         "sockets": {str(connection.fd) for connection in process.net_connections("unix")},
         "descriptors": {target for target in open_descriptors().values() if target.startswith(str(temporary))},
         "memory": {str(inode) for inode in memory_files()},

@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -265,11 +265,13 @@ def workers() -> list[psutil.Process]:
 
 
 def _command(process: psutil.Process) -> list[str]:
-    """A process' command line. One that has just been started has none for a moment."""
+    """A process' command line. One that has just been started has none for a moment, and one that has died, no more."""
     deadline = time.monotonic() + 1.0
-    while not (command := process.cmdline()) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return command
+    with suppress(psutil.Error):
+        while not (command := process.cmdline()) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return command
+    return []
 
 
 def kill(process: psutil.Process) -> None:

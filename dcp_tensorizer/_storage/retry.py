@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import random
 import time
@@ -44,6 +43,8 @@ def is_transient(error: Exception) -> bool:
     fsspec's backends raise the errors of their own libraries. What these have in common is a status, an ``errno``, or
     one of Python's own errors as a base class.
     """
+    import asyncio  # the writer process does without it, unless a request fails
+
     for name in ("status", "status_code", "code"):
         status = getattr(error, name, None)
         if isinstance(status, int) and status >= 400:
