@@ -137,7 +137,8 @@ class Flusher:
                 self._tried(entry, lambda e=entry, r=record: self._look(e, r))  # type: ignore[misc]
 
     def _is_open(self, entry: Entry) -> bool:
-        return any((self._queue.folder / f"{entry.stem}.{state}").exists() for state in OPEN)
+        # In the order in which a record comes by them: or else one that is just being renamed would be missed.
+        return any((self._queue.folder / f"{entry.stem}.{state}").exists() for state in (UNFLUSHED, SENT))
 
     def _commit(self, entry: Entry, record: Record, commit: Commit) -> None:
         """Commits a checkpoint on the remote, if all of its files are there."""
