@@ -79,7 +79,7 @@ class TieredSession(SaveSession):
             self.storage.make_directory()
             self._lock = self.storage.lock_directory()
             self._lock.share(self._saver.options.limits.timeout)
-            record = Record(self._flushing.target.name, self._place, self._rank, self.id)
+            record = Record(self._flushing.target.name, self._place, self._rank, self.id, self._saver.id)
             self._writing = self._flushing.queue.begin(record)
         except (CheckpointError, OSError) as error:
             self._go_direct(error)

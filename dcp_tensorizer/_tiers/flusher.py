@@ -145,10 +145,13 @@ class Flusher:
         remote = self._remote(record.place)
         waited, last = self._waits.pop(entry.stem, (0.0, time.monotonic()))  # a look that fails begins the wait anew
         before = self._missing.get(entry.stem, set(commit.files))
-        missing = self._missing[entry.stem] = missing_files(remote, before, commit.files)
+        missing = missing_files(remote, before, commit.files)
         if len(missing) < len(before):
             waited, last = 0.0, time.monotonic()
             self._queue.progress(entry)
+        if not missing and len(before) < len(commit.files):  # some were seen long ago: they may be gone since
+            missing = missing_files(remote, commit.files, commit.files)
+        self._missing[entry.stem] = missing
         if missing:
             now = time.monotonic()  # who has not looked for long has not waited for long, either
             waited += min(now - last, 2 * _LONGEST_WAIT)
@@ -182,10 +185,13 @@ class Flusher:
         """Looks whether a rank's files are part of a checkpoint on the remote."""
         committed = self._committed_here(record)
         if committed is None:  # on another node
+            later = self._passed_over_by(entry)  # before the metadata is read, which cannot name the files after that
             named = named_files(self._remote(record.place), metadata_file_name())
             if not named & set(record.files):
-                if self._is_passed_over(entry):
-                    discard(self._remote(record.place), *record.files)
+                if later:
+                    # Of another writer's saves nobody here knows the order: its files on the remote may be needed yet.
+                    if record.writer and any(other.writer == record.writer for other in later):
+                        discard(self._remote(record.place), *record.files)
                     drop(self._queue, entry, record)
                 return
         else:
@@ -207,13 +213,12 @@ class Flusher:
                 return entry, other.commit
         return None
 
-    def _is_passed_over(self, entry: Entry) -> bool:
-        """Whether a save will not be committed any more: a later one of this rank is, and it is not of just now."""
-        is_old = time.time() - entry.changed > self.target.timeout / 10
-        return is_old and any(
-            later.state == REMOTE and later.number > entry.number and later.rank == entry.rank
-            for later in self._queue.entries()
-        )
+    def _passed_over_by(self, entry: Entry) -> list[Record]:
+        """The later saves of this rank that the remote has, if a save is not of just now."""
+        if time.time() - entry.changed <= self.target.timeout / 10:
+            return []
+        later = [e for e in self._queue.entries() if e.state == REMOTE and e.number > entry.number]
+        return [r for e in later if e.rank == entry.rank and (r := self._queue.record(e)) is not None]
 
     def _give_up(self, entry: Entry, record: Record, commit: Commit, reason: str) -> None:
         """A save will never be on the remote: what there is of it goes, on this node and there."""

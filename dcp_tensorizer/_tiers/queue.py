@@ -62,6 +62,7 @@ class Record(msgspec.Struct, frozen=True):
         place: Of the checkpoint, below that and below the local folder.
         rank: Who saved.
         id: Of the rank's save: part of the names of its files.
+        writer: An id of the writer that saved: its saves are committed in their order.
         files: That the rank wrote to the local folder, and the bytes in each.
         commit: On the rank that commits, when the save is committed locally.
         reason: Why it was given up.
@@ -71,6 +72,7 @@ class Record(msgspec.Struct, frozen=True):
     place: str
     rank: int
     id: str
+    writer: str = ""
     files: dict[str, int] = {}
     commit: Commit | None = None
     reason: str = ""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch.distributed.checkpoint as dcp
 
@@ -17,7 +18,7 @@ from dcp_tensorizer._storage.base import Refused, Storage
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._tiers import flusher as flusher_module
 from dcp_tensorizer._tiers.flusher import Flusher
-from dcp_tensorizer._tiers.queue import Queue, Record
+from dcp_tensorizer._tiers.queue import REMOTE, SENT, Entry, Queue, Record
 from dcp_tensorizer.errors import unwrap
 
 from ...support import quietly
@@ -116,21 +117,21 @@ def test_checkpoints_arrive_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert run.states() == ["remote"] * 3
 
 
+def _awaiting(run: Run, *others: str) -> list[str]:
+    """Has a save that is not flushed yet wait for files of 4 bytes, of other ranks; returns the names of its own."""
+    (entry,) = run.queue.entries()
+    record = run.queue.record(entry)
+    assert record is not None and record.commit is not None
+    commit = msgspec.structs.replace(record.commit, files=record.commit.files | dict.fromkeys(others, 4))
+    (run.queue.folder / entry.name).write_bytes(msgspec.json.encode(msgspec.structs.replace(record, commit=commit)))
+    return list(record.files)
+
+
 def test_metadata_waits_for_the_files_of_all_ranks(tmp_path: Path) -> None:
     """Without a rank's file nothing is committed; when it does not come the save is given up, with its rank."""
     run = Run(tmp_path)
     run.save_unflushed(1)
-    (entry,) = run.queue.entries()
-    record = run.queue.record(entry)
-    assert record is not None and record.commit is not None
-    other = f"__3_0_{'a' * 32}.tensors"
-    content = (run.queue.folder / entry.name).read_text()
-    (name,) = record.files
-    changed = content.replace(
-        '"commit":{"name":".metadata","files":{', f'"commit":{{"name":".metadata","files":{{"{other}":4,'
-    )
-    assert changed != content
-    (run.queue.folder / entry.name).write_text(changed)
+    (name,) = _awaiting(run, f"__3_0_{'a' * 32}.tensors")
     target = run.target.__class__(str(run.local), str(run.remote), {}, 0.2)
     flusher = Flusher(target)
     assert flusher.step() is not None
@@ -138,7 +139,7 @@ def test_metadata_waits_for_the_files_of_all_ranks(tmp_path: Path) -> None:
     deadline = time.monotonic() + 30
     while flusher.step() is not None:
         assert time.monotonic() < deadline
-    assert run.states() == ["lost"]
+    assert run.states() in (["lost"], ["told"])  # by the thread of the writer that has saved
     assert "data of rank 3 has not come for 0.2 s" in run.queue.record(run.queue.entries()[0]).reason  # type: ignore[union-attr]
     assert files_below(run.remote) == set()
 
@@ -149,11 +150,11 @@ def test_what_another_job_has_saved_since_stays(tmp_path: Path) -> None:
     run.save_unflushed(1, place="latest")
     dcp.save({"step": 7}, storage_writer=TensorizerStorageWriter(run.remote / "latest"))
     assert Flusher(run.target).step() is None
-    assert run.states() == ["lost"]
+    assert run.states() in (["lost"], ["told"])
     state = {"step": 0}
     dcp.load(state, checkpoint_id=run.remote / "latest", storage_reader=TensorizerStorageReader(run.remote / "latest"))
     assert state == {"step": 7}
-    assert files_below(run.local) == {".flush/.lost", ".flush/.index"}
+    assert {path.parent.name for path in run.local.rglob("*") if path.is_file()} == {".flush"}
 
 
 def test_what_a_dead_save_has_left_is_removed(tmp_path: Path) -> None:
@@ -207,3 +208,63 @@ def test_an_outage_does_not_count_as_a_wait_for_a_rank(tmp_path: Path, monkeypat
     monkeypatch.setattr(time, "monotonic", lambda: now() + 7200)
     assert flusher.step() is not None
     assert run.states() == ["sent"]
+
+
+def test_all_files_are_there_when_they_are_committed(tmp_path: Path) -> None:
+    """A file that was seen on the remote, and is gone when the last one has come, keeps the metadata away."""
+    run = Run(tmp_path)
+    run.save_unflushed(1)
+    first, last = (f"__{rank}_0_{'a' * 32}.tensors" for rank in (3, 4))
+    _awaiting(run, first, last)
+    remote = run.remote / "step-1"
+    remote.mkdir(parents=True)
+    (remote / first).write_bytes(b"data")
+    flusher = Flusher(run.target)
+    assert flusher.step() is not None
+    (remote / first).rename(remote / last)
+    assert flusher.step() is not None
+    assert (run.states(), (remote / ".metadata").exists()) == (["sent"], False)
+    (remote / first).write_bytes(b"data")
+    assert flusher.step() is None
+    assert (remote / ".metadata").exists()
+
+
+def _sent(run: Run, *writers: str) -> list[Entry]:
+    """Parts of saves of rank 1, all of whose files are on the remote; when, was long ago."""
+    entries = []
+    for number, writer in enumerate(writers):
+        name, place = f"__1_0_{number:032}.tensors", f"step-{number}"
+        for folder in (run.local, run.remote):
+            (folder / place).mkdir(parents=True)
+            (folder / place / name).write_bytes(b"data")
+        writing = run.queue.begin(Record(run.target.name, place, 1, f"{number:032}", writer))
+        writing.written({name: 4}, sync=False)
+        entries.append(run.queue.move(writing.entry, SENT))
+        os.utime(run.queue.folder / entries[-1].name, (0, 0))
+    return entries
+
+
+@pytest.mark.parametrize(("later", "left"), [("a", {"step-1"}), ("b", {"step-0", "step-1"})], ids=["same", "other"])
+def test_what_another_writer_may_commit_stays_on_the_remote(tmp_path: Path, later: str, left: set[str]) -> None:
+    """A later save of the same writer is proof that the files are not needed, one of another writer is not."""
+    run = Run(tmp_path)
+    run.queue.move(_sent(run, "a", later)[1], REMOTE)
+    assert Flusher(run.target).step() is None
+    assert {path.parent.name for path in run.remote.rglob("*.tensors")} == left
+    assert {path.parent.name for path in run.local.rglob("*.tensors")} == {"step-1"}
+    assert run.states() == ["remote"]
+
+
+def test_a_save_that_arrives_during_the_look_is_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The metadata that was read before the later save arrived may not have named the files yet."""
+    run = Run(tmp_path)
+    later = _sent(run, "a", "a")[1:]
+
+    def named(remote: Storage, name: str) -> set[str]:
+        while later:
+            run.queue.move(later.pop(), REMOTE)
+        return set()
+
+    monkeypatch.setattr(flusher_module, "named_files", named)
+    Flusher(run.target).step()
+    assert run.states() == ["sent", "remote"]
