@@ -14,7 +14,7 @@ from .._storage.base import Storage
 from .._storage.local import LocalStorage
 from ..errors import CheckpointError, describe
 from .copying import copy_file, discard
-from .keeping import clean_up, drop, keep_newest
+from .keeping import arrive, clean_up, drop
 from .publishing import Superseded, missing_files, named_files, publish
 from .queue import OPEN, REMOTE, SENT, UNFLUSHED, Commit, Entry, Queue, Record
 from .target import Target
@@ -173,7 +173,7 @@ class Flusher:
         with suppress(OSError):  # what stays only costs space
             remote.remove(*replaced)
         self._queue.set_trouble(entry, None)
-        keep_newest(self._queue, self._queue.move(entry, REMOTE), record, set(commit.files))
+        arrive(self._queue, entry, record, set(commit.files))
 
     def _replaced_before(self, entry: Entry, record: Record) -> set[str]:
         """The files of what was flushed to a place before."""
@@ -195,22 +195,23 @@ class Flusher:
                     drop(self._queue, entry, record)
                 return
         else:
-            other, commit = committed
+            other, of_other = committed
             if other.state in OPEN:
                 return
-            if other.state != REMOTE:  # it was given up
-                drop(self._queue, entry, record)
+            if other.state != REMOTE or of_other.commit is None:
+                self._queue.give_up(entry, record, of_other.reason)
+                drop(self._queue, entry, record, forget=False)
                 return
-            named = set(commit.files)
+            named = set(of_other.commit.files)
         self._queue.set_trouble(entry, None)
-        keep_newest(self._queue, self._queue.move(entry, REMOTE), record, named)
+        arrive(self._queue, entry, record, named)
 
-    def _committed_here(self, record: Record) -> tuple[Entry, Commit] | None:
+    def _committed_here(self, record: Record) -> tuple[Entry, Record] | None:
         """The record of the rank that commits, if that is on this node."""
         for entry in self._queue.entries():
             other = self._queue.record(entry)
             if other is not None and other.commit is not None and set(other.commit.files) & set(record.files):
-                return entry, other.commit
+                return entry, other
         return None
 
     def _passed_over_by(self, entry: Entry) -> list[Record]:

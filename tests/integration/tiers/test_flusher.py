@@ -18,7 +18,8 @@ from dcp_tensorizer._storage.base import Refused, Storage
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._tiers import flusher as flusher_module
 from dcp_tensorizer._tiers.flusher import Flusher
-from dcp_tensorizer._tiers.queue import REMOTE, SENT, Entry, Queue, Record
+from dcp_tensorizer._tiers.keeping import free
+from dcp_tensorizer._tiers.queue import REMOTE, SENT, Commit, Entry, Queue, Record
 from dcp_tensorizer.errors import unwrap
 
 from ...support import quietly
@@ -268,3 +269,44 @@ def test_a_save_that_arrives_during_the_look_is_no_proof(tmp_path: Path, monkeyp
     monkeypatch.setattr(flusher_module, "named_files", named)
     Flusher(run.target).step()
     assert run.states() == ["sent", "remote"]
+
+
+def test_a_part_of_a_save_that_is_given_up_is_given_up(tmp_path: Path) -> None:
+    """On the node of the rank that commits, other ranks' parts end as its own does, with its reason."""
+    run = Run(tmp_path)
+    (entry,) = _sent(run, "a")
+    files = {f"__1_0_{0:032}.tensors": 4}
+    writing = run.queue.begin(Record(run.target.name, "step-0", 0, "c" * 32, "a"))
+    writing.written({}, sync=False, commit=Commit(".metadata", files, True))
+    record = run.queue.record(writing.entry)
+    assert record is not None
+    run.queue.give_up(writing.entry, record, "no reason")
+    assert Flusher(run.target).step() is None
+    assert "lost" in run.states()
+    assert run.queue.record(entry).reason == "no reason"  # type: ignore[union-attr]
+    assert list(run.local.rglob("*.tensors")) == []
+
+
+def test_room_is_made_without_forgetting_what_has_just_arrived(tmp_path: Path) -> None:
+    """Whoever follows a save finds its record when the local copy is gone; and no room is made twice."""
+    run = Run(tmp_path)
+    run.queue.move(_sent(run, "a")[0], REMOTE)
+    assert [free(run.queue), free(run.queue)] == [True, False]
+    assert run.states() == ["remote"]
+    assert list(run.local.rglob("*.tensors")) == []
+
+
+def test_local_copies_go_before_an_arrival_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has waited for the remote finds no more in the local folder than the newest checkpoint."""
+    run = Run(tmp_path)
+    run.save_unflushed(1, 2)
+    move, found = Queue.move, []
+
+    def moved(queue: Queue, entry: Entry, state: str) -> Entry:
+        if state == REMOTE:
+            found.append({path.name for path in run.local.glob("step-*")})
+        return move(queue, entry, state)
+
+    monkeypatch.setattr(Queue, "move", moved)
+    assert Flusher(run.target).step() is None
+    assert found == [{"step-1", "step-2"}, {"step-2"}]
