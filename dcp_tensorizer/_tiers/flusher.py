@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from .._format.index import read_head
 from .._format.layout import data_file_rank, metadata_file_name
 from .._storage.base import Storage
 from .._storage.local import LocalStorage
-from ..errors import CheckpointError, describe
-from .copying import copy_file, discard
+from ..errors import CheckpointError, MetadataError, ReadError, describe
+from .copying import Unreadable, copy_file, discard
 from .keeping import arrive, clean_up, drop
 from .publishing import Superseded, missing_files, named_files, publish
 from .queue import OPEN, REMOTE, SENT, UNFLUSHED, Commit, Entry, Queue, Record
@@ -40,6 +41,7 @@ class Flusher:
         self._queue = Queue(target.folder())
         self._missing: dict[str, set[str]] = {}  # of each commit: the files that have not been seen on the remote
         self._waits: dict[str, tuple[float, float]] = {}  # how long for them, and when that was looked at last
+        self._failing: dict[str, float] = {}  # since when the local copy of what cannot be read
         self._wait = _FIRST_WAIT
         self._root: Storage | None = None
         self._is_clean = False
@@ -97,6 +99,11 @@ class Flusher:
         else:  # this has been tried before
             missing = missing_files(remote, files, files)
             discard(remote, *missing)
+        gone = {name for name in missing if local.head(name) != files[name]}
+        if gone and (lost := missing_files(remote, gone, files)):
+            self._give_up(entry, record, f"{local.path}/{min(lost)} is gone, or not as long as it was")
+            return
+        missing -= gone
         self._queue.set_trouble(entry, "")
         lock = remote.lock_directory()
         try:
@@ -104,10 +111,20 @@ class Flusher:
             gate = self._reporting(entry)
             for name in sorted(missing):
                 copy_file(local, remote, name, files[name], gate)
+        except Unreadable as error:
+            if not self._is_hopeless(entry):
+                raise
+            self._give_up(entry, record, str(error))
+            return
         finally:
             lock.release()
+        self._failing.pop(entry.stem, None)
         self._queue.move(entry, SENT)
         self._queue.set_trouble(entry, None)
+
+    def _is_hopeless(self, entry: Entry) -> bool:
+        """Whether what lies here could not be read for so long that it will not be read any more."""
+        return time.monotonic() - self._failing.setdefault(entry.stem, time.monotonic()) > self.target.timeout
 
     def _reporting(self, entry: Entry) -> Callable[[], None]:
         """The gate, which notes that there is progress."""
@@ -160,13 +177,19 @@ class Flusher:
                 ranks = sorted({data_file_rank(name) for name in missing})
                 listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
                 reason = f"data of rank {listed} has not come for {self.target.timeout:g} s ({min(missing)})"
-                self._give_up(entry, record, commit, f"{reason}: its node is lost, or nobody flushes its local folder")
+                self._give_up(entry, record, f"{reason}: its node is lost, or nobody flushes its local folder")
             return
         self._gate()
         try:
-            replaced = publish(remote, self._queue.index(entry), commit)
+            index = self._index(entry)
+            if index is not None:
+                replaced = publish(remote, index, commit)
+            elif set(commit.files) <= named_files(remote, commit.name):
+                replaced = None
+            else:
+                raise Superseded(f"{self._queue.folder}/{entry.stem}.index is gone, or damaged")
         except Superseded as error:
-            self._give_up(entry, record, commit, str(error))
+            self._give_up(entry, record, str(error))
             return
         if replaced is None:  # somebody died here, after that
             replaced = self._replaced_before(entry, record) - set(commit.files)
@@ -174,6 +197,19 @@ class Flusher:
             remote.remove(*replaced)
         self._queue.set_trouble(entry, None)
         arrive(self._queue, entry, record, set(commit.files))
+
+    def _index(self, entry: Entry) -> bytes | None:
+        """The metadata of a checkpoint; None if there is none any more. Raises `ReadError`: perhaps later."""
+        try:
+            index = self._queue.index(entry)
+            read_head(index, f"{entry.stem}.index")
+        except ReadError:
+            if not self._is_hopeless(entry):
+                raise
+            return None
+        except MetadataError:
+            return None
+        return index
 
     def _replaced_before(self, entry: Entry, record: Record) -> set[str]:
         """The files of what was flushed to a place before."""
@@ -221,11 +257,12 @@ class Flusher:
         later = [e for e in self._queue.entries() if e.state == REMOTE and e.number > entry.number]
         return [r for e in later if e.rank == entry.rank and (r := self._queue.record(e)) is not None]
 
-    def _give_up(self, entry: Entry, record: Record, commit: Commit, reason: str) -> None:
-        """A save will never be on the remote: what there is of it goes, on this node and there."""
+    def _give_up(self, entry: Entry, record: Record, reason: str) -> None:
+        """A save, or a rank's part of it, will never be on the remote: what there is goes, on this node and there."""
+        files = record.files if record.commit is None else record.commit.files
         self._queue.give_up(entry, record, reason)
         with suppress(OSError, CheckpointError):
-            discard(self._remote(record.place), *commit.files)
+            discard(self._remote(record.place), *files)
         drop(self._queue, entry, record, forget=False)
 
     def _remote(self, place: str) -> Storage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import time
@@ -310,3 +311,37 @@ def test_local_copies_go_before_an_arrival_is_told(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Queue, "move", moved)
     assert Flusher(run.target).step() is None
     assert found == [{"step-1", "step-2"}, {"step-2"}]
+
+
+@pytest.mark.parametrize("suffix", ["tensors", "index"])
+def test_what_is_gone_here_holds_nothing_up(tmp_path: Path, suffix: str) -> None:
+    """A checkpoint whose local data or metadata is gone is given up at once, and the one after it arrives."""
+    run = Run(tmp_path)
+    run.save_unflushed(1, 2)
+    first = run.queue.entries()[0]
+    if suffix == "index":
+        (run.queue.folder / f"{first.stem}.index").unlink()
+    else:
+        next((run.local / "step-1").iterdir()).write_bytes(b"short")
+    assert Flusher(run.target).step() is None
+    assert f".{suffix} is gone, or" in run.queue.record(first).reason  # type: ignore[union-attr]
+    assert run.load("step-2") == 2
+    assert files_below(run.remote / "step-1") == set()
+
+
+def test_a_damaged_local_disk_is_given_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be read is tried again, and given up when it could not be read for the timeout."""
+    run = Run(tmp_path)
+    run.save_unflushed(1)
+
+    def damaged(storage: LocalStorage, name: str) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(LocalStorage, "open_uncached", damaged)
+    flusher = Flusher(run.target)
+    assert flusher.step() is not None
+    assert run.states() == ["unflushed"]
+    now = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + 7200)
+    assert flusher.step() is None
+    assert run.states() in (["lost"], ["told"])
