@@ -183,7 +183,7 @@ class Flusher:
         try:
             index = self._index(entry)
             if index is not None:
-                replaced = publish(remote, index, commit)
+                replaced = publish(remote, index, commit, self._ids_before(entry))
             elif set(commit.files) <= named_files(remote, commit.name):
                 replaced = None
             else:
@@ -210,6 +210,9 @@ class Flusher:
         except MetadataError:
             return None
         return index
+
+    def _ids_before(self, entry: Entry) -> set[str]:
+        return {other.id for other in self._queue.entries() if other.number < entry.number}
 
     def _replaced_before(self, entry: Entry, record: Record) -> set[str]:
         """The files of what was flushed to a place before."""

@@ -18,6 +18,7 @@ from dcp_tensorizer import NotCommitted, TensorizerStorageReader, TensorizerStor
 from dcp_tensorizer._storage.base import Refused, Storage
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._tiers import flusher as flusher_module
+from dcp_tensorizer._tiers import publishing
 from dcp_tensorizer._tiers.flusher import Flusher
 from dcp_tensorizer._tiers.keeping import free
 from dcp_tensorizer._tiers.queue import REMOTE, SENT, Commit, Entry, Queue, Record
@@ -345,3 +346,18 @@ def test_a_damaged_local_disk_is_given_its_time(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(time, "monotonic", lambda: now() + 7200)
     assert flusher.step() is None
     assert run.states() in (["lost"], ["told"])
+
+
+def test_a_clock_that_was_set_back_costs_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this folder's own queue has brought to a place before is replaced, whenever it says that it was saved."""
+    run = Run(tmp_path)
+    run.save_unflushed(1, 2, place="latest")
+    committed = publishing._committed
+
+    def ahead(remote: Storage, name: str) -> Any:
+        head = committed(remote, name)
+        return None if head is None else msgspec.structs.replace(head, saved_at=head.saved_at + 7200 * 10**9)
+
+    monkeypatch.setattr(publishing, "_committed", ahead)
+    assert Flusher(run.target).step() is None
+    assert run.load("latest") == 2
