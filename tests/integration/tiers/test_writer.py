@@ -16,7 +16,14 @@ import pytest
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_tensorizer import SaveLimits, SaveReport, TensorizerStorageReader, TensorizerStorageWriter, WriteError
+from dcp_tensorizer import (
+    NotCommitted,
+    SaveLimits,
+    SaveReport,
+    TensorizerStorageReader,
+    TensorizerStorageWriter,
+    WriteError,
+)
 from dcp_tensorizer._saving.tiered_session import TieredSession
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._tiers.queue import Writing
@@ -261,3 +268,13 @@ def test_a_part_that_cannot_be_written_down_is_removed(tmp_path: Path, monkeypat
         with pytest.raises(WriteError, match="No space left on device"):
             session._wrote()
     assert files_below(run.local) == set()
+
+
+def test_a_local_checkpoint_without_its_metadata_is_none(tmp_path: Path) -> None:
+    """A load says that nothing is committed there, as after the flush has given it up."""
+    run = Run(tmp_path)
+    run.save_unflushed(1)
+    next(run.queue.folder.glob("*.index")).unlink()
+    with quietly(), pytest.raises(CheckpointException) as caught:
+        run.load("step-1", local=run.local)
+    assert isinstance(unwrap(caught.value), NotCommitted)
