@@ -10,10 +10,11 @@ import time
 from collections.abc import Iterable
 
 from .._saving.flushing import Flushing
+from .._storage.local import LocalStorage
 from .._threads import Deadline
 from .._tiers.publishing import missing_files
 from .._tiers.queue import OPEN, Commit, Entry, Record
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ReadError
 from .agreement import Agreement
 
 __all__ = ["settle"]
@@ -37,7 +38,7 @@ def settle(flushing: Flushing | None, agreement: Agreement) -> None:
     if flushing is None:
         return
     own = _records(flushing)
-    held = {name for _, record in own for name in record.files}
+    held = {name for _, record in own for name in _whole(flushing, record)}
     commits = [(entry, record, record.commit) for entry, record in own if record.commit is not None]
     everybody = agreement.gathered((held, [set(commit.files) for _, _, commit in commits]))
     all_held = set().union(*(files for files, _ in everybody))
@@ -54,6 +55,19 @@ def _records(flushing: Flushing) -> list[tuple[Entry, Record]]:
     queue, name = flushing.queue, flushing.target.name
     found = [(entry, queue.record(entry)) for entry in queue.entries() if entry.state in OPEN]
     return [(entry, record) for entry, record in found if record is not None and record.remote == name]
+
+
+def _whole(flushing: Flushing, record: Record) -> set[str]:
+    """The files of a record that are there. What cannot be read counts: the flush tries that for a while."""
+    local, whole = LocalStorage(flushing.target.folder(record.place)), set[str]()
+    for name, nbytes in record.files.items():
+        try:
+            found = local.head(name)
+        except ReadError:
+            found = nbytes
+        if found == nbytes:
+            whole.add(name)
+    return whole
 
 
 def _give_up_lost(flushing: Flushing, entry: Entry, record: Record, commit: Commit, held: Iterable[str]) -> None:

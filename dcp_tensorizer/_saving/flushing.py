@@ -56,7 +56,7 @@ class Flushing:
         self._futures: dict[str, Future[float]] = {}
         self._given_up: list[str] = []
         self._troubles: dict[str, str] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # on_report, a signal's handler: they may wait for the remote
         self._is_watching = False
         self._has_ended = False
         in_child(self, Flushing._let_go)
@@ -124,11 +124,14 @@ class Flushing:
             if deadline.left == 0 or time.monotonic() - last > self.target.timeout:
                 return False
             time.sleep(deadline.within(_LOOK_SECONDS / 4))
-        if self._lock.acquire(timeout=1.0):  # its holder may be what a signal's handler has interrupted
-            with suppress(Exception):
-                self._look()  # others are told before whoever waited
-            self._lock.release()
+        self._look_now()  # others are told before whoever waited
         return True
+
+    def _look_now(self) -> None:
+        if self._lock.acquire(timeout=1.0):
+            with suppress(Exception):  # the folder cannot be read
+                self._look()
+            self._lock.release()
 
     def check(self) -> None:
         """Raises `WriteError` if a checkpoint has been given up since the last call."""
@@ -139,6 +142,7 @@ class Flushing:
     def end(self, deadline: Deadline) -> None:
         """Waits until this rank has nothing more to do for the flush, or says what is left."""
         if not self.unflushed():
+            self._look_now()  # it may have arrived just now
             return
         logger.info("%s: waiting until %d checkpoint(s) are there", self.target.name, self.unflushed())
         if not self.wait(deadline, until=lambda: not self.unflushed()):
@@ -192,16 +196,32 @@ class Flushing:
         entries = {entry.stem: entry for entry in self.queue.entries()}
         for stem, followed in list(self._followed.items()):
             entry = entries.get(stem)
-            if (entry is None or entry.state == REMOTE) and self._followed.pop(stem, None) is not None:
-                moment = time.time() if entry is None else entry.changed
-                followed.tell(followed.report, moment)
-                followed.future.set_result(moment)
+            if entry is None and self._followed.pop(stem, None) is not None:
+                self._miss(followed)
+            elif entry is not None and entry.state == REMOTE and self._followed.pop(stem, None) is not None:
+                followed.tell(followed.report, entry.changed)
+                followed.future.set_result(entry.changed)
         for entry in entries.values():
             if entry.state in (LOST, TOLD):
                 self._lament(entry)
             elif entry.state in OPEN:
                 self._complain(entry)
         return bool(self._followed) or any(entry.state in OPEN for entry in entries.values())
+
+    def _miss(self, followed: _Followed) -> None:
+        """The record of a save is gone, and nobody here has seen the save on the remote.
+
+        On a rank that does not commit that may be because the save has been replaced or deleted since.
+        """
+        report = followed.report
+        words = (
+            f"rank {report.rank} has not seen {report.path} on the remote, and its record in {self.queue.folder} is "
+            f"gone: it was given up, or something newer has replaced it"
+        )
+        logger.warning("%s", words)
+        if report.commit_seconds is not None:
+            self._given_up.append(words)
+        followed.future.set_exception(WriteError(words))
 
     def _lament(self, entry: Entry) -> None:
         """A save was given up."""
@@ -228,6 +248,6 @@ class Flushing:
 
     def _let_go(self) -> None:
         """In a forked child: the flush is its parent's."""
-        self._followed, self._is_watching, self._lock = {}, False, threading.Lock()
+        self._followed, self._is_watching, self._lock = {}, False, threading.RLock()
         if self._thread is not None:
             self._thread = FlushThread()

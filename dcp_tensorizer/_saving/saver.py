@@ -69,6 +69,7 @@ class Saver:
         flushing: Of the local folder, if there is one.
         reports: Takes what saves cost to the user.
         freshness: Knows whether a save differs from the one before.
+        id: Of the writer.
         save_id: Of the save that began last; before the first one, of that.
         closed: The writer has been closed.
     """
@@ -93,6 +94,7 @@ class Saver:
         self.reports = Reports(on_report)
         self.freshness = Freshness()
         self.closed = closed
+        self.id = uuid.uuid4().hex
         self.save_id = uuid.uuid4().hex
         self._next_id = self.save_id
         self._numbering = threading.RLock()  # saves that nobody staged may begin at once, also in a signal's handler

@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from .._format.layout import metadata_file_name
 from .._format.places import RankPlaces
 from .._staging.stager import StagedSave
-from .._storage.base import Refused
+from .._storage.base import Refused, Storage
 from .._storage.local import LocalStorage
 from .._tiers.keeping import free
 from .._tiers.publishing import missing_files, publish
-from .._tiers.queue import Commit, Record, Writing
+from .._tiers.queue import OPEN, Commit, Record, Writing
 from ..errors import CheckpointError, WriteError, WriterProcessDied, describe
 from .commit import encoded, remove
 from .flushing import Flushing
@@ -79,10 +79,24 @@ class TieredSession(SaveSession):
             self.storage.make_directory()
             self._lock = self.storage.lock_directory()
             self._lock.share(self._saver.options.limits.timeout)
-            record = Record(self._flushing.target.name, self._place, self._rank, self.id)
+            record = Record(self._flushing.target.name, self._place, self._rank, self.id, self._saver.id)
             self._writing = self._flushing.queue.begin(record)
         except (CheckpointError, OSError) as error:
             self._go_direct(error)
+
+    def _check_place(self, storage: Storage) -> None:
+        """Also what is on its way there must not be replaced."""
+        super()._check_place(storage)
+        queue, name = self._flushing.queue, metadata_file_name(self._metadata_rank)
+        for entry in queue.entries() if not self._saver.options.overwrite else ():
+            record = queue.record(entry) if entry.state in OPEN else None
+            if record is None or record.commit is None:
+                continue
+            if (record.remote, record.place, record.commit.name) == (self._flushing.target.name, self._place, name):
+                raise WriteError(
+                    f"a checkpoint for {self.path} is in {self.storage.path}, and not on the remote yet, and "
+                    f"overwrite=False: save to another path, or pass overwrite=True"
+                )
 
     def _write_files(self, items: list[Item]) -> Written:
         if self._writing is not None:
@@ -121,6 +135,8 @@ class TieredSession(SaveSession):
             "rank %d: %s is not used, and this save goes to %s directly, which takes longer: %s",
             *(self._rank, self.storage.path, self.path, describe(error)),
         )
+        remove(self.storage, self._local_files)
+        self._local_files = {}
         self._abort()
         self.end()
         self.storage = self._flushing.target.open(self._place)
@@ -129,9 +145,14 @@ class TieredSession(SaveSession):
         self._lock.share(self._saver.options.limits.timeout)
 
     def _wrote(self) -> None:
-        if not self._commits:
+        if self._commits:
+            return
+        try:
             self._hand_over(None, b"")
-            self.end()
+        except CheckpointError as error:
+            self._fail(error)
+            raise
+        self.end()
 
     def _replaced_files(self) -> set[str]:
         return set()  # it is the flush that replaces
@@ -160,7 +181,7 @@ class TieredSession(SaveSession):
 
     def _publish(self, metadata: Metadata, parts: list[RankPlaces]) -> None:
         options = self._index_options()
-        sync = options.pop("sync")
+        del options["sync"]
         index = encoded(self.storage, metadata, parts, **options)
         files = dict(file for part in parts for file in part.files)
         commit = Commit(metadata_file_name(self._metadata_rank), files, self._saver.options.overwrite)
@@ -170,14 +191,9 @@ class TieredSession(SaveSession):
                 return
         except CheckpointError as error:
             logger.warning("rank %d: %s; waiting for the remote instead", self._rank, error)
-            self._hand_over_files(sync=sync)
+            self._hand_over(None, b"")  # there may be room for the names of its files
+            self._writing, self._local_files = None, {}
         self._publish_directly(index, commit)
-
-    def _hand_over_files(self, *, sync: bool) -> None:
-        """Has this rank's files flushed, where there was no room for the metadata but may be for their names."""
-        assert self._writing is not None
-        self._writing.written(self._local_files, sync=sync)
-        self._writing, self._local_files = None, {}
 
     def _publish_directly(self, index: bytes, commit: Commit) -> None:
         """Commits the save on the remote: when what was saved before is there, and the files of all ranks are.
@@ -197,7 +213,7 @@ class TieredSession(SaveSession):
             if time.monotonic() - last > patience:
                 raise Refused(f"{self.path}: {len(missing)} files have not come to the remote in {patience:g} s")
             time.sleep(_LOOK_SECONDS)
-        remove(remote, publish(remote, index, commit) or ())
+        remove(remote, publish(remote, index, commit, {entry.id for entry in self._flushing.queue.entries()}) or ())
         self._is_published = True
 
     def _follow(self) -> None:

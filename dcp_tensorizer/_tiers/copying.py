@@ -9,10 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 from .._storage.base import RangeReader, Sink, Storage, temporary_file_name
 from .._storage.local import LocalStorage
+from ..errors import WriteError
 
-__all__ = ["copy_file", "discard"]
+__all__ = ["Unreadable", "copy_file", "discard"]
 
 _AT_ONCE = 4  # parts on their way: more than that takes memory from training, and is for those who wait
+
+
+class Unreadable(WriteError):
+    """The local copy cannot be read: that is no fault of the remote."""
 
 
 def copy_file(source: Storage, target: Storage, name: str, nbytes: int, gate: Callable[[], None]) -> None:
@@ -29,14 +34,18 @@ def copy_file(source: Storage, target: Storage, name: str, nbytes: int, gate: Ca
         gate: Called before each part; returns when it may go on.
 
     Raises:
-        CheckpointError, OSError, EOFError: it cannot be copied; nothing of it is left.
+        Unreadable: nor will it be, if the disk is damaged.
+        CheckpointError, OSError: it cannot be copied; nothing of it is left.
     """
     begun = _begun_name(name) if isinstance(target, LocalStorage) else name
-    reader = source.open_uncached(name)
+    try:
+        reader = source.open_uncached(name)
+    except OSError as error:
+        raise Unreadable(f"cannot open {source.path}/{name}: {error}") from error
     try:
         sink = target.create(begun, nbytes, sync=True)
         try:
-            _copy_parts(reader, sink, nbytes, gate)
+            _copy_parts(_Source(reader, f"{source.path}/{name}"), sink, nbytes, gate)
             sink.complete()
         except BaseException:
             sink.abort()
@@ -57,7 +66,21 @@ def _begun_name(name: str) -> str:
     return temporary_file_name(name, "flush")
 
 
-def _copy_parts(reader: RangeReader, sink: Sink, nbytes: int, gate: Callable[[], None]) -> None:
+class _Source:
+    """Tells errors of the local disk from those of the remote."""
+
+    def __init__(self, reader: RangeReader, path: str) -> None:
+        self._reader = reader
+        self._path = path
+
+    def read_into(self, part: memoryview, start: int) -> None:
+        try:
+            self._reader.read_into([part], start)
+        except (OSError, EOFError) as error:
+            raise Unreadable(f"cannot read {self._path}: {error}") from error
+
+
+def _copy_parts(reader: _Source, sink: Sink, nbytes: int, gate: Callable[[], None]) -> None:
     """Copies the parts of a file by several threads, each with one buffer."""
     starts = list(range(0, nbytes, sink.part_bytes))
     threads = 1 if sink.in_order else min(_AT_ONCE, sink.concurrency, len(starts))
@@ -73,7 +96,7 @@ def _copy_parts(reader: RangeReader, sink: Sink, nbytes: int, gate: Callable[[],
                 if stopped:
                     return
                 part = memory[: min(sink.part_bytes, nbytes - start)]
-                reader.read_into([part], start)
+                reader.read_into(part, start)
                 sink.put_part(number, part)
         except BaseException:
             stopped = True

@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from .._format.index import read_head
 from .._format.layout import data_file_rank, metadata_file_name
 from .._storage.base import Storage
 from .._storage.local import LocalStorage
-from ..errors import CheckpointError, describe
-from .copying import copy_file, discard
-from .keeping import clean_up, drop, keep_newest
+from ..errors import CheckpointError, MetadataError, ReadError, describe
+from .copying import Unreadable, copy_file, discard
+from .keeping import arrive, clean_up, drop
 from .publishing import Superseded, missing_files, named_files, publish
 from .queue import OPEN, REMOTE, SENT, UNFLUSHED, Commit, Entry, Queue, Record
 from .target import Target
@@ -40,6 +41,7 @@ class Flusher:
         self._queue = Queue(target.folder())
         self._missing: dict[str, set[str]] = {}  # of each commit: the files that have not been seen on the remote
         self._waits: dict[str, tuple[float, float]] = {}  # how long for them, and when that was looked at last
+        self._failing: dict[str, float] = {}  # since when the local copy of what cannot be read
         self._wait = _FIRST_WAIT
         self._root: Storage | None = None
         self._is_clean = False
@@ -97,6 +99,11 @@ class Flusher:
         else:  # this has been tried before
             missing = missing_files(remote, files, files)
             discard(remote, *missing)
+        gone = {name for name in missing if local.head(name) != files[name]}
+        if gone and (lost := missing_files(remote, gone, files)):
+            self._give_up(entry, record, f"{local.path}/{min(lost)} is gone, or not as long as it was")
+            return
+        missing -= gone
         self._queue.set_trouble(entry, "")
         lock = remote.lock_directory()
         try:
@@ -104,10 +111,20 @@ class Flusher:
             gate = self._reporting(entry)
             for name in sorted(missing):
                 copy_file(local, remote, name, files[name], gate)
+        except Unreadable as error:
+            if not self._is_hopeless(entry):
+                raise
+            self._give_up(entry, record, str(error))
+            return
         finally:
             lock.release()
+        self._failing.pop(entry.stem, None)
         self._queue.move(entry, SENT)
         self._queue.set_trouble(entry, None)
+
+    def _is_hopeless(self, entry: Entry) -> bool:
+        """Whether what lies here could not be read for so long that it will not be read any more."""
+        return time.monotonic() - self._failing.setdefault(entry.stem, time.monotonic()) > self.target.timeout
 
     def _reporting(self, entry: Entry) -> Callable[[], None]:
         """The gate, which notes that there is progress."""
@@ -137,17 +154,21 @@ class Flusher:
                 self._tried(entry, lambda e=entry, r=record: self._look(e, r))  # type: ignore[misc]
 
     def _is_open(self, entry: Entry) -> bool:
-        return any((self._queue.folder / f"{entry.stem}.{state}").exists() for state in OPEN)
+        # In the order in which a record comes by them: or else one that is just being renamed would be missed.
+        return any((self._queue.folder / f"{entry.stem}.{state}").exists() for state in (UNFLUSHED, SENT))
 
     def _commit(self, entry: Entry, record: Record, commit: Commit) -> None:
         """Commits a checkpoint on the remote, if all of its files are there."""
         remote = self._remote(record.place)
         waited, last = self._waits.pop(entry.stem, (0.0, time.monotonic()))  # a look that fails begins the wait anew
         before = self._missing.get(entry.stem, set(commit.files))
-        missing = self._missing[entry.stem] = missing_files(remote, before, commit.files)
+        missing = missing_files(remote, before, commit.files)
         if len(missing) < len(before):
             waited, last = 0.0, time.monotonic()
             self._queue.progress(entry)
+        if not missing and len(before) < len(commit.files):  # some were seen long ago: they may be gone since
+            missing = missing_files(remote, commit.files, commit.files)
+        self._missing[entry.stem] = missing
         if missing:
             now = time.monotonic()  # who has not looked for long has not waited for long, either
             waited += min(now - last, 2 * _LONGEST_WAIT)
@@ -156,20 +177,42 @@ class Flusher:
                 ranks = sorted({data_file_rank(name) for name in missing})
                 listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
                 reason = f"data of rank {listed} has not come for {self.target.timeout:g} s ({min(missing)})"
-                self._give_up(entry, record, commit, f"{reason}: its node is lost, or nobody flushes its local folder")
+                self._give_up(entry, record, f"{reason}: its node is lost, or nobody flushes its local folder")
             return
         self._gate()
         try:
-            replaced = publish(remote, self._queue.index(entry), commit)
+            index = self._index(entry)
+            if index is not None:
+                replaced = publish(remote, index, commit, self._ids_before(entry))
+            elif set(commit.files) <= named_files(remote, commit.name):
+                replaced = None
+            else:
+                raise Superseded(f"{self._queue.folder}/{entry.stem}.index is gone, or damaged")
         except Superseded as error:
-            self._give_up(entry, record, commit, str(error))
+            self._give_up(entry, record, str(error))
             return
         if replaced is None:  # somebody died here, after that
             replaced = self._replaced_before(entry, record) - set(commit.files)
         with suppress(OSError):  # what stays only costs space
             remote.remove(*replaced)
         self._queue.set_trouble(entry, None)
-        keep_newest(self._queue, self._queue.move(entry, REMOTE), record, set(commit.files))
+        arrive(self._queue, entry, record, set(commit.files))
+
+    def _index(self, entry: Entry) -> bytes | None:
+        """The metadata of a checkpoint; None if there is none any more. Raises `ReadError`: perhaps later."""
+        try:
+            index = self._queue.index(entry)
+            read_head(index, f"{entry.stem}.index")
+        except ReadError:
+            if not self._is_hopeless(entry):
+                raise
+            return None
+        except MetadataError:
+            return None
+        return index
+
+    def _ids_before(self, entry: Entry) -> set[str]:
+        return {other.id for other in self._queue.entries() if other.number < entry.number}
 
     def _replaced_before(self, entry: Entry, record: Record) -> set[str]:
         """The files of what was flushed to a place before."""
@@ -181,44 +224,48 @@ class Flusher:
         """Looks whether a rank's files are part of a checkpoint on the remote."""
         committed = self._committed_here(record)
         if committed is None:  # on another node
+            later = self._passed_over_by(entry)  # before the metadata is read, which cannot name the files after that
             named = named_files(self._remote(record.place), metadata_file_name())
             if not named & set(record.files):
-                if self._is_passed_over(entry):
-                    discard(self._remote(record.place), *record.files)
+                if later:
+                    # Of another writer's saves nobody here knows the order: its files on the remote may be needed yet.
+                    if record.writer and any(other.writer == record.writer for other in later):
+                        discard(self._remote(record.place), *record.files)
                     drop(self._queue, entry, record)
                 return
         else:
-            other, commit = committed
+            other, of_other = committed
             if other.state in OPEN:
                 return
-            if other.state != REMOTE:  # it was given up
-                drop(self._queue, entry, record)
+            if other.state != REMOTE or of_other.commit is None:
+                self._queue.give_up(entry, record, of_other.reason)
+                drop(self._queue, entry, record, forget=False)
                 return
-            named = set(commit.files)
+            named = set(of_other.commit.files)
         self._queue.set_trouble(entry, None)
-        keep_newest(self._queue, self._queue.move(entry, REMOTE), record, named)
+        arrive(self._queue, entry, record, named)
 
-    def _committed_here(self, record: Record) -> tuple[Entry, Commit] | None:
+    def _committed_here(self, record: Record) -> tuple[Entry, Record] | None:
         """The record of the rank that commits, if that is on this node."""
         for entry in self._queue.entries():
             other = self._queue.record(entry)
             if other is not None and other.commit is not None and set(other.commit.files) & set(record.files):
-                return entry, other.commit
+                return entry, other
         return None
 
-    def _is_passed_over(self, entry: Entry) -> bool:
-        """Whether a save will not be committed any more: a later one of this rank is, and it is not of just now."""
-        is_old = time.time() - entry.changed > self.target.timeout / 10
-        return is_old and any(
-            later.state == REMOTE and later.number > entry.number and later.rank == entry.rank
-            for later in self._queue.entries()
-        )
+    def _passed_over_by(self, entry: Entry) -> list[Record]:
+        """The later saves of this rank that the remote has, if a save is not of just now."""
+        if time.time() - entry.changed <= self.target.timeout / 10:
+            return []
+        later = [e for e in self._queue.entries() if e.state == REMOTE and e.number > entry.number]
+        return [r for e in later if e.rank == entry.rank and (r := self._queue.record(e)) is not None]
 
-    def _give_up(self, entry: Entry, record: Record, commit: Commit, reason: str) -> None:
-        """A save will never be on the remote: what there is of it goes, on this node and there."""
+    def _give_up(self, entry: Entry, record: Record, reason: str) -> None:
+        """A save, or a rank's part of it, will never be on the remote: what there is goes, on this node and there."""
+        files = record.files if record.commit is None else record.commit.files
         self._queue.give_up(entry, record, reason)
         with suppress(OSError, CheckpointError):
-            discard(self._remote(record.place), *commit.files)
+            discard(self._remote(record.place), *files)
         drop(self._queue, entry, record, forget=False)
 
     def _remote(self, place: str) -> Storage:

@@ -9,13 +9,15 @@ from .._storage.local import LocalStorage
 from ..errors import CheckpointError
 from .queue import LOST, REMOTE, TOLD, WRITING, Entry, Queue, Record
 
-__all__ = ["clean_up", "drop", "free", "keep_newest"]
+__all__ = ["arrive", "clean_up", "drop", "free"]
 
-_FORGET_SECONDS = 60.0
+_FORGET_SECONDS = 60.0  # who follows a save looks when it arrived: its record stays so long
 
 
-def keep_newest(queue: Queue, entry: Entry, record: Record, named: set[str]) -> None:
+def arrive(queue: Queue, entry: Entry, record: Record, named: set[str]) -> None:
     """Removes local copies when a checkpoint is on the remote: all that are there, but those of the newest.
+
+    Its record says that it is there when this is done: so whoever has waited for it finds nothing half removed.
 
     Args:
         queue: Of the local folder.
@@ -23,20 +25,30 @@ def keep_newest(queue: Queue, entry: Entry, record: Record, named: set[str]) -> 
         named: The data files that it has on the remote.
     """
     done = [(e, r) for e in queue.entries() if e.state == REMOTE and (r := queue.record(e)) is not None]
-    newest = max((e.number for e, _ in done), default=0)
-    kept = {r.place for e, r in done if e.number == newest}
+    _, kept = max([(entry.number, record.place), *((e.number, r.place) for e, r in done)])
     for other, of_other in done:
         files = of_other.files if of_other.commit is None else of_other.commit.files
         is_replaced = of_other.place == record.place and other.number < entry.number and not named & set(files)
-        if of_other.place not in kept or is_replaced:
-            # Who follows a save looks when it arrived: the record stays for a while.
-            drop(queue, other, of_other, forget=time.time() - other.changed > _FORGET_SECONDS)
+        if of_other.place != kept or is_replaced:
+            drop(queue, other, of_other, forget=_is_old(other))
+    if record.place != kept:
+        drop(queue, entry, record, forget=False)
+    queue.move(entry, REMOTE)
+
+
+def _is_old(entry: Entry) -> bool:
+    return time.time() - entry.changed > _FORGET_SECONDS
 
 
 def free(queue: Queue) -> bool:
     """Removes every local copy of what is on the remote, to make room. Whether there was any."""
     done = [(e, r) for e in queue.entries() if e.state == REMOTE and (r := queue.record(e)) is not None]
-    return sum(drop(queue, entry, record) for entry, record in done) > 0
+    dropped = [drop(queue, e, r, forget=_is_old(e)) for e, r in done if _is_here(queue, r)]
+    return any(dropped)
+
+
+def _is_here(queue: Queue, record: Record) -> bool:
+    return any((queue.root / record.place / name).exists() for name in record.files)
 
 
 def drop(queue: Queue, entry: Entry, record: Record, *, forget: bool = True) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 from .._storage.base import DirectoryLock, FileInfo, RangeReader, ReadTuning, Sink, Storage
@@ -74,7 +75,13 @@ class NearestStorage(Storage):
             if record.commit is not None and entry.state in OPEN:
                 commits[record.commit.name] = entry, record.commit
         whole = {name: entry for name, (entry, commit) in commits.items() if commit.files.items() <= sizes.items()}
-        return _Copies(sizes, {name: queue.index(entry) for name, entry in whole.items()})
+        indexes = dict[str, bytes]()
+        for name, entry in whole.items():
+            with suppress(
+                MetadataError
+            ):  # it is gone: then the flush gives it up, and it is no checkpoint here, either
+                indexes[name] = queue.index(entry)
+        return _Copies(sizes, indexes)
 
     def _size(self, name: str) -> int | None:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
 
 from .._format.index import FIRST_BYTES, data_files, open_index, read_head
@@ -37,10 +37,16 @@ def named_files(remote: Storage, name: str) -> set[str]:
     return set() if head is None else set(data_files(head))
 
 
-def publish(remote: Storage, index: bytes, commit: Commit) -> set[str] | None:
+def publish(remote: Storage, index: bytes, commit: Commit, earlier: Container[str]) -> set[str] | None:
     """Makes a save the checkpoint at its place on the remote. All of its files must be there by now.
 
     To do so again is harmless: an answer may have been lost, or a process may have died in between.
+
+    Args:
+        remote: Where.
+        index: The metadata.
+        commit: What is committed.
+        earlier: Ids of saves that are known to be earlier ones, whatever the clock said.
 
     Returns:
         The files of the checkpoint that it has replaced; None if it was there already.
@@ -53,7 +59,7 @@ def publish(remote: Storage, index: bytes, commit: Commit) -> set[str] | None:
     there = _committed(remote, commit.name)
     if there is not None and there.save_id == own.save_id:
         return None
-    if there is not None and there.saved_at > own.saved_at:
+    if there is not None and there.saved_at > own.saved_at and there.save_id not in earlier:
         raise Superseded(f"{remote.path} holds a checkpoint that was saved later, by another job: it stays")
     replaced = set() if there is None else set(data_files(there)) - set(commit.files)
     try:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from .._storage.local import LocalStorage
-from ..errors import MetadataError, NotCommitted
+from ..errors import MetadataError, NotCommitted, ReadError
 
 __all__ = ["FOLDER", "OPEN", "SENT", "UNFLUSHED", "Commit", "Entry", "Queue", "Record", "Writing"]
 
@@ -33,6 +33,11 @@ _ORDER = (WRITING, UNFLUSHED, SENT, REMOTE, LOST, TOLD)
 
 _ENTRY = re.compile(rf"(\d+)-(\d+)-([0-9a-f]{{32}})\.({'|'.join(_ORDER)})")
 _TEMPORARY_SECONDS = 3600.0  # a record that is written takes milliseconds
+_TRIES = 100  # to list records while others rename them
+
+
+class _Moved(Exception):
+    """A record was renamed while the folder was listed."""
 
 
 class Commit(msgspec.Struct, frozen=True):
@@ -57,6 +62,7 @@ class Record(msgspec.Struct, frozen=True):
         place: Of the checkpoint, below that and below the local folder.
         rank: Who saved.
         id: Of the rank's save: part of the names of its files.
+        writer: An id of the writer that saved: its saves are committed in their order.
         files: That the rank wrote to the local folder, and the bytes in each.
         commit: On the rank that commits, when the save is committed locally.
         reason: Why it was given up.
@@ -66,6 +72,7 @@ class Record(msgspec.Struct, frozen=True):
     place: str
     rank: int
     id: str
+    writer: str = ""
     files: dict[str, int] = {}
     commit: Commit | None = None
     reason: str = ""
@@ -106,28 +113,48 @@ class Queue:
 
     def entries(self) -> list[Entry]:
         """All records, in the order of their saves. Of one whose state was being changed, the later state."""
+        for _ in range(_TRIES):
+            with suppress(_Moved):
+                return self._listed()
+        raise ReadError(f"cannot list {self.folder}: its records change too fast")
+
+    def _listed(self) -> list[Entry]:
         latest: dict[str, Entry] = {}
         try:
-            files, _ = self._storage.listing()
-        except NotCommitted:
+            names = os.listdir(self.folder)
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        for file in files:
-            if match := _ENTRY.fullmatch(file.name):
-                entry = Entry(int(match[1]), int(match[2]), match[3], match[4], file.modified or 0.0)
+        except OSError as error:
+            raise ReadError(f"cannot list {self.folder}: {error}") from error
+        for name in names:
+            if match := _ENTRY.fullmatch(name):
+                entry = Entry(int(match[1]), int(match[2]), match[3], match[4], self._changed(name))
                 other = latest.get(entry.stem)
                 if other is None or _ORDER.index(other.state) < _ORDER.index(entry.state):
                     latest[entry.stem] = entry
         return sorted(latest.values())
 
+    def _changed(self, name: str) -> float:
+        try:
+            return os.stat(self.folder / name).st_mtime
+        except FileNotFoundError as error:  # it has another name by now, which the list may lack
+            raise _Moved from error
+        except OSError as error:
+            raise ReadError(f"cannot read {self.folder / name}: {error}") from error
+
     def record(self, entry: Entry) -> Record | None:
-        """What is in a record; None if it is gone, or nobody of this package wrote it."""
+        """What is in a record, also if it is renamed meanwhile.
+
+        None if it is gone, or nobody of this package wrote it.
+        """
         known = self._records.get(entry.name)
-        if known is None:
+        for state in _ORDER[_ORDER.index(entry.state) :] if known is None else ():
             with suppress(msgspec.MsgspecError, OSError):
-                known = msgspec.json.decode((self.folder / entry.name).read_bytes(), type=Record)
-                self._records[entry.name] = known
+                known = msgspec.json.decode((self.folder / f"{entry.stem}.{state}").read_bytes(), type=Record)
                 if len(self._records) > 1000:  # of a job that has saved very often
                     self._records.clear()
+                self._records[entry.name] = known
+                break
         return known
 
     def index(self, entry: Entry) -> bytes:

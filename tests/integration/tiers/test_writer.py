@@ -16,8 +16,17 @@ import pytest
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_tensorizer import SaveLimits, SaveReport, TensorizerStorageReader, TensorizerStorageWriter, WriteError
+from dcp_tensorizer import (
+    NotCommitted,
+    SaveLimits,
+    SaveReport,
+    TensorizerStorageReader,
+    TensorizerStorageWriter,
+    WriteError,
+)
+from dcp_tensorizer._saving.tiered_session import TieredSession
 from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._tiers.queue import Writing
 from dcp_tensorizer.errors import unwrap
 
 from ...servers import S3Server
@@ -211,3 +220,61 @@ def test_a_remote_in_memory_is_flushed_by_the_trainer(tmp_path: Path) -> None:
     dcp.load(state, storage_reader=TensorizerStorageReader(f"{url}/a"))
     assert state["step"] == 3
     fsspec.filesystem("memory").rm(url.removeprefix("memory:/"), recursive=True)
+
+
+def test_nothing_on_its_way_is_overwritten(tmp_path: Path) -> None:
+    """With overwrite=False a checkpoint that is not on the remote yet counts as well."""
+    run = Run(tmp_path)
+    run.save_unflushed(1, place="a")
+    run.cut()
+    limits = SaveLimits(timeout=1.0, max_consecutive_failures=None)
+    with quietly(), run.writer(overwrite=False, limits=limits) as writer, pytest.raises(CheckpointException) as caught:
+        dcp.save(state_of(2), storage_writer=writer, checkpoint_id=run.remote / "a")
+    assert "not on the remote yet, and overwrite=False" in str(unwrap(caught.value))
+    assert run.states() == ["unflushed"]
+
+
+def test_a_local_copy_of_the_wrong_size_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save goes to the remote directly, and no file stays that no record names."""
+    run = Run(tmp_path)
+    head = LocalStorage.head
+
+    def short(self: LocalStorage, name: str) -> int | None:
+        return 3 if self.location.startswith(str(run.local)) else head(self, name)
+
+    monkeypatch.setattr(LocalStorage, "head", short)
+    with run.writer() as writer:
+        dcp.save(state_of(1), storage_writer=writer, checkpoint_id=run.remote / "step-1")
+    assert run.load("step-1") == 1
+    assert files_below(run.local) == set()
+
+
+def test_a_part_that_cannot_be_written_down_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank without room for its record fails the save, and keeps nothing of it."""
+    run = Run(tmp_path)
+
+    def full(writing: Writing, *args: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Writing, "written", full)
+    with run.writer() as writer:
+        saver = writer._saver
+        assert saver.flushing is not None
+        session = TieredSession(saver, "a" * 32, saver.flushing, "step-1", None)
+        session.set_up(rank=1, is_coordinator=False, use_collectives=True)
+        session._open()
+        (run.local / "step-1" / f"__1_0_{'a' * 32}.tensors").write_bytes(b"data")
+        session._local_files = {f"__1_0_{'a' * 32}.tensors": 4}
+        with pytest.raises(WriteError, match="No space left on device"):
+            session._wrote()
+    assert files_below(run.local) == set()
+
+
+def test_a_local_checkpoint_without_its_metadata_is_none(tmp_path: Path) -> None:
+    """A load says that nothing is committed there, as after the flush has given it up."""
+    run = Run(tmp_path)
+    run.save_unflushed(1)
+    next(run.queue.folder.glob("*.index")).unlink()
+    with quietly(), pytest.raises(CheckpointException) as caught:
+        run.load("step-1", local=run.local)
+    assert isinstance(unwrap(caught.value), NotCommitted)

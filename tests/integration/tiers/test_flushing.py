@@ -1,0 +1,99 @@
+"""The flush as a trainer sees it: who is told of what, and by whom."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcp_tensorizer import SaveReport, WriteError
+from dcp_tensorizer._saving.flushing import Flushing
+from dcp_tensorizer._threads import Deadline, in_background
+from dcp_tensorizer._tiers.queue import REMOTE, SENT, Entry, Record
+
+from .support import Run
+
+REPORT = SaveReport(
+    path="remote/step-1",
+    save_id="a" * 32,
+    rank=0,
+    nbytes=4,
+    reused_nbytes=0,
+    files=1,
+    attempts=1,
+    started_at=0.0,
+    seconds=1.0,
+    stage_seconds=0.0,
+    plan_seconds=0.0,
+    resolve_seconds=0.0,
+    hash_seconds=0.0,
+    write_seconds=0.0,
+    commit_seconds=0.0,
+    durable_at=1.0,
+)
+
+
+class _Client:
+    """Of a writer process that does nothing."""
+
+    is_running = True
+
+    def flush(self, request: object) -> None:
+        """Takes a request."""
+
+
+def _flushing(run: Run) -> Flushing:
+    client: Any = _Client()
+    return Flushing(client, run.target)
+
+
+def _begun(run: Run, save_id: str) -> Entry:
+    writing = run.queue.begin(Record(run.target.name, "step-1", 0, save_id))
+    writing.written({}, sync=False)
+    return writing.entry
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_record_that_is_gone_is_no_arrival(tmp_path: Path, commits: bool) -> None:
+    """Nobody is told that the remote has a save whose record was removed; who commits it has an error."""
+    run, told = Run(tmp_path), list[float]()
+    flushing, entry = _flushing(run), _begun(run, "a" * 32)
+    report = replace(REPORT, commit_seconds=0.0 if commits else None)
+    flushing.follow(entry, report, lambda report, moment: told.append(moment))
+    run.queue.remove(entry)
+    assert flushing.wait()
+    assert told == []
+    assert flushing.future("a" * 32).exception() is not None  # type: ignore[union-attr]
+    if commits:
+        with pytest.raises(WriteError, match="has not seen remote/step-1 on the remote"):
+            flushing.check()
+    flushing.check()
+
+
+def test_what_arrived_just_before_the_end_is_told(tmp_path: Path) -> None:
+    """A writer that is closed tells of a save that nobody has looked for since it arrived."""
+    run, told = Run(tmp_path), list[float]()
+    flushing, entry = _flushing(run), _begun(run, "a" * 32)
+    flushing.follow(entry, REPORT, lambda report, moment: told.append(moment))
+    moved = run.queue.move(run.queue.move(entry, SENT), REMOTE)
+    flushing.end(Deadline(10.0))
+    assert told == [pytest.approx(moved.changed, abs=1.0)]
+
+
+def test_who_is_told_may_wait_for_the_rest(tmp_path: Path) -> None:
+    """The function that takes reports may ask for the flush, and wait for it, while it is called."""
+    run, told = Run(tmp_path), list[bool]()
+    flushing, entry, rest = _flushing(run), _begun(run, "a" * 32), _begun(run, "b" * 32)
+
+    def tell(report: SaveReport, moment: float) -> None:
+        flushing.resume()
+        told.append(flushing.wait(until=lambda: True))
+
+    flushing.follow(entry, REPORT, tell)
+    run.queue.move(entry, REMOTE)
+    waiting = in_background(lambda: flushing.wait(until=lambda: True), name="waiting", daemon=True)
+    assert waiting.result(timeout=30)
+    assert told == [True]
+    run.queue.remove(rest)

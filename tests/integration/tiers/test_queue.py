@@ -1,0 +1,44 @@
+"""The records of a local folder, while several processes use them."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcp_tensorizer._tiers.queue import REMOTE, SENT, Queue, Record
+
+
+def test_a_record_that_is_renamed_while_it_is_listed_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits for the remote would take a save that is missing in the list for one that has arrived."""
+    queue = Queue(tmp_path)
+    writing = queue.begin(Record("remote", "step-1", 0, "a" * 32))
+    writing.written({}, sync=False)
+    moved = [writing.entry]
+    listdir, scandir = os.listdir, os.scandir
+
+    def listed(folder: Any, function: Any) -> Any:
+        found = list(function(folder))
+        while moved:
+            queue.move(moved.pop(), SENT)
+        return found
+
+    monkeypatch.setattr(os, "listdir", lambda folder: listed(folder, listdir))
+    monkeypatch.setattr(os, "scandir", lambda folder: nullcontext(listed(folder, scandir)))
+    assert [entry.state for entry in queue.entries()] == [SENT]
+    assert moved == []
+
+
+def test_a_record_that_is_renamed_before_it_is_read_is_read(tmp_path: Path) -> None:
+    """What is in it is the same under each of its names."""
+    queue = Queue(tmp_path)
+    writing = queue.begin(Record("remote", "step-1", 0, "a" * 32))
+    writing.written({"file": 3}, sync=False)
+    queue.move(queue.move(writing.entry, SENT), REMOTE)
+    record = queue.record(writing.entry)
+    assert record is not None and record.files == {"file": 3}
