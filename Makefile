@@ -5,21 +5,24 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test quick unit-integration-docs e2e browser check docs bench compat gpu frameworks clouds soak clean
+.PHONY: demo test quick unit-integration e2e documentation browser check docs bench compat gpu frameworks clouds soak clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo
 
-# Both suites at once: most of their time they wait for processes that start.
+# Three suites at once: most of their time they wait for processes that start.
 test: $(READY) check
-	$(MAKE) --jobs=2 --output-sync=target unit-integration-docs e2e
+	$(MAKE) --jobs=3 --output-sync=target unit-integration e2e documentation
 
 # While you work: what needs no process and no server.
 quick: $(READY)
 	$(BIN)/python -m pytest tests/unit
 
-unit-integration-docs: $(READY)
-	$(BIN)/python -m pytest tests/unit tests/integration tests/docs
+unit-integration: $(READY)
+	$(BIN)/python -m pytest tests/unit tests/integration
+
+documentation: $(READY)
+	$(BIN)/python -m pytest tests/docs
 
 e2e: $(READY)
 	$(BIN)/python -m pytest tests/e2e
