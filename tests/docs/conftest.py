@@ -1,4 +1,4 @@
-"""The pages' processes have a directory of their own for temporary files: other suites, which run at once, look at theirs."""
+"""The pages' processes have a directory of their own for temporary files: suites that run at once look at theirs."""
 
 from ..leak_check import nothing_left_behind, temporary_directory
 
