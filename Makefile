@@ -5,24 +5,24 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test quick unit-integration e2e documentation browser check docs bench compat gpu frameworks clouds soak clean
+.PHONY: demo test quick unit-integration e2e storage-docs browser check docs bench compat gpu frameworks clouds soak clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo
 
 # Three suites at once: most of their time they wait for processes that start.
 test: $(READY) check
-	$(MAKE) --jobs=3 --output-sync=target unit-integration e2e documentation
+	$(MAKE) --jobs=3 --output-sync=target unit-integration e2e storage-docs
 
 # While you work: what needs no process and no server.
 quick: $(READY)
 	$(BIN)/python -m pytest tests/unit
 
 unit-integration: $(READY)
-	$(BIN)/python -m pytest tests/unit tests/integration
+	$(BIN)/python -m pytest tests/unit tests/integration --ignore=tests/integration/storage
 
-documentation: $(READY)
-	$(BIN)/python -m pytest tests/docs
+storage-docs: $(READY)
+	$(BIN)/python -m pytest tests/integration/storage tests/docs
 
 e2e: $(READY)
 	$(BIN)/python -m pytest tests/e2e
