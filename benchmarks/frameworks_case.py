@@ -24,6 +24,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from .ranks import leave_results, left_results
+
 WORLD = 2
 _WIDTH = 2048
 
@@ -201,10 +203,7 @@ def _rank(rank: int, case: dict[str, Any], folder: str, port: int) -> None:
     }
     job = FRAMEWORKS[case["framework"]](case["ours"], case["layers"])
     mine = measure(job, Path(folder), case["saves"])
-    gathered: list[Any] = [None] * WORLD
-    dist.all_gather_object(gathered, mine)
-    if rank == 0:
-        (Path(folder) / "result.json").write_text(json.dumps(gathered))
+    leave_results(folder, mine)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -217,7 +216,7 @@ def main() -> None:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory(dir=case["folder"]) as folder:
         mp.spawn(_rank, args=(case, folder, port), nprocs=WORLD)
-        print((Path(folder) / "result.json").read_text())
+        print(left_results(folder))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 
 from .limits import cached_read_seconds, direct_read_seconds, evict, fill_cache
 from .loaders import FORMATS, Load, State, quiet
+from .ranks import leave_results, left_results
 from .workloads import WORKLOADS, nbytes
 
 _THREADS = 4
@@ -128,10 +129,7 @@ def _reshard_rank(rank: int, case: dict[str, Any], folder: str, part: str) -> No
             results.append(time.perf_counter() - started)
         needed = sum(tensor.to_local().nbytes for tensor in state.values())
         mine = {"warm": results[1:], "moved": moved[0] if moved else 0, "needed": needed}
-        gathered: list[Any] = [None] * world
-        dist.all_gather_object(gathered, mine)
-        if rank == 0:
-            (Path(folder) / "result.json").write_text(json.dumps(gathered))
+        leave_results(folder, mine)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -148,7 +146,7 @@ def main() -> None:
             os.environ["OMP_NUM_THREADS"] = "1"
             for part in ("saved", "loaded"):
                 mp.spawn(_reshard_rank, args=(case, folder, part), nprocs=case[part][0])
-            print((Path(folder) / "result.json").read_text())
+            print(left_results(folder))
         else:
             print(json.dumps([measure(case, Path(folder) / "checkpoint")]))
 

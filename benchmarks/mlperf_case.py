@@ -22,6 +22,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 
 from .limits import evict
+from .ranks import leave_results, left_results
 from .savers import State
 
 _HALVES = 195  # fp16 parameters of a rank
@@ -112,10 +113,7 @@ def _rank(rank: int, case: dict[str, Any], folder: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=case["ranks"], timeout=_WAITS
     )
-    gathered: list[Any] = [None] * case["ranks"]
-    dist.all_gather_object(gathered, _measure(case, Path(folder)))
-    if rank == 0:
-        (Path(folder) / "result.json").write_text(json.dumps(gathered))
+    leave_results(folder, _measure(case, Path(folder)))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -124,7 +122,7 @@ def main() -> None:
     case = json.loads(sys.argv[1])
     with tempfile.TemporaryDirectory(dir=case["folder"]) as folder:
         mp.spawn(_rank, args=(case, folder), nprocs=case["ranks"])
-        print((Path(folder) / "result.json").read_text())
+        print(left_results(folder))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, zeros
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._torch_compat import FsspecReader, FsspecWriter
 
+from .ranks import leave_results, left_results
 from .workloads import WORKLOADS, nbytes
 
 State = dict[str, torch.Tensor]
@@ -296,10 +297,7 @@ def _reshard_rank(rank: int, case: dict[str, Any], folder: str, part: str) -> No
 
         dcp.load(state, storage_reader=TensorizerStorageReader(url, storage_options=ours.options, on_progress=progress))
         mine = {"moved": moved, "needed": sum(tensor.to_local().nbytes for tensor in state.values())}
-        gathered: list[Any] = [None] * world
-        dist.all_gather_object(gathered, mine)
-        if rank == 0:
-            (Path(folder) / "result.json").write_text(json.dumps(gathered))
+        leave_results(folder, mine)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -317,7 +315,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             for part in ("saved", "loaded"):
                 mp.spawn(_reshard_rank, args=(case, folder, part), nprocs=case[part])
-            print((Path(folder) / "result.json").read_text())
+            print(left_results(folder))
     else:
         print(json.dumps([measure(case)]))
 

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from .limits import copy_seconds, direct_write_seconds, hash_seconds
+from .ranks import leave_results, left_results
 from .savers import SAVERS, State, discard
 from .workloads import SETTINGS, nbytes
 
@@ -195,10 +196,7 @@ def _rank(rank: int, case: dict[str, Any], folder: str) -> None:
     for key in list(full):
         state[key] = distribute_tensor(full.pop(key), mesh, [Shard(0)])
     result = measure(case, group, state, Path(folder))
-    gathered: list[Any] = [None] * world
-    dist.all_gather_object(gathered, result, group=group)
-    if rank == 0:
-        (Path(folder) / "result.json").write_text(json.dumps(gathered))
+    leave_results(folder, result, group)
     dist.barrier(group)
     dist.destroy_process_group()
 
@@ -215,7 +213,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=where) as folder:
         if case["ranks"] > 1:
             mp.spawn(_rank, args=(case, folder), nprocs=case["ranks"])
-            print((Path(folder) / "result.json").read_text())
+            print(left_results(folder))
             return
         state = SETTINGS[case["workload"]].make(case["scale"])
         if case["saver"] == "limits":

@@ -287,7 +287,7 @@ class CheckpointManager:
             MetadataError: two directories are of one step.
             ReadError: the folder cannot be read.
         """
-        return [step.number for step in self._members()]
+        return [step.number for step in read_members(self._folder, self._names, self._place)]
 
     def latest(self) -> int | None:
         """The highest of the `steps`; None if there is none."""
@@ -297,7 +297,7 @@ class CheckpointManager:
         """The step that is best by the metric of ``keep_best``; None if no checkpoint has a value of it."""
         if self._rules.metric is None:
             raise ValueError("there is no best checkpoint without keep_best=")
-        best = self._rules.best(self._members())
+        best = self._rules.best(read_members(self._folder, self._names, self._place))
         return None if best is None else best.number
 
     def path(self, step: int) -> str:
@@ -339,9 +339,6 @@ class CheckpointManager:
         self._schedule.mark(step)
         name = self._place.name_of(step, self._names)
         return self._saves.start(self._folder.child(name), name, state, self._place.record(step, metrics))
-
-    def _members(self) -> list[Any]:
-        return read_members(self._folder, self._names, self._place)
 
     def _check_open(self) -> None:
         if self._closed:

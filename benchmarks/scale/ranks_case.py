@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, empty, zeros
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 
+from ..ranks import leave_results, left_results
 from .summary import OURS
 
 _TENSORS, _ROWS, _COLUMNS = 64, 1024, 512
@@ -42,10 +43,7 @@ def _rank(rank: int, case: dict[str, Any], folder: str) -> None:
     loaded = {key: zeros(shape, **where) for key in state}
     seconds["load"] = _load(loaded, case["contender"], path)
     assert all(torch.equal(loaded[key].to_local(), state[key].to_local()) for key in state)
-    gathered: list[Any] = [None] * ranks
-    dist.all_gather_object(gathered, seconds)
-    if rank == 0:
-        (Path(folder) / "result.json").write_text(json.dumps(gathered))
+    leave_results(folder, seconds)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -74,7 +72,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(dir=case["folder"]) as folder:
         mp.spawn(_rank, args=(case, folder), nprocs=case["size"])
-        print((Path(folder) / "result.json").read_text())
+        print(left_results(folder))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from dcp_tensorizer._torch_compat import FsspecReader, FsspecWriter
 from tests.proxy import s3_proxy
 from tests.servers import s3_server
 
+from ..ranks import leave_results, left_results
 from .summary import EXCHANGED, TORCH
 
 _TENSORS, _SHAPE = 64, (1024, 512)
@@ -48,10 +49,7 @@ def _rank(rank: int, case: dict[str, Any], url: str, options: dict[str, Any], fo
     dcp.load(state, storage_reader=reader)
     seconds = time.perf_counter() - started
     assert all(torch.equal(state[key], value) for key, value in _state(1.0).items())
-    gathered: list[Any] = [None] * case["size"]
-    dist.all_gather_object(gathered, seconds)
-    if rank == 0:
-        (Path(folder) / "result.json").write_text(json.dumps(gathered))
+    leave_results(folder, seconds)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -73,7 +71,7 @@ def main() -> None:
         proxy.sent_bytes = 0
         mp.spawn(_rank, args=(case, url, options, folder), nprocs=case["size"])
         times = proxy.sent_bytes / sum(tensor.nbytes for tensor in _state(0.0).values())
-        seconds = json.loads((Path(folder) / "result.json").read_text())
+        seconds = json.loads(left_results(folder))
         print(json.dumps([{"load": value, "read": times} for value in seconds]))
 
 

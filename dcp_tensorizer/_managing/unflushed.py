@@ -37,7 +37,7 @@ def settle(flushing: Flushing | None, agreement: Agreement) -> None:
     """
     if flushing is None:
         return
-    own = _records(flushing)
+    own = flushing.queue.records(OPEN, flushing.target.name)
     held = {name for _, record in own for name in _whole(flushing, record)}
     commits = [(entry, record, record.commit) for entry, record in own if record.commit is not None]
     everybody = agreement.gathered((held, [set(commit.files) for _, _, commit in commits]))
@@ -49,12 +49,6 @@ def settle(flushing: Flushing | None, agreement: Agreement) -> None:
     (must_wait,) = agreement.largest(int(is_far))
     if must_wait:
         _wait(flushing, agreement)
-
-
-def _records(flushing: Flushing) -> list[tuple[Entry, Record]]:
-    queue, name = flushing.queue, flushing.target.name
-    found = [(entry, queue.record(entry)) for entry in queue.entries() if entry.state in OPEN]
-    return [(entry, record) for entry, record in found if record is not None and record.remote == name]
 
 
 def _whole(flushing: Flushing, record: Record) -> set[str]:

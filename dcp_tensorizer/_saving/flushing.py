@@ -17,7 +17,7 @@ from contextlib import suppress
 
 from .._forks import in_child
 from .._threads import NEVER, Deadline, in_background
-from .._tiers.queue import LOST, OPEN, REMOTE, TOLD, UNFLUSHED, Entry, Queue
+from .._tiers.queue import LOST, OPEN, REMOTE, TOLD, UNFLUSHED, Entry, Queue, Record
 from .._tiers.target import Target
 from .._tiers.thread import FlushThread
 from .._writer_process.messages import FlushRequest
@@ -93,17 +93,13 @@ class Flushing:
         Of ranks that do not commit, how many they have not sent: who commits has to wait for the others.
         """
         counts: Counter[int] = Counter()
-        for entry in self._open():
-            record = self.queue.record(entry)
-            counts[entry.rank] += record is not None and (entry.state == UNFLUSHED or record.commit is not None)
+        for entry, record in self._open():
+            counts[entry.rank] += entry.state == UNFLUSHED or record.commit is not None
         return max(counts.values(), default=0)
 
     def commits_before(self, save_id: str) -> bool:
         """Whether checkpoints are still to be committed on the remote that were saved before one."""
-        records = [(entry, self.queue.record(entry)) for entry in self._open()]
-        return any(
-            entry.id != save_id and record is not None and record.commit is not None for entry, record in records
-        )
+        return any(entry.id != save_id and record.commit is not None for entry, record in self._open())
 
     def wait(self, deadline: Deadline = NEVER, *, until: Callable[[], bool] | None = None) -> bool:
         """Waits until the remote has everything, or something else is so; whether it is.
@@ -118,7 +114,7 @@ class Flushing:
         before: object = None
         last = time.monotonic()
         while not is_over():
-            now = [(entry.name, entry.changed) for entry in self._open()]
+            now = [(entry.name, entry.changed) for entry, _ in self._open()]
             if now != before:
                 before, last = now, time.monotonic()
             if deadline.left == 0 or time.monotonic() - last > self.target.timeout:
@@ -158,12 +154,8 @@ class Flushing:
         if self._lock.acquire(timeout=1.0):  # so that nobody is just about to
             self._lock.release()
 
-    def _open(self) -> list[Entry]:
-        return [
-            entry
-            for entry in self.queue.entries()
-            if entry.state in OPEN and (r := self.queue.record(entry)) is not None and r.remote == self.target.name
-        ]
+    def _open(self) -> list[tuple[Entry, Record]]:
+        return self.queue.records(OPEN, self.target.name)
 
     def _request(self) -> None:
         if self._thread is not None:

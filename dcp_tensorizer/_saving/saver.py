@@ -132,10 +132,6 @@ class Saver:
         self.flushing.check()
         return is_over
 
-    def remote_at(self, report: SaveReport, moment: float) -> None:
-        """The remote has a save since a moment (``time.time()``)."""
-        self.reports.arrived(report, moment)
-
     def describe(self, save: NextSave) -> None:
         """Says something of the save that is staged next."""
         self._next_save, self.freshness.must_change = save, tuple(save.must_change)
@@ -224,7 +220,7 @@ class Saver:
     def reusing_save(self) -> ReusingSave | None:
         """What a save need not write again is known to this; None if everything is to be written."""
         options = self.options
-        if not options.write.reuse or options.target is not None:  # local copies go when they have been flushed
+        if not options.write.reuse:
             return None
         return ReusingSave(self.engine.files, max_reuses=options.limits.max_reuses, sha256=options.write.sha256)
 

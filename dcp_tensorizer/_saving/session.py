@@ -258,13 +258,20 @@ class SaveSession:
 
     def _publish(self, metadata: Metadata, parts: list[RankPlaces]) -> None:
         """Makes the save the checkpoint at its path; raises `WriteError`."""
-        commit(self.storage, metadata, parts, overwrite=self._saver.options.overwrite, **self._index_options())
+        options = self._saver.options
+        commit(
+            self.storage,
+            metadata,
+            parts,
+            sync=options.write.sync,
+            overwrite=options.overwrite,
+            **self._index_options(),
+        )
 
     def _index_options(self) -> dict[str, Any]:
         """What the index is made with."""
-        options = self._saver.options.write
-        index = {"rank": self._metadata_rank, "cipher": options.cipher, "record": self._record}
-        return index | {"sync": options.sync, "entries": self._saver.engine.entries}
+        cipher, entries = self._saver.options.write.cipher, self._saver.engine.entries
+        return {"rank": self._metadata_rank, "cipher": cipher, "record": self._record, "entries": entries}
 
     def _compare(self, places: Mapping[ItemKey, StoredItem]) -> tuple[str, ...] | None:
         return None if self._record is None else self._saver.freshness.compare(self._record.step, places)

@@ -87,12 +87,11 @@ class TieredSession(SaveSession):
     def _check_place(self, storage: Storage) -> None:
         """Also what is on its way there must not be replaced."""
         super()._check_place(storage)
-        queue, name = self._flushing.queue, metadata_file_name(self._metadata_rank)
-        for entry in queue.entries() if not self._saver.options.overwrite else ():
-            record = queue.record(entry) if entry.state in OPEN else None
-            if record is None or record.commit is None:
-                continue
-            if (record.remote, record.place, record.commit.name) == (self._flushing.target.name, self._place, name):
+        if self._saver.options.overwrite:
+            return
+        name = metadata_file_name(self._metadata_rank)
+        for _, record in self._flushing.queue.records(OPEN, self._flushing.target.name):
+            if record.place == self._place and record.commit is not None and record.commit.name == name:
                 raise WriteError(
                     f"a checkpoint for {self.path} is in {self.storage.path}, and not on the remote yet, and "
                     f"overwrite=False: save to another path, or pass overwrite=True"
@@ -180,9 +179,7 @@ class TieredSession(SaveSession):
             raise WriteError(f"cannot write to {queue.folder}: {error}") from error
 
     def _publish(self, metadata: Metadata, parts: list[RankPlaces]) -> None:
-        options = self._index_options()
-        del options["sync"]
-        index = encoded(self.storage, metadata, parts, **options)
+        index = encoded(self.storage, metadata, parts, **self._index_options())
         files = dict(file for part in parts for file in part.files)
         commit = Commit(metadata_file_name(self._metadata_rank), files, self._saver.options.overwrite)
         try:
@@ -221,9 +218,9 @@ class TieredSession(SaveSession):
         report = self._report
         assert report is not None
         if self._is_published:
-            self._saver.remote_at(report, report.durable_at)
+            self._saver.reports.arrived(report, report.durable_at)
         elif self._writing is not None:
-            self._flushing.follow(self._writing.entry, report, self._saver.remote_at)
+            self._flushing.follow(self._writing.entry, report, self._saver.reports.arrived)
             self._flushing.resume()
 
     def _abort(self) -> None:

@@ -12,22 +12,21 @@ from .._torch_compat import DTensor, ShardedTensor
 __all__ = ["fingerprint"]
 
 
-def fingerprint(state: Mapping[str, Any]) -> int:
+def fingerprint(value: Any) -> int:
     """A number that differs, in this process, between state dicts of other keys, types, shapes, dtypes or shardings.
 
     It takes no look at values, and so costs some microseconds for each of them.
+
+    Args:
+        value: A state dict, or what is in one.
     """
-    return _fingerprint(state)
-
-
-def _fingerprint(value: Any) -> int:
     kind = type(value)
     if isinstance(value, torch.Tensor):
         return hash((kind, value.shape, value.dtype, _sharding(value)))
     if isinstance(value, Mapping):
-        return hash((kind, tuple((name, _fingerprint(member)) for name, member in value.items())))
+        return hash((kind, tuple((name, fingerprint(member)) for name, member in value.items())))
     if isinstance(value, list | tuple):
-        return hash((kind, tuple(map(_fingerprint, value))))
+        return hash((kind, tuple(map(fingerprint, value))))
     return hash(kind)
 
 

@@ -18,7 +18,7 @@ from .copying import Unreadable, copy_file, discard
 from .keeping import arrive, clean_up, drop
 from .publishing import Superseded, missing_files, named_files, publish
 from .queue import OPEN, REMOTE, SENT, UNFLUSHED, Commit, Entry, Queue, Record
-from .target import Target
+from .target import Target, below
 
 __all__ = ["Flusher"]
 
@@ -71,8 +71,7 @@ class Flusher:
 
     def _open(self) -> list[tuple[Entry, Record]]:
         """What has to be brought to the remote, in the order of the saves."""
-        found = [(entry, self._queue.record(entry)) for entry in self._queue.entries() if entry.state in OPEN]
-        return [(e, r) for e, r in found if r is not None and r.remote == self.target.name]
+        return self._queue.records(OPEN, self.target.name)
 
     def _tried(self, entry: Entry, operation: Callable[[], object]) -> None:
         """Does something with a record, if nobody else does. What fails is noted, and tried again later."""
@@ -216,7 +215,7 @@ class Flusher:
 
     def _replaced_before(self, entry: Entry, record: Record) -> set[str]:
         """The files of what was flushed to a place before."""
-        before = [r for e in self._queue.entries() if e.number < entry.number and (r := self._queue.record(e))]
+        before = [r for e, r in self._queue.records() if e.number < entry.number]
         commits = [r.commit for r in before if r.place == record.place and r.commit is not None]
         return {name for commit in commits for name in commit.files}
 
@@ -247,9 +246,8 @@ class Flusher:
 
     def _committed_here(self, record: Record) -> tuple[Entry, Record] | None:
         """The record of the rank that commits, if that is on this node."""
-        for entry in self._queue.entries():
-            other = self._queue.record(entry)
-            if other is not None and other.commit is not None and set(other.commit.files) & set(record.files):
+        for entry, other in self._queue.records():
+            if other.commit is not None and set(other.commit.files) & set(record.files):
                 return entry, other
         return None
 
@@ -257,8 +255,8 @@ class Flusher:
         """The later saves of this rank that the remote has, if a save is not of just now."""
         if time.time() - entry.changed <= self.target.timeout / 10:
             return []
-        later = [e for e in self._queue.entries() if e.state == REMOTE and e.number > entry.number]
-        return [r for e in later if e.rank == entry.rank and (r := self._queue.record(e)) is not None]
+        arrived = self._queue.records({REMOTE})
+        return [r for e, r in arrived if e.rank == entry.rank and e.number > entry.number]
 
     def _give_up(self, entry: Entry, record: Record, reason: str) -> None:
         """A save, or a rank's part of it, will never be on the remote: what there is goes, on this node and there."""
@@ -271,7 +269,4 @@ class Flusher:
     def _remote(self, place: str) -> Storage:
         if self._root is None:
             self._root = self.target.open()
-        storage = self._root
-        for name in filter(None, place.split("/")):
-            storage = storage.child(name)
-        return storage
+        return below(self._root, place)

@@ -24,7 +24,7 @@ def arrive(queue: Queue, entry: Entry, record: Record, named: set[str]) -> None:
         entry, record: Of the checkpoint.
         named: The data files that it has on the remote.
     """
-    done = [(e, r) for e in queue.entries() if e.state == REMOTE and (r := queue.record(e)) is not None]
+    done = queue.records({REMOTE})
     _, kept = max([(entry.number, record.place), *((e.number, r.place) for e, r in done)])
     for other, of_other in done:
         files = of_other.files if of_other.commit is None else of_other.commit.files
@@ -42,8 +42,7 @@ def _is_old(entry: Entry) -> bool:
 
 def free(queue: Queue) -> bool:
     """Removes every local copy of what is on the remote, to make room. Whether there was any."""
-    done = [(e, r) for e in queue.entries() if e.state == REMOTE and (r := queue.record(e)) is not None]
-    dropped = [drop(queue, e, r, forget=_is_old(e)) for e, r in done if _is_here(queue, r)]
+    dropped = [drop(queue, e, r, forget=_is_old(e)) for e, r in queue.records({REMOTE}) if _is_here(queue, r)]
     return any(dropped)
 
 

@@ -14,12 +14,12 @@ from typing import NamedTuple
 from .._storage.base import DirectoryLock, FileInfo, RangeReader, ReadTuning, Sink, Storage
 from .._storage.local import LocalStorage
 from ..errors import MetadataError, NotCommitted, ReadError
-from .queue import LOST, OPEN, TOLD, WRITING, Commit, Entry, Queue
+from .queue import OPEN, REMOTE, Commit, Entry, Queue
 from .target import Target
 
 __all__ = ["NearestStorage"]
 
-_NOT_WHOLE = (WRITING, LOST, TOLD)
+_WHOLE = OPEN | {REMOTE}
 
 
 class _Copies(NamedTuple):
@@ -67,9 +67,8 @@ class NearestStorage(Storage):
     def _copies(self) -> _Copies:
         queue, sizes = Queue(self._target.folder()), dict[str, int]()
         commits: dict[str, tuple[Entry, Commit]] = {}
-        for entry in queue.entries():
-            record = None if entry.state in _NOT_WHOLE else queue.record(entry)
-            if record is None or record.remote != self._target.name or record.place != self._place:
+        for entry, record in queue.records(_WHOLE, self._target.name):
+            if record.place != self._place:
                 continue
             sizes |= {name: nbytes for name, nbytes in record.files.items() if self._size(name) == nbytes}
             if record.commit is not None and entry.state in OPEN:
@@ -77,9 +76,7 @@ class NearestStorage(Storage):
         whole = {name: entry for name, (entry, commit) in commits.items() if commit.files.items() <= sizes.items()}
         indexes = dict[str, bytes]()
         for name, entry in whole.items():
-            with suppress(
-                MetadataError
-            ):  # it is gone: then the flush gives it up, and it is no checkpoint here, either
+            with suppress(MetadataError):  # it is gone: the flush gives it up, and it is no checkpoint here, either
                 indexes[name] = queue.index(entry)
         return _Copies(sizes, indexes)
 
@@ -108,8 +105,7 @@ class NearestStorage(Storage):
     def _below(self) -> set[str]:
         """The names of the folders below this one in which something lies that is not on the remote."""
         queue = Queue(self._target.folder())
-        records = [queue.record(entry) for entry in queue.entries() if entry.state in OPEN]
-        places = {record.place for record in records if record is not None and record.remote == self._target.name}
+        places = {record.place for _, record in queue.records(OPEN, self._target.name)}
         prefix = f"{self._place}/" if self._place else ""
         return {place[len(prefix) :].partition("/")[0] for place in places if place.startswith(prefix)} - {""}
 

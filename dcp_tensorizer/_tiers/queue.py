@@ -11,7 +11,7 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +21,21 @@ import msgspec
 from .._storage.local import LocalStorage
 from ..errors import MetadataError, NotCommitted, ReadError
 
-__all__ = ["FOLDER", "OPEN", "SENT", "UNFLUSHED", "Commit", "Entry", "Queue", "Record", "Writing"]
+__all__ = [
+    "FOLDER",
+    "LOST",
+    "OPEN",
+    "REMOTE",
+    "SENT",
+    "TOLD",
+    "UNFLUSHED",
+    "WRITING",
+    "Commit",
+    "Entry",
+    "Queue",
+    "Record",
+    "Writing",
+]
 
 FOLDER = ".flush"
 """The name of the folder of records, in the local folder."""
@@ -156,6 +170,16 @@ class Queue:
                 self._records[entry.name] = known
                 break
         return known
+
+    def records(self, states: Container[str] = _ORDER, remote: str | None = None) -> list[tuple[Entry, Record]]:
+        """The records in some states, and what is in them, in the order of their saves.
+
+        Args:
+            states: Which ones.
+            remote: Only those that go there.
+        """
+        found = [(entry, self.record(entry)) for entry in self.entries() if entry.state in states]
+        return [(e, r) for e, r in found if r is not None and remote in (None, r.remote)]
 
     def index(self, entry: Entry) -> bytes:
         """The metadata of a checkpoint that was committed locally; raises `MetadataError`."""

@@ -12,7 +12,7 @@ from .._storage.base import TIMEOUT, Storage
 from .._storage.open import absolute_path, open_storage
 from .._storage.redact import redact
 
-__all__ = ["Target", "place_of", "target_of"]
+__all__ = ["Target", "below", "place_of", "target_of"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
@@ -43,16 +43,19 @@ class Target:
 
     def open(self, place: str = "") -> Storage:
         """The remote storage of a place; raises `WriteError`."""
-        storage = open_storage(
-            Path(self.remote) if self.remote.startswith("/") else self.remote, self.options, self.timeout
-        )
-        for name in filter(None, place.split("/")):
-            storage = storage.child(name)
-        return storage
+        root = Path(self.remote) if self.remote.startswith("/") else self.remote
+        return below(open_storage(root, self.options, self.timeout), place)
 
     def folder(self, place: str = "") -> Path:
         """The local folder of a place."""
         return Path(self.local, place)
+
+
+def below(root: Storage, place: str) -> Storage:
+    """The storage of a place below a root."""
+    for name in filter(None, place.split("/")):
+        root = root.child(name)
+    return root
 
 
 def place_of(root: str | os.PathLike[str], path: str | os.PathLike[str]) -> str | None:

@@ -133,8 +133,7 @@ def collect(removal: Removal) -> Removal:
         with ExitStack() as stack:
             return _remove(removal, stack)
     except Exception as error:
-        kept = storage.scrub(f"cannot remove: {describe(error)}")
-        return replace(removal, files=(), shared=0, kept=kept, failed=True)
+        return _kept(removal, storage.scrub(f"cannot remove: {describe(error)}"), failed=True)
 
 
 def _remove(removal: Removal, stack: ExitStack) -> Removal:
@@ -144,11 +143,10 @@ def _remove(removal: Removal, stack: ExitStack) -> Removal:
         lock = listed.storage.lock_directory()
         stack.callback(lock.release)
         if listed.storage.locks_are_visible and not lock.is_exclusive:
-            return replace(removal, files=(), shared=0, kept="a save is under way there")
+            return _kept(removal, "a save is under way there")
     now = walk(removal.folder.storage)
     if _file_set(now) != _file_set(removal.folder):
-        kept = "something has been saved or changed there in the meantime"
-        return replace(removal, files=(), shared=0, kept=kept)
+        return _kept(removal, "something has been saved or changed there in the meantime")
     if removal.whole:
         _remove_tree(removal.folder, {file.name for file in removal.files})
     else:
@@ -158,6 +156,11 @@ def _remove(removal: Removal, stack: ExitStack) -> Removal:
     chosen = {file.name for file in removal.files}
     # Another name may have come or gone since this was planned.
     return replace(removal, shared=sum(f.nbytes for f in _files_below(now) if f.name in chosen and f.shared))
+
+
+def _kept(removal: Removal, reason: str, *, failed: bool = False) -> Removal:
+    """What a removal has come to that was not done."""
+    return replace(removal, files=(), shared=0, kept=reason, failed=failed)
 
 
 def _remove_tree(top: Folder, chosen: Container[str]) -> None:
