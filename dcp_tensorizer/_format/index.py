@@ -12,10 +12,11 @@ code. `index_rows` has the types of what is in it, and ``docs/reference/format.m
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 import xxhash
@@ -28,10 +29,12 @@ __all__ = [
     "FIRST_BYTES",
     "INDEX_VERSION",
     "IndexFile",
+    "IndexSource",
     "Part",
     "check_section",
     "data_files",
     "decoded",
+    "find_index",
     "head_end",
     "is_index",
     "looks_like_pickle",
@@ -159,6 +162,26 @@ def looks_like_pickle(data: bytes) -> bool:
 def head_end(data: bytes) -> int:
     """Where the head of an index ends, and its sections begin; 0 if even the fixed fields are not there."""
     return _START + int(_FIXED.unpack_from(data)[2]) if data.startswith(_MAGIC) and len(data) >= _START else 0
+
+
+class IndexSource(Protocol):
+    """A checkpoint's directory, wherever it is (``_storage.base.Storage``)."""
+
+    path: str
+
+    def read(self, name: str, most: int | None = None) -> bytes | None:
+        """The first bytes of a file; None if there is none. Raises `ReadError`."""
+
+    def read_range(self, name: str, offset: int, nbytes: int) -> bytes:
+        """So many bytes from an offset on. Raises `ReadError`."""
+
+
+def find_index(source: IndexSource, name: str) -> IndexFile | None:
+    """The index in a directory; None if there is none. Raises what `open_index` does."""
+    data = source.read(name, FIRST_BYTES)
+    if data is None:
+        return None
+    return open_index(f"{source.path}/{name}", data, functools.partial(source.read_range, name))
 
 
 def open_index(path: str, data: bytes, read: Callable[[int, int], bytes]) -> IndexFile:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
 from torch.distributed.checkpoint.metadata import Metadata
 
-from .._format.index import FIRST_BYTES, open_index
+from .._format.index import find_index
 from .._format.index_reader import Index
 from .._format.index_rows import Head
 from .._format.layout import metadata_file_name
@@ -26,25 +24,21 @@ def read_index(storage: Storage, rank: int | None = None) -> Index | None:
         ReadError: it cannot be read.
     """
     name = metadata_file_name(rank)
-    data = storage.read(name, FIRST_BYTES)
-    if data is None:
+    file = find_index(storage, name)
+    if file is None:
         return None
-    path = f"{storage.path}/{name}"
-    index = Index(open_index(path, data, functools.partial(storage.read_range, name)))
+    index = Index(file)
     own = index.head.rank
     if own != rank:
         whose = "all ranks" if own is None else f"rank {own}"
-        raise MetadataError(f"{path} is the metadata of {whose}: files were exchanged, or renamed")
+        raise MetadataError(f"{file.path} is the metadata of {whose}: files were exchanged, or renamed")
     return index
 
 
 def read_head(storage: Storage) -> Head | None:
     """Reads and checks the head of the index of all ranks; raises what `read_index` does. None if there is none."""
-    name = metadata_file_name()
-    data = storage.read(name, FIRST_BYTES)
-    if data is None:
-        return None
-    return open_index(f"{storage.path}/{name}", data, functools.partial(storage.read_range, name)).head
+    file = find_index(storage, metadata_file_name())
+    return None if file is None else file.head
 
 
 def read_metadata(storage: Storage, rank: int | None = None) -> Metadata | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -11,7 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from .._format.encryption import Cipher
 from .._format.entry_writer import EntryWriter
-from .._format.index import FIRST_BYTES, data_files, open_index
+from .._format.index import data_files, find_index
 from .._format.index_rows import SaveRecord
 from .._format.layout import (
     data_file_rank,
@@ -211,7 +210,5 @@ def _named_files(storage: Storage, name: str) -> set[str]:
     Raises:
         CheckpointError: it is damaged, not one of ours, or cannot be read.
     """
-    data = storage.read(name, FIRST_BYTES)
-    if data is None:
-        return set()
-    return set(data_files(open_index(name, data, functools.partial(storage.read_range, name)).head))
+    file = find_index(storage, name)
+    return set() if file is None else set(data_files(file.head))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Container, Iterable, Mapping
-from contextlib import suppress
 
-from .._format.index import FIRST_BYTES, data_files, open_index, read_head
+from .._format.index import data_files, find_index, read_head
 from .._format.index_rows import Head
 from .._storage.base import Refused, Storage
 from .._threads import in_threads
-from ..errors import CheckpointError, WriteError
+from ..errors import MetadataError, WriteError
 from .queue import Commit
 
 __all__ = ["Superseded", "missing_files", "named_files", "publish"]
@@ -77,9 +75,8 @@ def _committed(remote: Storage, name: str) -> Head | None:
     Raises:
         ReadError: it cannot be read.
     """
-    data = remote.read(name, FIRST_BYTES)
-    if data is None:
+    try:
+        file = find_index(remote, name)
+    except MetadataError:  # a checkpoint of torch's, say, which any save replaces
         return None
-    with suppress(CheckpointError):  # a checkpoint of torch's, say, which any save replaces
-        return open_index(f"{remote.path}/{name}", data, functools.partial(remote.read_range, name)).head
-    return None
+    return None if file is None else file.head
