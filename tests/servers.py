@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import botocore.exceptions
 import botocore.session
 
 _START_SECONDS = 60.0
+_PORTS = range(15000, 32000)
 
 KEY, SECRET = "tests-access-key", "tests-secret-key-0123456789"
 OTHER_KEY = "tests-other-access-key"  # of the same user, with the same secret
@@ -197,9 +199,20 @@ def process(command: list[str], folder: Path, ready: Any, environment: dict[str,
 
 @contextmanager
 def free_ports(count: int) -> Iterator[list[int]]:
-    """Ports that nobody listens on. They are held until the end of the block, so that they differ."""
+    """Ports that nobody listens on. They are held until the end of the block, so that they differ.
+
+    They lie below those that the system gives to outgoing connections. One of those could be taken again between the
+    end of the block and the start of the server.
+    """
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for held in sockets:
-            held.bind(("127.0.0.1", 0))
-        yield [held.getsockname()[1] for held in sockets]
+        yield [_bind_to_any(held) for held in sockets]
+
+
+def _bind_to_any(held: socket.socket) -> int:
+    """Binds a socket to a free port and returns it."""
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        with suppress(OSError):
+            held.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError(f"no free port between {_PORTS.start} and {_PORTS.stop}")
