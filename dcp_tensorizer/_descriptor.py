@@ -59,7 +59,7 @@ class Descriptor:
 def anonymous_file(name: str) -> int:
     """A new file in memory, which needs no directory; elsewhere than on Linux, a temporary file."""
     if hasattr(os, "memfd_create"):
-        return os.memfd_create(name, os.MFD_CLOEXEC)
+        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 

@@ -17,19 +17,27 @@ from typing import TYPE_CHECKING, Any
 
 from ._arguments import check_path, check_timeout
 from ._managing.agreement import Agreement, make_groups
-from ._managing.arguments import check_metrics, check_patterns, check_step, options_of_reader, split_limits
-from ._managing.decision import Action, Vote, decide
+from ._managing.arguments import (
+    check_metrics,
+    check_patterns,
+    check_step,
+    check_survival,
+    options_of_reader,
+    split_limits,
+)
+from ._managing.decision import Action
 from ._managing.goodput import GoodputClock, GoodputReport
+from ._managing.job import Job
 from ._managing.names import StepNames
-from ._managing.place import Place, begin, choose, logger, read_members
-from ._managing.restoring import Selection, load_first
+from ._managing.place import logger
+from ._managing.restoring import Selection
 from ._managing.retaining import Retaining
 from ._managing.retention import Retention
 from ._managing.saves import Saves
 from ._managing.schedule import Schedule
 from ._managing.signals import StopSignals
 from ._managing.state_part import StatePart
-from ._managing.unflushed import settle
+from ._managing.survival import Survival
 from ._saving.options import SaveLimits
 from ._threads import Deadline
 from ._tiers.open import Opener
@@ -75,6 +83,10 @@ class CheckpointManager:
         stop_signals: Signals that ask the job to stop. The next `save` on every rank then saves at once and waits, and
             `stopping` is true. Handlers that were there are called too. A second signal, 5 seconds later or more, does
             what it would have done without the manager.
+        survive: Seconds that the newest states stay in this machine's memory when a rank has died. A job that is
+            started again there within that time goes on from them. It costs memory; 0: nothing is kept.
+        buffers: How many staging buffers there may be with ``survive``. 3: a step that is due while the save before it
+            still runs is kept in memory alone, and training does not wait. 2: training waits for that save.
         process_group: The ranks, if not all of them.
         reader_options: For `TensorizerStorageReader`, in `restore`. Storage options, the timeout and a key are known
             from the writer's; a passphrase is not.
@@ -99,32 +111,36 @@ class CheckpointManager:
         delete_other_files: bool = False,
         must_change: Sequence[str] = ("*",),
         stop_signals: Sequence[int] = (signal.SIGTERM,),
+        survive: float = 0.0,
+        buffers: int = 3,
         process_group: dist.ProcessGroup | None = None,
         reader_options: Mapping[str, Any] | None = None,
         **writer_options: Any,
     ) -> None:
         check_path(folder)
         self._names = StepNames(name)
-        self._schedule = Schedule(save_every, save_interval)
+        schedule = Schedule(save_every, save_interval)
         self._rules = Retention.of(keep_latest, keep_every, keep_best, delete_after, delete_other_files)
         must_change = check_patterns("must_change", must_change)
         self._signals = StopSignals(stop_signals)
+        check_survival(survive, buffers, writer_options)
         limits, self._max_failures = split_limits(writer_options.pop("limits", SaveLimits()))
         self._writer = TensorizerStorageWriter(folder, limits=limits, **writer_options)
         try:
             where = writer_options.get("storage_options"), limits.timeout, writer_options.get("local")
             self._folder = Opener(folder, *where)(folder)
-            self._reader_options = options_of_reader(writer_options, limits, reader_options)
-            self._group, agreements = make_groups(process_group)
+            reader_options = options_of_reader(writer_options, limits, reader_options)
+            group, agreements = make_groups(process_group)
         except BaseException:
             self._writer.close()
             raise
-        self._agreement = Agreement(agreements)
-        self._clock = GoodputClock()
-        self._place: Place | None = None
-        rules, flushing = self._rules if self._agreement.is_first else None, self._writer.flushing
-        self._retaining = Retaining(self._folder, self._names, rules, flushing, lambda: self._place)
-        self._saves = Saves(self._writer, self._group, self._agreement, self._clock, must_change, self._retaining.after)
+        agreement, self._clock = Agreement(agreements), GoodputClock()
+        saver, rules = self._writer.saver, self._rules if agreement.is_first else None
+        self._survival = Survival(saver, self._folder, agreement, survive, buffers)
+        self._job = Job(self._folder, self._names, schedule, agreement, self._survival, saver.flushing, reader_options)
+        self._retaining = Retaining(self._folder, self._names, rules, saver.flushing, lambda: self._job.place)
+        what = self._clock, must_change, self._retaining.after
+        self._saves = self._job.saves = Saves(self._writer, group, agreement, *what, omits_replicas=not survive)
         self._stopping = self._closed = False
         self._signals.install()
 
@@ -136,6 +152,8 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None:
+            self._survival.leave()
         with suppress(*() if kind is None else (CheckpointError,)):  # the block's own error is the one to raise
             self.close()
 
@@ -167,7 +185,8 @@ class CheckpointManager:
             exclude, trainable_only: Leave out keys of these patterns, and frozen parameters of modules in the state.
 
         Returns:
-            A future of the checkpoint's path, done when it is committed; None if nothing was due.
+            A future of the checkpoint's path, done when it is committed; None if nothing was due, or the step is in
+            memory alone (``survive``) until the next one, `wait` or `close`.
 
         Raises:
             TypeError, ValueError: an argument makes no sense, or the ranks save different steps.
@@ -178,12 +197,11 @@ class CheckpointManager:
         self._check_open()
         step, recorded = check_step(step), check_metrics(metrics)
         self._saves.part = StatePart(check_patterns("exclude", exclude), trainable_only)
-        if self._place is None:
-            settle(self._writer.flushing, self._agreement)
-            self._place = self._agreement.decided(lambda: begin(self._folder, self._names, step))
-        action = self._decide(step, force)
-        future = self._act(action, step, state, recorded)
-        if action is not Action.NOTHING and (wait or self._stopping):
+        decision, future = self._job.step(
+            step, state, recorded, self._max_failures, stop=self._signals.seen, force=force, must_write=wait
+        )
+        self._stopping = decision.stopping
+        if decision.action is not Action.NOTHING and (wait or self._stopping):
             self.wait()
         self._clock.stalled(since)
         return future
@@ -201,6 +219,7 @@ class CheckpointManager:
         """Loads a checkpoint into the state: the newest, the same on every rank.
 
         Whoever goes back to an earlier one begins a branch. The checkpoints beyond it stay, and are not counted.
+        With ``survive``, a newer state that a run before has left in memory is taken, unless a step is asked for.
 
         Args:
             state: A state dict, as for ``dcp.load``.
@@ -224,25 +243,18 @@ class CheckpointManager:
         self._check_open()
         selection = Selection(check_patterns("include", include), check_patterns("exclude", exclude), strict)
         step = None if step is None else check_step(step)
-        self._saves.wait()
-        settle(self._writer.flushing, self._agreement)
-        found = self._agreement.decided(lambda: choose(self._folder, self._names, step, fallback=fallback))
-        steps = [step for step, _ in found.candidates]
-        number = load_first(self._folder, steps, state, selection, self._group, self._reader_options)
+        restored = self._job.restore(state, selection, step, fallback=fallback)
         self._clock.restored(since)
-        if number is None:
-            return None
-        self._place = found.place(number)
-        self._saves.forget()
-        if self._agreement.is_first:
-            self._place.warn_of_others(self._folder.path)
-        self._schedule.mark(steps[number].number)
-        if strict and not include and not exclude:  # or else what is saved may be a part, too
+        if restored is not None and strict and not include and not exclude:  # or what is saved may be a part, too
             self._saves.warm_up(state)
-        return steps[number].number
+        return restored
 
     def wait(self) -> None:
-        """Waits for the save under way. On rank 0 old checkpoints are deleted then. Raises as `close` does."""
+        """Waits for the save under way. On rank 0 old checkpoints are deleted then. Raises as `close` does.
+
+        A step that is in memory alone is saved before.
+        """
+        self._job.write_held()
         self._saves.wait()
         self._saves.tell()
 
@@ -258,6 +270,8 @@ class CheckpointManager:
     def close(self, timeout: float | None = None) -> None:
         """Waits for the save under way and what comes after it, and ends the writer process. Idempotent.
 
+        A step that is in memory alone is saved before, unless there is a timeout. Nothing is kept in memory then.
+
         Args:
             timeout: Seconds that this may take. Then the save under way is abandoned, and the checkpoint before stays.
 
@@ -271,8 +285,13 @@ class CheckpointManager:
             check_timeout(timeout, least=0)
         self._closed = True
         deadline = Deadline(timeout)
+        if timeout is None and not self._survival.has_left:
+            self._job.write_held()
+        elif self._saves.held_step is not None:
+            logger.warning("%s: step %d is in memory alone", self._folder.path, self._saves.held_step)
         self._signals.restore()
         self._writer.close(timeout)
+        self._survival.end()
         logger.info("%s: %s", self._folder.path, self.report())
         self._saves.wait(deadline)
         self._retaining.wait(deadline)
@@ -287,7 +306,7 @@ class CheckpointManager:
             MetadataError: two directories are of one step.
             ReadError: the folder cannot be read.
         """
-        return [step.number for step in read_members(self._folder, self._names, self._place)]
+        return [step.number for step in self._job.members()]
 
     def latest(self) -> int | None:
         """The highest of the `steps`; None if there is none."""
@@ -297,14 +316,12 @@ class CheckpointManager:
         """The step that is best by the metric of ``keep_best``; None if no checkpoint has a value of it."""
         if self._rules.metric is None:
             raise ValueError("there is no best checkpoint without keep_best=")
-        best = self._rules.best(read_members(self._folder, self._names, self._place))
+        best = self._rules.best(self._job.members())
         return None if best is None else best.number
 
     def path(self, step: int) -> str:
         """Where the checkpoint of a step is, or would be: a path, or a URL as the folder's."""
-        step = check_step(step)
-        name = self._names.name_of(step) if self._place is None else self._place.name_of(step, self._names)
-        return self._folder.child(name).location
+        return self._job.path(check_step(step))
 
     def wait_remote(self, timeout: float | None = None) -> bool:
         """Waits until the folder has what lies in ``local``, as `TensorizerStorageWriter.wait_remote` does."""
@@ -313,32 +330,6 @@ class CheckpointManager:
     def report(self) -> GoodputReport:
         """What checkpoints have cost this rank so far."""
         return self._clock.report()
-
-    def _decide(self, step: int, force: bool) -> Action:
-        assert self._place is not None
-        saves, is_there, is_due = self._saves, step in self._place.numbers, self._schedule.is_due(step)
-        vote = Vote(step, self._signals.seen, force, is_due, saves.is_last(step), is_there, saves.failures)
-        action, self._stopping, failures = decide(self._agreement, vote)
-        self._saves.check(failures, self._max_failures)
-        return action
-
-    def _act(
-        self, action: Action, step: int, state: Mapping[str, Any], metrics: dict[str, float]
-    ) -> Future[str] | None:
-        assert self._place is not None
-        if action is Action.NOTHING:
-            self._saves.warm_up(state)
-            return None
-        if action is Action.JOIN:
-            return self._saves.future
-        if action is Action.KEEP:
-            future: Future[str] = Future()
-            future.set_result(self.path(step))
-            return future
-        self._place.advance(self._saves.settled())  # staging would wait for that save, too
-        self._schedule.mark(step)
-        name = self._place.name_of(step, self._names)
-        return self._saves.start(self._folder.child(name), name, state, self._place.record(step, metrics))
 
     def _check_open(self) -> None:
         if self._closed:

@@ -27,7 +27,7 @@ from ._memory.garbage import age_objects
 from ._saving.copied_writer import CopiedWriter
 from ._saving.options import MAX_UNFLUSHED, SaveLimits, Staging, check_options
 from ._saving.report import SaveReport
-from ._saving.saver import NextSave, Saver
+from ._saving.saver import Saver
 from ._saving.session import SaveSession
 from ._staging.stager import StagingFuture
 from ._storage.open import absolute_path, is_location
@@ -36,7 +36,6 @@ from ._threads import Deadline
 
 if TYPE_CHECKING:
     from ._format.encryption import EncryptionParams
-    from ._saving.flushing import Flushing
 
 __all__ = ["TensorizerStorageWriter"]
 
@@ -213,14 +212,10 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def describe(self, save: NextSave) -> None:
-        """For `CheckpointManager`: see `Saver.describe`."""
-        self._saver.describe(save)
-
     @property
-    def flushing(self) -> Flushing | None:
-        """For `CheckpointManager`: the flush of the local folder."""
-        return self._saver.flushing
+    def saver(self) -> Saver:
+        """For `CheckpointManager`: what the saves of this writer share."""
+        return self._saver
 
     # --- AsyncStager: on the training thread --------------------------------------------------------------------
 

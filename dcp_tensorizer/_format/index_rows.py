@@ -91,12 +91,14 @@ class SaveRecord(Struct, array_like=True, gc=False, frozen=True):
         parent: The id of the save that training went on from; None if there was none.
         branch: The branches that led here: the name of each, and the step at which it left the one before.
         metrics: Of training, by name.
+        job: The run of the job that saved, where states are kept in memory (``survive``); otherwise empty.
     """
 
     step: _Count
     parent: str | None
     branch: tuple[tuple[str, _Count], ...]
     metrics: dict[str, float]
+    job: str = ""
 
 
 class Head(Struct, gc=False):

@@ -50,9 +50,14 @@ class Agreement:
         self.rank = 0 if group is None else dist.get_rank(group)
 
     @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return 1 if self._group is None else self._group.size()
+
+    @property
     def is_alone(self) -> bool:
         """Whether there is no other rank."""
-        return self._group is None or self._group.size() == 1
+        return self.size == 1
 
     @property
     def is_first(self) -> bool:

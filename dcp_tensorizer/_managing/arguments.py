@@ -7,11 +7,18 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from .._arguments import check_type
+from .._arguments import check_count, check_timeout, check_type
 from .._format.encryption import decryption_key
 from .._saving.options import SaveLimits
 
-__all__ = ["check_metrics", "check_patterns", "check_step", "options_of_reader", "split_limits"]
+__all__ = [
+    "check_metrics",
+    "check_patterns",
+    "check_step",
+    "check_survival",
+    "options_of_reader",
+    "split_limits",
+]
 
 
 def check_step(step: object) -> int:
@@ -71,6 +78,25 @@ def split_limits(limits: object) -> tuple[SaveLimits, int | None]:
     check_type("limits", limits, SaveLimits)
     assert isinstance(limits, SaveLimits)
     return dataclasses.replace(limits, max_consecutive_failures=None), limits.max_consecutive_failures
+
+
+def check_survival(seconds: object, buffers: object, writer_options: Mapping[str, Any]) -> None:
+    """Checks how long states are to be kept in memory, and in how many buffers.
+
+    Raises:
+        TypeError: they are no numbers.
+        ValueError: they make no sense, or not together with the writer's options.
+    """
+    check_timeout(seconds, least=0, name="survive")
+    check_count("buffers", buffers)
+    if buffers not in (2, 3):
+        raise ValueError(f"buffers={buffers!r} must be 2 or 3: one is written, and another one has the newest state")
+    if seconds and writer_options.get("staging", "buffer") == "shared":
+        raise ValueError(
+            "survive and staging='shared' exclude each other: what is not copied is gone with the process that has it"
+        )
+    if seconds and not writer_options.get("cache_staged_state_dict", True):
+        raise ValueError("survive and cache_staged_state_dict=False exclude each other: the buffers hold what is kept")
 
 
 def options_of_reader(writer_options: Mapping[str, Any], limits: SaveLimits, given: object) -> dict[str, Any]:

@@ -34,6 +34,7 @@ class Step:
         saved_at: When, in nanoseconds since the epoch; 0 if that is not known.
         branch: See `branches`.
         metrics: That were recorded with it.
+        job: The run of the job that saved it; empty if that is not known.
         problem: Why it is not one of this package that can be read; empty if it is.
     """
 
@@ -43,6 +44,7 @@ class Step:
     saved_at: int = 0
     branch: Branch = TRUNK
     metrics: Mapping[str, float] = field(default_factory=dict)
+    job: str = ""
     problem: str = ""
 
 
@@ -85,7 +87,7 @@ def step_of(number: int, name: str, head: Head) -> Step:
     record, save_id = head.record, head.save_id if isinstance(head.save_id, str) else ""
     if record is None:
         return Step(number, name, save_id, head.saved_at)
-    return Step(number, name, save_id, head.saved_at, record.branch or TRUNK, record.metrics)
+    return Step(number, name, save_id, head.saved_at, record.branch or TRUNK, record.metrics, record.job)
 
 
 def unknown_checkpoints(folder: Storage, names: StepNames) -> list[str]:

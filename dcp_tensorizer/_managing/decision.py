@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .agreement import Agreement
 
-__all__ = ["Action", "Vote", "decide"]
+__all__ = ["Action", "Decision", "Vote", "decide"]
 
 
 class Action(enum.Enum):
@@ -19,6 +20,8 @@ class Action(enum.Enum):
     """It is being saved, or was saved last."""
     KEEP = enum.auto()
     """It was there already."""
+    HOLD = enum.auto()
+    """It is kept in memory alone, because the save before it still runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,10 @@ class Vote:
         is_last: * The step is being saved, or was saved last.
         is_there: * The step is there.
         failures: * How many saves have failed in a row.
+        must_write: It wants the step on storage, if it is due.
+        is_busy: The save before still runs, and this step could be held in memory alone.
+        has_failed: The newest state could not be kept in memory.
+        ends: It keeps no states in memory any more.
     """
 
     step: int
@@ -42,10 +49,31 @@ class Vote:
     is_last: bool
     is_there: bool
     failures: int
+    must_write: bool = False
+    is_busy: bool = False
+    has_failed: bool = False
+    ends: bool = False
 
 
-def decide(agreement: Agreement, vote: Vote) -> tuple[Action, bool, int]:
-    """What is done, the same on all ranks; whether any rank has been told to stop; and how many saves have failed.
+class Decision(NamedTuple):
+    """What all ranks do, the same on each.
+
+    Attributes:
+        action: About the step.
+        stopping: Any rank has been told to stop.
+        failures: How many saves have failed in a row.
+        has_failed, ends: As in a `Vote`, of any rank.
+    """
+
+    action: Action
+    stopping: bool
+    failures: int
+    has_failed: bool
+    ends: bool
+
+
+def decide(agreement: Agreement, vote: Vote) -> Decision:
+    """What is done.
 
     Raises:
         ValueError: the ranks are at different steps.
@@ -53,8 +81,9 @@ def decide(agreement: Agreement, vote: Vote) -> tuple[Action, bool, int]:
     """
     first = agreement.is_first
     known = (vote.is_due, vote.is_last, vote.is_there, vote.failures) if first else (0, 0, 0, 0)
-    stop, force, highest, lowest, is_due, is_last, is_there, failures = agreement.largest(
-        vote.stop, vote.force, vote.step, -vote.step, *known
+    memory = vote.must_write, vote.is_busy, vote.has_failed, vote.ends
+    stop, force, highest, lowest, is_due, is_last, is_there, failures, must_write, is_busy, has_failed, ends = (
+        agreement.largest(vote.stop, vote.force, vote.step, -vote.step, *known, *memory)
     )
     if highest != -lowest:
         raise ValueError(f"the ranks save different steps, from {-lowest} to {highest}: all must be at the same")
@@ -62,6 +91,8 @@ def decide(agreement: Agreement, vote: Vote) -> tuple[Action, bool, int]:
         action = Action.NOTHING
     elif is_last:
         action = Action.JOIN
+    elif is_there:
+        action = Action.KEEP
     else:
-        action = Action.KEEP if is_there else Action.SAVE
-    return action, bool(stop), failures
+        action = Action.HOLD if is_busy and not (stop or force or must_write) else Action.SAVE
+    return Decision(action, bool(stop), failures, bool(has_failed), bool(ends))

@@ -58,9 +58,9 @@ class Place:
         """The name of a step's directory: one that is there may be spelled in another way."""
         return self.names.get(step) or names.name_of(step)
 
-    def record(self, step: int, metrics: dict[str, float]) -> SaveRecord:
+    def record(self, step: int, metrics: dict[str, float], job: str) -> SaveRecord:
         """What the index will say of a save."""
-        return SaveRecord(step, (self.tip.save_id or None) if self.tip else None, self.branch, metrics)
+        return SaveRecord(step, (self.tip.save_id or None) if self.tip else None, self.branch, metrics, job)
 
     def warn_of_others(self, path: str) -> None:
         """Says which checkpoints are not of this job's branch."""

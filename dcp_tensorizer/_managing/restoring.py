@@ -20,7 +20,7 @@ from ..any_format import open_reader
 from ..errors import CheckpointError, MetadataError, ReadError, WriteError, describe, unwrap
 from .catalogue import Step
 
-__all__ = ["Selection", "load_first"]
+__all__ = ["Selection", "SelectivePlanner", "load_first"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -103,7 +103,7 @@ def _load(
                 state,
                 checkpoint_id=storage.location,
                 storage_reader=open_reader(folder.location, **options),
-                planner=_SelectivePlanner(storage.path, selection),
+                planner=SelectivePlanner(storage.path, selection),
                 process_group=group,
             )
         except CheckpointException as error:
@@ -129,7 +129,7 @@ def _shared_lock(storage: Storage) -> Iterator[None]:
             lock.release()
 
 
-class _SelectivePlanner(DefaultLoadPlanner):
+class SelectivePlanner(DefaultLoadPlanner):
     """torch's planner, for the keys that are chosen."""
 
     def __init__(self, path: str, selection: Selection) -> None:

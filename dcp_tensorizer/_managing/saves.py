@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, asy
 
 from .._format.index_rows import SaveRecord
 from .._saving.saver import NextSave
+from .._staging.stager import StagedStateDict
 from .._storage.base import Storage
 from .._threads import NEVER, Deadline, in_background
 from ..errors import CheckpointError, StagingError, WriteError, describe, unwrap
@@ -26,6 +27,7 @@ from .catalogue import Step
 from .goodput import GoodputClock
 from .replicas import Replicas
 from .state_part import StatePart
+from .survival import OnStaged
 
 __all__ = ["Saves"]
 
@@ -55,6 +57,20 @@ class _Save:
         return self.future.done() and self.future.exception() is not None
 
 
+class _Held(NamedTuple):
+    """A step that is in memory alone.
+
+    Attributes:
+        where: The checkpoint's directory, and its name.
+        staged: The staged copy.
+        record: What the index would say of it.
+    """
+
+    where: tuple[Storage, str]
+    staged: StagedStateDict
+    record: SaveRecord
+
+
 class Saves:
     """The saves of one rank.
 
@@ -65,12 +81,14 @@ class Saves:
         clock: Takes their times.
         must_change: Patterns of the keys of which some must differ from the save before.
         after: Called with each checkpoint when it is committed, on a thread of its own.
+        omits_replicas: What other ranks write need not be staged.
 
     Attributes:
         failures: How many of the last saves have failed, one after the other.
         error: Of the last save, if that has failed and nobody has been told.
         last_error: What the last one that failed said.
         part: What is saved of states, from now on.
+        group: For their collectives alone; None without ranks.
     """
 
     def __init__(
@@ -81,6 +99,8 @@ class Saves:
         clock: GoodputClock,
         must_change: Sequence[str],
         after: Callable[[Step], None],
+        *,
+        omits_replicas: bool = True,
     ) -> None:
         self.failures = 0
         self.error: BaseException | None = None
@@ -88,13 +108,14 @@ class Saves:
         self.part = StatePart()
         self._writer = writer
         self._planner = SavePlanner()
-        self._replicas = Replicas(self._planner, agreement)
-        self._group = group
+        self._replicas = Replicas(self._planner, agreement) if omits_replicas else None
+        self.group = group
         self._clock = clock
         self._must_change = must_change
         self._after = after
         self._is_warm = False
         self._last: _Save | None = None
+        self._held: _Held | None = None
 
     def warm_up(self, state: Mapping[str, Any]) -> None:
         """Allocates the staging buffer, if this is asked before the first save. Optimizers must have their state."""
@@ -103,7 +124,14 @@ class Saves:
             with suppress(StagingError):  # the save will say it
                 self._writer.prewarm(self.part.of(state))
 
-    def start(self, storage: Storage, name: str, state: Mapping[str, Any], record: SaveRecord) -> Future[str]:
+    def start(
+        self,
+        storage: Storage,
+        name: str,
+        state: Mapping[str, Any],
+        record: SaveRecord,
+        on_staged: OnStaged | None = None,
+    ) -> Future[str]:
         """Stages the state, and returns while it is saved.
 
         Raises what a ``state_dict`` raises, when the save has begun: it fails on the other ranks, which would wait for
@@ -114,20 +142,22 @@ class Saves:
             name: Of that directory.
             state: What to save.
             record: What the index will say of it.
+            on_staged: See `NextSave`.
         """
-        since, before, self._is_warm = self._clock.now(), self._last, True
+        since, before, self._is_warm, self._held = self._clock.now(), self._last, True, None
         collected, error = _collected(state, self.part)
         refusal = None if error is None else StagingError(f"the state could not be collected: {describe(error)}")
-        omitted = self._replicas.omitted(
-            None if error else collected, follows=before is not None and before.saved is not None
-        )
-        self._writer.describe(NextSave(record, self._must_change, refusal, omitted))
+        omitted = frozenset[str]()
+        if self._replicas is not None:
+            follows = before is not None and before.saved is not None
+            omitted = self._replicas.omitted(None if error else collected, follows=follows)
+        self._writer.saver.describe(NextSave(record, self._must_change, refusal, omitted, on_staged))
         response = async_save(
             collected,
             checkpoint_id=storage.location,
             storage_writer=self._writer,
             planner=self._planner,
-            process_group=self._group,
+            process_group=self.group,
         )
         done = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
         save = self._last = _Save(record.step, storage, name, record, since)
@@ -135,6 +165,35 @@ class Saves:
         if error is not None:
             raise error
         return save.future
+
+    def hold(
+        self, storage: Storage, name: str, state: Mapping[str, Any], record: SaveRecord, on_staged: OnStaged
+    ) -> None:
+        """Stages a state that is not written unless `write_held` is called; takes what `start` takes."""
+
+        def keep(staged: StagedStateDict) -> None:
+            self._held = _Held((storage, name), staged, record)
+            on_staged(staged)
+
+        self._writer.saver.hold(self.part.of(state), keep)
+
+    def write_held(self) -> None:
+        """Begins the save of the newest step, if that is in memory alone."""
+        held, self.part = self._held, StatePart()
+        if held is not None:
+            with suppress(StagingError):  # the save says it
+                held.staged.staged_save.wait_copied()
+            self.start(*held.where, dict(held.staged), held.record)  # not `items`, which ties it to a save
+
+    @property
+    def held_step(self) -> int | None:
+        """The newest step, if that is in memory alone."""
+        return None if self._held is None else self._held.record.step
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the last save still runs."""
+        return self._last is not None and not self._last.future.done()
 
     def check(self, failures: int, limit: int | None) -> None:
         """Raises `WriteError` if so many saves have failed in a row that training would go on without checkpoints."""
@@ -163,7 +222,7 @@ class Saves:
 
     def forget(self) -> None:
         """The job stands elsewhere: the last save, which is over, is not what it goes on from."""
-        self._last = None
+        self._last = self._held = None
 
     def wait(self, deadline: Deadline = NEVER) -> None:
         """Waits for the last save, and for what comes after it."""
@@ -184,7 +243,7 @@ class Saves:
         else:
             save_id = "" if meta is None else meta.save_id or ""
             branch, metrics = save.record.branch, save.record.metrics
-            save.saved = Step(save.step, save.name, save_id, time.time_ns(), branch, metrics)
+            save.saved = Step(save.step, save.name, save_id, time.time_ns(), branch, metrics, save.record.job)
             self.failures, self.error = 0, None
             self._clock.saved(save.began)
             save.future.set_result(save.storage.location)

@@ -8,6 +8,7 @@ and not a signal later.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import itertools
 import math
 import mmap
@@ -16,6 +17,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -58,6 +60,9 @@ class SharedBuffer:
     Args:
         nbytes: Capacity in bytes, rounded up to whole pages. All of it is allocated here.
 
+    Attributes:
+        is_kept: What is in it may be asked for when its save is over: nothing else is put there.
+
     Raises:
         StagingError: there is not enough memory; nothing has been allocated.
     """
@@ -70,6 +75,7 @@ class SharedBuffer:
         try:
             self._map: mmap.mmap | None = _map(self.fd, self.nbytes)
             _reserve(self.fd, self.nbytes)
+            _fix_size(self.fd)
         except (OSError, MemoryError) as error:
             self._descriptor.close()
             raise StagingError(
@@ -83,6 +89,7 @@ class SharedBuffer:
         self._base = _address(self._map)
         _populate(self._base, self.nbytes)
         self._used = 0
+        self.is_kept = False
         self._pinning = False
         self._undo: list[Callable[[], None]] = []
         self._release = weakref.finalize(self, _release, self._descriptor, self._undo, os.getpid())
@@ -201,6 +208,13 @@ def _reserve(fd: int, nbytes: int) -> None:
         os.posix_fallocate(fd, 0, nbytes)
     else:
         os.ftruncate(fd, nbytes)
+
+
+def _fix_size(fd: int) -> None:
+    """Keeps whoever else has a descriptor from making the file shorter: to read past its end ends a process."""
+    if hasattr(fcntl, "F_ADD_SEALS"):
+        with suppress(OSError):  # no memory file
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
 
 def _populate(address: int, nbytes: int) -> None:

@@ -46,12 +46,15 @@ class NextSave(NamedTuple):
         must_change: Patterns of the keys of tensors that cannot all stay as they are.
         error: Why this rank has no state: the save fails on all of them, and says so.
         omitted: The keys of tensors that other ranks write, and this one need not stage.
+        on_staged: Called with the staged copy, whose tensors may still be without their values. Its buffer is kept
+            (`SharedBuffer.is_kept`) until somebody says otherwise.
     """
 
     record: SaveRecord | None = None
     must_change: Sequence[str] = ()
     error: StagingError | None = None
     omitted: frozenset[str] = frozenset()
+    on_staged: Callable[[StagedStateDict], object] | None = None
 
 
 class Saver:
@@ -152,13 +155,21 @@ class Saver:
         started_at, started = time.time(), time.perf_counter()
         if (error := self._wait_for_room()) is not None:
             return self.stager.refuse(error)
-        staged = self.stager.stage(state_dict, save.omitted)
+        staged = self.stager.stage(state_dict, save.omitted, is_kept=save.on_staged is not None)
         staged.staged_save.record = save.record
         staged.staged_save.started_at = started_at
         staged.staged_save.stage_seconds = time.perf_counter() - started
         if staged.staged_save.error is not None:
             logger.error("staging failed, and so will the save: %s", str(staged.staged_save.error))
+        if save.on_staged is not None:
+            save.on_staged(staged)
         return staged
+
+    def hold(self, state_dict: dict[str, Any], on_staged: Callable[[StagedStateDict], object]) -> None:
+        """Copies a state dict that no save is to write, beside the save that is under way."""
+        staged = self.stager.stage(state_dict, is_kept=True)
+        staged.staged_save.abandoned = True  # no save waits for it
+        on_staged(staged)
 
     def begin(
         self,

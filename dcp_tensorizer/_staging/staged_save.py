@@ -45,13 +45,14 @@ class Progress(enum.IntEnum):
 class StagedSave:
     """One staged state dict: the buffer it is in, and the save it belongs to.
 
-    A save takes the staged state dict (`StagedStateDict`) first of all. DCP does so on the save's own thread, or in
-    PROCESS mode when it pickles it there. The save is over when that thread has ended, or when nothing refers to the
-    staged state dict and its tensors any more, whichever is first.
+    A save takes the staged state dict (`StagedStateDict`) first of all: on its own thread, or in PROCESS mode when DCP
+    pickles it there. It is over when that thread has ended, or when nothing refers to the staged state dict and its
+    tensors any more.
 
     Args:
         owner: The stager that stages it.
         keeps_buffer: The buffer is kept for later saves.
+        is_kept: See `SharedBuffer.is_kept`.
 
     Attributes:
         owners: The stager that has staged it, and that of the writer that saves it, if that is another one.
@@ -74,9 +75,10 @@ class StagedSave:
         omitted: The keys of tensors that are not staged, because other ranks write them.
     """
 
-    def __init__(self, owner: object = None, *, keeps_buffer: bool = True) -> None:
+    def __init__(self, owner: object = None, *, keeps_buffer: bool = True, is_kept: bool = False) -> None:
         self.owners: tuple[object, ...] = (owner,)
         self.keeps_buffer = keeps_buffer
+        self.is_kept = is_kept
         self.staged_on = threading.current_thread()
         self.buffer: SharedBuffer | None = None
         self.copies: Copies | None = None

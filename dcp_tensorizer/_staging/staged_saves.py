@@ -34,13 +34,16 @@ class StagedSaves:
     Attributes:
         take_seconds: How long a save is waited for that has not taken what was staged for it.
         start_seconds: How long a later save waits for that, once.
+        spare_buffers: How many buffers are kept for later saves.
     """
 
     def __init__(self) -> None:
         self.take_seconds = _TAKE_SECONDS
         self.start_seconds = _START_SECONDS
         self._saves: list[StagedSave] = []
-        self._idle: SharedBuffer | None = None
+        self.spare_buffers = 1
+        self._idle: list[SharedBuffer] = []
+        self._kept: list[SharedBuffer] = []  # no save uses them, and what is in them may be asked for
         self._prewarming: Future[SharedBuffer] | None = None
         # A signal's handler may interrupt whoever holds it, and close the writer. Nothing is waited for inside.
         self._lock = threading.RLock()
@@ -96,6 +99,8 @@ class StagedSaves:
         for staged_save in self.of(owner):
             if staged_save.is_interrupted or not staged_save.wait_built(deadline.left):
                 return False
+            if staged_save.abandoned:
+                continue
             taken = staged_save.wait_taken(deadline.within(self.take_seconds)) and staged_save.thread is not None
             if taken and not staged_save.wait_over(deadline):
                 return False
@@ -112,7 +117,7 @@ class StagedSaves:
             StagingError: memory is short.
         """
         self.wait_prewarmed()
-        if self._saves or (self._idle is not None and self._idle.fits(nbytes)):
+        if self._saves or self.has_buffer(nbytes):
             return
         self._give_back_idle()
         check_headroom(nbytes)
@@ -123,35 +128,41 @@ class StagedSaves:
         prewarming, self._prewarming = self._prewarming, None
         if prewarming is not None:
             with suppress(Exception):  # memory has become short since, say; staging says so, if it still is
-                self._idle = prewarming.result(deadline.left)
+                self._idle.append(prewarming.result(deadline.left))
 
     def take_buffer(self, nbytes: int) -> SharedBuffer:
-        """The idle buffer, or a new one if that is too small."""
+        """An idle buffer, or a new one if all are too small."""
         self.wait_prewarmed()
-        buffer = self._take_idle()
-        if buffer is not None and buffer.fits(nbytes) and buffer.can_be_sent:
-            buffer.reset()
-            return buffer
-        if buffer is not None:
+        while (buffer := self._take_idle()) is not None:
+            if buffer.fits(nbytes) and buffer.can_be_sent:
+                buffer.reset()
+                return buffer
             buffer.close()
         return SharedBuffer(nbytes)
 
+    def has_buffer(self, nbytes: int) -> bool:
+        """Whether there is an idle buffer of that size."""
+        return any(buffer.fits(nbytes) for buffer in list(self._idle))
+
     def reclaim(self) -> None:
-        """Takes back the buffers of saves that are over, and keeps the largest."""
+        """Takes back the buffers of saves that are over, and keeps the largest ones."""
         for staged_save in list(self._saves):
             if not staged_save.is_interrupted:
                 staged_save.wait_built()  # it takes the idle buffer before that, on a thread of its own
-        spare = []
+        unused: list[SharedBuffer] = []
         with self._lock:
             for staged_save in [staged_save for staged_save in self._saves if staged_save.over()]:
                 self._saves.remove(staged_save)
                 buffer, staged_save.buffer = staged_save.buffer, None
-                if buffer is not None and staged_save.keeps_buffer:
-                    larger = self._idle is None or buffer.nbytes > self._idle.nbytes
-                    self._idle, buffer = (buffer, self._idle) if larger else (self._idle, buffer)
                 if buffer is not None:
-                    spare.append(buffer)
-        for buffer in spare:
+                    is_wanted = staged_save.keeps_buffer or buffer.is_kept
+                    (self._kept if is_wanted else unused).append(buffer)
+            self._idle += [buffer for buffer in self._kept if not buffer.is_kept]
+            self._kept = [buffer for buffer in self._kept if buffer.is_kept]
+            self._idle.sort(key=lambda buffer: -buffer.nbytes)
+            unused += self._idle[self.spare_buffers :]
+            del self._idle[self.spare_buffers :]
+        for buffer in unused:
             buffer.close()
 
     def close(self, deadline: Deadline = NEVER, owner: object = None) -> None:
@@ -168,19 +179,18 @@ class StagedSaves:
             self.remove(staged_save)
         unused = [staged_save.buffer for staged_save in saves if staged_save.wait_unused(deadline)]
         self.wait_prewarmed(deadline)
-        for buffer in unused:
+        kept, self._kept = self._kept, []
+        for buffer in (*unused, *kept):
             if buffer is not None:
                 buffer.close()
         self._give_back_idle()
 
     def _give_back_idle(self) -> None:
-        """Frees the buffer that no save uses."""
-        idle = self._take_idle()
-        if idle is not None:
+        """Frees the buffers that no save uses."""
+        while (idle := self._take_idle()) is not None:
             idle.close()
 
     def _take_idle(self) -> SharedBuffer | None:
-        """The buffer that no save uses, for the caller alone; None if there is none."""
-        with self._lock:
-            idle, self._idle = self._idle, None  # in one step: a signal's handler may take it, too
-        return idle
+        """The largest buffer that no save uses, for the caller alone; None if there is none."""
+        with self._lock:  # a signal's handler may take it, too
+            return self._idle.pop(0) if self._idle else None

@@ -126,7 +126,9 @@ class Stager:
         """Waits for the saves that have been started; False if one is not over in time, or cannot end meanwhile."""
         return self.saves.drain(self, deadline)
 
-    def stage(self, state_dict: Mapping[str, Any], omitted: frozenset[str] = frozenset()) -> StagedStateDict:
+    def stage(
+        self, state_dict: Mapping[str, Any], omitted: frozenset[str] = frozenset(), *, is_kept: bool = False
+    ) -> StagedStateDict:
         """Copies everything into a buffer that no save uses, but for the tensors of ``omitted`` keys.
 
         Never fails for what the state dict holds: one rank that raised here would leave the others waiting in a
@@ -136,7 +138,7 @@ class Stager:
             The staged copy of the state dict, with its ``staged_save``; empty if it could not be made.
         """
         self.saves.reclaim()
-        staged = self._begin()
+        staged = self._begin(is_kept=is_kept)
         staged_save = staged.staged_save
         distributed = torch.distributed
         staged_save.distributed = (
@@ -195,9 +197,9 @@ class Stager:
         for staged_save in self.saves.of(self):
             staged_save.hold_training()
 
-    def _begin(self) -> StagedStateDict:
+    def _begin(self, *, is_kept: bool = False) -> StagedStateDict:
         """An empty staged state dict, whose save is the last one."""
-        staged_save = StagedSave(self, keeps_buffer=self._cache)
+        staged_save = StagedSave(self, keeps_buffer=self._cache, is_kept=is_kept)
         self.saves.add(staged_save)
         return StagedStateDict({}, staged_save, self.wait_turn)
 
@@ -210,6 +212,7 @@ class Stager:
         try:
             sources = snapshot.sources
             buffer = staged_save.buffer = self.saves.take_buffer(_nbytes(sources))
+            buffer.is_kept = staged_save.is_kept
             if (index := self._pin_for(sources)) is not None:
                 buffer.pin(self._device, index)
             tensors = self._allocate(sources, buffer)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import socket
 import struct
 from collections.abc import Sequence
@@ -66,6 +67,12 @@ class Channel:
             raise EOFError("the other end of the channel is gone") from error
         finally:
             self._sock.settimeout(None)
+
+    def wait_readable(self, timeout: float) -> bool:
+        """Waits until there is something to receive; whether there is in time."""
+        poll = select.poll()
+        poll.register(self.fileno(), select.POLLIN)
+        return bool(poll.poll(timeout * 1000))
 
     def receive(self) -> tuple[Any, list[int]]:
         self.fileno()

@@ -1,0 +1,172 @@
+"""A job among the checkpoints of its folder: where it stands, what it saves there, and what it goes on from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from .._saving.flushing import Flushing
+from .._storage.base import Storage
+from .agreement import Agreement
+from .catalogue import Step
+from .decision import Action, Decision, Vote, decide
+from .names import StepNames
+from .place import Choice, Place, begin, choose, read_members
+from .restoring import Selection, load_first
+from .saves import Saves
+from .schedule import Schedule
+from .survival import Survival
+from .unflushed import settle
+
+__all__ = ["Job"]
+
+
+class Job:
+    """What all ranks of a job do about its steps. Every rank makes the same calls.
+
+    Args:
+        folder: Of the checkpoints.
+        names: Of their directories.
+        schedule: When a save is due.
+        agreement: Of all ranks.
+        survival: What is kept in memory.
+        flushing: Of the local folder, if there is one.
+        reader_options: For readers.
+
+    Attributes:
+        place: Where the job stands; None before its first save or restore.
+        saves: Runs the saves. To be set before anything is called.
+    """
+
+    saves: Saves
+
+    def __init__(
+        self,
+        folder: Storage,
+        names: StepNames,
+        schedule: Schedule,
+        agreement: Agreement,
+        survival: Survival,
+        flushing: Flushing | None,
+        reader_options: Mapping[str, Any],
+    ) -> None:
+        self.place: Place | None = None
+        self._folder = folder
+        self._names = names
+        self._schedule = schedule
+        self._agreement = agreement
+        self._survival = survival
+        self._flushing = flushing
+        self._reader_options = reader_options
+
+    def step(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: dict[str, float],
+        max_failures: int | None,
+        *,
+        stop: bool,
+        force: bool,
+        must_write: bool,
+    ) -> tuple[Decision, Future[str] | None]:
+        """Does what all ranks decide about a step; returns that, and what `CheckpointManager.save` returns.
+
+        Raises:
+            CheckpointError: see `CheckpointManager.save`.
+        """
+        self._survival.begin()
+        if self.place is None:
+            settle(self._flushing, self._agreement)
+            self.place = self._agreement.decided(lambda: begin(self._folder, self._names, step))
+        saves, is_there, is_due = self.saves, step in self.place.numbers, self._schedule.is_due(step)
+        memory = must_write, self._survival.holds and saves.is_busy, *self._survival.settle()
+        known = is_due, saves.is_last(step), is_there, saves.failures
+        decision = decide(self._agreement, Vote(step, stop, force, *known, *memory))
+        self._survival.advance(has_failed=decision.has_failed, ends=decision.ends)
+        saves.check(decision.failures, max_failures)
+        return decision, self._act(decision.action, step, state, metrics)
+
+    def restore(self, state: dict[str, Any], selection: Selection, step: int | None, *, fallback: bool) -> int | None:
+        """Loads the newest state, or the checkpoint of a step; returns the step, or None if there is nothing.
+
+        Raises:
+            CheckpointError: see `CheckpointManager.restore`.
+        """
+        self.saves.wait()
+        settle(self._flushing, self._agreement)
+        self._survival.begin()
+        self._survival.forget()
+        found = self._agreement.decided(lambda: choose(self._folder, self._names, step, fallback=fallback))
+        place = None if step is not None else self._restore_from_memory(state, selection, found)
+        if place is None:
+            self._survival.discard()
+            place = self._restore_from_storage(state, selection, found)
+        if place is None:
+            return None
+        self.place, restored = place
+        self.saves.forget()
+        if self._agreement.is_first:
+            self.place.warn_of_others(self._folder.path)
+        self._schedule.mark(restored)
+        return restored
+
+    def write_held(self) -> None:
+        """Begins the save of the newest step, if that is in memory alone."""
+        if self.place is not None and self.saves.held_step is not None:
+            self.place.advance(self.saves.settled())
+            self.saves.write_held()
+
+    def members(self) -> list[Step]:
+        """The checkpoints of the job's branch; raises what `read_members` does."""
+        return read_members(self._folder, self._names, self.place)
+
+    def path(self, step: int) -> str:
+        """Where the checkpoint of a step is, or would be."""
+        name = self._names.name_of(step) if self.place is None else self.place.name_of(step, self._names)
+        return self._folder.child(name).location
+
+    def _act(
+        self, action: Action, step: int, state: Mapping[str, Any], metrics: dict[str, float]
+    ) -> Future[str] | None:
+        assert self.place is not None
+        if action is Action.NOTHING:
+            self.saves.warm_up(state)
+            return None
+        if action is Action.JOIN:
+            return self.saves.future
+        if action is Action.KEEP:
+            future: Future[str] = Future()
+            future.set_result(self.path(step))
+            return future
+        if action is Action.SAVE:
+            self.place.advance(self.saves.settled())  # staging would wait for that save, too
+        self._schedule.mark(step)
+        name, tip = self.place.name_of(step, self._names), self.place.tip
+        record = self.place.record(step, metrics, self._survival.run)
+        keep = self._survival.next_state(record, None if tip is None else tip.number)
+        what = self._folder.child(name), name, state, record
+        if action is Action.SAVE:
+            return self.saves.start(*what, keep)
+        if keep is not None:
+            self.saves.hold(*what, keep)
+        return None
+
+    def _restore_from_memory(
+        self, state: dict[str, Any], selection: Selection, found: Choice
+    ) -> tuple[Place, int] | None:
+        """Loads the newest state that is in memory; where the job stands then, and its step."""
+        record = self._survival.restore(state, selection, self._reader_options, found)
+        if record is None:
+            return None
+        tip = found.candidates[0][0] if found.candidates else None
+        return Place.at(record.branch, tip, found.steps), record.step
+
+    def _restore_from_storage(
+        self, state: dict[str, Any], selection: Selection, found: Choice
+    ) -> tuple[Place, int] | None:
+        """Loads the first checkpoint that is not damaged; where the job stands then, and its step."""
+        steps = [step for step, _ in found.candidates]
+        number = load_first(self._folder, steps, state, selection, self.saves.group, self._reader_options)
+        return None if number is None else (found.place(number), steps[number].number)

@@ -1,0 +1,205 @@
+"""What runs of the job before have kept in memory: whether it can be loaded, on all ranks, and is not outdated."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.stateful import Stateful
+
+from .._format.index_rows import SaveRecord
+from .._storage.base import Storage
+from .._survival.keeper_process import Visit
+from .._survival.kept_checkpoint import KeptCheckpoint, KeptReader
+from .._survival.messages import KeptHead
+from ..errors import ReadError, describe, unwrap
+from .agreement import Agreement
+from .catalogue import Step
+from .place import Choice
+from .restoring import Selection, SelectivePlanner
+
+__all__ = ["Predecessors", "identity"]
+
+logger = logging.getLogger("dcp_tensorizer")
+
+_DEATH_SECONDS = 5.0  # until a keeper has seen that its trainer is gone
+_LOOK_SECONDS = 0.05
+
+
+class Predecessors:
+    """The keepers of runs before, on this machine.
+
+    Args:
+        folder: Of the job.
+        agreement: Of all ranks.
+        run: This run of the job.
+        visits: Connections to them.
+    """
+
+    def __init__(self, folder: Storage, agreement: Agreement, run: str, visits: Sequence[Visit]) -> None:
+        self._folder = folder
+        self._agreement = agreement
+        self._run = run
+        self._visits = list(visits)
+
+    def claim(self) -> str:
+        """Has the keepers wait for this run; says why one does not, which is that a run of the job is alive."""
+        deadline = time.monotonic() + _DEATH_SECONDS
+        for visit in self._visits:
+            while True:
+                try:
+                    if visit.claim(self._run):
+                        break
+                except ReadError:  # it has just ended
+                    break
+                if time.monotonic() > deadline:
+                    return (
+                        f"another run of this job is alive (its trainer has the process id {visit.found.trainer}), or "
+                        f"another one is being started: end it first. Two runs would replace each other's checkpoints"
+                    )
+                time.sleep(_LOOK_SECONDS)
+        return ""
+
+    def restore(
+        self, state: dict[str, Any], selection: Selection, options: Mapping[str, Any], choice: Choice
+    ) -> SaveRecord | None:
+        """Loads the newest state that all ranks can reach in memory, if it goes on from the newest checkpoint.
+
+        Args:
+            state: What to load it into.
+            selection: Which keys.
+            options: For the reader.
+            choice: What is on storage.
+
+        Returns:
+            What was recorded with it; None if the state is to be loaded from storage. The log says why.
+
+        Raises:
+            WriteError: a rank is gone.
+        """
+        head = self._chosen(choice)
+        if head is None:
+            return None
+        started = time.perf_counter()
+        loaded, problem = self._load(head, state, selection, options)
+        if problems := [text for text in self._agreement.gathered(problem) if text]:
+            logger.error("the state in memory, of step %d, cannot be loaded: %s", head.record.step, problems[0])
+            return None
+        for key, value in loaded.items():
+            if isinstance(state[key], Stateful):
+                state[key].load_state_dict(value)
+            else:
+                state[key] = value
+        seconds = time.perf_counter() - started
+        logger.info("%s: step %d is restored from memory (%.3f s)", self._folder.path, head.record.step, seconds)
+        return head.record
+
+    def end(self) -> None:
+        """Ends them, and gives their memory back: what they have is not wanted any more. Idempotent."""
+        visits, self._visits = self._visits, []
+        for visit in visits:
+            visit.end()
+
+    def close(self) -> None:
+        """Leaves them as they are. Idempotent."""
+        visits, self._visits = self._visits, []
+        for visit in visits:
+            visit.close()
+
+    def _chosen(self, choice: Choice) -> KeptHead | None:
+        """The newest state that all ranks can reach, if it is not outdated; the same on all ranks."""
+        everywhere = self._agreement.gathered(self._reachable())
+        common = set.intersection(*map(set, everywhere))
+        heads = sorted((everywhere[0][number] for number in common), key=lambda head: head.record.step)
+        if not heads:
+            if any(everywhere):
+                logger.info("%s: no state in memory is there for all ranks", self._folder.path)
+            return None
+        tip = choice.candidates[0][0] if choice.candidates else None
+        folder = identity(self._folder)
+        refusal = self._agreement.decided(lambda: _outdated(heads[-1], tip, folder))
+        if refusal:
+            logger.warning("%s: step %d is in memory, and %s", self._folder.path, heads[-1].record.step, refusal)
+            return None
+        return heads[-1]
+
+    def _reachable(self) -> dict[str, KeptHead]:
+        """The states that this rank can load by itself from this host's memory."""
+        found: dict[str, dict[int, KeptHead]] = {}
+        for visit in self._visits:
+            for head in visit.found.heads:
+                found.setdefault(head.id, {})[head.rank] = head
+        rank, size = self._agreement.rank, self._agreement.size
+        reachable = {}
+        for number, of_ranks in found.items():
+            head = next(iter(of_ranks.values()))
+            if len(of_ranks) == head.world_size or (head.world_size == size and rank in of_ranks):
+                reachable[number] = head
+        return reachable
+
+    def _load(
+        self, head: KeptHead, state: dict[str, Any], selection: Selection, options: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], str]:
+        """Loads a state, on this rank by itself; what was loaded, and why it could not be."""
+        path = f"the memory of step {head.record.step}"
+        try:
+            plain = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
+            checkpoint = KeptCheckpoint(path, [visit.take(head.id) for visit in self._holders(head)])
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # torch's, that one process loads by itself
+                dcp_load(
+                    plain,
+                    storage_reader=KeptReader(checkpoint, options),
+                    planner=SelectivePlanner(path, selection),
+                    no_dist=True,
+                )
+        except (Exception, CheckpointException) as error:
+            return {}, f"rank {self._agreement.rank}: {describe(unwrap(error))}"
+        return plain, ""
+
+    def _holders(self, head: KeptHead) -> list[Visit]:
+        """The keepers that have what this rank needs: its own one, if the ranks are as many as they were."""
+        holders = {other.rank: visit for visit in self._visits for other in visit.found.heads if other.id == head.id}
+        own = holders.get(self._agreement.rank)
+        return [own] if own is not None and head.world_size == self._agreement.size else list(holders.values())
+
+
+def _outdated(head: KeptHead, tip: Step | None, folder: tuple[int, int] | None) -> str:
+    """Why a state does not go on from the newest checkpoint; empty if it does.
+
+    Args:
+        head: The state.
+        tip: The newest checkpoint.
+        folder: The identity of the job's folder.
+    """
+    record = head.record
+    if head.folder not in (None, folder):
+        return "the job's folder is another one now: it is not used"
+    if tip is None:
+        return "" if record.parent is None else "the checkpoint that it goes on from is gone: it is not used"
+    if record.parent != tip.save_id and not _has_saved(head, tip):
+        return f"another job has saved step {tip.number} since, or removed checkpoints: it is not used"
+    return "" if record.step >= tip.number else f"step {tip.number} is on storage: it is not used"
+
+
+def _has_saved(head: KeptHead, tip: Step) -> bool:
+    """Whether a checkpoint is of the run that has kept a state, and newer than what that goes on from."""
+    is_newer = head.parent_step is None or tip.number > head.parent_step
+    return tip.job == head.job and tip.branch == head.record.branch and is_newer
+
+
+def identity(folder: Storage) -> tuple[int, int] | None:
+    """What a local folder is known again by, if there is one."""
+    with suppress(OSError):
+        if Path(folder.location).is_absolute():
+            status = os.stat(folder.location)
+            return status.st_dev, status.st_ino
+    return None

@@ -1,0 +1,238 @@
+"""Restarts from memory: the newest states of a job are kept by processes that outlive it, and a later run loads them.
+
+One state is kept on all ranks whenever a rank dies: the one before is forgotten when each rank has the newest. Which
+state is loaded, or that none is, all ranks decide together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from .._format.index_rows import SaveRecord
+from .._memory.memory_limit import available_memory
+from .._memory.shared_buffer import SharedBuffer
+from .._saving.saver import Saver
+from .._staging.stager import StagedStateDict
+from .._storage.base import Storage
+from .._survival.keeper_process import KeeperProcess, visits
+from .._survival.kept_state import described
+from .._survival.messages import KeptHead
+from .._survival.runtime_directory import job_name, runtime_directory
+from .._threads import in_background
+from ..errors import WriteError, describe
+from .agreement import Agreement
+from .place import Choice
+from .predecessors import Predecessors, identity
+from .restoring import Selection
+
+__all__ = ["OnStaged", "Survival"]
+
+logger = logging.getLogger("dcp_tensorizer")
+
+OnStaged = Callable[[StagedStateDict], object]
+
+_ROOM = 1.05  # of a buffer: what is allocated beside it
+
+
+class Survival:
+    """What a rank keeps in memory, and what runs of the job before have kept. Nothing, if ``seconds`` is 0.
+
+    Args:
+        saver: Stages what is kept.
+        folder: Of the job.
+        agreement: Of all ranks.
+        seconds: How long states are kept when this process is gone.
+        buffers: How many staging buffers there may be.
+
+    Attributes:
+        run: The run of the job, the same on all ranks; empty if nothing is kept.
+        holds: A state may be kept that no save writes.
+        has_left: What is kept is left to a later run.
+    """
+
+    def __init__(self, saver: Saver, folder: Storage, agreement: Agreement, seconds: float, buffers: int) -> None:
+        self.run = agreement.decided(lambda: uuid.uuid4().hex) if seconds else ""
+        self.holds = bool(seconds) and buffers > 2
+        self._saver = saver
+        self._folder = folder
+        self._agreement = agreement
+        self._seconds = seconds
+        self._spares = buffers - 1
+        self._is_on = bool(seconds)
+        self.has_left = False
+        self._has_begun = self._has_failed = self._ends = self._is_new = False
+        self._process: KeeperProcess | None = None
+        self._predecessors = Predecessors(folder, agreement, self.run, [])
+        self._keeping: Future[None] | None = None
+        self._count = 0
+        self._kept: dict[str, SharedBuffer] = {}
+
+    # --- keeping ----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Looks for what runs before have kept, and starts the keeper. Every rank calls it, and it begins once.
+
+        Raises:
+            WriteError: another run of the job is alive, or a rank is gone; on all ranks.
+        """
+        if not self._is_on or self._has_begun:
+            return
+        self._has_begun = True
+        directory, job = runtime_directory(), job_name(self._folder.real_path)
+        found = visits(directory, job)
+        for visit in found:
+            if visit.found.job == self.run:  # another rank was quicker
+                visit.close()
+        before = [visit for visit in found if visit.found.job != self.run]
+        self._predecessors = Predecessors(self._folder, self._agreement, self.run, before)
+        if problem := next(filter(None, self._agreement.gathered(self._predecessors.claim())), ""):
+            self._predecessors.close()
+            self._is_on = False
+            raise WriteError(f"{self._folder.path}: {problem}")
+        self._saver.engine.saves.spare_buffers = self._spares
+        try:
+            self._process = KeeperProcess(directory, job, self.run, self._seconds)
+        except WriteError as error:
+            self._stop_keeping(str(error))
+
+    def settle(self) -> tuple[bool, bool]:
+        """Waits until the newest state is kept; whether it could not be, and whether this rank keeps no more."""
+        keeping, self._keeping = self._keeping, None
+        if keeping is not None:
+            error = keeping.exception()
+            self._has_failed = error is not None
+            if isinstance(error, WriteError):  # of the keeper, which has ended
+                self._stop_keeping(str(error))
+            elif error is not None:
+                logger.warning("a state is not kept in memory: %s", describe(error))
+        return self._has_failed, self._ends
+
+    def advance(self, *, has_failed: bool, ends: bool) -> None:
+        """Forgets what is not needed, now that it is known of all ranks whether they keep the newest state.
+
+        Args:
+            has_failed: A rank could not keep it.
+            ends: A rank keeps no more.
+        """
+        if not self._is_on:
+            return
+        if ends:
+            self._stop_keeping("another rank keeps no more")
+            self._is_on = self.holds = False
+            self.end()
+        elif self._is_new:
+            self._is_new = False
+            numbers = list(self._kept)
+            self._forget_all_but(numbers[:-1] if has_failed and not self._has_failed else numbers[-1:])
+            self._has_failed = False
+            if not has_failed:
+                self._predecessors.end()
+
+    def next_state(self, record: SaveRecord, parent_step: int | None) -> OnStaged | None:
+        """What is to be done with the next staged copy, to keep it; None if it is not kept.
+
+        Args:
+            record: What the index would say of it.
+            parent_step: The step of the checkpoint that it goes on from.
+        """
+        if not self._is_on or self._ends or not self._has_room():
+            return None
+        self._count += 1
+        self._is_new = True
+        number = hashlib.blake2b(f"{self.run} {self._count}".encode(), digest_size=16).hexdigest()
+        where = self._agreement.rank, self._agreement.size
+        head = KeptHead(number, self.run, *where, record, parent_step, identity(self._folder))
+
+        def keep(staged: StagedStateDict) -> None:
+            self._keeping = in_background(lambda: self._keep(head, staged), name="keep")
+
+        return keep
+
+    def restore(
+        self, state: dict[str, Any], selection: Selection, options: Mapping[str, Any], choice: Choice
+    ) -> SaveRecord | None:
+        """Loads what a run before has kept: see `Predecessors.restore`."""
+        return self._predecessors.restore(state, selection, options, choice) if self._is_on else None
+
+    def discard(self) -> None:
+        """Forgets what runs before have kept: it is not wanted."""
+        self._predecessors.end()
+
+    def forget(self) -> None:
+        """Forgets all that this run has kept: the job goes on from something else."""
+        self.settle()
+        self._forget_all_but([])
+
+    def end(self) -> None:
+        """Ends the keeper, and gives the memory back. Idempotent."""
+        self.settle()
+        self._predecessors.end()
+        process, self._process = self._process, None
+        if process is not None:
+            process.end()
+        self._release(list(self._kept))
+
+    def leave(self) -> None:
+        """Leaves what is kept to a later run: this one has failed. Idempotent."""
+        self.settle()
+        self.has_left = True
+        self._predecessors.close()
+        process, self._process = self._process, None
+        if process is not None:
+            process.leave()
+
+    def _keep(self, head: KeptHead, staged: StagedStateDict) -> None:
+        staged_save = staged.staged_save
+        try:
+            staged_save.wait_copied()
+            assert staged_save.buffer is not None and self._process is not None
+            content = dict(staged)  # not `items`, which ties it to a save
+            self._process.keep(described(head, content, staged_save.buffer), staged_save.buffer)
+        except BaseException:
+            if staged_save.buffer is not None:
+                staged_save.buffer.is_kept = False
+            raise
+        self._kept[head.id] = staged_save.buffer
+
+    def _has_room(self) -> bool:
+        """Whether another state can be staged without the memory of those that are kept."""
+        saves = self._saver.engine.saves
+        saves.reclaim()
+        nbytes = max((buffer.nbytes for buffer in self._kept.values()), default=0)
+        available = available_memory()
+        if not nbytes or saves.has_buffer(nbytes) or available is None or available > _ROOM * nbytes:
+            return True
+        self._stop_keeping(
+            f"another staging buffer takes {nbytes:,} bytes, and {available:,} bytes of memory are available"
+        )
+        return False
+
+    def _stop_keeping(self, why: str) -> None:
+        """This rank keeps no more. The others are told at the next step."""
+        if not self._ends:
+            self._ends = True
+            logger.warning("states are kept in memory no more, and survive=%g is off: %s", self._seconds, why)
+        self._forget_all_but([])
+
+    def _forget_all_but(self, kept: Sequence[str]) -> None:
+        forgotten = [number for number in self._kept if number not in kept]
+        if not forgotten:
+            return
+        try:
+            if self._process is not None:
+                self._process.forget_all_but(kept)
+        except WriteError as error:
+            self._release(forgotten)
+            self._stop_keeping(str(error))
+        else:
+            self._release(forgotten)
+
+    def _release(self, numbers: Iterable[str]) -> None:
+        for number in numbers:
+            if (buffer := self._kept.pop(number, None)) is not None:
+                buffer.is_kept = False

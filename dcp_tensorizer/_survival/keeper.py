@@ -1,0 +1,246 @@
+"""The keeper: a process of its own beside each trainer, which outlives it and holds its newest states in memory.
+
+It has the descriptors of the trainer's staging buffers, and no copies. It takes their digests, so that a successor sees
+whether what it copies is what was kept. When the trainer is gone, it waits for a successor, and ends after some
+seconds. It neither reads nor writes storage.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from .._format.checksums import Digester
+from .._format.layout import block_size
+from .._writer_process.channel import Channel
+from .messages import (
+    Answer,
+    Claim,
+    Claimed,
+    Content,
+    Done,
+    End,
+    Extent,
+    Forget,
+    Found,
+    Keep,
+    Look,
+    Missing,
+    Request,
+    Take,
+)
+from .runtime_directory import is_own_peer, listen
+
+__all__ = ["Keeper", "main"]
+
+_NICENESS = 10  # as the writer process
+_DIGEST_SECONDS = 600.0  # at the lowest priority, beside a job that needs all cores
+
+
+class _Kept:
+    """A state that is kept."""
+
+    def __init__(self, state: Keep, fd: int) -> None:
+        self.state = state
+        self.fd = fd
+        self.is_forgotten = False
+        self.digests: Future[tuple[bytes, ...]] = Future()
+        self._memory = mmap.mmap(fd, state.nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+
+    def take_digests(self) -> None:
+        """Takes the digests of all that is in it, unless it is forgotten meanwhile."""
+        if self.is_forgotten:
+            return
+        sources = {False: memoryview(self._memory), True: memoryview(self.state.inline)}
+        digests = []
+        for extent in self.state.extents:
+            if self.is_forgotten:
+                self.digests.cancel()
+                return
+            digests.append(_digests(sources[extent.is_inline], extent))
+        with suppress(InvalidStateError):  # it has just been forgotten
+            self.digests.set_result(tuple(digests))
+
+    def forget(self) -> None:
+        """Gives the memory back; the mapping goes when nobody reads it any more."""
+        self.is_forgotten = True
+        self.digests.cancel()
+        os.close(self.fd)
+
+
+class Keeper:
+    """What is kept, and for whom.
+
+    Args:
+        job: The run of the job.
+        trainer: The process id of the trainer.
+        seconds: How long it waits for a successor.
+    """
+
+    def __init__(self, job: str, trainer: int, seconds: float) -> None:
+        self._job = job
+        self._trainer = trainer
+        self._seconds = seconds
+        self._kept: dict[str, _Kept] = {}
+        self._claims: dict[object, str] = {}  # by connection: the run of a job that waits, or has taken
+        self._is_orphaned = self._is_over = False
+        self._deadline: float | None = None
+        self._changed = threading.Condition()
+        self._digesting = ThreadPoolExecutor(1, thread_name_prefix="digest")
+
+    def serve(self, channel: Channel, *, is_trainer: bool = False) -> None:
+        """Answers the requests of one connection until its other end is gone."""
+        try:
+            while True:
+                request, fds = channel.receive()
+                channel.send(*self._answer(request, fds, channel))
+        except (EOFError, OSError):
+            pass
+        finally:
+            with self._changed:
+                if self._claims.pop(channel, None) is not None:
+                    self._wait_anew()
+            if is_trainer:
+                self.orphan()
+            channel.close()
+
+    def orphan(self) -> None:
+        """The trainer is gone, or wants no more."""
+        with self._changed:
+            if not self._is_orphaned:
+                self._is_orphaned = True
+                self._wait_anew()
+
+    def wait_for_end(self) -> None:
+        """Returns when it has been told to end, or nobody has come in time."""
+        with self._changed:
+            while not self._is_over:
+                left = None if self._deadline is None else self._deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return
+                self._changed.wait(left)
+
+    def _wait_anew(self) -> None:
+        """The time for a successor begins, unless one is there."""
+        if self._is_orphaned:
+            self._deadline = None if self._claims else time.monotonic() + self._seconds
+            self._changed.notify_all()
+
+    def _answer(self, request: Request, fds: list[int], channel: Channel) -> tuple[Answer, list[int]]:
+        match request:
+            case Keep():
+                return self._keep(request, fds[0]), []
+            case Forget(kept):
+                self._forget_all_but(kept)
+                return Done(), []
+            case Look():
+                with self._changed:
+                    heads = tuple(kept.state.head for kept in self._kept.values())
+                    return Found(self._job, self._trainer, self._is_orphaned, heads), []
+            case Claim(job):
+                return Claimed(self._claim(job, channel)), []
+            case Take(number):
+                return self._take(number)
+            case End():
+                with self._changed:
+                    self._is_over = True
+                    self._changed.notify_all()
+                return Done(), []
+
+    def _keep(self, state: Keep, fd: int) -> Answer:
+        try:
+            kept = _Kept(state, fd)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            return Missing(f"the staging buffer cannot be mapped: {error}")
+        with self._changed:
+            self._kept[state.head.id] = kept
+        self._digesting.submit(kept.take_digests)
+        return Done()
+
+    def _forget_all_but(self, numbers: Sequence[str]) -> None:
+        with self._changed:
+            forgotten = [self._kept.pop(number) for number in list(self._kept) if number not in numbers]
+        for kept in forgotten:
+            kept.forget()
+
+    def _claim(self, job: str, channel: Channel) -> bool:
+        with self._changed:
+            if not self._is_orphaned or any(other != job for other in self._claims.values()):
+                return False
+            self._claims[channel] = job
+            self._wait_anew()
+            return True
+
+    def _take(self, number: str) -> tuple[Answer, list[int]]:
+        with self._changed:
+            kept = self._kept.get(number)
+        if kept is None:
+            return Missing("it is not kept any more"), []
+        try:
+            digests = kept.digests.result(_DIGEST_SECONDS)
+        except (CancelledError, TimeoutError) as error:
+            return Missing(f"its digests are not there: {type(error).__name__}"), []
+        with self._changed:
+            if kept.is_forgotten:
+                return Missing("it is not kept any more"), []
+            return Content(kept.state, digests), [kept.fd]
+
+
+def _digests(source: memoryview, extent: Extent) -> bytes:
+    digester = Digester(block_size(extent.nbytes))
+    digester.update(source[extent.offset : extent.offset + extent.nbytes])
+    return digester.digests()
+
+
+def _accept(listener: socket.socket, keeper: Keeper) -> None:
+    while True:
+        connection, _ = listener.accept()
+        if is_own_peer(connection):
+            threading.Thread(target=keeper.serve, args=(Channel(connection),), name="visitor", daemon=True).start()
+        else:
+            connection.close()
+
+
+def _watch(trainer: int, keeper: Keeper) -> None:
+    """Waits for the trainer's end. That of the socket is not enough: a forked child can hold it open."""
+    poll = select.poll()
+    poll.register(trainer, select.POLLIN)
+    poll.poll()
+    keeper.orphan()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Arguments: descriptor of the channel, of a pidfd of the trainer or -1 where there are none, the trainer's process
+    id, the run of its job, the seconds, the directory of the sockets, and what they are named by.
+    """
+    channel_fd, pidfd, trainer = map(int, arguments[:3])
+    run, seconds, directory, job = arguments[3], float(arguments[4]), Path(arguments[5]), arguments[6]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    with suppress(OSError):
+        os.nice(_NICENESS)
+    keeper = Keeper(run, trainer, seconds)
+    listener, path = listen(directory, job)
+    try:
+        channel = Channel(socket.socket(fileno=channel_fd))
+        channel.send(Done())
+        threading.Thread(target=keeper.serve, args=(channel,), kwargs={"is_trainer": True}, daemon=True).start()
+        threading.Thread(target=_accept, args=(listener, keeper), daemon=True).start()
+        if pidfd >= 0:
+            threading.Thread(target=_watch, args=(pidfd, keeper), daemon=True).start()
+        keeper.wait_for_end()
+    finally:
+        with suppress(OSError):
+            path.unlink()
+            directory.rmdir()  # if it was the last one
+        os._exit(0)  # whatever a thread is doing: all that it has is memory

@@ -1,0 +1,222 @@
+"""`KeeperProcess`: the trainer's side of its keeper; `Visit`: a successor's side of one that has lost its trainer."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .._descriptor import Descriptor, anonymous_file
+from .._forks import in_child
+from .._writer_process.channel import Channel
+from .._writer_process.interpreter import environment, interpreter
+from ..errors import CheckpointError, ReadError, WriteError
+from .messages import Answer, Claim, Claimed, Content, End, Forget, Found, Keep, Look, Missing, Request, Take
+from .runtime_directory import connect, sockets_of
+
+if TYPE_CHECKING:
+    from .._memory.shared_buffer import SharedBuffer
+
+__all__ = ["KeeperProcess", "Visit", "visits"]
+
+_START_SECONDS = 60.0
+_ANSWER_SECONDS = 60.0  # it answers in a millisecond, where it has a core
+_DIGEST_SECONDS = 660.0  # a little more than it waits itself
+_END_SECONDS = 5.0
+_OUTPUT_TAIL = 4000  # bytes
+
+
+class KeeperProcess:
+    """A keeper, started at once.
+
+    Args:
+        directory: Of its socket.
+        job: What that is named by.
+        run: The run of the job.
+        seconds: How long it waits for a successor when this process is gone.
+
+    Raises:
+        WriteError: it cannot be started.
+    """
+
+    def __init__(self, directory: Path, job: str, run: str, seconds: float) -> None:
+        self._lock = threading.Lock()
+        self._output = Descriptor(anonymous_file("keeper"))
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self._popen = _start(theirs, self._output.number, [run, str(seconds), os.fspath(directory), job])
+        except OSError as error:
+            ours.close()
+            self._output.close()
+            raise WriteError(f"the keeper of states in memory cannot be started: {error}") from error
+        self._channel = Channel(ours)
+        in_child(self, KeeperProcess._let_go)
+        self._started = False
+
+    def _let_go(self) -> None:
+        """In a forked child: the process is its parent's."""
+        self._popen.returncode = 0  # it cannot be waited for here
+
+    def keep(self, state: Keep, buffer: SharedBuffer) -> None:
+        """Has a state kept; raises `WriteError`."""
+        self._ask(state, [buffer.fd])
+
+    def forget_all_but(self, kept: Sequence[str]) -> None:
+        """Has all other states forgotten: their buffers may be written to now. Raises `WriteError`."""
+        self._ask(Forget(tuple(kept)))
+
+    def end(self) -> None:
+        """Ends it, and gives its memory back. Idempotent."""
+        with suppress(WriteError):
+            self._ask(End())
+        try:
+            self._popen.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self._popen.wait(_END_SECONDS)
+        self._close()
+
+    def leave(self) -> None:
+        """Leaves it to a successor, as this process's death would. Idempotent."""
+        self._popen.returncode = 0  # nobody waits for it: it outlives this process
+        self._close()
+
+    def _close(self) -> None:
+        self._channel.close()
+        self._output.close()
+
+    def _ask(self, request: Request, fds: Sequence[int] = ()) -> None:
+        with self._lock:
+            try:
+                if not self._started:
+                    _receive(self._channel, _START_SECONDS)
+                    self._started = True
+                self._channel.send(request, fds, _ANSWER_SECONDS)
+                answer = _receive(self._channel, _ANSWER_SECONDS)
+            except (EOFError, OSError) as error:
+                raise WriteError(f"the keeper (pid {self._popen.pid}) has ended: {error}{self._said()}") from error
+        if isinstance(answer, Missing):
+            raise WriteError(f"the keeper (pid {self._popen.pid}) cannot keep a state: {answer.why}")
+
+    def _said(self) -> str:
+        """The end of its output."""
+        with suppress(OSError):
+            nbytes = os.fstat(self._output.number).st_size
+            said = os.pread(self._output.number, _OUTPUT_TAIL, max(0, nbytes - _OUTPUT_TAIL)).decode(errors="replace")
+            return f"; the end of its output:\n{said.strip()}" if said.strip() else ""
+        return ""
+
+
+class Visit:
+    """A connection to a keeper of a job that ran before.
+
+    Args:
+        connection: To it.
+
+    Attributes:
+        found: What it had when it was looked at.
+
+    Raises:
+        ReadError: it has ended.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._channel = Channel(connection)
+        self.found = self._look()
+
+    def claim(self, run: str) -> bool:
+        """Has it wait for this run of a job alone, as long as this connection is open; whether it does."""
+        answer = self._ask(Claim(run))
+        holds = isinstance(answer, Claimed) and answer.holds
+        if holds:  # it may have got a last one since
+            self.found = self._look()
+        return holds
+
+    def take(self, number: str) -> tuple[Content, int]:
+        """A state, and the descriptor of its buffer, which is the caller's to close.
+
+        Raises:
+            ReadError: it is not there any more.
+        """
+        self._channel.send(Take(number), timeout=_ANSWER_SECONDS)
+        try:
+            answer, fds = _receive_with(self._channel, _DIGEST_SECONDS)
+        except (EOFError, OSError) as error:
+            raise ReadError(f"a keeper (of the trainer {self.found.trainer}) has ended: {error}") from error
+        if not isinstance(answer, Content):
+            why = answer.why if isinstance(answer, Missing) else "it gave no answer"
+            raise ReadError(f"a keeper (of the trainer {self.found.trainer}) does not have the state: {why}")
+        return answer, fds[0]
+
+    def end(self) -> None:
+        """Ends the keeper, and gives its memory back."""
+        with suppress(CheckpointError):
+            self._ask(End())
+        self.close()
+
+    def close(self) -> None:
+        """Leaves the keeper as it is."""
+        self._channel.close()
+
+    def _look(self) -> Found:
+        found = self._ask(Look())
+        assert isinstance(found, Found)
+        return found
+
+    def _ask(self, request: Request) -> Answer:
+        try:
+            self._channel.send(request, timeout=_ANSWER_SECONDS)
+            return _receive(self._channel, _ANSWER_SECONDS)
+        except (EOFError, OSError) as error:
+            raise ReadError(f"a keeper has ended: {error}") from error
+
+
+def visits(directory: Path, job: str) -> list[Visit]:
+    """Connections to all keepers of a job on this machine, its own ones among them."""
+    found = []
+    for path in sockets_of(directory, job):
+        connection = connect(path)
+        if connection is not None:
+            with suppress(ReadError):  # it has just ended
+                found.append(Visit(connection))
+    return found
+
+
+def _receive(channel: Channel, timeout: float) -> Answer:
+    return _receive_with(channel, timeout)[0]
+
+
+def _receive_with(channel: Channel, timeout: float) -> tuple[Answer, list[int]]:
+    """The next message; raises `TimeoutError`, which is an `OSError`, if it does not come in time."""
+    if not channel.wait_readable(timeout):
+        raise TimeoutError(f"no answer in {timeout:g} s")
+    answer, fds = channel.receive()
+    return answer, fds
+
+
+def _start(theirs: socket.socket, output: int, arguments: list[str]) -> subprocess.Popen[bytes]:
+    """Starts the process, in a session of its own: a launcher kills the trainer's process group. Raises `OSError`."""
+    trainer = -1
+    with suppress(AttributeError, OSError):  # an older kernel, or a sandbox; then the socket alone tells of our end
+        trainer = os.pidfd_open(os.getpid())
+    numbers = [theirs.fileno(), trainer, os.getpid()]
+    try:
+        return subprocess.Popen(
+            [*interpreter(), f"{__package__}.keeper", *map(str, numbers), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=[fd for fd in (theirs.fileno(), trainer) if fd >= 0],
+            env=environment(devices=False),
+            start_new_session=True,
+        )
+    finally:
+        if trainer >= 0:
+            os.close(trainer)

@@ -1,0 +1,140 @@
+"""What is kept in memory as a checkpoint like any other: an index, and files that are in memory.
+
+So it is planned, read and verified as one on storage is: onto any number of ranks, and any sharding.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+
+from .._format.index_writer import encode
+from .._format.keys import item_key
+from .._format.layout import StoredItem, data_file_name, metadata_file_name
+from .._format.places import RankPlaces
+from .._storage.base import FileInfo, RangeReader, ReadTuning, Sink, Storage
+from .._storage.memory_read import MemoryReader
+from .._threads import cores
+from ..errors import WriteError
+from ..reader import TensorizerStorageReader
+from .kept_state import KeptItem, kept_items
+from .messages import Content
+
+__all__ = ["KeptCheckpoint", "KeptReader"]
+
+_SLICE = 1 << 20  # what is copied is hashed while it is in the processor's cache
+_OPTIONS = ("verify", "allow_pickle", "thread_count", "on_progress", "on_report")
+"""What readers of a checkpoint in memory take of the options of others."""
+
+
+class KeptCheckpoint(Storage):
+    """The kept states of ranks, as a checkpoint's directory. Nothing is written there.
+
+    Args:
+        path: For messages.
+        states: Of the ranks, each with the descriptor of its buffer, which is closed here. Of what several of them
+            have, the last one's is loaded.
+
+    Raises:
+        CheckpointError: an item cannot be described; names its key.
+        OSError: a buffer cannot be mapped.
+    """
+
+    def __init__(self, path: str, states: Sequence[tuple[Content, int]]) -> None:
+        self.path = self.location = path
+        self.reads = ReadTuning(max_threads=cores(), min_threads=cores(), slice_bytes=_SLICE)
+        self._files: dict[str, memoryview] = {}
+        metadata = Metadata({}, storage_meta=StorageMeta(save_id=states[0][0].state.head.id))
+        parts = [self._add(content, fd, metadata.state_dict_metadata) for content, fd in states]
+        record = states[0][0].state.head.record
+        self._files[metadata_file_name()] = memoryview(encode(metadata, parts, record=record))
+
+    def _add(self, content: Content, fd: int, known: dict[str, Any]) -> RankPlaces:
+        """Adds a rank's state; returns where everything is."""
+        state, head = content.state, content.state.head
+        names = [data_file_name(head.rank, number, head.id) for number in (0, 1)]
+        try:
+            memory = mmap.mmap(fd, state.nbytes, mmap.MAP_SHARED | _POPULATE, mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        self._files |= zip(names, (memoryview(memory), memoryview(state.inline)), strict=True)
+        places = {}
+        for item in kept_items(state):
+            _describe(item, known)
+            places[item_key(item.plan.index)] = _place(item, names, content)
+        return RankPlaces.of(head.rank, places, {name: self._files[name].nbytes for name in names})
+
+    def open(self, name: str) -> RangeReader:
+        return MemoryReader(self._files[name])
+
+    def read(self, name: str, most: int | None = None) -> bytes | None:
+        content = self._files.get(name)
+        return None if content is None else bytes(content[:most])
+
+    def head(self, name: str) -> int | None:
+        content = self._files.get(name)
+        return None if content is None else content.nbytes
+
+    def listing(self) -> tuple[list[FileInfo], list[str]]:
+        return [FileInfo(name, content.nbytes, None, None) for name, content in self._files.items()], []
+
+    def child(self, name: str) -> NoReturn:
+        raise WriteError(f"{self.path} has no directories")
+
+    def create(self, name: str, nbytes: int, *, sync: bool) -> Sink:
+        raise OSError(f"{self.path} cannot be written to")
+
+    def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True, save_id: str = "") -> None:
+        raise WriteError(f"{self.path} cannot be written to")
+
+    def remove(self, *names: str) -> None:
+        raise OSError(f"{self.path} cannot be written to")
+
+
+class KeptReader(TensorizerStorageReader):
+    """Loads a checkpoint that is kept in memory, on one rank by itself: with ``no_dist=True``.
+
+    Args:
+        checkpoint: In memory. It may lack what other hosts have, if this rank does not want it.
+        options: Of readers; those that make no sense here are left out.
+    """
+
+    def __init__(self, checkpoint: KeptCheckpoint, options: Mapping[str, Any]) -> None:
+        super().__init__("/", **{name: value for name, value in options.items() if name in _OPTIONS})
+        self._open = lambda path: checkpoint  # type: ignore[assignment]
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """As where ranks saved for themselves: what this rank wants has to be there, and no more than that."""
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **(kwargs | {"use_collectives": False}))
+
+
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # a page fault for each 4 KiB takes as long as to copy it
+
+
+def _describe(item: KeptItem, known: dict[str, Any]) -> None:
+    """Adds an item to the metadata of the state dict. Ranks may have the same ones."""
+    key, data = item.plan.index.fqn, item.plan.tensor_data
+    if data is None:
+        known.setdefault(key, BytesStorageMetadata())
+        return
+    tensor = known.setdefault(key, TensorStorageMetadata(data.properties, data.size, []))
+    if data.chunk not in tensor.chunks:
+        tensor.chunks.append(data.chunk)
+
+
+def _place(item: KeptItem, names: Sequence[str], content: Content) -> StoredItem:
+    """Where an item is, in the first file, a buffer, or the second one."""
+    if item.extent is None:
+        return StoredItem.empty(item.dtype, item.kind)
+    extent = content.state.extents[item.extent]
+    file, digests = names[extent.is_inline], content.digests[item.extent]
+    return StoredItem(file, item.name, extent.offset, extent.nbytes, item.dtype, item.kind, digests)

@@ -1,0 +1,160 @@
+"""What a trainer and a successor say to a keeper, and its answers: pickles between processes of one user."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .._format.index_rows import SaveRecord
+
+__all__ = [
+    "Answer",
+    "Claim",
+    "Claimed",
+    "Content",
+    "Done",
+    "End",
+    "Extent",
+    "Forget",
+    "Found",
+    "Keep",
+    "KeptHead",
+    "Look",
+    "Missing",
+    "Request",
+    "Take",
+]
+
+
+class Extent(NamedTuple):
+    """Where the bytes of a tensor or object are.
+
+    Attributes:
+        is_inline: In what came with the message; otherwise in the staging buffer.
+        offset: Of the first one.
+        nbytes: How many.
+    """
+
+    is_inline: bool
+    offset: int
+    nbytes: int
+
+
+class KeptHead(NamedTuple):
+    """What is to be known of a kept state before it is loaded.
+
+    Attributes:
+        id: The same on all ranks; 32 hexadecimal digits.
+        job: The run of a job that kept it: another one after each restart.
+        rank: Whose state it is.
+        world_size: How many ranks the job had.
+        record: What the index would say of the save.
+        parent_step: The step of the checkpoint that it goes on from; None if there is none.
+        folder: The device and the inode of the job's folder; None where it has none, or had not been made yet.
+    """
+
+    id: str
+    job: str
+    rank: int
+    world_size: int
+    record: SaveRecord
+    parent_step: int | None = None
+    folder: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """From the trainer, with the descriptor of a staging buffer: keep this state.
+
+    Attributes:
+        head: What it is.
+        nbytes: Of the buffer.
+        extents: Of all that is in it, for their digests.
+        description: What is where, for whoever loads it. A keeper does not look into it.
+        inline: The bytes of what is not in the buffer.
+    """
+
+    head: KeptHead
+    nbytes: int
+    extents: tuple[Extent, ...]
+    description: bytes
+    inline: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """From the trainer: keep none but these states. Their buffers are written to when this is answered."""
+
+    kept: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """From anybody: what is there?"""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is there.
+
+    Attributes:
+        job: The run of the job.
+        trainer: The process id of the trainer.
+        is_orphaned: The trainer is gone.
+        heads: Of the states that are kept, the oldest first.
+    """
+
+    job: str
+    trainer: int
+    is_orphaned: bool
+    heads: tuple[KeptHead, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """From a successor: wait for nobody but me, as long as this connection is open."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """Whether the claim holds; not if the trainer lives, or another job has claimed the keeper."""
+
+    holds: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """From a successor: a state, or the digests of what is in it alone."""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A kept state; the descriptor of its buffer comes with it. ``digests`` are as in `StoredItem`, one an extent."""
+
+    state: Keep
+    digests: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """From the trainer or a successor: nobody needs you any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """It is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """There is no such state, or what was asked cannot be done; says why."""
+
+    why: str
+
+
+Request = Keep | Forget | Look | Claim | Take | End
+Answer = Done | Found | Claimed | Content | Missing
