@@ -67,8 +67,7 @@ class StagedSave:
         abandoned: A later save has waited for this one to be taken, in vain. None waits for it again.
         distributed: It was staged by one of several ranks.
         stager: The thread that copies.
-        directory: The working directory when staging began, which relative paths of the save are relative to; None
-            where there is none.
+        directory: The working directory when staging began, or None: relative paths of the save are relative to it.
         started_at: ``time.time()`` when staging began.
         stage_seconds: The time that `stage` took.
         record: What the checkpoint's index will say of the save; None for nothing.

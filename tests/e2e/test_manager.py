@@ -157,8 +157,8 @@ def _save_replicas(rank, folder):
     staged_bytes = []
     stage = Stager.stage
 
-    def counted(self, *args):
-        staged = stage(self, *args)
+    def counted(self, *args, **options):
+        staged = stage(self, *args, **options)
         tensors = [*staged["model"].values(), staged["adam"].to_local()]
         staged_bytes.append(sum(tensor.nbytes for tensor in tensors if not tensor.is_meta))
         return staged
