@@ -85,6 +85,8 @@ class CheckpointManager:
             what it would have done without the manager.
         survive: Seconds that the newest states stay in this machine's memory when a rank has died. A job that is
             started again there within that time goes on from them. It costs memory; 0: nothing is kept.
+        survive_every: With ``survive`` and 3 buffers: keep also each step in memory that is a multiple of this, whether
+            or not a save is due.
         buffers: How many staging buffers there may be with ``survive``. 3: a step that is due while the save before it
             still runs is kept in memory alone, and training does not wait. 2: training waits for that save.
         process_group: The ranks, if not all of them.
@@ -112,6 +114,7 @@ class CheckpointManager:
         must_change: Sequence[str] = ("*",),
         stop_signals: Sequence[int] = (signal.SIGTERM,),
         survive: float = 0.0,
+        survive_every: int | None = None,
         buffers: int = 3,
         process_group: dist.ProcessGroup | None = None,
         reader_options: Mapping[str, Any] | None = None,
@@ -123,7 +126,7 @@ class CheckpointManager:
         self._rules = Retention.of(keep_latest, keep_every, keep_best, delete_after, delete_other_files)
         must_change = check_patterns("must_change", must_change)
         self._signals = StopSignals(stop_signals)
-        check_survival(survive, buffers, writer_options)
+        check_survival(survive, survive_every, buffers, writer_options)
         limits, self._max_failures = split_limits(writer_options.pop("limits", SaveLimits()))
         self._writer = TensorizerStorageWriter(folder, limits=limits, **writer_options)
         try:
@@ -137,7 +140,9 @@ class CheckpointManager:
         agreement, self._clock = Agreement(agreements), GoodputClock()
         saver, rules = self._writer.saver, self._rules if agreement.is_first else None
         self._survival = Survival(saver, self._folder, agreement, survive, buffers)
-        self._job = Job(self._folder, self._names, schedule, agreement, self._survival, saver.flushing, reader_options)
+        in_memory = None if survive_every is None else Schedule(survive_every, None)
+        where = self._folder, self._names, schedule, in_memory
+        self._job = Job(*where, agreement, self._survival, saver.flushing, reader_options)
         self._retaining = Retaining(self._folder, self._names, rules, saver.flushing, lambda: self._job.place)
         what = self._clock, must_change, self._retaining.after
         self._saves = self._job.saves = Saves(self._writer, group, agreement, *what, omits_replicas=not survive)

@@ -64,11 +64,13 @@ class _Held(NamedTuple):
         where: The checkpoint's directory, and its name.
         staged: The staged copy.
         record: What the index would say of it.
+        is_due: A save of it was due.
     """
 
     where: tuple[Storage, str]
     staged: StagedStateDict
     record: SaveRecord
+    is_due: bool
 
 
 class Saves:
@@ -167,28 +169,35 @@ class Saves:
         return save.future
 
     def hold(
-        self, storage: Storage, name: str, state: Mapping[str, Any], record: SaveRecord, on_staged: OnStaged
+        self,
+        storage: Storage,
+        name: str,
+        state: Mapping[str, Any],
+        record: SaveRecord,
+        on_staged: OnStaged,
+        *,
+        is_due: bool,
     ) -> None:
         """Stages a state that is not written unless `write_held` is called; takes what `start` takes."""
 
         def keep(staged: StagedStateDict) -> None:
-            self._held = _Held((storage, name), staged, record)
+            self._held = _Held((storage, name), staged, record, is_due)
             on_staged(staged)
 
         self._writer.saver.hold(self.part.of(state), keep)
 
     def write_held(self) -> None:
-        """Begins the save of the newest step, if that is in memory alone."""
+        """Begins the save of the newest step, if that is in memory alone and a save of it was due."""
         held, self.part = self._held, StatePart()
-        if held is not None:
+        if held is not None and held.is_due:
             with suppress(StagingError):  # the save says it
                 held.staged.staged_save.wait_copied()
             self.start(*held.where, dict(held.staged), held.record)  # not `items`, which ties it to a save
 
     @property
     def held_step(self) -> int | None:
-        """The newest step, if that is in memory alone."""
-        return None if self._held is None else self._held.record.step
+        """The newest step, if that is in memory alone and a save of it was due."""
+        return None if self._held is None or not self._held.is_due else self._held.record.step
 
     @property
     def is_busy(self) -> bool:
