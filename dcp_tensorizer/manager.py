@@ -296,7 +296,7 @@ class CheckpointManager:
             logger.warning("%s: step %d is in memory alone", self._folder.path, self._saves.held_step)
         self._signals.restore()
         self._writer.close(timeout)
-        self._survival.end()
+        self._survival.end(deadline)
         logger.info("%s: %s", self._folder.path, self.report())
         self._saves.wait(deadline)
         self._retaining.wait(deadline)

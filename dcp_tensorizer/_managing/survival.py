@@ -11,6 +11,7 @@ import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from typing import Any
 
 from .._format.index_rows import SaveRecord
@@ -19,11 +20,11 @@ from .._memory.shared_buffer import SharedBuffer
 from .._saving.saver import Saver
 from .._staging.stager import StagedStateDict
 from .._storage.base import Storage
-from .._survival.keeper_process import KeeperProcess, visits
+from .._survival.keeper_process import KeeperDied, KeeperProcess, visits
 from .._survival.kept_state import described
 from .._survival.messages import KeptHead
 from .._survival.runtime_directory import job_name, runtime_directory
-from .._threads import in_background
+from .._threads import NEVER, Deadline, in_background
 from ..errors import WriteError, describe
 from .agreement import Agreement
 from .place import Choice
@@ -82,7 +83,6 @@ class Survival:
         """
         if not self._is_on or self._has_begun:
             return
-        self._has_begun = True
         directory, job = runtime_directory(), job_name(self._folder.real_path)
         found = visits(directory, job)
         for visit in found:
@@ -92,8 +92,8 @@ class Survival:
         self._predecessors = Predecessors(self._folder, self._agreement, self.run, before)
         if problem := next(filter(None, self._agreement.gathered(self._predecessors.claim())), ""):
             self._predecessors.close()
-            self._is_on = False
             raise WriteError(f"{self._folder.path}: {problem}")
+        self._has_begun = True
         self._saver.engine.saves.spare_buffers = self._spares
         try:
             self._process = KeeperProcess(directory, job, self.run, self._seconds)
@@ -106,7 +106,7 @@ class Survival:
         if keeping is not None:
             error = keeping.exception()
             self._has_failed = error is not None
-            if isinstance(error, WriteError):  # of the keeper, which has ended
+            if isinstance(error, KeeperDied):
                 self._stop_keeping(str(error))
             elif error is not None:
                 logger.warning("a state is not kept in memory: %s", describe(error))
@@ -168,14 +168,20 @@ class Survival:
         self.settle()
         self._forget_all_but([])
 
-    def end(self) -> None:
-        """Ends the keeper, and gives the memory back. Idempotent."""
-        self.settle()
+    def end(self, deadline: Deadline = NEVER) -> None:
+        """Ends the keeper, and gives the memory back. Idempotent.
+
+        Args:
+            deadline: Of the waiting for what is being kept.
+        """
+        if self._keeping is not None:
+            wait_for([self._keeping], deadline.left)
         self._predecessors.end()
         process, self._process = self._process, None
         if process is not None:
-            process.end()
+            process.end(deadline)
         self._release(list(self._kept))
+        self._saver.engine.saves.spare_buffers = 1
 
     def leave(self) -> None:
         """Leaves what is kept to a later run: this one has failed. Idempotent."""

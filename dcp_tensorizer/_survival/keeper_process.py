@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from .._descriptor import Descriptor, anonymous_file
 from .._forks import in_child
+from .._threads import NEVER, Deadline
 from .._writer_process.channel import Channel
 from .._writer_process.interpreter import environment, interpreter
 from ..errors import CheckpointError, ReadError, WriteError
@@ -22,13 +23,18 @@ from .runtime_directory import connect, sockets_of
 if TYPE_CHECKING:
     from .._memory.shared_buffer import SharedBuffer
 
-__all__ = ["KeeperProcess", "Visit", "visits"]
+__all__ = ["KeeperDied", "KeeperProcess", "Visit", "visits"]
 
 _START_SECONDS = 60.0
 _ANSWER_SECONDS = 60.0  # it answers in a millisecond, where it has a core
 _DIGEST_SECONDS = 660.0  # a little more than it waits itself
 _END_SECONDS = 5.0
+_KILL_SECONDS = 0.5
 _OUTPUT_TAIL = 4000  # bytes
+
+
+class KeeperDied(WriteError):
+    """The keeper has ended, or does not answer."""
 
 
 class KeeperProcess:
@@ -64,23 +70,31 @@ class KeeperProcess:
         self._popen.returncode = 0  # it cannot be waited for here
 
     def keep(self, state: Keep, buffer: SharedBuffer) -> None:
-        """Has a state kept; raises `WriteError`."""
+        """Has a state kept; raises `WriteError`, and `KeeperDied` if no other will be."""
         self._ask(state, [buffer.fd])
 
     def forget_all_but(self, kept: Sequence[str]) -> None:
-        """Has all other states forgotten: their buffers may be written to now. Raises `WriteError`."""
+        """Has all other states forgotten: their buffers may be written to now. Raises `KeeperDied`."""
         self._ask(Forget(tuple(kept)))
 
-    def end(self) -> None:
-        """Ends it, and gives its memory back. Idempotent."""
-        with suppress(WriteError):
-            self._ask(End())
-        try:
-            self._popen.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
+    def end(self, deadline: Deadline = NEVER) -> None:
+        """Ends it, and gives its memory back; kills it, if it does not end in time. Idempotent.
+
+        It waits for no lock for longer: what it interrupts, as a signal's handler, may hold it.
+        """
+        if self._lock.acquire(timeout=deadline.within(_END_SECONDS)):
+            try:
+                with suppress(EOFError, OSError):
+                    self._channel.send(End(), timeout=deadline.within(_END_SECONDS))
+                    self._popen.wait(deadline.within(_END_SECONDS))
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                self._lock.release()
+        if self._popen.poll() is None:
             self._popen.kill()
             with suppress(subprocess.TimeoutExpired):
-                self._popen.wait(_END_SECONDS)
+                self._popen.wait(_KILL_SECONDS)
         self._close()
 
     def leave(self) -> None:
@@ -101,7 +115,7 @@ class KeeperProcess:
                 self._channel.send(request, fds, _ANSWER_SECONDS)
                 answer = _receive(self._channel, _ANSWER_SECONDS)
             except (EOFError, OSError) as error:
-                raise WriteError(f"the keeper (pid {self._popen.pid}) has ended: {error}{self._said()}") from error
+                raise KeeperDied(f"the keeper (pid {self._popen.pid}) has ended: {error}{self._said()}") from error
         if isinstance(answer, Missing):
             raise WriteError(f"the keeper (pid {self._popen.pid}) cannot keep a state: {answer.why}")
 
