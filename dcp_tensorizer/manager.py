@@ -139,7 +139,7 @@ class CheckpointManager:
             raise
         agreement, self._clock = Agreement(agreements), GoodputClock()
         saver, rules = self._writer.saver, self._rules if agreement.is_first else None
-        self._survival = Survival(saver, self._folder, agreement, survive, buffers)
+        self._survival = Survival(saver, self._folder, self._names.template, agreement, survive, buffers)
         in_memory = None if survive_every is None else Schedule(survive_every, None)
         where = self._folder, self._names, schedule, in_memory
         self._job = Job(*where, agreement, self._survival, saver.flushing, reader_options)
@@ -156,8 +156,8 @@ class CheckpointManager:
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if kind is not None and not (isinstance(error, SystemExit) and not error.code):
             self._survival.leave()
         with suppress(*() if kind is None else (CheckpointError,)):  # the block's own error is the one to raise
             self.close()
@@ -275,7 +275,8 @@ class CheckpointManager:
     def close(self, timeout: float | None = None) -> None:
         """Waits for the save under way and what comes after it, and ends the writer process. Idempotent.
 
-        A step that is in memory alone is saved before, unless there is a timeout. Nothing is kept in memory then.
+        A step that is in memory alone is saved before, unless there is a timeout: so every rank has to close. What is
+        kept in memory is given back, unless the last save has failed.
 
         Args:
             timeout: Seconds that this may take. Then the save under way is abandoned, and the checkpoint before stays.
@@ -290,15 +291,19 @@ class CheckpointManager:
             check_timeout(timeout, least=0)
         self._closed = True
         deadline = Deadline(timeout)
-        if timeout is None and not self._survival.has_left:
-            self._job.write_held()
-        elif self._saves.held_step is not None:
-            logger.warning("%s: step %d is in memory alone", self._folder.path, self._saves.held_step)
-        self._signals.restore()
-        self._writer.close(timeout)
-        self._survival.end(deadline)
+        try:
+            if timeout is None and not self._survival.has_left:
+                self._job.write_held()
+            elif self._saves.held_step is not None:
+                logger.warning("%s: step %d is in memory alone", self._folder.path, self._saves.held_step)
+        finally:
+            self._signals.restore()
+            self._writer.close(timeout)
+            self._saves.wait(deadline)
+            if self._saves.error is not None or self._saves.is_busy:  # what is in memory may be all that there is
+                self._survival.leave()
+            self._survival.end(deadline)
         logger.info("%s: %s", self._folder.path, self.report())
-        self._saves.wait(deadline)
         self._retaining.wait(deadline)
         self._saves.tell()
 

@@ -93,11 +93,11 @@ def decide(agreement: Agreement, vote: Vote) -> Decision:
         raise ValueError(f"the ranks save different steps, from {-lowest} to {highest}: all must be at the same")
     is_due = stop or force or is_due
     if not is_due:
-        action = Action.HOLD if is_due_in_memory else Action.NOTHING
+        action = Action.HOLD if is_due_in_memory and not ends else Action.NOTHING
     elif is_last:
         action = Action.JOIN
     elif is_there:
         action = Action.KEEP
     else:
-        action = Action.HOLD if is_busy and not (stop or force or must_write) else Action.SAVE
+        action = Action.HOLD if is_busy and not (stop or force or must_write or ends) else Action.SAVE
     return Decision(action, bool(stop), failures, bool(has_failed), bool(ends), bool(is_due))

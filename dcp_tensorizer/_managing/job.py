@@ -8,6 +8,7 @@ from typing import Any
 
 from .._saving.flushing import Flushing
 from .._storage.base import Storage
+from ..errors import ReadError
 from .agreement import Agreement
 from .catalogue import Step
 from .decision import Action, Decision, Vote, decide
@@ -100,6 +101,7 @@ class Job:
         Raises:
             CheckpointError: see `CheckpointManager.restore`.
         """
+        self.write_held()
         self.saves.wait()
         settle(self._flushing, self._agreement)
         self._survival.begin()
@@ -107,8 +109,13 @@ class Job:
         found = self._agreement.decided(lambda: choose(self._folder, self._names, step, fallback=fallback))
         place = None if step is not None else self._restore_from_memory(state, selection, found)
         if place is None:
-            self._survival.discard()
             place = self._restore_from_storage(state, selection, found)
+            if self._survival.has_touched and (place is None or not selection.strict):
+                raise ReadError(
+                    f"{self._folder.path}: the state in memory could not be loaded, and storage does not have all of "
+                    f"it. What is in the state now is of neither: make it anew, and restore again"
+                )
+            self._survival.discard()
         if place is None:
             return None
         self.place, restored = place
@@ -149,7 +156,7 @@ class Job:
             future: Future[str] = Future()
             future.set_result(self.path(step))
             return future
-        if action is Action.SAVE:
+        if action is Action.SAVE or not self.saves.is_busy:
             self.place.advance(self.saves.settled())  # staging would wait for that save, too
         if decision.is_due:
             self._schedule.mark(step)

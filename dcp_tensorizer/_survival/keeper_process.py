@@ -7,7 +7,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,14 +52,16 @@ class KeeperProcess:
 
     def __init__(self, directory: Path, job: str, run: str, seconds: float) -> None:
         self._lock = threading.Lock()
-        self._output = Descriptor(anonymous_file("keeper"))
-        ours, theirs = socket.socketpair()
         try:
-            with theirs:
-                self._popen = _start(theirs, self._output.number, [run, str(seconds), os.fspath(directory), job])
+            with ExitStack() as undo:
+                self._output = Descriptor(anonymous_file("keeper"))
+                undo.callback(self._output.close)
+                ours, theirs = socket.socketpair()
+                undo.callback(ours.close)
+                with theirs:
+                    self._popen = _start(theirs, self._output.number, [run, str(seconds), os.fspath(directory), job])
+                undo.pop_all()
         except OSError as error:
-            ours.close()
-            self._output.close()
             raise WriteError(f"the keeper of states in memory cannot be started: {error}") from error
         self._channel = Channel(ours)
         in_child(self, KeeperProcess._let_go)
@@ -96,6 +98,12 @@ class KeeperProcess:
             with suppress(subprocess.TimeoutExpired):
                 self._popen.wait(_KILL_SECONDS)
         self._close()
+
+    def kill(self) -> None:
+        """Ends it at once, whatever it does."""
+        self._popen.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(_KILL_SECONDS)
 
     def leave(self) -> None:
         """Leaves it to a successor, as this process's death would. Idempotent."""
@@ -143,7 +151,11 @@ class Visit:
 
     def __init__(self, connection: socket.socket) -> None:
         self._channel = Channel(connection)
-        self.found = self._look()
+        try:
+            self.found = self._look()
+        except BaseException:
+            self._channel.close()
+            raise
 
     def claim(self, run: str) -> bool:
         """Has it wait for this run of a job alone, as long as this connection is open; whether it does."""
@@ -152,6 +164,11 @@ class Visit:
         if holds:  # it may have got a last one since
             self.found = self._look()
         return holds
+
+    def forget_all_but(self, number: str) -> None:
+        """Has all other states forgotten. A keeper that has ended has done so."""
+        with suppress(CheckpointError):
+            self._ask(Forget((number,)))
 
     def take(self, number: str) -> tuple[Content, int]:
         """A state, and the descriptor of its buffer, which is the caller's to close.
@@ -198,7 +215,7 @@ def visits(directory: Path, job: str) -> list[Visit]:
     for path in sockets_of(directory, job):
         connection = connect(path)
         if connection is not None:
-            with suppress(ReadError):  # it has just ended
+            with suppress(Exception):  # it has just ended, or is of another version and not understood
                 found.append(Visit(connection))
     return found
 

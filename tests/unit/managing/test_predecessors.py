@@ -15,7 +15,7 @@ FOLDER = (1, 2)
 
 def head(step: int, parent: str | None, parent_step: int | None) -> KeptHead:
     record = SaveRecord(step, parent, BRANCH, {}, "run")
-    return KeptHead("0" * 32, "run", 0, 1, record, parent_step, FOLDER)
+    return KeptHead("0" * 32, 1, "run", 0, 1, record, parent_step, FOLDER)
 
 
 def saved(step: int, save_id: str, job: str = "run", branch: tuple[tuple[str, int], ...] = BRANCH) -> Step:

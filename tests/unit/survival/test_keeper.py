@@ -34,7 +34,7 @@ SIZE = 4096
 
 
 def state(number: str) -> Keep:
-    head = KeptHead(number, "run", 0, 1, SaveRecord(1, None, (), {}))
+    head = KeptHead(number, 1, "run", 0, 1, SaveRecord(1, None, (), {}))
     extents = (Extent(is_inline=False, offset=64, nbytes=100), Extent(is_inline=True, offset=0, nbytes=3))
     return Keep(head, SIZE, extents, b"what is where", b"abc")
 

@@ -26,7 +26,7 @@ def kept(state: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> tuple[
     staged = Stager().stage(dict(state))
     buffer = staged.staged_save.buffer
     assert buffer is not None
-    head = KeptHead("0" * 32, "run", rank, world_size, SaveRecord(1, None, (), {}))
+    head = KeptHead("0" * 32, 1, "run", rank, world_size, SaveRecord(1, None, (), {}))
     held = _Kept(described(head, staged, buffer), os.dup(buffer.fd))
     held.take_digests()
     content = Content(held.state, held.digests.result())
