@@ -141,8 +141,8 @@ class CheckpointManager:
         saver, rules = self._writer.saver, self._rules if agreement.is_first else None
         self._survival = Survival(saver, self._folder, self._names.template, agreement, survive, buffers)
         in_memory = None if survive_every is None else Schedule(survive_every, None)
-        where = self._folder, self._names, schedule, in_memory
-        self._job = Job(*where, agreement, self._survival, saver.flushing, reader_options)
+        steps = self._folder, self._names, schedule, in_memory
+        self._job = Job(*steps, agreement, self._survival, saver.flushing, reader_options)
         self._retaining = Retaining(self._folder, self._names, rules, saver.flushing, lambda: self._job.place)
         what = self._clock, must_change, self._retaining.after
         self._saves = self._job.saves = Saves(self._writer, group, agreement, *what, omits_replicas=not survive)
@@ -302,7 +302,7 @@ class CheckpointManager:
             self._saves.wait(deadline)
             if self._saves.error is not None or self._saves.is_busy:  # what is in memory may be all that there is
                 self._survival.leave()
-            self._survival.end(deadline)
+            self._survival.end(deadline, has_saved=self._saves.has_saved)
         logger.info("%s: %s", self._folder.path, self.report())
         self._retaining.wait(deadline)
         self._saves.tell()

@@ -237,6 +237,11 @@ class Saves:
         assert self._last is not None
         return self._last.future
 
+    @property
+    def has_saved(self) -> bool:
+        """Whether the last save is committed."""
+        return self._last is not None and self._last.saved is not None
+
     def settled(self) -> Step | None:
         """The checkpoint of the last save, when that is over; None if it failed, or there was none."""
         if self._last is None:

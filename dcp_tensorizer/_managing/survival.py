@@ -181,16 +181,18 @@ class Survival:
         self._is_new = self._has_failed = False
         self._forget_all_but([])
 
-    def end(self, deadline: Deadline = NEVER) -> None:
+    def end(self, deadline: Deadline = NEVER, *, has_saved: bool = False) -> None:
         """Ends the keeper, and gives the memory back. Idempotent.
-
-        Those of runs before are left as they are: as long as they are there, this run has kept nothing in their place.
 
         Args:
             deadline: Of the waiting for what is being kept.
+            has_saved: The newest step of this run is on storage. Otherwise what runs before have kept, and nothing of
+                this run has replaced, is left as it is.
         """
         if self._keeping is not None:
             wait_for([self._keeping], deadline.left)
+        if has_saved:
+            self._predecessors.end()
         self._predecessors.close()
         process, self._process = self._process, None
         if process is not None:
