@@ -85,6 +85,8 @@ class CheckpointManager:
             what it would have done without the manager.
         survive: Seconds that the newest states stay in this machine's memory when a rank has died. A job that is
             started again there within that time goes on from them. It costs memory; 0: nothing is kept.
+        survive_every: With ``survive`` and 3 buffers: keep also each step in memory that is a multiple of this, whether
+            or not a save is due.
         buffers: How many staging buffers there may be with ``survive``. 3: a step that is due while the save before it
             still runs is kept in memory alone, and training does not wait. 2: training waits for that save.
         process_group: The ranks, if not all of them.
@@ -112,6 +114,7 @@ class CheckpointManager:
         must_change: Sequence[str] = ("*",),
         stop_signals: Sequence[int] = (signal.SIGTERM,),
         survive: float = 0.0,
+        survive_every: int | None = None,
         buffers: int = 3,
         process_group: dist.ProcessGroup | None = None,
         reader_options: Mapping[str, Any] | None = None,
@@ -123,7 +126,7 @@ class CheckpointManager:
         self._rules = Retention.of(keep_latest, keep_every, keep_best, delete_after, delete_other_files)
         must_change = check_patterns("must_change", must_change)
         self._signals = StopSignals(stop_signals)
-        check_survival(survive, buffers, writer_options)
+        check_survival(survive, survive_every, buffers, writer_options)
         limits, self._max_failures = split_limits(writer_options.pop("limits", SaveLimits()))
         self._writer = TensorizerStorageWriter(folder, limits=limits, **writer_options)
         try:
@@ -136,8 +139,10 @@ class CheckpointManager:
             raise
         agreement, self._clock = Agreement(agreements), GoodputClock()
         saver, rules = self._writer.saver, self._rules if agreement.is_first else None
-        self._survival = Survival(saver, self._folder, agreement, survive, buffers)
-        self._job = Job(self._folder, self._names, schedule, agreement, self._survival, saver.flushing, reader_options)
+        self._survival = Survival(saver, self._folder, self._names.template, agreement, survive, buffers)
+        in_memory = None if survive_every is None else Schedule(survive_every, None)
+        steps = self._folder, self._names, schedule, in_memory
+        self._job = Job(*steps, agreement, self._survival, saver.flushing, reader_options)
         self._retaining = Retaining(self._folder, self._names, rules, saver.flushing, lambda: self._job.place)
         what = self._clock, must_change, self._retaining.after
         self._saves = self._job.saves = Saves(self._writer, group, agreement, *what, omits_replicas=not survive)
@@ -151,8 +156,8 @@ class CheckpointManager:
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if kind is not None and not (isinstance(error, SystemExit) and not error.code):
             self._survival.leave()
         with suppress(*() if kind is None else (CheckpointError,)):  # the block's own error is the one to raise
             self.close()
@@ -270,7 +275,8 @@ class CheckpointManager:
     def close(self, timeout: float | None = None) -> None:
         """Waits for the save under way and what comes after it, and ends the writer process. Idempotent.
 
-        A step that is in memory alone is saved before, unless there is a timeout. Nothing is kept in memory then.
+        A step that is in memory alone is saved before, unless there is a timeout: so every rank has to close. What is
+        kept in memory is given back, unless the last save has failed.
 
         Args:
             timeout: Seconds that this may take. Then the save under way is abandoned, and the checkpoint before stays.
@@ -285,15 +291,19 @@ class CheckpointManager:
             check_timeout(timeout, least=0)
         self._closed = True
         deadline = Deadline(timeout)
-        if timeout is None and not self._survival.has_left:
-            self._job.write_held()
-        elif self._saves.held_step is not None:
-            logger.warning("%s: step %d is in memory alone", self._folder.path, self._saves.held_step)
-        self._signals.restore()
-        self._writer.close(timeout)
-        self._survival.end()
+        try:
+            if timeout is None and not self._survival.has_left:
+                self._job.write_held()
+            elif self._saves.held_step is not None:
+                logger.warning("%s: step %d is in memory alone", self._folder.path, self._saves.held_step)
+        finally:
+            self._signals.restore()
+            self._writer.close(timeout)
+            self._saves.wait(deadline)
+            if self._saves.error is not None or self._saves.is_busy:  # what is in memory may be all that there is
+                self._survival.leave()
+            self._survival.end(deadline, has_saved=self._saves.has_saved)
         logger.info("%s: %s", self._folder.path, self.report())
-        self._saves.wait(deadline)
         self._retaining.wait(deadline)
         self._saves.tell()
 

@@ -1,12 +1,14 @@
 """A job that saves while it trains is killed in the middle of a save, and goes on as if nothing had happened.
 
-``python -m examples.demo``, or ``make demo``. The job is that of `examples.training`; it runs five times:
+``python -m examples.demo``, or ``make demo``. The job is that of `examples.training`; it runs seven times:
 
 1. undisturbed: what the losses should be;
 2. with a save every few steps, until all of its processes are killed in the middle of one;
 3. resumed from the newest whole checkpoint on as many ranks: the losses must be those of 1, to the last bit;
 4. resumed on fewer ranks: the same, but for the order in which gradients are added up;
-5. undisturbed on fewer ranks: what that order does by itself.
+5. undisturbed on fewer ranks: what that order does by itself;
+6. with each step kept in memory, until all of its processes are killed between two saves;
+7. resumed from memory: the newest step, and not that of the last save; the losses must be those of 1.
 
 What it leaves is in ``demo-output/``.
 """
@@ -29,17 +31,19 @@ import torch
 from torch.multiprocessing.spawn import ProcessContext, ProcessException, spawn
 
 from .model import ByteTransformer
-from .record import Event, Run, Saving, Table, largest_difference
+from .record import Event, Run, Saving, Stepped, Table, largest_difference
 from .training import Job, train
 
 __all__ = ["Runs", "main"]
 
 _OUTPUT = Path("demo-output")
 _CHECKPOINTS = _OUTPUT / "checkpoints"
+_SURVIVED = _OUTPUT / "survived"
 _PICTURE = _OUTPUT / "demo.png"
 _STEPS = 30
 _SAVE_EVERY = 6
 _KILL_AT = 18  # the step whose save is never finished
+_KILL_AFTER = 17  # the step after which a run is killed that keeps its states in memory: its last save is of step 12
 _RANKS, _FEWER = 3, 2
 # On fewer ranks the losses may differ by this many times what the changed order of additions makes by itself, which
 # is about 1e-6. For scale: resuming with a fresh optimizer makes 1e-1, and without the first moments of one matrix
@@ -52,13 +56,15 @@ class DemoError(Exception):
 
 
 class Runs(NamedTuple):
-    """The five runs, in their order."""
+    """The seven runs, in their order."""
 
     undisturbed: Run
     killed: Run
     resumed: Run
     resumed_on_fewer: Run
     undisturbed_on_fewer: Run
+    killed_between_saves: Run
+    resumed_from_memory: Run
 
 
 def main() -> None:
@@ -66,6 +72,7 @@ def main() -> None:
     started = time.monotonic()
     shutil.rmtree(_OUTPUT, ignore_errors=True)
     _CHECKPOINTS.mkdir(parents=True)
+    _SURVIVED.mkdir()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_OUTPUT.resolve() / "torch")  # torch would make one in /tmp
     try:
         runs = _run_all()
@@ -93,6 +100,14 @@ def _run_all() -> Runs:
         _launch(f"3. {where} on {_RANKS} ranks", _RANKS, resumes=True),
         _launch(f"4. {where} on {_FEWER} ranks", _FEWER, resumes=True, saves=True),
         _launch(f"5. Undisturbed, on {_FEWER} ranks", _FEWER),
+        _launch(
+            f"6. Each step kept in memory, saving every {_SAVE_EVERY} steps, until it is killed",
+            _RANKS,
+            saves=True,
+            kill_after=_KILL_AFTER,
+            checkpoints=_SURVIVED,
+        ),
+        _launch(f"7. Resumed from memory, on {_RANKS} ranks", _RANKS, resumes=True, checkpoints=_SURVIVED),
     )
 
 
@@ -110,12 +125,23 @@ def _introduce() -> None:
 # --- running -------------------------------------------------------------------------------------------------------
 
 
-def _launch(name: str, ranks: int, *, resumes: bool = False, saves: bool = False, kill_at: int | None = None) -> Run:
-    """Runs the job on so many processes, to its end or until it is killed."""
+def _launch(
+    name: str,
+    ranks: int,
+    *,
+    resumes: bool = False,
+    saves: bool = False,
+    kill_at: int | None = None,
+    kill_after: int | None = None,
+    checkpoints: Path = _CHECKPOINTS,
+) -> Run:
+    """Runs the job on so many processes, to its end or until it is killed: in the save of a step, or after a step."""
     run = Run(name, ranks)
     table = Table(run, saves=saves, every=_SAVE_EVERY)
     rendezvous = _OUTPUT / "rendezvous"
-    job = Job(_STEPS, rendezvous, _CHECKPOINTS if saves or resumes else None, _SAVE_EVERY if saves else 0)
+    survives = checkpoints == _SURVIVED
+    where = checkpoints if saves or resumes else None
+    job = Job(_STEPS, rendezvous, where, _SAVE_EVERY if saves or survives else 0, survives)
     receiving, sending = Pipe(duplex=False)
     context = spawn(train, args=(ranks, job, sending), nprocs=ranks, join=False)
     sending.close()  # so that the pipe ends when the ranks have ended
@@ -126,6 +152,10 @@ def _launch(name: str, ranks: int, *, resumes: bool = False, saves: bool = False
             if isinstance(event, Saving) and event.step == kill_at:
                 table.show_kill(event.step, _kill_in_mid_save(context, _CHECKPOINTS / f"step-{kill_at:06}"))
                 run.killed_in_save = kill_at
+                break
+            if isinstance(event, Stepped) and event.step == kill_after:
+                _kill(context)
+                table.show_death(event.step)
                 break
     finally:
         for process in context.processes:
@@ -158,18 +188,23 @@ def _kill_in_mid_save(context: ProcessContext, checkpoint: Path) -> str:
     children = psutil.Process().children(recursive=True)
     writers = [child for child in children if "dcp_tensorizer._writer_process.worker" in child.cmdline()]
     _wait_until(lambda: any(checkpoint.glob("*.tensors")), f"nothing is written to {checkpoint}")
-    for pid in context.pids():
-        os.kill(pid, signal.SIGKILL)
-    for process in context.processes:
-        process.join()
-        if process.exitcode != -signal.SIGKILL:
-            raise DemoError(f"a rank ended with exit code {process.exitcode} before it could be killed")
+    _kill(context)
     # Nobody kills the writer processes: they have to see by themselves that their trainers are gone.
     _wait_until(lambda: not any(map(_runs, writers)), f"writer processes have outlived their trainers: {writers}")
     if (checkpoint / ".metadata").exists():
         raise DemoError(f"{checkpoint} was committed before the kill: the save was too fast for this demo")
     files = len(list(checkpoint.glob("*.tensors")))
     return f"{checkpoint.name}: {files} of {len(writers)} data files, no .metadata, and no process that writes"
+
+
+def _kill(context: ProcessContext) -> None:
+    """Kills all ranks."""
+    for pid in context.pids():
+        os.kill(pid, signal.SIGKILL)
+    for process in context.processes:
+        process.join()
+        if process.exitcode != -signal.SIGKILL:
+            raise DemoError(f"a rank ended with exit code {process.exitcode} before it could be killed")
 
 
 def _wait_until(condition: Callable[[], bool], failure: str, seconds: float = 30) -> None:
@@ -202,6 +237,20 @@ def _check(runs: Runs) -> None:
     _check_identical(runs.killed, runs.undisturbed)
     _check_identical(runs.resumed, runs.undisturbed)
     _check_close(runs)
+    _check_memory(runs)
+
+
+def _check_memory(runs: Runs) -> None:
+    killed, resumed = runs.killed_between_saves, runs.resumed_from_memory
+    last, saved = max(killed.losses), max(killed.saved, default=0)
+    if resumed.loaded is None or resumed.loaded.step < last - 2:  # the last one was being staged
+        raise DemoError(f"{resumed.name}: killed after step {last}, and went on from {resumed.loaded}")
+    if any(resumed.losses[step] != runs.undisturbed.losses[step] for step in resumed.losses):
+        raise DemoError(f"{resumed.name}: the losses differ from the undisturbed ones")
+    print(
+        f"   ok  killed after step {last}, resumed from memory at step {resumed.loaded.step} "
+        f"(storage alone: step {saved}): losses = undisturbed ones, bit for bit"
+    )
 
 
 def _check_state(killed: Run, resumed: Run) -> None:

@@ -42,9 +42,10 @@ def draw(runs: Runs, path: Path) -> None:
     """Writes the picture as a PNG."""
     with mpl.rc_context(_STYLE):
         figure, (lanes, losses, differences) = plt.subplots(
-            3, 1, figsize=(9, 8), height_ratios=(0.9, 3, 1.5), sharex=True, layout="constrained"
+            3, 1, figsize=(9, 8.4), height_ratios=(1.3, 3, 1.5), sharex=True, layout="constrained"
         )
         _draw_lanes(lanes, runs.killed, runs.resumed_on_fewer)
+        _draw_memory(lanes, runs.killed_between_saves, runs.resumed_from_memory)
         _draw_losses(losses, runs)
         _draw_differences(differences, runs)
         for axes in (lanes, losses):
@@ -71,11 +72,23 @@ def _draw_lanes(axes: Axes, killed: Run, resumed: Run) -> None:
     arrow = {"arrowstyle": "-|>", "color": _ORANGE, "linewidth": 2, "shrinkA": 7, "shrinkB": 0, "mutation_scale": 14}
     axes.annotate("", (start, -0.04), (start, 1), arrowprops=arrow)
     axes.text(start - 0.4, 0, f"resumed from step {start}", color=_ORANGE, ha="right", va="center")
-    axes.set_yticks([1, 0], [f"{killed.ranks} ranks", f"{resumed.ranks} ranks"])
-    axes.set_ylim(-0.4, 1.6)
+    axes.set_yticks([1, 0, -1], [f"{killed.ranks} ranks", f"{resumed.ranks} ranks", "in memory"])
+    axes.set_ylim(-1.5, 1.6)
     axes.tick_params(length=0, labelbottom=False)
     axes.spines[["left", "bottom"]].set_visible(False)
     axes.set_title("Killed during a save, then resumed from the newest complete checkpoint")
+
+
+def _draw_memory(axes: Axes, killed: Run, resumed: Run) -> None:
+    """The run that keeps each step in memory, and the one that goes on from there."""
+    assert resumed.loaded is not None
+    start, end, saved = resumed.loaded.step, _kill(killed), max(killed.saved, default=0)
+    axes.hlines(-1, 0, end, color=_BLUE, linewidth=3)
+    axes.hlines(-1.25, start, max(resumed.losses), color=_ORANGE, linewidth=3)
+    axes.plot(list(killed.saved), [-1] * len(killed.saved), **_circle(_BLUE), linestyle="none")
+    axes.plot([end], [-1], "X", color=_RED, markersize=12, markeredgecolor="white", zorder=5)
+    what = f"killed between saves, resumed from step {start} in memory\n(storage alone: from step {saved})"
+    axes.text(end + 0.6, -0.9, what, color=_ORANGE, va="center")
 
 
 def _draw_losses(axes: Axes, runs: Runs) -> None:

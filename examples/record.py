@@ -127,6 +127,10 @@ class Table:
         self._row(step, f"{self._stall(step)}  SIGKILL to every rank, in mid-save")
         self._print(f"   left of {what_is_left}")
 
+    def show_death(self, step: int) -> None:
+        """Shows that the run was killed after a step, between two saves."""
+        self._row(step, "  SIGKILL to every rank, between two saves")
+
     def _stall(self, step: int) -> str:
         return f"  {self._run.saving[step].stall * 1e3:5.0f} ms"
 

@@ -35,6 +35,7 @@ __all__ = ["Job", "train"]
 _BATCH = 6  # windows of text in a step, over all ranks: 3 ranks take 2 each, 2 ranks take 3
 _LEARNING_RATE = 1e-3
 _SEED = 0
+_SURVIVE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class Job:
     """The folder for checkpoints; None: neither save nor resume."""
     save_every: int = 0
     """Steps between two saves; 0: save nothing."""
+    survives: bool = False
+    """Keep each step in memory, for a run after this one."""
 
 
 class App(Stateful):
@@ -98,7 +101,7 @@ def train(rank: int, world: int, job: Job, connection: Connection) -> None:
     dist.init_process_group("gloo", init_method=f"file://{job.rendezvous.resolve()}", rank=rank, world_size=world)
     report = Reporter(connection if rank == 0 else None)
     app = build(world)
-    with nullcontext() if job.checkpoints is None else open_manager(job.checkpoints, job.save_every) as manager:
+    with nullcontext() if job.checkpoints is None else open_manager(job) as manager:
         if manager is not None:
             load(app, manager, report)
         for loss in steps(app, job.steps, rank, world):
@@ -108,10 +111,16 @@ def train(rank: int, world: int, job: Job, connection: Connection) -> None:
     dist.destroy_process_group()
 
 
-def open_manager(folder: Path, save_every: int) -> CheckpointManager:
+def open_manager(job: Job) -> CheckpointManager:
     """The manager of a job's checkpoints. To be closed before ``destroy_process_group``."""
+    assert job.checkpoints is not None
     return CheckpointManager(
-        folder, name="step-{:06}", save_every=save_every or None, reader_options={"on_progress": LoadingBar()}
+        job.checkpoints,
+        name="step-{:06}",
+        save_every=job.save_every or None,
+        survive=_SURVIVE_SECONDS if job.survives else 0,
+        survive_every=1 if job.survives else None,
+        reader_options={"on_progress": LoadingBar()},
     )
 
 

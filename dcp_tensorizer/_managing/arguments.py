@@ -80,17 +80,20 @@ def split_limits(limits: object) -> tuple[SaveLimits, int | None]:
     return dataclasses.replace(limits, max_consecutive_failures=None), limits.max_consecutive_failures
 
 
-def check_survival(seconds: object, buffers: object, writer_options: Mapping[str, Any]) -> None:
-    """Checks how long states are to be kept in memory, and in how many buffers.
+def check_survival(seconds: object, every: object, buffers: object, writer_options: Mapping[str, Any]) -> None:
+    """Checks how long states are to be kept in memory, which of them, and in how many buffers.
 
     Raises:
         TypeError: they are no numbers.
         ValueError: they make no sense, or not together with the writer's options.
     """
     check_timeout(seconds, least=0, name="survive")
+    check_count("survive_every", every, optional=True)
     check_count("buffers", buffers)
     if buffers not in (2, 3):
         raise ValueError(f"buffers={buffers!r} must be 2 or 3: one is written, and another one has the newest state")
+    if every is not None and not (seconds and buffers == 3):
+        raise ValueError("survive_every needs survive= and 3 buffers: it keeps steps beside a save that runs")
     if seconds and writer_options.get("staging", "buffer") == "shared":
         raise ValueError(
             "survive and staging='shared' exclude each other: what is not copied is gone with the process that has it"

@@ -21,7 +21,7 @@ class Action(enum.Enum):
     KEEP = enum.auto()
     """It was there already."""
     HOLD = enum.auto()
-    """It is kept in memory alone, because the save before it still runs."""
+    """It is kept in memory alone: no save is due, or the save before it still runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ class Vote:
         failures: * How many saves have failed in a row.
         must_write: It wants the step on storage, if it is due.
         is_busy: The save before still runs, and this step could be held in memory alone.
+        is_due_in_memory: The step is to be held in memory, also if no save is due.
         has_failed: The newest state could not be kept in memory.
         ends: It keeps no states in memory any more.
     """
@@ -51,6 +52,7 @@ class Vote:
     failures: int
     must_write: bool = False
     is_busy: bool = False
+    is_due_in_memory: bool = False
     has_failed: bool = False
     ends: bool = False
 
@@ -63,6 +65,7 @@ class Decision(NamedTuple):
         stopping: Any rank has been told to stop.
         failures: How many saves have failed in a row.
         has_failed, ends: As in a `Vote`, of any rank.
+        is_due: A save is due, or was asked for.
     """
 
     action: Action
@@ -70,6 +73,7 @@ class Decision(NamedTuple):
     failures: int
     has_failed: bool
     ends: bool
+    is_due: bool
 
 
 def decide(agreement: Agreement, vote: Vote) -> Decision:
@@ -81,18 +85,19 @@ def decide(agreement: Agreement, vote: Vote) -> Decision:
     """
     first = agreement.is_first
     known = (vote.is_due, vote.is_last, vote.is_there, vote.failures) if first else (0, 0, 0, 0)
-    memory = vote.must_write, vote.is_busy, vote.has_failed, vote.ends
-    stop, force, highest, lowest, is_due, is_last, is_there, failures, must_write, is_busy, has_failed, ends = (
-        agreement.largest(vote.stop, vote.force, vote.step, -vote.step, *known, *memory)
-    )
+    memory = vote.must_write, vote.is_busy, vote.is_due_in_memory, vote.has_failed, vote.ends
+    numbers = agreement.largest(vote.stop, vote.force, vote.step, -vote.step, *known, *memory)
+    stop, force, highest, lowest, is_due, is_last, is_there, failures = numbers[:8]
+    must_write, is_busy, is_due_in_memory, has_failed, ends = numbers[8:]
     if highest != -lowest:
         raise ValueError(f"the ranks save different steps, from {-lowest} to {highest}: all must be at the same")
-    if not (stop or force or is_due):
-        action = Action.NOTHING
+    is_due = stop or force or is_due
+    if not is_due:
+        action = Action.HOLD if is_due_in_memory and not ends else Action.NOTHING
     elif is_last:
         action = Action.JOIN
     elif is_there:
         action = Action.KEEP
     else:
-        action = Action.HOLD if is_busy and not (stop or force or must_write) else Action.SAVE
-    return Decision(action, bool(stop), failures, bool(has_failed), bool(ends))
+        action = Action.HOLD if is_busy and not (stop or force or must_write or ends) else Action.SAVE
+    return Decision(action, bool(stop), failures, bool(has_failed), bool(ends), bool(is_due))

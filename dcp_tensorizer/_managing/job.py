@@ -8,6 +8,7 @@ from typing import Any
 
 from .._saving.flushing import Flushing
 from .._storage.base import Storage
+from ..errors import ReadError
 from .agreement import Agreement
 from .catalogue import Step
 from .decision import Action, Decision, Vote, decide
@@ -29,6 +30,7 @@ class Job:
         folder: Of the checkpoints.
         names: Of their directories.
         schedule: When a save is due.
+        memory_schedule: When a step is to be held in memory, due or not; None: never.
         agreement: Of all ranks.
         survival: What is kept in memory.
         flushing: Of the local folder, if there is one.
@@ -46,6 +48,7 @@ class Job:
         folder: Storage,
         names: StepNames,
         schedule: Schedule,
+        memory_schedule: Schedule | None,
         agreement: Agreement,
         survival: Survival,
         flushing: Flushing | None,
@@ -55,6 +58,7 @@ class Job:
         self._folder = folder
         self._names = names
         self._schedule = schedule
+        self._memory_schedule = memory_schedule
         self._agreement = agreement
         self._survival = survival
         self._flushing = flushing
@@ -81,12 +85,15 @@ class Job:
             settle(self._flushing, self._agreement)
             self.place = self._agreement.decided(lambda: begin(self._folder, self._names, step))
         saves, is_there, is_due = self.saves, step in self.place.numbers, self._schedule.is_due(step)
-        memory = must_write, self._survival.holds and saves.is_busy, *self._survival.settle()
+        has_failed, ends = self._survival.settle()
+        holds, of_memory = self._survival.holds, self._memory_schedule
+        is_due_in_memory = holds and of_memory is not None and of_memory.is_due(step)
+        memory = must_write, holds and saves.is_busy, is_due_in_memory, has_failed, ends
         known = is_due, saves.is_last(step), is_there, saves.failures
         decision = decide(self._agreement, Vote(step, stop, force, *known, *memory))
         self._survival.advance(has_failed=decision.has_failed, ends=decision.ends)
         saves.check(decision.failures, max_failures)
-        return decision, self._act(decision.action, step, state, metrics)
+        return decision, self._act(decision, step, state, metrics)
 
     def restore(self, state: dict[str, Any], selection: Selection, step: int | None, *, fallback: bool) -> int | None:
         """Loads the newest state, or the checkpoint of a step; returns the step, or None if there is nothing.
@@ -94,6 +101,7 @@ class Job:
         Raises:
             CheckpointError: see `CheckpointManager.restore`.
         """
+        self.write_held()
         self.saves.wait()
         settle(self._flushing, self._agreement)
         self._survival.begin()
@@ -101,15 +109,22 @@ class Job:
         found = self._agreement.decided(lambda: choose(self._folder, self._names, step, fallback=fallback))
         place = None if step is not None else self._restore_from_memory(state, selection, found)
         if place is None:
-            self._survival.discard()
             place = self._restore_from_storage(state, selection, found)
+            if self._survival.has_touched and (place is None or not selection.strict):
+                raise ReadError(
+                    f"{self._folder.path}: the state in memory could not be loaded, and storage does not have all of "
+                    f"it. What is in the state now is of neither: make it anew, and restore again"
+                )
+            self._survival.discard()
         if place is None:
             return None
         self.place, restored = place
         self.saves.forget()
         if self._agreement.is_first:
             self.place.warn_of_others(self._folder.path)
-        self._schedule.mark(restored)
+        for schedule in (self._schedule, self._memory_schedule):
+            if schedule is not None:
+                schedule.mark(restored)
         return restored
 
     def write_held(self) -> None:
@@ -128,9 +143,10 @@ class Job:
         return self._folder.child(name).location
 
     def _act(
-        self, action: Action, step: int, state: Mapping[str, Any], metrics: dict[str, float]
+        self, decision: Decision, step: int, state: Mapping[str, Any], metrics: dict[str, float]
     ) -> Future[str] | None:
         assert self.place is not None
+        action = decision.action
         if action is Action.NOTHING:
             self.saves.warm_up(state)
             return None
@@ -140,9 +156,12 @@ class Job:
             future: Future[str] = Future()
             future.set_result(self.path(step))
             return future
-        if action is Action.SAVE:
+        if action is Action.SAVE or not self.saves.is_busy:
             self.place.advance(self.saves.settled())  # staging would wait for that save, too
-        self._schedule.mark(step)
+        if decision.is_due:
+            self._schedule.mark(step)
+        if self._memory_schedule is not None:
+            self._memory_schedule.mark(step)
         name, tip = self.place.name_of(step, self._names), self.place.tip
         record = self.place.record(step, metrics, self._survival.run)
         keep = self._survival.next_state(record, None if tip is None else tip.number)
@@ -150,7 +169,7 @@ class Job:
         if action is Action.SAVE:
             return self.saves.start(*what, keep)
         if keep is not None:
-            self.saves.hold(*what, keep)
+            self.saves.hold(*what, keep, is_due=decision.is_due)
         return None
 
     def _restore_from_memory(

@@ -42,12 +42,18 @@ class Predecessors:
         agreement: Of all ranks.
         run: This run of the job.
         visits: Connections to them.
+
+    Attributes:
+        nbytes: Of the buffer that this rank has loaded from; 0 if there is none.
+        has_touched: A load has failed when some of the state may have been overwritten.
     """
 
     def __init__(self, folder: Storage, agreement: Agreement, run: str, visits: Sequence[Visit]) -> None:
         self._folder = folder
         self._agreement = agreement
         self._run = run
+        self.nbytes = 0
+        self.has_touched = False
         self._visits = list(visits)
 
     def claim(self) -> str:
@@ -92,7 +98,10 @@ class Predecessors:
         loaded, problem = self._load(head, state, selection, options)
         if problems := [text for text in self._agreement.gathered(problem) if text]:
             logger.error("the state in memory, of step %d, cannot be loaded: %s", head.record.step, problems[0])
+            self.has_touched = True
             return None
+        for visit in self._visits:
+            visit.forget_all_but(head.id)
         for key, value in loaded.items():
             if isinstance(state[key], Stateful):
                 state[key].load_state_dict(value)
@@ -118,18 +127,18 @@ class Predecessors:
         """The newest state that all ranks can reach, if it is not outdated; the same on all ranks."""
         everywhere = self._agreement.gathered(self._reachable())
         common = set.intersection(*map(set, everywhere))
-        heads = sorted((everywhere[0][number] for number in common), key=lambda head: head.record.step)
-        if not heads:
+        if not common:
             if any(everywhere):
                 logger.info("%s: no state in memory is there for all ranks", self._folder.path)
             return None
+        # What the first rank's keeper says of it counts.
+        head = max((everywhere[0][number] for number in common), key=lambda h: (h.record.step, h.number, h.id))
         tip = choice.candidates[0][0] if choice.candidates else None
-        folder = identity(self._folder)
-        refusal = self._agreement.decided(lambda: _outdated(heads[-1], tip, folder))
+        refusal = self._agreement.decided(lambda: _outdated(head, tip, identity(self._folder)))
         if refusal:
-            logger.warning("%s: step %d is in memory, and %s", self._folder.path, heads[-1].record.step, refusal)
+            logger.warning("%s: step %d is in memory, and %s", self._folder.path, head.record.step, refusal)
             return None
-        return heads[-1]
+        return head
 
     def _reachable(self) -> dict[str, KeptHead]:
         """The states that this rank can load by itself from this host's memory."""
@@ -152,7 +161,9 @@ class Predecessors:
         path = f"the memory of step {head.record.step}"
         try:
             plain = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
-            checkpoint = KeptCheckpoint(path, [visit.take(head.id) for visit in self._holders(head)])
+            states = [visit.take(head.id) for visit in self._holders(head)]
+            self.nbytes = states[-1][0].state.nbytes
+            checkpoint = KeptCheckpoint(path, states)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # torch's, that one process loads by itself
                 dcp_load(
@@ -166,10 +177,9 @@ class Predecessors:
         return plain, ""
 
     def _holders(self, head: KeptHead) -> list[Visit]:
-        """The keepers that have what this rank needs: its own one, if the ranks are as many as they were."""
+        """The keepers on this host that have a part of a state, that of this rank's number last."""
         holders = {other.rank: visit for visit in self._visits for other in visit.found.heads if other.id == head.id}
-        own = holders.get(self._agreement.rank)
-        return [own] if own is not None and head.world_size == self._agreement.size else list(holders.values())
+        return [holders[rank] for rank in sorted(holders, key=lambda rank: (rank == self._agreement.rank, rank))]
 
 
 def _outdated(head: KeptHead, tip: Step | None, folder: tuple[int, int] | None) -> str:

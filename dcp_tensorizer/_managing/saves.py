@@ -62,13 +62,17 @@ class _Held(NamedTuple):
 
     Attributes:
         where: The checkpoint's directory, and its name.
-        staged: The staged copy.
+        staged: The staged copy; None if the state could not be collected.
+        refusal: Why there is none.
         record: What the index would say of it.
+        is_due: A save of it was due.
     """
 
     where: tuple[Storage, str]
-    staged: StagedStateDict
+    staged: StagedStateDict | None
+    refusal: StagingError | None
     record: SaveRecord
+    is_due: bool
 
 
 class Saves:
@@ -131,6 +135,7 @@ class Saves:
         state: Mapping[str, Any],
         record: SaveRecord,
         on_staged: OnStaged | None = None,
+        refusal: StagingError | None = None,
     ) -> Future[str]:
         """Stages the state, and returns while it is saved.
 
@@ -143,10 +148,11 @@ class Saves:
             state: What to save.
             record: What the index will say of it.
             on_staged: See `NextSave`.
+            refusal: Why there is no state, if that is known.
         """
         since, before, self._is_warm, self._held = self._clock.now(), self._last, True, None
         collected, error = _collected(state, self.part)
-        refusal = None if error is None else StagingError(f"the state could not be collected: {describe(error)}")
+        refusal = refusal or _refusal(error)
         omitted = frozenset[str]()
         if self._replicas is not None:
             follows = before is not None and before.saved is not None
@@ -167,28 +173,46 @@ class Saves:
         return save.future
 
     def hold(
-        self, storage: Storage, name: str, state: Mapping[str, Any], record: SaveRecord, on_staged: OnStaged
+        self,
+        storage: Storage,
+        name: str,
+        state: Mapping[str, Any],
+        record: SaveRecord,
+        on_staged: OnStaged,
+        *,
+        is_due: bool,
     ) -> None:
         """Stages a state that is not written unless `write_held` is called; takes what `start` takes."""
 
         def keep(staged: StagedStateDict) -> None:
-            self._held = _Held((storage, name), staged, record)
+            self._held = _Held((storage, name), staged, None, record, is_due)
             on_staged(staged)
 
-        self._writer.saver.hold(self.part.of(state), keep)
+        is_due = is_due or (self._held is not None and self._held.is_due)  # it takes the place of that one
+        collected, error = _collected(state, self.part)
+        if error is not None:  # other ranks hold the step: if it is written, the save has to fail on all of them
+            self._held = _Held((storage, name), None, _refusal(error), record, is_due)
+            raise error
+        self._writer.saver.hold(collected, keep)
 
     def write_held(self) -> None:
-        """Begins the save of the newest step, if that is in memory alone."""
+        """Begins the save of the newest step, if that is in memory alone and a save of it was due."""
         held, self.part = self._held, StatePart()
-        if held is not None:
-            with suppress(StagingError):  # the save says it
+        if held is None or not held.is_due:
+            return
+        refusal, state = held.refusal, dict[str, Any]()
+        if held.staged is not None:
+            try:
                 held.staged.staged_save.wait_copied()
-            self.start(*held.where, dict(held.staged), held.record)  # not `items`, which ties it to a save
+                state = dict(held.staged)  # not `items`, which ties it to a save
+            except StagingError as error:
+                refusal = error
+        self.start(*held.where, state, held.record, refusal=refusal)
 
     @property
     def held_step(self) -> int | None:
-        """The newest step, if that is in memory alone."""
-        return None if self._held is None else self._held.record.step
+        """The newest step, if that is in memory alone and a save of it was due."""
+        return None if self._held is None or not self._held.is_due else self._held.record.step
 
     @property
     def is_busy(self) -> bool:
@@ -212,6 +236,11 @@ class Saves:
         """Of the last save."""
         assert self._last is not None
         return self._last.future
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether the last save is committed."""
+        return self._last is not None and self._last.saved is not None
 
     def settled(self) -> Step | None:
         """The checkpoint of the last save, when that is over; None if it failed, or there was none."""
@@ -263,6 +292,10 @@ class Saves:
         self.error, self.last_error = cause, str(cause)
         self._clock.failed()
         save.future.set_exception(cause)
+
+
+def _refusal(error: Exception | None) -> StagingError | None:
+    return None if error is None else StagingError(f"the state could not be collected: {describe(error)}")
 
 
 def _collected(state: Mapping[str, Any], part: StatePart) -> tuple[dict[str, Any], Exception | None]:

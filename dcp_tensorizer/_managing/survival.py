@@ -11,6 +11,7 @@ import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from typing import Any
 
 from .._format.index_rows import SaveRecord
@@ -19,11 +20,11 @@ from .._memory.shared_buffer import SharedBuffer
 from .._saving.saver import Saver
 from .._staging.stager import StagedStateDict
 from .._storage.base import Storage
-from .._survival.keeper_process import KeeperProcess, visits
+from .._survival.keeper_process import KeeperDied, KeeperProcess, visits
 from .._survival.kept_state import described
 from .._survival.messages import KeptHead
 from .._survival.runtime_directory import job_name, runtime_directory
-from .._threads import in_background
+from .._threads import NEVER, Deadline, in_background
 from ..errors import WriteError, describe
 from .agreement import Agreement
 from .place import Choice
@@ -45,6 +46,7 @@ class Survival:
     Args:
         saver: Stages what is kept.
         folder: Of the job.
+        template: Of the names of its checkpoints.
         agreement: Of all ranks.
         seconds: How long states are kept when this process is gone.
         buffers: How many staging buffers there may be.
@@ -55,11 +57,15 @@ class Survival:
         has_left: What is kept is left to a later run.
     """
 
-    def __init__(self, saver: Saver, folder: Storage, agreement: Agreement, seconds: float, buffers: int) -> None:
+    def __init__(
+        self, saver: Saver, folder: Storage, template: str, agreement: Agreement, seconds: float, buffers: int
+    ) -> None:
         self.run = agreement.decided(lambda: uuid.uuid4().hex) if seconds else ""
-        self.holds = bool(seconds) and buffers > 2
+        # The writer process copies from devices, and cannot do so while it writes.
+        self.holds = bool(seconds) and buffers > 2 and saver.options.staging != "device"
         self._saver = saver
         self._folder = folder
+        self._template = template
         self._agreement = agreement
         self._seconds = seconds
         self._spares = buffers - 1
@@ -82,8 +88,7 @@ class Survival:
         """
         if not self._is_on or self._has_begun:
             return
-        self._has_begun = True
-        directory, job = runtime_directory(), job_name(self._folder.real_path)
+        directory, job = runtime_directory(), job_name(f"{self._folder.real_path} {self._template}")
         found = visits(directory, job)
         for visit in found:
             if visit.found.job == self.run:  # another rank was quicker
@@ -92,8 +97,8 @@ class Survival:
         self._predecessors = Predecessors(self._folder, self._agreement, self.run, before)
         if problem := next(filter(None, self._agreement.gathered(self._predecessors.claim())), ""):
             self._predecessors.close()
-            self._is_on = False
             raise WriteError(f"{self._folder.path}: {problem}")
+        self._has_begun = True
         self._saver.engine.saves.spare_buffers = self._spares
         try:
             self._process = KeeperProcess(directory, job, self.run, self._seconds)
@@ -106,10 +111,12 @@ class Survival:
         if keeping is not None:
             error = keeping.exception()
             self._has_failed = error is not None
-            if isinstance(error, WriteError):  # of the keeper, which has ended
+            if isinstance(error, KeeperDied):
                 self._stop_keeping(str(error))
             elif error is not None:
                 logger.warning("a state is not kept in memory: %s", describe(error))
+        if self._is_on and not self._ends:
+            self._look_for_room()
         return self._has_failed, self._ends
 
     def advance(self, *, has_failed: bool, ends: bool) -> None:
@@ -140,13 +147,13 @@ class Survival:
             record: What the index would say of it.
             parent_step: The step of the checkpoint that it goes on from.
         """
-        if not self._is_on or self._ends or not self._has_room():
+        if not self._is_on or self._ends:
             return None
         self._count += 1
-        self._is_new = True
+        self._is_new = self._has_failed = True  # until it is kept: it may not even be staged
         number = hashlib.blake2b(f"{self.run} {self._count}".encode(), digest_size=16).hexdigest()
         where = self._agreement.rank, self._agreement.size
-        head = KeptHead(number, self.run, *where, record, parent_step, identity(self._folder))
+        head = KeptHead(number, self._count, self.run, *where, record, parent_step, identity(self._folder))
 
         def keep(staged: StagedStateDict) -> None:
             self._keeping = in_background(lambda: self._keep(head, staged), name="keep")
@@ -159,6 +166,11 @@ class Survival:
         """Loads what a run before has kept: see `Predecessors.restore`."""
         return self._predecessors.restore(state, selection, options, choice) if self._is_on else None
 
+    @property
+    def has_touched(self) -> bool:
+        """See `Predecessors`."""
+        return self._predecessors.has_touched
+
     def discard(self) -> None:
         """Forgets what runs before have kept: it is not wanted."""
         self._predecessors.end()
@@ -166,16 +178,27 @@ class Survival:
     def forget(self) -> None:
         """Forgets all that this run has kept: the job goes on from something else."""
         self.settle()
+        self._is_new = self._has_failed = False
         self._forget_all_but([])
 
-    def end(self) -> None:
-        """Ends the keeper, and gives the memory back. Idempotent."""
-        self.settle()
-        self._predecessors.end()
+    def end(self, deadline: Deadline = NEVER, *, has_saved: bool = False) -> None:
+        """Ends the keeper, and gives the memory back. Idempotent.
+
+        Args:
+            deadline: Of the waiting for what is being kept.
+            has_saved: The newest step of this run is on storage. Otherwise what runs before have kept, and nothing of
+                this run has replaced, is left as it is.
+        """
+        if self._keeping is not None:
+            wait_for([self._keeping], deadline.left)
+        if has_saved:
+            self._predecessors.end()
+        self._predecessors.close()
         process, self._process = self._process, None
         if process is not None:
-            process.end()
+            process.end(deadline)
         self._release(list(self._kept))
+        self._saver.engine.saves.spare_buffers = 1
 
     def leave(self) -> None:
         """Leaves what is kept to a later run: this one has failed. Idempotent."""
@@ -185,32 +208,38 @@ class Survival:
         process, self._process = self._process, None
         if process is not None:
             process.leave()
+        self._kept.clear()  # and nothing is written to their buffers any more
 
     def _keep(self, head: KeptHead, staged: StagedStateDict) -> None:
         staged_save = staged.staged_save
         try:
             staged_save.wait_copied()
-            assert staged_save.buffer is not None and self._process is not None
+            buffer = staged_save.buffer
+            assert buffer is not None and self._process is not None
             content = dict(staged)  # not `items`, which ties it to a save
-            self._process.keep(described(head, content, staged_save.buffer), staged_save.buffer)
-        except BaseException:
-            if staged_save.buffer is not None:
-                staged_save.buffer.is_kept = False
+            self._process.keep(described(head, content, buffer), buffer)
+        except BaseException as error:
+            if (buffer := staged_save.buffer) is not None:
+                if isinstance(error, KeeperDied) and self._process is not None:
+                    self._process.kill()  # it may have got the state, and answer later
+                buffer.is_kept = False
             raise
-        self._kept[head.id] = staged_save.buffer
+        self._kept[head.id] = buffer
 
-    def _has_room(self) -> bool:
-        """Whether another state can be staged without the memory of those that are kept."""
+    def _look_for_room(self) -> None:
+        """Keeps no more, if another state cannot be staged without the memory of those that are kept."""
         saves = self._saver.engine.saves
         saves.reclaim()
-        nbytes = max((buffer.nbytes for buffer in self._kept.values()), default=0)
+        nbytes = max([self._predecessors.nbytes, *(buffer.nbytes for buffer in self._kept.values())])
         available = available_memory()
         if not nbytes or saves.has_buffer(nbytes) or available is None or available > _ROOM * nbytes:
-            return True
-        self._stop_keeping(
-            f"another staging buffer takes {nbytes:,} bytes, and {available:,} bytes of memory are available"
-        )
-        return False
+            return
+        why = f"another staging buffer takes {nbytes:,} bytes, and {available:,} bytes of memory are available"
+        if self._kept:
+            self._stop_keeping(why)
+        else:
+            logger.warning("what a run before has kept in memory is given back: %s", why)
+            self._predecessors.end()
 
     def _stop_keeping(self, why: str) -> None:
         """This rank keeps no more. The others are told at the next step."""
@@ -226,7 +255,9 @@ class Survival:
         try:
             if self._process is not None:
                 self._process.forget_all_but(kept)
-        except WriteError as error:
+        except KeeperDied as error:
+            if self._process is not None:
+                self._process.kill()  # what it has is to be overwritten
             self._release(forgotten)
             self._stop_keeping(str(error))
         else:

@@ -99,7 +99,7 @@ class StagedSaves:
         for staged_save in self.of(owner):
             if staged_save.is_interrupted or not staged_save.wait_built(deadline.left):
                 return False
-            if staged_save.abandoned:
+            if staged_save.abandoned and staged_save.thread is None:  # nobody saves it
                 continue
             taken = staged_save.wait_taken(deadline.within(self.take_seconds)) and staged_save.thread is not None
             if taken and not staged_save.wait_over(deadline):
@@ -153,7 +153,9 @@ class StagedSaves:
         with self._lock:
             for staged_save in [staged_save for staged_save in self._saves if staged_save.over()]:
                 self._saves.remove(staged_save)
-                buffer, staged_save.buffer = staged_save.buffer, None
+                buffer = staged_save.buffer
+                if buffer is None or not buffer.is_kept:  # whoever keeps it may still look for it there
+                    staged_save.buffer = None
                 if buffer is not None:
                     is_wanted = staged_save.keeps_buffer or buffer.is_kept
                     (self._kept if is_wanted else unused).append(buffer)

@@ -7,12 +7,13 @@ import socket
 import subprocess
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .._descriptor import Descriptor, anonymous_file
 from .._forks import in_child
+from .._threads import NEVER, Deadline
 from .._writer_process.channel import Channel
 from .._writer_process.interpreter import environment, interpreter
 from ..errors import CheckpointError, ReadError, WriteError
@@ -22,13 +23,18 @@ from .runtime_directory import connect, sockets_of
 if TYPE_CHECKING:
     from .._memory.shared_buffer import SharedBuffer
 
-__all__ = ["KeeperProcess", "Visit", "visits"]
+__all__ = ["KeeperDied", "KeeperProcess", "Visit", "visits"]
 
 _START_SECONDS = 60.0
 _ANSWER_SECONDS = 60.0  # it answers in a millisecond, where it has a core
 _DIGEST_SECONDS = 660.0  # a little more than it waits itself
 _END_SECONDS = 5.0
+_KILL_SECONDS = 0.5
 _OUTPUT_TAIL = 4000  # bytes
+
+
+class KeeperDied(WriteError):
+    """The keeper has ended, or does not answer."""
 
 
 class KeeperProcess:
@@ -46,14 +52,16 @@ class KeeperProcess:
 
     def __init__(self, directory: Path, job: str, run: str, seconds: float) -> None:
         self._lock = threading.Lock()
-        self._output = Descriptor(anonymous_file("keeper"))
-        ours, theirs = socket.socketpair()
         try:
-            with theirs:
-                self._popen = _start(theirs, self._output.number, [run, str(seconds), os.fspath(directory), job])
+            with ExitStack() as undo:
+                self._output = Descriptor(anonymous_file("keeper"))
+                undo.callback(self._output.close)
+                ours, theirs = socket.socketpair()
+                undo.callback(ours.close)
+                with theirs:
+                    self._popen = _start(theirs, self._output.number, [run, str(seconds), os.fspath(directory), job])
+                undo.pop_all()
         except OSError as error:
-            ours.close()
-            self._output.close()
             raise WriteError(f"the keeper of states in memory cannot be started: {error}") from error
         self._channel = Channel(ours)
         in_child(self, KeeperProcess._let_go)
@@ -64,24 +72,38 @@ class KeeperProcess:
         self._popen.returncode = 0  # it cannot be waited for here
 
     def keep(self, state: Keep, buffer: SharedBuffer) -> None:
-        """Has a state kept; raises `WriteError`."""
+        """Has a state kept; raises `WriteError`, and `KeeperDied` if no other will be."""
         self._ask(state, [buffer.fd])
 
     def forget_all_but(self, kept: Sequence[str]) -> None:
-        """Has all other states forgotten: their buffers may be written to now. Raises `WriteError`."""
+        """Has all other states forgotten: their buffers may be written to now. Raises `KeeperDied`."""
         self._ask(Forget(tuple(kept)))
 
-    def end(self) -> None:
-        """Ends it, and gives its memory back. Idempotent."""
-        with suppress(WriteError):
-            self._ask(End())
-        try:
-            self._popen.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
+    def end(self, deadline: Deadline = NEVER) -> None:
+        """Ends it, and gives its memory back; kills it, if it does not end in time. Idempotent.
+
+        It waits for no lock for longer: what it interrupts, as a signal's handler, may hold it.
+        """
+        if self._lock.acquire(timeout=deadline.within(_END_SECONDS)):
+            try:
+                with suppress(EOFError, OSError):
+                    self._channel.send(End(), timeout=deadline.within(_END_SECONDS))
+                    self._popen.wait(deadline.within(_END_SECONDS))
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                self._lock.release()
+        if self._popen.poll() is None:
             self._popen.kill()
             with suppress(subprocess.TimeoutExpired):
-                self._popen.wait(_END_SECONDS)
+                self._popen.wait(_KILL_SECONDS)
         self._close()
+
+    def kill(self) -> None:
+        """Ends it at once, whatever it does."""
+        self._popen.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(_KILL_SECONDS)
 
     def leave(self) -> None:
         """Leaves it to a successor, as this process's death would. Idempotent."""
@@ -101,7 +123,7 @@ class KeeperProcess:
                 self._channel.send(request, fds, _ANSWER_SECONDS)
                 answer = _receive(self._channel, _ANSWER_SECONDS)
             except (EOFError, OSError) as error:
-                raise WriteError(f"the keeper (pid {self._popen.pid}) has ended: {error}{self._said()}") from error
+                raise KeeperDied(f"the keeper (pid {self._popen.pid}) has ended: {error}{self._said()}") from error
         if isinstance(answer, Missing):
             raise WriteError(f"the keeper (pid {self._popen.pid}) cannot keep a state: {answer.why}")
 
@@ -129,7 +151,11 @@ class Visit:
 
     def __init__(self, connection: socket.socket) -> None:
         self._channel = Channel(connection)
-        self.found = self._look()
+        try:
+            self.found = self._look()
+        except BaseException:
+            self._channel.close()
+            raise
 
     def claim(self, run: str) -> bool:
         """Has it wait for this run of a job alone, as long as this connection is open; whether it does."""
@@ -138,6 +164,11 @@ class Visit:
         if holds:  # it may have got a last one since
             self.found = self._look()
         return holds
+
+    def forget_all_but(self, number: str) -> None:
+        """Has all other states forgotten. A keeper that has ended has done so."""
+        with suppress(CheckpointError):
+            self._ask(Forget((number,)))
 
     def take(self, number: str) -> tuple[Content, int]:
         """A state, and the descriptor of its buffer, which is the caller's to close.
@@ -184,7 +215,7 @@ def visits(directory: Path, job: str) -> list[Visit]:
     for path in sockets_of(directory, job):
         connection = connect(path)
         if connection is not None:
-            with suppress(ReadError):  # it has just ended
+            with suppress(Exception):  # it has just ended, or is of another version and not understood
                 found.append(Visit(connection))
     return found
 

@@ -42,7 +42,7 @@ class KeptCheckpoint(Storage):
     Args:
         path: For messages.
         states: Of the ranks, each with the descriptor of its buffer, which is closed here. Of what several of them
-            have, the last one's is loaded.
+            have, the last one's is loaded: that of the rank that loads.
 
     Raises:
         CheckpointError: an item cannot be described; names its key.
@@ -54,16 +54,20 @@ class KeptCheckpoint(Storage):
         self.reads = ReadTuning(max_threads=cores(), min_threads=cores(), slice_bytes=_SLICE)
         self._files: dict[str, memoryview] = {}
         metadata = Metadata({}, storage_meta=StorageMeta(save_id=states[0][0].state.head.id))
-        parts = [self._add(content, fd, metadata.state_dict_metadata) for content, fd in states]
+        last = len(states) - 1
+        parts = [
+            self._add(content, fd, metadata.state_dict_metadata, populate=number == last)
+            for number, (content, fd) in enumerate(states)
+        ]
         record = states[0][0].state.head.record
         self._files[metadata_file_name()] = memoryview(encode(metadata, parts, record=record))
 
-    def _add(self, content: Content, fd: int, known: dict[str, Any]) -> RankPlaces:
+    def _add(self, content: Content, fd: int, known: dict[str, Any], *, populate: bool) -> RankPlaces:
         """Adds a rank's state; returns where everything is."""
         state, head = content.state, content.state.head
         names = [data_file_name(head.rank, number, head.id) for number in (0, 1)]
         try:
-            memory = mmap.mmap(fd, state.nbytes, mmap.MAP_SHARED | _POPULATE, mmap.PROT_READ)
+            memory = mmap.mmap(fd, state.nbytes, mmap.MAP_SHARED | (_POPULATE if populate else 0), mmap.PROT_READ)
         finally:
             os.close(fd)
         self._files |= zip(names, (memoryview(memory), memoryview(state.inline)), strict=True)

@@ -45,6 +45,7 @@ class KeptHead(NamedTuple):
 
     Attributes:
         id: The same on all ranks; 32 hexadecimal digits.
+        number: How many the run had kept with this one.
         job: The run of a job that kept it: another one after each restart.
         rank: Whose state it is.
         world_size: How many ranks the job had.
@@ -54,6 +55,7 @@ class KeptHead(NamedTuple):
     """
 
     id: str
+    number: int
     job: str
     rank: int
     world_size: int
@@ -83,7 +85,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """From the trainer: keep none but these states. Their buffers are written to when this is answered."""
+    """Keep none but these states. The trainer writes to the buffers of the others when this is answered."""
 
     kept: tuple[str, ...]
 

@@ -23,6 +23,7 @@ __all__ = ["connect", "is_own_peer", "job_name", "listen", "runtime_directory", 
 _CONNECT_SECONDS = 5.0
 _BACKLOG = 64
 _ATTEMPTS = 20  # to make a socket while the keeper that was the last one removes the directory
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
@@ -40,7 +41,15 @@ def job_name(location: str) -> str:
     Args:
         location: Of its folder: an absolute path, or a URL.
     """
-    return hashlib.blake2b(location.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    # The directory may be on a disk that machines share, and a socket is of one.
+    named = f"{_boot()} {location}".encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(named, digest_size=8).hexdigest()
+
+
+def _boot() -> str:
+    with suppress(OSError):
+        return _BOOT_ID.read_text()
+    return socket.gethostname()
 
 
 def listen(directory: Path, job: str) -> tuple[socket.socket, Path]:
@@ -56,8 +65,9 @@ def listen(directory: Path, job: str) -> tuple[socket.socket, Path]:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with _reached(directory) as folder:
-                listener.bind(f"{folder}/{name}")
-            listener.listen(_BACKLOG)
+                listener.bind(f"{folder}/.{name}")
+                listener.listen(_BACKLOG)
+                os.rename(f"{folder}/.{name}", f"{folder}/{name}")  # nobody finds it before somebody listens
         except FileNotFoundError:
             listener.close()
             if attempt + 1 == _ATTEMPTS:

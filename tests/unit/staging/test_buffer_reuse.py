@@ -244,3 +244,18 @@ def test_a_staging_that_has_no_memory_yet_is_waited_for(
     for state in second:
         state.staged_save.wait_copied()
         assert dict(state)["a"].tolist() == [0.0] * 4
+
+
+def test_a_buffer_that_is_kept_is_not_written_to(stager: Stager) -> None:
+    """Not before somebody says that what is in it is not needed any more."""
+    first = stager.stage({"a": torch.ones(4)}, is_kept=True)
+    number, buffer = inode(first), first.staged_save.buffer
+    assert buffer is not None
+    del first
+    second = stager.stage({"a": torch.zeros(4)})
+    other = inode(second)
+    assert other != number
+    del second
+    buffer.is_kept, stager.saves.spare_buffers = False, 2
+    staged = [stager.stage({"a": torch.ones(4)}) for _ in range(2)]
+    assert {inode(copy) for copy in staged} == {number, other}

@@ -1,0 +1,64 @@
+"""When a state in memory is outdated: by what is on storage now."""
+
+from __future__ import annotations
+
+import pytest
+
+from dcp_tensorizer._format.index_rows import SaveRecord
+from dcp_tensorizer._managing.catalogue import Step
+from dcp_tensorizer._managing.predecessors import _outdated
+from dcp_tensorizer._survival.messages import KeptHead
+
+BRANCH = (("b", 0),)
+FOLDER = (1, 2)
+
+
+def head(step: int, parent: str | None, parent_step: int | None) -> KeptHead:
+    record = SaveRecord(step, parent, BRANCH, {}, "run")
+    return KeptHead("0" * 32, 1, "run", 0, 1, record, parent_step, FOLDER)
+
+
+def saved(step: int, save_id: str, job: str = "run", branch: tuple[tuple[str, int], ...] = BRANCH) -> Step:
+    return Step(step, f"step-{step}", save_id, 0, branch, job=job)
+
+
+@pytest.mark.parametrize(
+    ("kept", "tip"),
+    [
+        (head(5, None, None), None),
+        (head(5, "four", 4), saved(4, "four")),
+        (head(5, "four", 4), saved(4, "four", job="")),
+        (head(7, "four", 4), saved(6, "six")),
+        (head(5, "four", 4), saved(5, "five")),
+    ],
+    ids=["nothing saved", "its parent", "its parent, of another run", "a later save of its run", "itself"],
+)
+def test_what_goes_on_from_the_newest_checkpoint(kept: KeptHead, tip: Step | None) -> None:
+    """It is used."""
+    assert _outdated(kept, tip, FOLDER) == ""
+
+
+@pytest.mark.parametrize(
+    ("kept", "tip", "words"),
+    [
+        (head(5, "four", 4), None, "the checkpoint that it goes on from is gone"),
+        (head(5, "four", 4), saved(4, "other", job="another"), "another job has saved step 4 since"),
+        (head(5, "four", 4), saved(9, "nine", job="another"), "another job has saved step 9 since"),
+        (head(5, "four", 4), saved(3, "three"), "or removed checkpoints"),
+        (head(5, "four", 4), saved(6, "six"), "step 6 is on storage"),
+        (head(5, "four", 4), saved(5, "five", branch=(("c", 0),)), "another job has saved step 5 since"),
+        (head(5, None, None), saved(4, "other", job=""), "another job has saved step 4 since"),
+    ],
+    ids=["all removed", "replaced", "gone on", "newest removed", "newer", "another branch", "begun by another"],
+)
+def test_what_does_not(kept: KeptHead, tip: Step | None, words: str) -> None:
+    """It is not used, and the log says why."""
+    assert words in _outdated(kept, tip, FOLDER)
+
+
+def test_another_folder() -> None:
+    """Somebody has removed the job's folder and begun anew; one that had not been made yet has no identity."""
+    kept = head(5, None, None)
+    assert "folder is another one" in _outdated(kept, None, (1, 3))
+    assert "folder is another one" in _outdated(kept, None, None)
+    assert _outdated(kept._replace(folder=None), None, (1, 3)) == ""

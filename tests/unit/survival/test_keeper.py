@@ -1,0 +1,143 @@
+"""The keeper, in this process: what it answers to whom."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from dcp_tensorizer._descriptor import anonymous_file
+from dcp_tensorizer._format.index_rows import SaveRecord
+from dcp_tensorizer._survival.keeper import Keeper
+from dcp_tensorizer._survival.messages import (
+    Claim,
+    Claimed,
+    Content,
+    Done,
+    End,
+    Extent,
+    Forget,
+    Found,
+    Keep,
+    KeptHead,
+    Look,
+    Missing,
+    Take,
+)
+from dcp_tensorizer._writer_process.channel import Channel
+
+SIZE = 4096
+
+
+def state(number: str) -> Keep:
+    head = KeptHead(number, 1, "run", 0, 1, SaveRecord(1, None, (), {}))
+    extents = (Extent(is_inline=False, offset=64, nbytes=100), Extent(is_inline=True, offset=0, nbytes=3))
+    return Keep(head, SIZE, extents, b"what is where", b"abc")
+
+
+@contextmanager
+def connected(keeper: Keeper, *, is_trainer: bool = False) -> Iterator[Channel]:
+    """This end of a conversation with a keeper."""
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours)
+    serving = threading.Thread(target=keeper.serve, args=(Channel(theirs),), kwargs={"is_trainer": is_trainer})
+    serving.start()
+    try:
+        yield channel
+    finally:
+        channel.close()
+        serving.join()
+
+
+def ask(channel: Channel, request: object, fds: tuple[int, ...] = ()) -> object:
+    channel.send(request, fds)
+    answer, received = channel.receive()
+    for fd in received:
+        os.close(fd)
+    return answer
+
+
+@pytest.fixture
+def buffer() -> Iterator[int]:
+    fd = anonymous_file("test")
+    os.ftruncate(fd, SIZE)
+    os.pwrite(fd, b"x" * 100, 64)
+    yield fd
+    os.close(fd)
+
+
+def test_a_state_is_given_with_its_digests(buffer: int) -> None:
+    """Of what is in the buffer, and of what came with the message."""
+    keeper = Keeper("run", 7, 60.0)
+    with connected(keeper, is_trainer=True) as trainer, connected(keeper) as visitor:
+        assert ask(trainer, state("a"), (buffer,)) == Done()
+        assert ask(visitor, Look()) == Found("run", 7, False, (state("a").head,))
+        content = ask(visitor, Take("a"))
+        assert isinstance(content, Content)
+        assert content.state == state("a")
+        assert [len(digest) for digest in content.digests] == [8, 8]
+        os.pwrite(buffer, b"y", 64)
+        assert ask(trainer, state("b"), (buffer,)) == Done()
+        other = ask(visitor, Take("b"))
+        assert isinstance(other, Content)
+        assert other.digests[0] != content.digests[0]
+        assert other.digests[1] == content.digests[1]
+        assert isinstance(ask(visitor, Take("c")), Missing)
+
+
+def test_what_is_forgotten_is_gone(buffer: int) -> None:
+    """And only that."""
+    keeper = Keeper("run", 7, 60.0)
+    with connected(keeper, is_trainer=True) as trainer:
+        for number in "abc":
+            ask(trainer, state(number), (buffer,))
+        assert ask(trainer, Forget(("b", "c"))) == Done()
+        found = ask(trainer, Look())
+        assert isinstance(found, Found)
+        assert [head.id for head in found.heads] == ["b", "c"]
+
+
+def test_a_buffer_that_is_too_short(buffer: int) -> None:
+    """It is refused: to read past its end would end the keeper."""
+    keeper = Keeper("run", 7, 60.0)
+    os.ftruncate(buffer, SIZE // 2)
+    with connected(keeper, is_trainer=True) as trainer:
+        assert isinstance(ask(trainer, state("a"), (buffer,)), Missing)
+
+
+def test_a_claim() -> None:
+    """It holds when the trainer is gone, for one run, and as long as the connection is open."""
+    keeper = Keeper("run", 7, 60.0)
+    with connected(keeper) as first, connected(keeper) as second:
+        with connected(keeper, is_trainer=True):
+            assert ask(first, Claim("next")) == Claimed(holds=False)
+        assert ask(first, Claim("next")) == Claimed(holds=True)
+        assert ask(second, Claim("another")) == Claimed(holds=False)
+        with connected(keeper) as other_rank:
+            assert ask(other_rank, Claim("next")) == Claimed(holds=True)
+        assert ask(second, Claim("another")) == Claimed(holds=False)
+    with connected(keeper) as third:
+        assert ask(third, Claim("another")) == Claimed(holds=True)
+
+
+def test_it_ends_when_it_is_told_to() -> None:
+    """By anybody of this user."""
+    keeper = Keeper("run", 7, 60.0)
+    with connected(keeper) as visitor:
+        assert ask(visitor, End()) == Done()
+        keeper.wait_for_end()
+
+
+def test_it_ends_when_nobody_comes() -> None:
+    """Some seconds after the trainer's death, and not while somebody has claimed it."""
+    keeper = Keeper("run", 7, 0.01)
+    waiting = threading.Thread(target=keeper.wait_for_end)
+    waiting.start()
+    with connected(keeper, is_trainer=True), connected(keeper) as visitor:
+        assert ask(visitor, Claim("next")) == Claimed(holds=False)
+        assert waiting.is_alive()
+    waiting.join()

@@ -1,0 +1,89 @@
+"""A kept state as a checkpoint: it loads as one from storage does."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcp_tensorizer import ChecksumMismatch, MetadataError, unwrap
+from dcp_tensorizer._format.index_rows import SaveRecord
+from dcp_tensorizer._staging.stager import Stager
+from dcp_tensorizer._survival.keeper import _Kept
+from dcp_tensorizer._survival.kept_checkpoint import KeptCheckpoint, KeptReader
+from dcp_tensorizer._survival.kept_state import described
+from dcp_tensorizer._survival.messages import Content, KeptHead
+
+
+def kept(state: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> tuple[Content, int]:
+    """A state as a keeper gives it, and the descriptor of its buffer."""
+    staged = Stager().stage(dict(state))
+    buffer = staged.staged_save.buffer
+    assert buffer is not None
+    head = KeptHead("0" * 32, 1, "run", rank, world_size, SaveRecord(1, None, (), {}))
+    held = _Kept(described(head, staged, buffer), os.dup(buffer.fd))
+    held.take_digests()
+    content = Content(held.state, held.digests.result())
+    fd = os.dup(held.fd)
+    held.forget()
+    return content, fd
+
+
+def load(state: dict[str, Any], *states: tuple[Content, int], **options: Any) -> None:
+    reader = KeptReader(KeptCheckpoint("memory", states), options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, storage_reader=reader, no_dist=True)
+
+
+def test_everything_comes_back() -> None:
+    """Tensors of any dtype, shape and size, objects, and empty ones."""
+    state = {
+        "w": torch.randn(1000, 300),
+        "b": {"half": torch.randn(7).bfloat16(), "none": torch.empty(0, 3), "scalar": torch.tensor(3)},
+        "step": 12,
+        "text": ["a", {"b": 1.5}],
+    }
+    loaded = {
+        "w": torch.zeros(1000, 300),
+        "b": {"half": torch.zeros(7).bfloat16(), "none": torch.empty(0, 3), "scalar": torch.tensor(0)},
+        "step": 0,
+        "text": ["", {"b": 0.0}],
+    }
+    load(loaded, kept(state))
+    assert torch.equal(loaded["w"], state["w"])
+    for key, value in state["b"].items():
+        assert torch.equal(loaded["b"][key], value)
+    assert (loaded["step"], loaded["text"]) == (12, ["a", {"b": 1.5}])
+
+
+def test_of_what_several_ranks_have_the_last_one_counts() -> None:
+    """Each rank puts its own one there."""
+    loaded = {"a": torch.zeros(3), "rank": -1}
+    load(loaded, kept({"a": torch.ones(3), "rank": 0}, 0, 2), kept({"a": torch.full((3,), 2.0), "rank": 1}, 1, 2))
+    assert (loaded["a"].tolist(), loaded["rank"]) == ([2.0] * 3, 1)
+
+
+def test_memory_that_has_changed_is_an_error() -> None:
+    """It names the key."""
+    content, fd = kept({"a": torch.ones(300_000)})
+    os.pwrite(fd, b"\x01", 1000)
+    with pytest.raises(CheckpointException) as caught:
+        load({"a": torch.zeros(300_000)}, (content, fd))
+    error = unwrap(caught.value)
+    assert isinstance(error, ChecksumMismatch)
+    assert "'a'" in str(error)
+
+
+def test_a_key_that_is_not_there() -> None:
+    """An error, as from storage."""
+    with pytest.raises(CheckpointException) as caught:
+        load({"b": torch.zeros(3)}, kept({"a": torch.ones(3)}))
+    assert "b" in str(unwrap(caught.value))
+    assert not isinstance(unwrap(caught.value), MetadataError)

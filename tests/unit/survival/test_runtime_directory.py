@@ -1,0 +1,78 @@
+"""Where keepers are found: a directory of the user's own, and nobody else's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dcp_tensorizer import WriteError
+from dcp_tensorizer._survival.runtime_directory import (
+    connect,
+    is_own_peer,
+    job_name,
+    listen,
+    runtime_directory,
+    sockets_of,
+)
+
+
+def test_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below the runtime directory of the session, or else that of temporary files, by the user's number."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert runtime_directory() == tmp_path / "dcp_tensorizer"
+    for odd in ("", "relative", str(tmp_path / "missing")):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", odd)
+        assert runtime_directory().name == f"dcp_tensorizer-keepers-{os.getuid()}"
+
+
+def test_jobs_have_names_of_their_own() -> None:
+    """By their folders."""
+    assert job_name("/a/run") == job_name("/a/run") != job_name("/b/run")
+    assert len(job_name("s3://bucket/" + "x" * 1000)) == 16
+
+
+def test_a_socket_is_found_by_its_job(tmp_path: Path) -> None:
+    """However long the path; and both ends see that the other one is of this user."""
+    directory = tmp_path / ("d" * 150)
+    listener, path = listen(directory, "job")
+    with listener:
+        assert (directory.stat().st_mode & 0o777, path.parent) == (0o700, directory)
+        assert (sockets_of(directory, "job"), sockets_of(directory, "other")) == ([path], [])
+        connection = connect(path)
+        assert connection is not None
+        with connection:
+            accepted, _ = listener.accept()
+            with accepted:
+                assert is_own_peer(accepted)
+                assert is_own_peer(connection)
+
+
+def test_a_socket_of_a_keeper_that_was_killed_goes(tmp_path: Path) -> None:
+    """Nobody listens there."""
+    listener, path = listen(tmp_path / "d", "job")
+    listener.close()
+    assert connect(path) is None
+    assert not path.exists()
+    assert connect(path) is None
+
+
+def test_a_directory_that_others_can_write_to(tmp_path: Path) -> None:
+    """It is not used: not to listen there, and not to look there."""
+    listener, _ = listen(tmp_path / "d", "job")
+    listener.close()
+    (tmp_path / "d").chmod(0o770)
+    with pytest.raises(WriteError, match="not a directory that belongs to this user alone"):
+        listen(tmp_path / "d", "job")
+    assert sockets_of(tmp_path / "d", "job") == []
+    (tmp_path / "link").symlink_to(tmp_path / "d")
+    with pytest.raises(WriteError, match="not a directory that belongs to this user alone"):
+        listen(tmp_path / "link", "job")
+
+
+def test_no_directory(tmp_path: Path) -> None:
+    """Nothing has been kept here."""
+    assert sockets_of(tmp_path / "missing", "job") == []
+    with pytest.raises(WriteError, match="cannot be made"):
+        listen(tmp_path / "missing" / "deeper", "job")
