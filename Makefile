@@ -42,7 +42,7 @@ check: $(READY)
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Whole for every release, so that all figures are of one commit: about 45 minutes.
+# Whole for every release, so that all figures are of one commit: about 80 minutes.
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench
 	$(BIN)/python -m benchmarks.save
@@ -53,6 +53,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.reuse
 	$(BIN)/python -m benchmarks.tiers
 	$(BIN)/python -m benchmarks.mlperf
+	$(BIN)/python -m benchmarks.restarts
 	$(BIN)/python -m benchmarks.scale
 
 # The tests under every Python that is here, with the oldest torch and the newest: some GB for each, and hours.

@@ -107,7 +107,7 @@ def _run_all() -> Runs:
             kill_after=_KILL_AFTER,
             checkpoints=_SURVIVED,
         ),
-        _launch(f"7. Resumed from memory, on {_RANKS} ranks", _RANKS, resumes=True, checkpoints=_SURVIVED),
+        _launch(f"7. Resumed from memory, on {_RANKS} ranks", _RANKS, resumes=True, saves=True, checkpoints=_SURVIVED),
     )
 
 
@@ -141,7 +141,7 @@ def _launch(
     rendezvous = _OUTPUT / "rendezvous"
     survives = checkpoints == _SURVIVED
     where = checkpoints if saves or resumes else None
-    job = Job(_STEPS, rendezvous, where, _SAVE_EVERY if saves or survives else 0, survives)
+    job = Job(_STEPS, rendezvous, where, _SAVE_EVERY if saves else 0, survives)
     receiving, sending = Pipe(duplex=False)
     context = spawn(train, args=(ranks, job, sending), nprocs=ranks, join=False)
     sending.close()  # so that the pipe ends when the ranks have ended

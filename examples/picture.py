@@ -73,7 +73,7 @@ def _draw_lanes(axes: Axes, killed: Run, resumed: Run) -> None:
     axes.annotate("", (start, -0.04), (start, 1), arrowprops=arrow)
     axes.text(start - 0.4, 0, f"resumed from step {start}", color=_ORANGE, ha="right", va="center")
     axes.set_yticks([1, 0, -1], [f"{killed.ranks} ranks", f"{resumed.ranks} ranks", "in memory"])
-    axes.set_ylim(-1.5, 1.6)
+    axes.set_ylim(-1.6, 1.6)
     axes.tick_params(length=0, labelbottom=False)
     axes.spines[["left", "bottom"]].set_visible(False)
     axes.set_title("Killed during a save, then resumed from the newest complete checkpoint")
@@ -84,11 +84,11 @@ def _draw_memory(axes: Axes, killed: Run, resumed: Run) -> None:
     assert resumed.loaded is not None
     start, end, saved = resumed.loaded.step, _kill(killed), max(killed.saved, default=0)
     axes.hlines(-1, 0, end, color=_BLUE, linewidth=3)
-    axes.hlines(-1.25, start, max(resumed.losses), color=_ORANGE, linewidth=3)
+    axes.hlines(-1.35, start, max(resumed.losses), color=_ORANGE, linewidth=3)
     axes.plot(list(killed.saved), [-1] * len(killed.saved), **_circle(_BLUE), linestyle="none")
     axes.plot([end], [-1], "X", color=_RED, markersize=12, markeredgecolor="white", zorder=5)
-    what = f"killed between saves, resumed from step {start} in memory\n(storage alone: from step {saved})"
-    axes.text(end + 0.6, -0.9, what, color=_ORANGE, va="center")
+    what = f"resumed from step {start}, in memory\n(on storage: step {saved})"
+    axes.text(end + 0.6, -0.8, what, color=_ORANGE, va="center")
 
 
 def _draw_losses(axes: Axes, runs: Runs) -> None:
