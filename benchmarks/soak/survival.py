@@ -100,9 +100,9 @@ def run(rounds: int, seed: int, folder: Path) -> Tally:
         tally.count(f"kills of {kind}" if kind else "runs to the end")
         if not tally.is_good:
             break
-    left = [path.name for path in runtime.rglob("*")]
-    if left or _others("keeper", os.getpid()):
-        tally.blame("left", f"{len(left)} sockets and directories, {len(_others('keeper', os.getpid()))} keepers")
+    left, keepers = [path.name for path in runtime.rglob("*")], _keepers(runtime)
+    if left or keepers:
+        tally.blame("left", f"{len(left)} sockets and directories, {len(keepers)} keepers")
     return tally
 
 
@@ -159,13 +159,19 @@ def _kill(kind: str, ranks: Sequence[ForkServerProcess], chance: random.Random) 
 
 
 def _others(kind: str, *parents: int) -> list[int]:
-    """The writer processes or keepers of some trainers, or of all, if the parent is this process."""
+    """The writer processes or keepers of some trainers."""
     found = []
     for process in psutil.process_iter(["cmdline", "ppid"]):
         is_one = any(_PROCESSES[kind] in argument for argument in process.info["cmdline"] or ())
-        if is_one and (os.getpid() in parents or process.info["ppid"] in parents):
+        if is_one and process.info["ppid"] in parents:
             found.append(process.pid)
     return found
+
+
+def _keepers(runtime: Path) -> list[int]:
+    """All keepers whose sockets are below a directory: other jobs on this machine may have some, too."""
+    lines = ((process.pid, process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+    return [pid for pid, line in lines if any(argument.startswith(str(runtime)) for argument in line)]
 
 
 def _signal(pids: Sequence[int]) -> None:

@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_tensorizer import SavePlanner, TensorizerStorageWriter
 
-
 # Under torch 2.11 the stock planner makes so many objects that it brings one by itself.
 PLANNERS = [SavePlanner] if torch.__version__.startswith("2.11.") else [SavePlanner, DefaultSavePlanner]
 
