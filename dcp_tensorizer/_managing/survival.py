@@ -231,8 +231,10 @@ class Survival:
         saves = self._saver.engine.saves
         saves.reclaim()
         nbytes = max([self._predecessors.nbytes, *(buffer.nbytes for buffer in self._kept.values())])
+        if not nbytes or saves.has_buffer(nbytes):
+            return
         available = available_memory()
-        if not nbytes or saves.has_buffer(nbytes) or available is None or available > _ROOM * nbytes:
+        if available is None or available > _ROOM * nbytes:
             return
         why = f"another staging buffer takes {nbytes:,} bytes, and {available:,} bytes of memory are available"
         if self._kept:
