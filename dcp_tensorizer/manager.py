@@ -301,7 +301,7 @@ class CheckpointManager:
             self._writer.close(timeout)
             self._saves.wait(deadline)
             if self._saves.error is not None or self._saves.is_busy:  # what is in memory may be all that there is
-                self._survival.leave()
+                self._survival.leave(deadline)
             self._survival.end(deadline, has_saved=self._saves.has_saved)
         logger.info("%s: %s", self._folder.path, self.report())
         self._retaining.wait(deadline)

@@ -200,9 +200,10 @@ class Survival:
         self._release(list(self._kept))
         self._saver.engine.saves.spare_buffers = 1
 
-    def leave(self) -> None:
-        """Leaves what is kept to a later run: this one has failed. Idempotent."""
-        self.settle()
+    def leave(self, deadline: Deadline = NEVER) -> None:
+        """Leaves what is kept to a later run: this one has failed. Idempotent; takes what `end` takes."""
+        if self._keeping is not None:
+            wait_for([self._keeping], deadline.left)
         self.has_left = True
         self._predecessors.close()
         process, self._process = self._process, None
