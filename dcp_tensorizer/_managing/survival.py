@@ -147,7 +147,7 @@ class Survival:
             record: What the index would say of it.
             parent_step: The step of the checkpoint that it goes on from.
         """
-        if not self._is_on or self._ends:
+        if not self._is_on:  # it is the same on all ranks; this one alone may have lost its keeper just now
             return None
         self._count += 1
         self._is_new = self._has_failed = True  # until it is kept: it may not even be staged
@@ -229,6 +229,8 @@ class Survival:
 
     def _look_for_room(self) -> None:
         """Keeps no more, if another state cannot be staged without the memory of those that are kept."""
+        if len(self._kept) > 1:  # the older one is about to be forgotten
+            return
         saves = self._saver.engine.saves
         saves.reclaim()
         nbytes = max([self._predecessors.nbytes, *(buffer.nbytes for buffer in self._kept.values())])
