@@ -300,8 +300,8 @@ class CheckpointManager:
             self._signals.restore()
             self._writer.close(timeout)
             self._saves.wait(deadline)
-            if self._saves.error is not None or self._saves.is_busy:  # what is in memory may be all that there is
-                self._survival.leave()
+            if self._saves.failures or self._saves.is_busy or self._saves.held_step is not None:
+                self._survival.leave(deadline)  # what is in memory is all that there is of the newest step
             self._survival.end(deadline, has_saved=self._saves.has_saved)
         logger.info("%s: %s", self._folder.path, self.report())
         self._retaining.wait(deadline)

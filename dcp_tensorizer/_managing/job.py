@@ -110,12 +110,13 @@ class Job:
         place = None if step is not None else self._restore_from_memory(state, selection, found)
         if place is None:
             place = self._restore_from_storage(state, selection, found)
-            if self._survival.has_touched and (place is None or not selection.strict):
+            has_touched = self._survival.has_touched
+            self._survival.discard()
+            if has_touched and (place is None or not selection.strict):
                 raise ReadError(
                     f"{self._folder.path}: the state in memory could not be loaded, and storage does not have all of "
                     f"it. What is in the state now is of neither: make it anew, and restore again"
                 )
-            self._survival.discard()
         if place is None:
             return None
         self.place, restored = place

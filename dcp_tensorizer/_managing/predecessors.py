@@ -91,6 +91,7 @@ class Predecessors:
         Raises:
             WriteError: a rank is gone.
         """
+        self.has_touched = False
         head = self._chosen(choice)
         if head is None:
             return None
@@ -113,6 +114,7 @@ class Predecessors:
 
     def end(self) -> None:
         """Ends them, and gives their memory back: what they have is not wanted any more. Idempotent."""
+        self.nbytes, self.has_touched = 0, False
         visits, self._visits = self._visits, []
         for visit in visits:
             visit.end()

@@ -147,7 +147,7 @@ class Survival:
             record: What the index would say of it.
             parent_step: The step of the checkpoint that it goes on from.
         """
-        if not self._is_on or self._ends:
+        if not self._is_on:  # it is the same on all ranks; this one alone may have lost its keeper just now
             return None
         self._count += 1
         self._is_new = self._has_failed = True  # until it is kept: it may not even be staged
@@ -200,9 +200,10 @@ class Survival:
         self._release(list(self._kept))
         self._saver.engine.saves.spare_buffers = 1
 
-    def leave(self) -> None:
-        """Leaves what is kept to a later run: this one has failed. Idempotent."""
-        self.settle()
+    def leave(self, deadline: Deadline = NEVER) -> None:
+        """Leaves what is kept to a later run: this one has failed. Idempotent; takes what `end` takes."""
+        if self._keeping is not None:
+            wait_for([self._keeping], deadline.left)
         self.has_left = True
         self._predecessors.close()
         process, self._process = self._process, None
@@ -228,11 +229,15 @@ class Survival:
 
     def _look_for_room(self) -> None:
         """Keeps no more, if another state cannot be staged without the memory of those that are kept."""
+        if len(self._kept) > 1:  # the older one is about to be forgotten
+            return
         saves = self._saver.engine.saves
         saves.reclaim()
         nbytes = max([self._predecessors.nbytes, *(buffer.nbytes for buffer in self._kept.values())])
+        if not nbytes or saves.has_buffer(nbytes):
+            return
         available = available_memory()
-        if not nbytes or saves.has_buffer(nbytes) or available is None or available > _ROOM * nbytes:
+        if available is None or available > _ROOM * nbytes:
             return
         why = f"another staging buffer takes {nbytes:,} bytes, and {available:,} bytes of memory are available"
         if self._kept:

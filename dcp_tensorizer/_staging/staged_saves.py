@@ -141,8 +141,8 @@ class StagedSaves:
         return SharedBuffer(nbytes)
 
     def has_buffer(self, nbytes: int) -> bool:
-        """Whether there is an idle buffer of that size."""
-        return any(buffer.fits(nbytes) for buffer in list(self._idle))
+        """Whether there is an idle buffer of that size, or one is being made."""
+        return self._prewarming is not None or any(buffer.fits(nbytes) for buffer in list(self._idle))
 
     def reclaim(self) -> None:
         """Takes back the buffers of saves that are over, and keeps the largest ones."""

@@ -136,17 +136,20 @@ def _saves_and_waits(rank, folder):
     kill_self()
 
 
-def _keeper_processes():
-    return [
-        p for p in psutil.process_iter(["cmdline"]) if "dcp_tensorizer._survival.keeper" in (p.info["cmdline"] or ())
-    ]
+def _keeper_processes(keepers):
+    """Those of this test: others may run on this machine."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if str(keepers) in (process.info["cmdline"] or ()):
+            found.append(process)
+    return found
 
 
 def test_memory_that_has_changed_is_not_loaded(tmp_path, keepers):
     """The digests of the copy are not those that were taken: the run goes on from storage."""
     run_ranks(2, _saves_and_dies, tmp_path / "run", 2, killed=(0, 1))
     changed = 0
-    for process in _keeper_processes():
+    for process in _keeper_processes(keepers):
         for link in Path(f"/proc/{process.pid}/fd").iterdir():
             if os.readlink(link).startswith("/memfd:dcp_tensorizer"):
                 with open(link, "r+b") as memory:
@@ -162,7 +165,7 @@ def test_memory_that_has_changed_is_not_loaded(tmp_path, keepers):
 def test_a_keeper_ends_when_nobody_comes(tmp_path, keepers):
     """And with it go its memory and its socket."""
     run_ranks(2, _dies_soon, tmp_path / "run", killed=(0, 1))
-    assert eventually(lambda: not _keeper_processes())
+    assert eventually(lambda: not _keeper_processes(keepers))
 
 
 def _dies_soon(rank, folder):
@@ -189,7 +192,7 @@ def test_a_run_that_ends_with_an_error_leaves_its_memory(tmp_path, keepers):
     for number, found, said, _ in run_ranks(2, _resumes, tmp_path / "run"):
         assert (number, found) == (2, _expected(2))
         assert any("step 2 is restored from memory" in line for line in said)
-    assert not _keeper_processes()
+    assert not _keeper_processes(keepers)
 
 
 def _refuses(rank, folder):
