@@ -79,7 +79,9 @@ class _Collector:
         if full != self._full_collections:
             self._aged, self._full_collections = 0, full
         self._aged += 1
-        if self._aged <= _AGEINGS and gc.get_freeze_count() <= _FROZEN_BY_PYTHON:  # what the trainer has frozen would thaw
+        if (
+            self._aged <= _AGEINGS and gc.get_freeze_count() <= _FROZEN_BY_PYTHON
+        ):  # what the trainer has frozen would thaw
             gc.freeze()
             gc.unfreeze()
 
