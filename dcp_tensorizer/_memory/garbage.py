@@ -79,9 +79,8 @@ class _Collector:
         if full != self._full_collections:
             self._aged, self._full_collections = 0, full
         self._aged += 1
-        if (
-            self._aged <= _AGEINGS and gc.get_freeze_count() <= _FROZEN_BY_PYTHON
-        ):  # what the trainer has frozen would thaw
+        is_frozen = gc.get_freeze_count() > _FROZEN_BY_PYTHON  # by the trainer, and would thaw
+        if self._aged <= _AGEINGS and not is_frozen:
             gc.freeze()
             gc.unfreeze()
 
