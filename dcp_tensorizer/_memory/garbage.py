@@ -10,6 +10,7 @@ frozen are left as the trainer has them, whichever thread changes them meanwhile
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ __all__ = ["age_objects", "collector_paused"]
 
 _AGEINGS = 96
 """Without a full collection in between: some ten saves. Then one may come, for cycles that were aged and died."""
+_FROZEN_BY_PYTHON = 1000 if sys.version_info[:2] == (3, 12) else 0
+"""Python 3.12 begins with some 375 frozen objects, and nothing is lost if they thaw. A trainer freezes many more."""
 
 
 class _Collector:
@@ -76,7 +79,8 @@ class _Collector:
         if full != self._full_collections:
             self._aged, self._full_collections = 0, full
         self._aged += 1
-        if self._aged <= _AGEINGS and gc.get_freeze_count() == 0:  # what the trainer has frozen would thaw
+        is_frozen = gc.get_freeze_count() > _FROZEN_BY_PYTHON  # by the trainer, and would thaw
+        if self._aged <= _AGEINGS and not is_frozen:
             gc.freeze()
             gc.unfreeze()
 

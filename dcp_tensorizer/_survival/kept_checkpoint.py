@@ -5,8 +5,6 @@ So it is planned, read and verified as one on storage is: onto any number of ran
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -17,11 +15,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from .._descriptor import Descriptor
 from .._format.index_writer import encode
 from .._format.keys import item_key
 from .._format.layout import StoredItem, data_file_name, metadata_file_name
 from .._format.places import RankPlaces
 from .._storage.base import FileInfo, RangeReader, ReadTuning, Sink, Storage
+from .._storage.local_read import read_into
 from .._storage.memory_read import MemoryReader
 from .._threads import cores
 from ..errors import WriteError
@@ -46,50 +46,45 @@ class KeptCheckpoint(Storage):
 
     Raises:
         CheckpointError: an item cannot be described; names its key.
-        OSError: a buffer cannot be mapped.
     """
 
     def __init__(self, path: str, states: Sequence[tuple[Content, int]]) -> None:
         self.path = self.location = path
         self.reads = ReadTuning(max_threads=cores(), min_threads=cores(), slice_bytes=_SLICE)
         self._files: dict[str, memoryview] = {}
+        self._buffers: dict[str, _Buffer] = {}
         metadata = Metadata({}, storage_meta=StorageMeta(save_id=states[0][0].state.head.id))
-        last = len(states) - 1
-        parts = [
-            self._add(content, fd, metadata.state_dict_metadata, populate=number == last)
-            for number, (content, fd) in enumerate(states)
-        ]
+        parts = [self._add(content, fd, metadata.state_dict_metadata) for content, fd in states]
         record = states[0][0].state.head.record
         self._files[metadata_file_name()] = memoryview(encode(metadata, parts, record=record))
 
-    def _add(self, content: Content, fd: int, known: dict[str, Any], *, populate: bool) -> RankPlaces:
+    def _add(self, content: Content, fd: int, known: dict[str, Any]) -> RankPlaces:
         """Adds a rank's state; returns where everything is."""
         state, head = content.state, content.state.head
         names = [data_file_name(head.rank, number, head.id) for number in (0, 1)]
-        try:
-            memory = mmap.mmap(fd, state.nbytes, mmap.MAP_SHARED | (_POPULATE if populate else 0), mmap.PROT_READ)
-        finally:
-            os.close(fd)
-        self._files |= zip(names, (memoryview(memory), memoryview(state.inline)), strict=True)
+        self._buffers[names[0]] = _Buffer(fd, state.nbytes)
+        self._files[names[1]] = memoryview(state.inline)
         places = {}
         for item in kept_items(state):
             _describe(item, known)
             places[item_key(item.plan.index)] = _place(item, names, content)
-        return RankPlaces.of(head.rank, places, {name: self._files[name].nbytes for name in names})
+        return RankPlaces.of(head.rank, places, {names[0]: state.nbytes, names[1]: len(state.inline)})
 
     def open(self, name: str) -> RangeReader:
-        return MemoryReader(self._files[name])
+        return self._buffers.get(name) or MemoryReader(self._files[name])
 
     def read(self, name: str, most: int | None = None) -> bytes | None:
         content = self._files.get(name)
         return None if content is None else bytes(content[:most])
 
     def head(self, name: str) -> int | None:
-        content = self._files.get(name)
+        content = self._buffers.get(name) or self._files.get(name)
         return None if content is None else content.nbytes
 
     def listing(self) -> tuple[list[FileInfo], list[str]]:
-        return [FileInfo(name, content.nbytes, None, None) for name, content in self._files.items()], []
+        return [
+            FileInfo(name, content.nbytes, None, None) for name, content in (self._files | self._buffers).items()
+        ], []
 
     def child(self, name: str) -> NoReturn:
         raise WriteError(f"{self.path} has no directories")
@@ -121,7 +116,20 @@ class KeptReader(TensorizerStorageReader):
         super().set_up_storage_reader(metadata, is_coordinator, *args, **(kwargs | {"use_collectives": False}))
 
 
-_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # a page fault for each 4 KiB takes as long as to copy it
+class _Buffer(RangeReader):
+    """A staging buffer of another process. It is read as a file: to map it first takes as long as to copy it.
+
+    Args:
+        fd: Its descriptor, which is closed with this object.
+        nbytes: Its size.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self._descriptor = Descriptor(fd)
+        self.nbytes = nbytes
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
+        read_into(self._descriptor.number, buffers, offset)
 
 
 def _describe(item: KeptItem, known: dict[str, Any]) -> None:
