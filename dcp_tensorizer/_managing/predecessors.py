@@ -25,6 +25,7 @@ from .agreement import Agreement
 from .catalogue import Step
 from .place import Choice
 from .restoring import Selection, SelectivePlanner
+from .state_part import StatePart
 
 __all__ = ["Predecessors", "identity"]
 
@@ -162,7 +163,7 @@ class Predecessors:
         """Loads a state, on this rank by itself; what was loaded, and why it could not be."""
         path = f"the memory of step {head.record.step}"
         try:
-            plain = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
+            plain = StatePart().of(state)
             states = [visit.take(head.id) for visit in self._holders(head)]
             self.nbytes = states[-1][0].state.nbytes
             checkpoint = KeptCheckpoint(path, states)

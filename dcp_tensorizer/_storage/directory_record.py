@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["is_record", "put_record"]
+__all__ = ["boot_id", "is_record", "put_record"]
 
 _MAX_BYTES = 4096
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -22,12 +22,17 @@ _TOLERANCE = 0.05
 _ATTEMPTS = 20  # the process may lose its core between two lines
 
 
+def boot_id() -> str:
+    """Of this machine since it was started; raises `OSError` where that is unknown."""
+    return _BOOT_ID.read_text()
+
+
 def put_record(path: Path) -> None:
     """Writes a record; raises `OSError`, also where the boot is unknown.
 
     It need not be durable: after another boot it proves nothing.
     """
-    boot = _BOOT_ID.read_text()
+    boot = boot_id()
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         for _ in range(_ATTEMPTS):
@@ -55,7 +60,7 @@ def is_record(path: Path) -> bool:
 def _is_valid(path: Path, descriptor: int) -> bool:
     moment, _, places = os.pread(descriptor, _MAX_BYTES, 0).decode().partition("\n")
     is_original = abs(os.fstat(descriptor).st_ctime - float(moment)) < _TOLERANCE
-    return is_original and places == _BOOT_ID.read_text() + _places(path, descriptor)
+    return is_original and places == boot_id() + _places(path, descriptor)
 
 
 def _places(path: Path, descriptor: int) -> str:

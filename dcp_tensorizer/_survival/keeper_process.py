@@ -15,7 +15,7 @@ from .._descriptor import Descriptor, anonymous_file
 from .._forks import in_child
 from .._threads import NEVER, Deadline
 from .._writer_process.channel import Channel
-from .._writer_process.interpreter import environment, interpreter
+from .._writer_process.child import kill, said_by, start
 from ..errors import CheckpointError, ReadError, WriteError
 from .messages import Answer, Claim, Claimed, Content, End, Forget, Found, Keep, Look, Missing, Request, Take
 from .runtime_directory import connect, sockets_of
@@ -29,8 +29,6 @@ _START_SECONDS = 60.0
 _ANSWER_SECONDS = 60.0  # it answers in a millisecond, where it has a core
 _DIGEST_SECONDS = 660.0  # a little more than it waits itself
 _END_SECONDS = 5.0
-_KILL_SECONDS = 0.5
-_OUTPUT_TAIL = 4000  # bytes
 
 
 class KeeperDied(WriteError):
@@ -59,7 +57,11 @@ class KeeperProcess:
                 ours, theirs = socket.socketpair()
                 undo.callback(ours.close)
                 with theirs:
-                    self._popen = _start(theirs, self._output.number, [run, str(seconds), os.fspath(directory), job])
+                    arguments = [str(os.getpid()), run, str(seconds), os.fspath(directory), job]
+                    # A launcher kills the trainer's process group.
+                    self._popen = start(
+                        f"{__package__}.keeper", theirs, self._output.number, arguments, own_session=True
+                    )
                 undo.pop_all()
         except OSError as error:
             raise WriteError(f"the keeper of states in memory cannot be started: {error}") from error
@@ -94,16 +96,12 @@ class KeeperProcess:
             finally:
                 self._lock.release()
         if self._popen.poll() is None:
-            self._popen.kill()
-            with suppress(subprocess.TimeoutExpired):
-                self._popen.wait(_KILL_SECONDS)
+            self.kill()
         self._close()
 
     def kill(self) -> None:
         """Ends it at once, whatever it does."""
-        self._popen.kill()
-        with suppress(subprocess.TimeoutExpired):
-            self._popen.wait(_KILL_SECONDS)
+        kill(self._popen)
 
     def leave(self) -> None:
         """Leaves it to a successor, as this process's death would. Idempotent."""
@@ -123,17 +121,11 @@ class KeeperProcess:
                 self._channel.send(request, fds, _ANSWER_SECONDS)
                 answer = _receive(self._channel, _ANSWER_SECONDS)
             except (EOFError, OSError) as error:
-                raise KeeperDied(f"the keeper (pid {self._popen.pid}) has ended: {error}{self._said()}") from error
+                raise KeeperDied(
+                    f"the keeper (pid {self._popen.pid}) has ended: {error}{said_by(self._output)}"
+                ) from error
         if isinstance(answer, Missing):
             raise WriteError(f"the keeper (pid {self._popen.pid}) cannot keep a state: {answer.why}")
-
-    def _said(self) -> str:
-        """The end of its output."""
-        with suppress(OSError):
-            nbytes = os.fstat(self._output.number).st_size
-            said = os.pread(self._output.number, _OUTPUT_TAIL, max(0, nbytes - _OUTPUT_TAIL)).decode(errors="replace")
-            return f"; the end of its output:\n{said.strip()}" if said.strip() else ""
-        return ""
 
 
 class Visit:
@@ -230,24 +222,3 @@ def _receive_with(channel: Channel, timeout: float) -> tuple[Answer, list[int]]:
         raise TimeoutError(f"no answer in {timeout:g} s")
     answer, fds = channel.receive()
     return answer, fds
-
-
-def _start(theirs: socket.socket, output: int, arguments: list[str]) -> subprocess.Popen[bytes]:
-    """Starts the process, in a session of its own: a launcher kills the trainer's process group. Raises `OSError`."""
-    trainer = -1
-    with suppress(AttributeError, OSError):  # an older kernel, or a sandbox; then the socket alone tells of our end
-        trainer = os.pidfd_open(os.getpid())
-    numbers = [theirs.fileno(), trainer, os.getpid()]
-    try:
-        return subprocess.Popen(
-            [*interpreter(), f"{__package__}.keeper", *map(str, numbers), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            pass_fds=[fd for fd in (theirs.fileno(), trainer) if fd >= 0],
-            env=environment(devices=False),
-            start_new_session=True,
-        )
-    finally:
-        if trainer >= 0:
-            os.close(trainer)

@@ -16,6 +16,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from .._storage.directory_record import boot_id
 from ..errors import WriteError
 
 __all__ = ["connect", "is_own_peer", "job_name", "listen", "runtime_directory", "sockets_of"]
@@ -23,7 +24,6 @@ __all__ = ["connect", "is_own_peer", "job_name", "listen", "runtime_directory", 
 _CONNECT_SECONDS = 5.0
 _BACKLOG = 64
 _ATTEMPTS = 20  # to make a socket while the keeper that was the last one removes the directory
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
@@ -48,7 +48,7 @@ def job_name(location: str) -> str:
 
 def _boot() -> str:
     with suppress(OSError):
-        return _BOOT_ID.read_text()
+        return boot_id()
     return socket.gethostname()
 
 

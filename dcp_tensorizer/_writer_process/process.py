@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import select
 import signal
 import socket
@@ -21,7 +20,7 @@ from .._forks import in_child
 from .._threads import Deadline
 from ..errors import WriteError, WriterProcessDied
 from .channel import Channel
-from .interpreter import environment, interpreter
+from .child import kill, said_by, start
 from .messages import (
     Answer,
     BufferInfo,
@@ -46,9 +45,7 @@ __all__ = ["END_SECONDS", "WriterProcess"]
 END_SECONDS = 5.0
 """For a process that is in the middle of a write. An idle one ends in milliseconds."""
 
-_KILL_SECONDS = 0.5  # a process that is killed ends in milliseconds, but for one that hangs in the kernel
 _DETACH_SECONDS = 5.0  # an idle process does it in a millisecond
-_OUTPUT_TAIL = 4000  # bytes
 
 
 class SharedBuffer(Protocol):
@@ -83,7 +80,9 @@ class WriterProcess:
                 self._output = Descriptor(anonymous_file("output"))
                 undo.callback(self._output.close)
                 with theirs:
-                    self._popen = _start(theirs, self._output.number, devices)
+                    self._popen = start(
+                        f"{__package__}.worker", theirs, self._output.number, [str(int(devices))], devices=devices
+                    )
                 undo.pop_all()
         except OSError as error:
             raise WriterProcessDied(f"the writer process cannot be started: {error}") from error
@@ -218,7 +217,7 @@ class WriterProcess:
         except (EOFError, OSError):
             raise WriterProcessDied(self._cause_of_death()) from None
         except BaseException:  # a KeyboardInterrupt: the answer would be taken for that to the next request
-            _kill(self._popen)
+            kill(self._popen)
             raise
         if not isinstance(answer, WriteFailed):
             self._sent = set(self._attached)
@@ -238,7 +237,7 @@ class WriterProcess:
                 deadline = time.monotonic() + timeout
 
     def _hung(self, timeout: float) -> WriterProcessDied:
-        _kill(self._popen)
+        kill(self._popen)
         return WriterProcessDied(
             f"the writer process (pid {self.pid}) made no progress for {timeout:g} s and was killed: the "
             f"destination hangs, or is slower than the writer's timeout allows"
@@ -261,40 +260,16 @@ class WriterProcess:
         """How it ended, and the end of its output."""
         process = f"the writer process (pid {self.pid})"
         if self._end.alive and not self._channel.is_ours:
-            _kill(self._popen)
+            kill(self._popen)
             return f"{process} was cut off: somebody in this process has closed the socket to it (os.closerange?)"
         try:
             code: int | None = self._popen.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            code = _kill(self._popen)
+            code = kill(self._popen)
         if code is None:
             return f"{process} does not end, although it was killed: it hangs in the kernel"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        output = b""
-        with suppress(OSError):
-            nbytes = os.fstat(self._output.number).st_size
-            output = os.pread(self._output.number, _OUTPUT_TAIL, max(0, nbytes - _OUTPUT_TAIL))
-        said = output.decode(errors="replace").strip()
-        return f"{process} {how}" + (f"; the end of its output:\n{said}" if said else "")
-
-
-def _start(theirs: socket.socket, output: int, devices: bool) -> subprocess.Popen[bytes]:
-    """Starts the process at the other end of a socket; raises `OSError`."""
-    trainer = -1
-    with suppress(AttributeError, OSError):  # an older kernel, or a sandbox; then the socket alone tells of our end
-        trainer = os.pidfd_open(os.getpid())
-    try:
-        return subprocess.Popen(
-            [*interpreter(), f"{__package__}.worker", str(theirs.fileno()), str(trainer), str(int(devices))],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            pass_fds=[fd for fd in (theirs.fileno(), trainer) if fd >= 0],
-            env=environment(devices),
-        )
-    finally:
-        if trainer >= 0:
-            os.close(trainer)
+        return f"{process} {how}{said_by(self._output)}"
 
 
 class _RemoteTraceback(Exception):
@@ -314,15 +289,4 @@ def _stop(popen: subprocess.Popen[bytes], channel: Channel, timeout: float) -> N
     try:
         popen.wait(timeout)
     except subprocess.TimeoutExpired:
-        _kill(popen)
-
-
-def _kill(popen: subprocess.Popen[bytes]) -> int | None:
-    """Its exit code; None if it hangs in the kernel, say for a network disk, and ends when that is over.
-
-    Without a timeout, `wait` would also wait for a lock, which the thread that a signal interrupts may hold.
-    """
-    popen.kill()
-    with suppress(subprocess.TimeoutExpired):
-        popen.wait(_KILL_SECONDS)
-    return popen.returncode
+        kill(popen)

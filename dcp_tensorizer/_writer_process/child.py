@@ -1,0 +1,76 @@
+"""A process of this package's own beside the trainer: how it is started and killed, and what it has said."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+
+from .._descriptor import Descriptor
+from .interpreter import environment, interpreter
+
+__all__ = ["kill", "said_by", "start"]
+
+_KILL_SECONDS = 0.5  # a process that is killed ends in milliseconds, but for one that hangs in the kernel
+_OUTPUT_TAIL = 4000  # bytes
+
+
+def start(
+    module: str,
+    theirs: socket.socket,
+    output: int,
+    arguments: Sequence[str],
+    *,
+    devices: bool = False,
+    own_session: bool = False,
+) -> subprocess.Popen[bytes]:
+    """Starts a process at the other end of a socket; raises `OSError`.
+
+    Args:
+        module: Whose ``main`` is called, with the descriptor of the socket, that of a pidfd of this process or -1 where
+            there are none, and the arguments.
+        theirs: Its end of the socket.
+        output: The descriptor that its output goes to.
+        arguments: More of them.
+        devices: It sees the trainer's GPUs.
+        own_session: What is sent to the trainer's process group does not reach it.
+    """
+    trainer = -1
+    with suppress(AttributeError, OSError):  # an older kernel, or a sandbox; then the socket alone tells of our end
+        trainer = os.pidfd_open(os.getpid())
+    try:
+        return subprocess.Popen(
+            [*interpreter(), module, str(theirs.fileno()), str(trainer), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=[fd for fd in (theirs.fileno(), trainer) if fd >= 0],
+            env=environment(devices),
+            start_new_session=own_session,
+        )
+    finally:
+        if trainer >= 0:
+            os.close(trainer)
+
+
+def kill(popen: subprocess.Popen[bytes]) -> int | None:
+    """Its exit code; None if it hangs in the kernel, say for a network disk, and ends when that is over.
+
+    Without a timeout, `wait` would also wait for a lock, which the thread that a signal interrupts may hold.
+    """
+    popen.kill()
+    with suppress(subprocess.TimeoutExpired):
+        popen.wait(_KILL_SECONDS)
+    return popen.returncode
+
+
+def said_by(output: Descriptor) -> str:
+    """The end of a process's output, as the end of a message; empty if it has said nothing."""
+    content = b""
+    with suppress(OSError):
+        nbytes = os.fstat(output.number).st_size
+        content = os.pread(output.number, _OUTPUT_TAIL, max(0, nbytes - _OUTPUT_TAIL))
+    said = content.decode(errors="replace").strip()
+    return f"; the end of its output:\n{said}" if said else ""
