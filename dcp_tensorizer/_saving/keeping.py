@@ -8,7 +8,6 @@ All ranks keep the state of a save, or none of them uses it: the coordinator giv
 
 from __future__ import annotations
 
-import atexit
 import logging
 import pickle
 import sys
@@ -16,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import NamedTuple
 
@@ -140,6 +140,7 @@ class Keeping:
         """In a forked child: all of it is its parent's."""
         self.run, self._starting = uuid.uuid4().hex, threading.RLock()
         self._keepers, self._kept, self._orphans = {}, [], []
+        self._ends_at_exit = False
 
     def keep(
         self,
@@ -212,12 +213,14 @@ class Keeping:
                 self._keepers[folder] = keeper
             if not self._ends_at_exit:
                 self._ends_at_exit = True
-                atexit.register(self._exit)
+                Finalize(None, self._exit, exitpriority=0)  # `atexit` is not called where multiprocessing ends
             return keeper
 
     def _exit(self) -> None:
-        """At the interpreter's end. What is left to a later run: states of a save that is not over, or of an error."""
-        if getattr(sys, "last_value", None) is None and all(kept.staged_save.over() for kept in self._kept):
+        """At the process's end. What is left to a later run: states of a save that is not over, or of an error."""
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        is_well = error is None or (isinstance(error, SystemExit) and not error.code)
+        if is_well and all(kept.staged_save.over() for kept in self._kept):
             self.end(Deadline(_EXIT_SECONDS))
 
     def _forget(self, over: Sequence[_Kept]) -> None:
@@ -233,7 +236,7 @@ class Keeping:
 
     def _turn_off(self, error: KeeperDied) -> None:
         """Keeps no more, until a writer begins anew."""
-        logger.warning("states are kept in memory no more, and survive= is off: %s", error)
+        logger.warning("states are kept in memory no more, and survive= is off: %s", str(error))
         keepers, self._keepers = self._keepers, {}
         for keeper in keepers.values():
             keeper.kill()  # it may have got a state that it did not answer for, and that is overwritten soon

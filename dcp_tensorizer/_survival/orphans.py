@@ -105,7 +105,7 @@ def find_orphan(path: str | Path, storage: Storage, rank: int, world_size: int) 
             orphan = Orphan(checkpoint, found, contents[-1][0].state.nbytes)
             logger.info("%s is loaded from memory, where a process that is gone has left it", redact(name))
     except CheckpointError as error:
-        logger.warning("%s is in memory, and cannot be loaded from there: %s", redact(name), error)
+        logger.warning("%s is in memory, and cannot be loaded from there: %s", redact(name), str(error))
     if orphan is None:
         for visit in found:
             visit.close()

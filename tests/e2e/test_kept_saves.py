@@ -11,7 +11,7 @@ from dcp_tensorizer import TensorizerStorageWriter, installed, open_reader
 from dcp_tensorizer._saving.session import SaveSession
 from dcp_tensorizer.tools import list_kept
 
-from .ranks import attempt, kill_self, run_ranks
+from .ranks import attempt, eventually, kill_self, run_ranks
 from .test_survival import SECONDS, _expected, _keeper_processes, _state, _values, keepers  # noqa: F401 - a fixture
 
 
@@ -153,3 +153,14 @@ def test_a_rank_whose_state_is_not_here(tmp_path, keepers):  # noqa: F811
         assert all(named for _, named in failures)
     assert run_ranks(2, _loads, tmp_path / "step-1") == [_expected(1)] * 2
     _end_all(keepers)
+
+
+def _saves_and_ends(rank, path):
+    _save(rank, path, 1)
+
+
+def test_ranks_that_end_without_closing(tmp_path, keepers):  # noqa: F811
+    """Nothing is left of them: what they saved is on storage."""
+    run_ranks(2, _saves_and_ends, tmp_path / "step-1")
+    assert eventually(lambda: not keepers.exists())
+    assert run_ranks(2, _loads, tmp_path / "step-1") == [_expected(1)] * 2
