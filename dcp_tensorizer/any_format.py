@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -17,17 +18,23 @@ from . import _torch_compat
 from ._arguments import check_path
 from ._loading.directory_format import contents, format_of
 from ._loading.validate import ReadFrom
+from ._saving.keeping import keeping_of_process
 from ._storage.base import TIMEOUT, Storage
 from ._storage.open import absolute_path, is_location
 from ._storage.redact import redact
+from ._survival.kept_checkpoint import KeptCheckpoint
+from ._survival.orphans import find_orphan
 from ._tiers.open import Opener
 from .errors import CheckpointError, DecryptionError, MetadataError, ReadError
 from .reader import TensorizerStorageReader
 
-__all__ = ["open_reader"]
+__all__ = ["AnyFormatReader", "KeptReader", "open_reader"]
+
+_KEPT_OPTIONS = ("verify", "allow_pickle", "thread_count", "on_progress", "on_report")
+"""What readers of a checkpoint in memory take of the options of others."""
 
 
-def open_reader(path: str | os.PathLike[str], **options: Any) -> StorageReader:
+def open_reader(path: str | os.PathLike[str], *, from_memory: bool = True, **options: Any) -> StorageReader:
     """A reader for ``dcp.load`` that looks what is at a path, and reads it with what is made for that.
 
     It reads checkpoints of this package; those that torch's ``FileSystemWriter`` and ``FsspecWriter`` wrote; and local
@@ -36,8 +43,12 @@ def open_reader(path: str | os.PathLike[str], **options: Any) -> StorageReader:
 
     torch's own metadata is a pickle, which can run code when it is read. Load only what you trust.
 
+    Where a writer with ``survive`` was saving to the path when its process died, the state is still in this machine's
+    memory. It is loaded from there, unless something newer is at the path.
+
     Args:
         path: A local path, or any URL that fsspec opens. The ``checkpoint_id`` of ``dcp.load`` overrides it.
+        from_memory: Look in memory, too.
         options: Of `TensorizerStorageReader`. For the other formats only ``storage_options``, ``timeout`` and
             ``thread_count`` have a meaning, and ``encryption`` is refused.
 
@@ -48,7 +59,7 @@ def open_reader(path: str | os.PathLike[str], **options: Any) -> StorageReader:
         NotCommitted: there is nothing at the path.
         MetadataError: what is there is of none of these formats; says what was found.
     """
-    return AnyFormatReader(path, **options)
+    return AnyFormatReader(path, from_memory=from_memory, **options)
 
 
 class AnyFormatReader(StorageReader):
@@ -57,8 +68,9 @@ class AnyFormatReader(StorageReader):
     The arguments are those of `open_reader`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, from_memory: bool = True, **options: Any) -> None:
         TensorizerStorageReader(path, **options)  # checks the arguments
+        self._looks_in_memory = from_memory
         self._path: str | os.PathLike[str] = absolute_path(path)
         self._root = path
         self._options = options
@@ -150,7 +162,13 @@ class AnyFormatReader(StorageReader):
         """
         storage_options = dict(self._options.get("storage_options") or {})
         storage = self._storage(self._path)
-        found = format_of(storage, dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if _is_distributed() else (0, 1)
+        if self._looks_in_memory:
+            orphan = find_orphan(absolute_path(self._path), storage, rank, world_size)
+            if orphan is not None:
+                keeping_of_process().adopt(orphan)
+                return KeptReader(orphan.checkpoint, self._options)
+        found = format_of(storage, rank)
         if found == "dcp_tensorizer":
             reader = TensorizerStorageReader(self._root, **self._options)
             reader.reset(self._path)
@@ -169,8 +187,29 @@ class AnyFormatReader(StorageReader):
         return HuggingFaceStorageReader(os.fspath(self._path), self._options.get("thread_count") or 1)
 
 
+class KeptReader(TensorizerStorageReader):
+    """Loads a checkpoint that is kept in memory, each rank by itself.
+
+    Args:
+        checkpoint: In memory. It may lack what other machines have, if this rank does not want it.
+        options: Of readers; those that make no sense here are left out.
+    """
+
+    def __init__(self, checkpoint: KeptCheckpoint, options: Mapping[str, Any]) -> None:
+        super().__init__("/", **{name: value for name, value in options.items() if name in _KEPT_OPTIONS})
+        self._open = lambda path: checkpoint  # type: ignore[assignment]
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """As where ranks saved for themselves: what this rank wants has to be there, and no more than that."""
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **(kwargs | {"use_collectives": False}))
+
+
 class _Torch(FileSystemReader):
     """torch's own, also where `install` has put another one in the place of the class that this one is made from."""
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _unknown(storage: Storage) -> CheckpointError:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ._format.encryption import check_decryption
 from ._storage.base import Storage
 from ._storage.open import open_storage
+from ._survival.orphans import KeptInfo, list_kept
 from ._tools import diff as _diff
 from ._tools import listing, retention
 from ._tools import verify as _verify
@@ -47,6 +48,7 @@ __all__ = [
     "DataFileInfo",
     "Difference",
     "Inspection",
+    "KeptInfo",
     "ObjectInfo",
     "Reported",
     "TensorInfo",
@@ -56,6 +58,7 @@ __all__ = [
     "diff",
     "inspect",
     "list_checkpoints",
+    "list_kept",
     "report",
     "verify",
 ]

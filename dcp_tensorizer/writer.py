@@ -92,6 +92,8 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
         local: A folder on a disk of each node, which mirrors the path: saves are durable there first, and are flushed
             to the path when no save needs the writer process. Then ``on_report`` is called once more.
         max_unflushed: Training waits for the path when so many checkpoints are in the local folder alone.
+        survive: Seconds that a state stays in this machine's memory when the trainer has died while it was being saved
+            by ``async_save``. `open_reader` loads it from there. 0: nothing is kept.
 
     Raises:
         TypeError: an argument is of a wrong type.
@@ -119,6 +121,7 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
         limits: SaveLimits = SaveLimits(),  # noqa: B008 - it is frozen
         local: str | os.PathLike[str] | None = None,
         max_unflushed: int = MAX_UNFLUSHED,
+        survive: float = 0.0,
     ) -> None:
         if path is not None:
             check_path(path)
@@ -139,6 +142,7 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
             path=path,
             local=local,
             max_unflushed=max_unflushed,
+            survive=survive,
         )
         self._synchronize_after_execute = staging != "buffer"
         self._begin(Saver(self._options, on_report))

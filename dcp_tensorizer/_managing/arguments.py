@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from .._arguments import check_count, check_timeout, check_type
+from .._arguments import check_count, check_type
 from .._format.encryption import decryption_key
 from .._saving.options import SaveLimits
+from .._saving.options import check_survival as check_survival_of_writer
 
 __all__ = [
     "check_metrics",
@@ -87,19 +88,17 @@ def check_survival(seconds: object, every: object, buffers: object, writer_optio
         TypeError: they are no numbers.
         ValueError: they make no sense, or not together with the writer's options.
     """
-    check_timeout(seconds, least=0, name="survive")
+    check_survival_of_writer(
+        seconds,
+        writer_options.get("staging", "buffer"),
+        cache=bool(writer_options.get("cache_staged_state_dict", True)),
+    )
     check_count("survive_every", every, optional=True)
     check_count("buffers", buffers)
     if buffers not in (2, 3):
         raise ValueError(f"buffers={buffers!r} must be 2 or 3: one is written, and another one has the newest state")
     if every is not None and not (seconds and buffers == 3):
         raise ValueError("survive_every needs survive= and 3 buffers: it keeps steps beside a save that runs")
-    if seconds and writer_options.get("staging", "buffer") == "shared":
-        raise ValueError(
-            "survive and staging='shared' exclude each other: what is not copied is gone with the process that has it"
-        )
-    if seconds and not writer_options.get("cache_staged_state_dict", True):
-        raise ValueError("survive and cache_staged_state_dict=False exclude each other: the buffers hold what is kept")
 
 
 def options_of_reader(writer_options: Mapping[str, Any], limits: SaveLimits, given: object) -> dict[str, Any]:

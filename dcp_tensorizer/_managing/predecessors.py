@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -18,8 +15,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 from .._format.index_rows import SaveRecord
 from .._storage.base import Storage
 from .._survival.keeper_process import Visit
-from .._survival.kept_checkpoint import KeptCheckpoint, KeptReader
+from .._survival.kept_checkpoint import KeptCheckpoint
 from .._survival.messages import KeptHead
+from .._survival.orphans import holders, reachable
+from .._survival.runtime_directory import identity
+from ..any_format import KeptReader
 from ..errors import ReadError, describe, unwrap
 from .agreement import Agreement
 from .catalogue import Step
@@ -27,7 +27,7 @@ from .place import Choice
 from .restoring import Selection, SelectivePlanner
 from .state_part import StatePart
 
-__all__ = ["Predecessors", "identity"]
+__all__ = ["Predecessors"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -99,7 +99,7 @@ class Predecessors:
         started = time.perf_counter()
         loaded, problem = self._load(head, state, selection, options)
         if problems := [text for text in self._agreement.gathered(problem) if text]:
-            logger.error("the state in memory, of step %d, cannot be loaded: %s", head.record.step, problems[0])
+            logger.error("the state in memory, of step %d, cannot be loaded: %s", head.step, problems[0])
             self.has_touched = True
             return None
         for visit in self._visits:
@@ -110,7 +110,7 @@ class Predecessors:
             else:
                 state[key] = value
         seconds = time.perf_counter() - started
-        logger.info("%s: step %d is restored from memory (%.3f s)", self._folder.path, head.record.step, seconds)
+        logger.info("%s: step %d is restored from memory (%.3f s)", self._folder.path, head.step, seconds)
         return head.record
 
     def end(self) -> None:
@@ -128,43 +128,29 @@ class Predecessors:
 
     def _chosen(self, choice: Choice) -> KeptHead | None:
         """The newest state that all ranks can reach, if it is not outdated; the same on all ranks."""
-        everywhere = self._agreement.gathered(self._reachable())
+        everywhere = self._agreement.gathered(reachable(self._visits, self._agreement.rank, self._agreement.size))
         common = set.intersection(*map(set, everywhere))
         if not common:
             if any(everywhere):
                 logger.info("%s: no state in memory is there for all ranks", self._folder.path)
             return None
         # What the first rank's keeper says of it counts.
-        head = max((everywhere[0][number] for number in common), key=lambda h: (h.record.step, h.number, h.id))
+        head = max((everywhere[0][number] for number in common), key=lambda h: (h.step, h.number, h.id))
         tip = choice.candidates[0][0] if choice.candidates else None
-        refusal = self._agreement.decided(lambda: _outdated(head, tip, identity(self._folder)))
+        refusal = self._agreement.decided(lambda: _outdated(head, tip, identity(self._folder.location)))
         if refusal:
-            logger.warning("%s: step %d is in memory, and %s", self._folder.path, head.record.step, refusal)
+            logger.warning("%s: step %d is in memory, and %s", self._folder.path, head.step, refusal)
             return None
         return head
-
-    def _reachable(self) -> dict[str, KeptHead]:
-        """The states that this rank can load by itself from this host's memory."""
-        found: dict[str, dict[int, KeptHead]] = {}
-        for visit in self._visits:
-            for head in visit.found.heads:
-                found.setdefault(head.id, {})[head.rank] = head
-        rank, size = self._agreement.rank, self._agreement.size
-        reachable = {}
-        for number, of_ranks in found.items():
-            head = next(iter(of_ranks.values()))
-            if len(of_ranks) == head.world_size or (head.world_size == size and rank in of_ranks):
-                reachable[number] = head
-        return reachable
 
     def _load(
         self, head: KeptHead, state: dict[str, Any], selection: Selection, options: Mapping[str, Any]
     ) -> tuple[dict[str, Any], str]:
         """Loads a state, on this rank by itself; what was loaded, and why it could not be."""
-        path = f"the memory of step {head.record.step}"
+        path = f"the memory of step {head.step}"
         try:
             plain = StatePart().of(state)
-            states = [visit.take(head.id) for visit in self._holders(head)]
+            states = [visit.take(head.id) for visit in holders(self._visits, head.id, self._agreement.rank)]
             self.nbytes = states[-1][0].state.nbytes
             checkpoint = KeptCheckpoint(path, states)
             with warnings.catch_warnings():
@@ -179,11 +165,6 @@ class Predecessors:
             return {}, f"rank {self._agreement.rank}: {describe(unwrap(error))}"
         return plain, ""
 
-    def _holders(self, head: KeptHead) -> list[Visit]:
-        """The keepers on this host that have a part of a state, that of this rank's number last."""
-        holders = {other.rank: visit for visit in self._visits for other in visit.found.heads if other.id == head.id}
-        return [holders[rank] for rank in sorted(holders, key=lambda rank: (rank == self._agreement.rank, rank))]
-
 
 def _outdated(head: KeptHead, tip: Step | None, folder: tuple[int, int] | None) -> str:
     """Why a state does not go on from the newest checkpoint; empty if it does.
@@ -194,6 +175,7 @@ def _outdated(head: KeptHead, tip: Step | None, folder: tuple[int, int] | None) 
         folder: The identity of the job's folder.
     """
     record = head.record
+    assert record is not None
     if head.folder not in (None, folder):
         return "the job's folder is another one now: it is not used"
     if tip is None:
@@ -205,14 +187,6 @@ def _outdated(head: KeptHead, tip: Step | None, folder: tuple[int, int] | None) 
 
 def _has_saved(head: KeptHead, tip: Step) -> bool:
     """Whether a checkpoint is of the run that has kept a state, and newer than what that goes on from."""
+    assert head.record is not None
     is_newer = head.parent_step is None or tip.number > head.parent_step
     return tip.job == head.job and tip.branch == head.record.branch and is_newer
-
-
-def identity(folder: Storage) -> tuple[int, int] | None:
-    """What a local folder is known again by, if there is one."""
-    with suppress(OSError):
-        if Path(folder.location).is_absolute():
-            status = os.stat(folder.location)
-            return status.st_dev, status.st_ino
-    return None

@@ -15,20 +15,20 @@ from concurrent.futures import wait as wait_for
 from typing import Any
 
 from .._format.index_rows import SaveRecord
-from .._memory.memory_limit import available_memory
 from .._memory.shared_buffer import SharedBuffer
+from .._saving.keeping import described, lack_of_room
 from .._saving.saver import Saver
 from .._staging.stager import StagedStateDict
 from .._storage.base import Storage
 from .._survival.keeper_process import KeeperDied, KeeperProcess, visits
-from .._survival.kept_state import described
 from .._survival.messages import KeptHead
-from .._survival.runtime_directory import job_name, runtime_directory
+from .._survival.runtime_directory import identity, job_name, runtime_directory
 from .._threads import NEVER, Deadline, in_background
 from ..errors import WriteError, describe
+from ..planner import SavePlanner
 from .agreement import Agreement
 from .place import Choice
-from .predecessors import Predecessors, identity
+from .predecessors import Predecessors
 from .restoring import Selection
 
 __all__ = ["OnStaged", "Survival"]
@@ -36,8 +36,6 @@ __all__ = ["OnStaged", "Survival"]
 logger = logging.getLogger("dcp_tensorizer")
 
 OnStaged = Callable[[StagedStateDict], object]
-
-_ROOM = 1.05  # of a buffer: what is allocated beside it
 
 
 class Survival:
@@ -153,7 +151,7 @@ class Survival:
         self._is_new = self._has_failed = True  # until it is kept: it may not even be staged
         number = hashlib.blake2b(f"{self.run} {self._count}".encode(), digest_size=16).hexdigest()
         where = self._agreement.rank, self._agreement.size
-        head = KeptHead(number, self._count, self.run, *where, record, parent_step, identity(self._folder))
+        head = KeptHead(number, self._count, self.run, *where, record, parent_step, identity(self._folder.location))
 
         def keep(staged: StagedStateDict) -> None:
             self._keeping = in_background(lambda: self._keep(head, staged), name="keep")
@@ -217,8 +215,9 @@ class Survival:
             staged_save.wait_copied()
             buffer = staged_save.buffer
             assert buffer is not None and self._process is not None
-            content = dict(staged)  # not `items`, which ties it to a save
-            self._process.keep(described(head, content, buffer), buffer)
+            planner = SavePlanner(enable_plan_caching=False)
+            planner.set_up_planner(dict(staged))  # not `items`, which ties it to a save
+            self._process.keep(described(head, planner.create_local_plan(), planner, buffer), buffer)
         except BaseException as error:
             if (buffer := staged_save.buffer) is not None:
                 if isinstance(error, KeeperDied) and self._process is not None:
@@ -234,12 +233,9 @@ class Survival:
         saves = self._saver.engine.saves
         saves.reclaim()
         nbytes = max([self._predecessors.nbytes, *(buffer.nbytes for buffer in self._kept.values())])
-        if not nbytes or saves.has_buffer(nbytes):
+        why = lack_of_room(saves, nbytes) if nbytes else ""
+        if not why:
             return
-        available = available_memory()
-        if available is None or available > _ROOM * nbytes:
-            return
-        why = f"another staging buffer takes {nbytes:,} bytes, and {available:,} bytes of memory are available"
         if self._kept:
             self._stop_keeping(why)
         else:

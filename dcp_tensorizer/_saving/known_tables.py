@@ -10,12 +10,15 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch.distributed.checkpoint.planner import SavePlan
 
 from .._format.places import RankPlaces
 from ..errors import WriteError
+
+if TYPE_CHECKING:
+    from .keeping import KeptState
 
 __all__ = ["KnownTables", "Offer", "SaveTables"]
 
@@ -24,10 +27,15 @@ _MAX_BYTES = 256 << 20  # 34 bytes an item: 7 million items of all ranks
 
 
 class Offer(NamedTuple):
-    """In ``SavePlan.storage_data``: the id of a rank's save, and digests of tables."""
+    """In ``SavePlan.storage_data``: the id of a rank's save, and digests of tables.
+
+    Attributes:
+        state: In the answer: what the ranks keep in memory, if they do.
+    """
 
     save_id: str
     digests: tuple[bytes, ...]
+    state: KeptState | None = None
 
 
 class KnownTables:
@@ -83,16 +91,21 @@ class SaveTables:
 
     def offer(self, plan: SavePlan) -> SavePlan:
         """On a rank: its plan, with what it could leave out."""
-        return _with(plan, Offer(self._save_id, self._known.own)) if self._known.own else plan
+        return _with(plan, Offer(self._save_id, self._known.own))
 
-    def answer(self, plan: SavePlan) -> SavePlan:
-        """On the coordinator: a rank's plan, with what that may leave out."""
+    def answer(self, plan: SavePlan, state: KeptState | None = None) -> SavePlan:
+        """On the coordinator: a rank's plan, with what that may leave out, and what all ranks keep in memory."""
         offer = plan.storage_data
         if not isinstance(offer, Offer):
             return plan
         found = {digest: table for digest in offer.digests if (table := self._known.find(digest)) is not None}
         self._promised.update(found)
-        return _with(plan, Offer(offer.save_id, tuple(found)))
+        return _with(plan, Offer(offer.save_id, tuple(found), state))
+
+    def told(self, plan: SavePlan) -> KeptState | None:
+        """On a rank: what the coordinator has said of the state that all ranks keep in memory."""
+        answer = plan.storage_data
+        return answer.state if isinstance(answer, Offer) and answer.save_id == self._save_id else None
 
     def shortened(self, part: RankPlaces, plan: SavePlan) -> RankPlaces:
         """On a rank: what to send of what it has written."""

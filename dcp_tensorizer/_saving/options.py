@@ -18,7 +18,7 @@ from .._writer_process.messages import WriteOptions
 if TYPE_CHECKING:
     from .._format.encryption import EncryptionParams
 
-__all__ = ["MAX_UNFLUSHED", "SaveLimits", "SaveOptions", "Staging", "check_options"]
+__all__ = ["MAX_UNFLUSHED", "SaveLimits", "SaveOptions", "Staging", "check_options", "check_survival"]
 
 Staging = Literal["buffer", "shared", "device"]
 
@@ -70,6 +70,7 @@ class SaveOptions:
     limits: SaveLimits
     target: Target | None = None
     max_unflushed: int = MAX_UNFLUSHED
+    survive: float = 0.0
 
     def arguments(self) -> dict[str, Any]:
         """As they were given to the writer, but for secrets: of encryption whether there is one."""
@@ -84,6 +85,7 @@ class SaveOptions:
             "reuse_unchanged": self.write.reuse,
             "encryption": self.write.cipher is not None,
             "limits": self.limits,
+            "survive": self.survive,
         } | ({} if self.target is None else {"local": self.target.local, "max_unflushed": self.max_unflushed})
 
 
@@ -103,6 +105,7 @@ def check_options(
     path: str | os.PathLike[str] | None = None,
     local: str | os.PathLike[str] | None = None,
     max_unflushed: int = MAX_UNFLUSHED,
+    survive: float = 0.0,
 ) -> SaveOptions:
     """The options of a writer, from its arguments.
 
@@ -146,5 +149,22 @@ def check_options(
         reuse=reuse_unchanged,
     )
     check_count("max_unflushed", max_unflushed)
+    check_survival(survive, staging, cache=cache)
     target = None if local is None else target_of(path, local, write.storage_options, limits.timeout)
-    return SaveOptions(cache, staging, overlap_staging, overwrite, write, limits, target, max_unflushed)
+    return SaveOptions(cache, staging, overlap_staging, overwrite, write, limits, target, max_unflushed, survive)
+
+
+def check_survival(seconds: object, staging: object, *, cache: bool) -> None:
+    """Checks how long states are to be kept in memory when their process is gone.
+
+    Raises:
+        TypeError: that is no number.
+        ValueError: it makes no sense, or not together with the other options.
+    """
+    check_timeout(seconds, least=0, name="survive")
+    if seconds and staging == "shared":
+        raise ValueError(
+            "survive and staging='shared' exclude each other: what is not copied is gone with the process that has it"
+        )
+    if seconds and not cache:
+        raise ValueError("survive and cache_staged_state_dict=False exclude each other: the buffers hold what is kept")

@@ -26,6 +26,7 @@ from .._torch_compat import DCP_VERSION
 from ..errors import CheckpointError, WriteError
 from .commit import begin, commit, put_records, remove, remove_records, remove_with_records, replaced_files
 from .freshness import warn_if_stale
+from .keeping import KeptSave
 from .key_agreement import agree_on_key
 from .known_tables import SaveTables
 from .report import SaveReport, SaveTimes
@@ -43,16 +44,26 @@ logger = logging.getLogger("dcp_tensorizer")
 class SaveSession:
     """One save, as one rank sees it, from DCP's first hook to its last; all of them run on the save's thread.
 
+    Args:
+        saver: Of the writer.
+        save_id: Identifies the save.
+        storage: The checkpoint's directory.
+        staged_save: What was staged for it, if anything was.
+        kept: What is kept of it in memory, if anything is.
+
     Attributes:
         id: Identifies the save.
         storage: The checkpoint's directory.
     """
 
-    def __init__(self, saver: Saver, save_id: str, storage: Storage, staged_save: StagedSave | None) -> None:
+    def __init__(
+        self, saver: Saver, save_id: str, storage: Storage, staged_save: StagedSave | None, kept: KeptSave | None = None
+    ) -> None:
         self.id = save_id
         self.storage = storage
         self._saver = saver
         self._staged_save = staged_save
+        self._kept = kept
         self._record: SaveRecord | None = None if staged_save is None else staged_save.record
         self._times = (
             SaveTimes() if staged_save is None else SaveTimes(staged_save.started_at, staged_save.stage_seconds)
@@ -83,6 +94,8 @@ class SaveSession:
         self._rank = rank
         self._is_coordinator = is_coordinator
         self._use_collectives = use_collectives
+        if not use_collectives:
+            self._kept = None  # no rank would know what the others have
         self._saver.engine.failures.set_coordinator(is_coordinator)
 
     def prepare(self, plan: SavePlan) -> SavePlan:
@@ -99,11 +112,14 @@ class SaveSession:
         except CheckpointError as error:
             self._fail(error)
             raise
+        if self._kept is not None:
+            self._kept.planned(plan)
         return plan if self._commits else self._tables.offer(plan)
 
     def answer(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: the plans of all ranks, with what each may leave out."""
-        return list(map(self._tables.answer, plans))
+        state = None if self._kept is None else self._kept.begin(self.storage, self.id, len(plans))
+        return [self._tables.answer(plan, state) for plan in plans]
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Writes this rank's items and makes them durable.
@@ -193,6 +209,8 @@ class SaveSession:
     def _write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[Item], Written, list[WriteResult]]:
         if self._staged_save is not None:
             self._staged_save.wait_copied()
+        if self._kept is not None:
+            self._kept.keep(self._tables.told(plan), planner, self._rank)
         omitted = frozenset() if self._staged_save is None else self._staged_save.omitted
         items = resolve(plan, planner, self._is_staged, omitted)
         written = self._write_files(items)

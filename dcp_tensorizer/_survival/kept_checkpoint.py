@@ -5,7 +5,7 @@ So it is planned, read and verified as one on storage is: onto any number of ran
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from torch.distributed.checkpoint.metadata import (
@@ -25,15 +25,12 @@ from .._storage.local_read import read_into
 from .._storage.memory_read import MemoryReader
 from .._threads import cores
 from ..errors import WriteError
-from ..reader import TensorizerStorageReader
 from .kept_state import KeptItem, kept_items
 from .messages import Content
 
-__all__ = ["KeptCheckpoint", "KeptReader"]
+__all__ = ["KeptCheckpoint"]
 
 _SLICE = 1 << 20  # what is copied is hashed while it is in the processor's cache
-_OPTIONS = ("verify", "allow_pickle", "thread_count", "on_progress", "on_report")
-"""What readers of a checkpoint in memory take of the options of others."""
 
 
 class KeptCheckpoint(Storage):
@@ -97,23 +94,6 @@ class KeptCheckpoint(Storage):
 
     def remove(self, *names: str) -> None:
         raise OSError(f"{self.path} cannot be written to")
-
-
-class KeptReader(TensorizerStorageReader):
-    """Loads a checkpoint that is kept in memory, on one rank by itself: with ``no_dist=True``.
-
-    Args:
-        checkpoint: In memory. It may lack what other hosts have, if this rank does not want it.
-        options: Of readers; those that make no sense here are left out.
-    """
-
-    def __init__(self, checkpoint: KeptCheckpoint, options: Mapping[str, Any]) -> None:
-        super().__init__("/", **{name: value for name, value in options.items() if name in _OPTIONS})
-        self._open = lambda path: checkpoint  # type: ignore[assignment]
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """As where ranks saved for themselves: what this rank wants has to be there, and no more than that."""
-        super().set_up_storage_reader(metadata, is_coordinator, *args, **(kwargs | {"use_collectives": False}))
 
 
 class _Buffer(RangeReader):

@@ -1,21 +1,16 @@
-"""From a staged state dict to what a keeper keeps of it: the plan of this rank, and where in memory each item is."""
+"""What a keeper is told of a staged state, and does not look into: which items it has, and where in memory each is."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import WriteItem
 
-from .._memory.garbage import collector_paused
-from .._memory.shared_buffer import SharedBuffer
-from .._memory.tensor_bytes import host_bytes
-from .._saving.write_items import resolve
-from ..planner import SavePlanner
-from .messages import Extent, Keep, KeptHead
+from .messages import Keep
 
-__all__ = ["KeptItem", "described", "kept_items"]
+__all__ = ["KeptItem", "kept_items"]
 
 
 class KeptItem(NamedTuple):
@@ -32,34 +27,6 @@ class KeptItem(NamedTuple):
     kind: str
     dtype: str
     extent: int | None
-
-
-@collector_paused()
-def described(head: KeptHead, state_dict: Mapping[str, Any], buffer: SharedBuffer) -> Keep:
-    """What a keeper is told of a staged state dict. It is planned as for a save, by this rank alone.
-
-    Args:
-        head: What it is.
-        state_dict: The staged copy.
-        buffer: What it is in.
-
-    Raises:
-        CheckpointError: an item cannot be saved; names its key.
-    """
-    planner = SavePlanner(enable_plan_caching=False)
-    planner.set_up_planner(dict(state_dict))
-    plan = SavePlan(list(planner.create_local_plan().items))
-    items, extents, inline = [], list[Extent](), bytearray()
-    for planned, item in zip(plan.items, resolve(plan, planner), strict=True):
-        number = None
-        if item.has_bytes:
-            number, offset = len(extents), buffer.locate(item.tensor)
-            extents.append(Extent(offset is None, len(inline) if offset is None else offset, item.tensor.nbytes))
-            if offset is None:
-                inline += host_bytes(item.tensor)
-        items.append(KeptItem(planned, item.name, item.kind, item.dtype, number))
-    description = pickle.dumps(items, protocol=pickle.HIGHEST_PROTOCOL)
-    return Keep(head, buffer.nbytes, tuple(extents), description, bytes(inline))
 
 
 def kept_items(state: Keep) -> Sequence[KeptItem]:

@@ -44,14 +44,16 @@ class KeptHead(NamedTuple):
     """What is to be known of a kept state before it is loaded.
 
     Attributes:
-        id: The same on all ranks; 32 hexadecimal digits.
-        number: How many the run had kept with this one.
+        id: The same on all ranks; 32 hexadecimal digits. That of the save, if there is one.
+        number: Of two states of one run, the later one has the larger number.
         job: The run of a job that kept it: another one after each restart.
         rank: Whose state it is.
         world_size: How many ranks the job had.
-        record: What the index would say of the save.
+        record: What the index would say of the save; None for nothing.
         parent_step: The step of the checkpoint that it goes on from; None if there is none.
         folder: The device and the inode of the job's folder; None where it has none, or had not been made yet.
+        path: Where it was being saved; empty if that is for a manager to say.
+        replaces: The id of the checkpoint that was at the path; None if there was none.
     """
 
     id: str
@@ -59,9 +61,17 @@ class KeptHead(NamedTuple):
     job: str
     rank: int
     world_size: int
-    record: SaveRecord
+    record: SaveRecord | None
     parent_step: int | None = None
     folder: tuple[int, int] | None = None
+    path: str = ""
+    replaces: str | None = None
+
+    @property
+    def step(self) -> int:
+        """The step of a manager's state."""
+        assert self.record is not None, "a manager's states have records"
+        return self.record.step
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from .._storage.directory_record import boot_id
+from .._storage.redact import redact
 from ..errors import WriteError
 
-__all__ = ["connect", "is_own_peer", "job_name", "listen", "runtime_directory", "sockets_of"]
+__all__ = ["connect", "identity", "is_own_peer", "job_name", "listen", "location_of", "runtime_directory", "sockets_of"]
 
 _CONNECT_SECONDS = 5.0
 _BACKLOG = 64
@@ -44,6 +45,25 @@ def job_name(location: str) -> str:
     # The directory may be on a disk that machines share, and a socket is of one.
     named = f"{_boot()} {location}".encode("utf-8", "surrogatepass")
     return hashlib.blake2b(named, digest_size=8).hexdigest()
+
+
+def location_of(path: str | Path) -> tuple[str, str]:
+    """What keepers know a checkpoint by, without secrets: the folder that it is in, and its path.
+
+    Args:
+        path: A URL, or an absolute local path.
+    """
+    name = redact(os.path.realpath(path) if isinstance(path, Path) else path.rstrip("/"))
+    return name.rpartition("/")[0], name
+
+
+def identity(folder: str | os.PathLike[str]) -> tuple[int, int] | None:
+    """What a local folder is known again by, if there is one."""
+    with suppress(OSError, ValueError):
+        if os.path.isabs(folder):
+            status = os.stat(folder)
+            return status.st_dev, status.st_ino
+    return None
 
 
 def _boot() -> str:

@@ -1,19 +1,20 @@
-"""The thread that flushes, in the writer process: at the lowest priority, and only while no save needs the process."""
+"""The thread that flushes, in the writer process, and only while no save needs that.
+
+It has the priority of the process. With a lower one it would flush nothing on busy cores; and where it holds the
+interpreter while it waits for a core, a save that comes meanwhile would wait, too.
+"""
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 from .flusher import Flusher
 from .target import Target
 
 __all__ = ["FlushThread"]
 
-_NICENESS = 19  # also lowers the I/O priority; the threads that it starts inherit both
 _BUSY_SECONDS = 0.05
 _TROUBLE_SECONDS = 10.0
 
@@ -45,8 +46,6 @@ class FlushThread:
                 self._thread.start()
 
     def _run(self) -> None:
-        with suppress(OSError, AttributeError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         while True:
             with self._changed:
                 requests, flushers = self._requests, dict(self._flushers)

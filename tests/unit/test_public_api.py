@@ -141,6 +141,7 @@ def test_the_arguments_of_the_writer_are_pinned() -> None:
         ("limits", SaveLimits()),
         ("local", None),
         ("max_unflushed", 3),
+        ("survive", 0.0),
     ]
     assert [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY] == ["path"]
 

@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_tensorizer._format.layout import StoredItem
 from dcp_tensorizer._format.places import RankPlaces
+from dcp_tensorizer._saving.keeping import KeptState
 from dcp_tensorizer._saving.known_tables import KnownTables, Offer, SaveTables
 from dcp_tensorizer.errors import WriteError
 
@@ -81,11 +82,21 @@ def test_a_table_that_nobody_promised_to_know_is_an_error() -> None:
 
 
 def test_plans_are_otherwise_as_they_were() -> None:
-    """A rank that has saved nothing yet offers nothing, and what is offered changes nobody else's plan."""
+    """What is offered changes nobody else's plan, and a plan without an offer gets no answer."""
     known = KnownTables()
-    assert SaveTables(known, "a").offer(PLAN) is PLAN is SaveTables(known, "a").answer(PLAN)
+    assert SaveTables(known, "a").offer(PLAN).storage_data == Offer("a", ())
+    assert SaveTables(known, "a").answer(PLAN) is PLAN
     known.add_own(b"digest")
     offered = SaveTables(known, "a").offer(PLAN)
     assert offered == dataclasses.replace(PLAN, storage_data=Offer("a", (b"digest",)))
     assert PLAN.storage_data is None
     assert SaveTables(known, "b").answer(offered).storage_data == Offer("a", ())
+
+
+def test_all_ranks_are_told_what_they_keep_in_memory() -> None:
+    """By an answer to their own save, and by no other."""
+    state = KeptState("b" * 32, 7, 2, None)
+    answer = SaveTables(KnownTables(), "b").answer(SaveTables(KnownTables(), "a").offer(PLAN), state)
+    assert SaveTables(KnownTables(), "a").told(answer) == state
+    assert SaveTables(KnownTables(), "c").told(answer) is None
+    assert SaveTables(KnownTables(), "a").told(PLAN) is None

@@ -116,5 +116,6 @@ def test_the_arguments_are_those_of_the_writer_but_for_secrets() -> None:
         "reuse_unchanged": False,
         "encryption": True,
         "limits": SaveLimits(timeout=5.0),
+        "survive": 0.0,
     }
     assert "hunter2" not in repr(made)

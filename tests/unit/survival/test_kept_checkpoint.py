@@ -12,13 +12,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_tensorizer import ChecksumMismatch, MetadataError, unwrap
+from dcp_tensorizer import ChecksumMismatch, MetadataError, SavePlanner, unwrap
 from dcp_tensorizer._format.index_rows import SaveRecord
+from dcp_tensorizer._saving.keeping import described
 from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer._survival.keeper import _Kept
-from dcp_tensorizer._survival.kept_checkpoint import KeptCheckpoint, KeptReader
-from dcp_tensorizer._survival.kept_state import described
+from dcp_tensorizer._survival.kept_checkpoint import KeptCheckpoint
 from dcp_tensorizer._survival.messages import Content, KeptHead
+from dcp_tensorizer.any_format import KeptReader
 
 
 def kept(state: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> tuple[Content, int]:
@@ -27,7 +28,9 @@ def kept(state: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> tuple[
     buffer = staged.staged_save.buffer
     assert buffer is not None
     head = KeptHead("0" * 32, 1, "run", rank, world_size, SaveRecord(1, None, (), {}))
-    held = _Kept(described(head, staged, buffer), os.dup(buffer.fd))
+    planner = SavePlanner(enable_plan_caching=False)
+    planner.set_up_planner(dict(staged))
+    held = _Kept(described(head, planner.create_local_plan(), planner, buffer), os.dup(buffer.fd))
     held.take_digests()
     content = Content(held.state, held.digests.result())
     fd = os.dup(held.fd)

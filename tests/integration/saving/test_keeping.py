@@ -1,0 +1,226 @@
+"""States that saves keep in memory: which of them are kept, until when, and what is told of those that are not."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from dcp_tensorizer import SavePlanner, StagingError, TensorizerStorageWriter, WriteError, open_reader, tools
+from dcp_tensorizer._saving.keeping import keeping_of_process
+from dcp_tensorizer._saving.session import SaveSession
+
+from ...waiting import WAIT
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The directory of the keepers' sockets; nothing is left in it."""
+    base = tmp_path / "runtime"
+    base.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
+    yield base / "dcp_tensorizer"
+    keeping_of_process().end()
+    for info in tools.list_kept(tmp_path):
+        raise AssertionError(info)
+
+
+@pytest.fixture
+def writer(sockets: Path) -> Iterator[TensorizerStorageWriter]:
+    with TensorizerStorageWriter(survive=WAIT) as writer:
+        yield writer
+
+
+def state(value: float = 0.0) -> dict[str, Any]:
+    return {"w": torch.full((1000,), value), "nested": {"step": int(value), "empty": torch.empty(0)}}
+
+
+def save(writer: TensorizerStorageWriter, path: Path, value: float, planner: DefaultSavePlanner | None = None) -> None:
+    dcp.async_save(state(value), checkpoint_id=path, storage_writer=writer, planner=planner).result()
+
+
+def cut_off(
+    writer: TensorizerStorageWriter, path: Path, value: float, planner: DefaultSavePlanner | None = None
+) -> None:
+    """A save that never comes to its end, and the death of its process: as far as the keeper sees it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SaveSession, "_write_files", _dies)
+        with pytest.raises(CheckpointException):
+            save(writer, path, value, planner)
+    keeping_of_process().end(is_abandoned=True)
+
+
+def _dies(session: SaveSession, items: object) -> None:
+    raise WriteError("it died here")
+
+
+def loaded(path: Path, **options: Any) -> float:
+    target = state()
+    dcp.load(target, storage_reader=open_reader(path, **options))
+    assert target["w"].unique().tolist() == [float(target["nested"]["step"])]
+    return float(target["nested"]["step"])
+
+
+def end_left(sockets: Path) -> None:
+    """Ends the keepers that are left, as their time does."""
+    for process in psutil.process_iter(["cmdline"]):
+        if str(sockets) in (process.info["cmdline"] or ()):
+            process.kill()
+            process.wait()
+
+
+def test_a_save_that_was_cut_off(tmp_path: Path, sockets: Path, writer: TensorizerStorageWriter) -> None:
+    """It is loaded from memory, and listed; the one that is committed is loaded from its own path."""
+    save(writer, tmp_path / "a", 1)
+    cut_off(writer, tmp_path / "b", 2)
+    (kept,) = tools.list_kept(tmp_path)
+    assert (kept.path, kept.ranks, kept.world_size) == (str(tmp_path / "b"), (0,), 1)
+    assert (loaded(tmp_path / "a"), loaded(tmp_path / "b")) == (1, 2)
+    end_left(sockets)
+
+
+def test_nothing_is_read_of_a_trainer_that_lives(tmp_path: Path, writer: TensorizerStorageWriter) -> None:
+    """What it keeps is its own: it may write to that memory at any moment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SaveSession, "_write_files", _dies)
+        with pytest.raises(CheckpointException):
+            save(writer, tmp_path / "a", 1)
+    assert tools.list_kept(tmp_path) == ()
+    with pytest.raises(CheckpointException, match="holds no checkpoint"):
+        loaded(tmp_path / "a")
+
+
+def test_no_more_than_a_state_is_kept_and_it_takes_no_memory_of_its_own(
+    tmp_path: Path, writer: TensorizerStorageWriter
+) -> None:
+    """The staging buffer is the one that the next save uses."""
+    buffers = []
+    for value in range(1, 5):
+        save(writer, tmp_path / str(value), value)
+        (kept,) = keeping_of_process()._kept
+        buffers.append(kept.buffer)
+        assert kept.buffer.is_kept
+    assert len(set(map(id, buffers))) == 1
+    assert [loaded(tmp_path / str(value)) for value in range(1, 5)] == [1, 2, 3, 4]
+
+
+def test_closing_the_writer_gives_everything_back(tmp_path: Path, sockets: Path) -> None:
+    """The keeper ends, and its socket is gone."""
+    with TensorizerStorageWriter(survive=WAIT) as writer:
+        save(writer, tmp_path / "a", 1)
+        assert len(list(sockets.iterdir())) == 1
+    assert not sockets.exists()
+
+
+class Renaming(DefaultSavePlanner):
+    """Saves a state dict under other keys."""
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        renamed = {f"renamed.{key}": value for key, value in state_dict.items()}
+        super().set_up_planner(renamed, storage_meta, is_coordinator)
+
+
+@pytest.mark.parametrize("make", [SavePlanner, lambda: DefaultSavePlanner(flatten_state_dict=False), Renaming])
+def test_what_is_kept_is_what_the_planner_saves(
+    tmp_path: Path, sockets: Path, writer: TensorizerStorageWriter, make: Callable[[], DefaultSavePlanner]
+) -> None:
+    """Under its keys; also where it refers to the plan of a save before."""
+    planner = make()
+    save(writer, tmp_path / "a", 1, planner)
+    cut_off(writer, tmp_path / "b", 2, planner)
+    keys = set(open_reader(tmp_path / "b").read_metadata().state_dict_metadata)
+    assert keys == set(open_reader(tmp_path / "a").read_metadata().state_dict_metadata)
+    end_left(sockets)
+
+
+def test_a_planner_that_hides_its_plan(
+    tmp_path: Path, writer: TensorizerStorageWriter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch's plan caching: the first save is kept, repeated ones are not, and the log says so."""
+    with caplog.at_level(logging.WARNING, "dcp_tensorizer"):
+        for value in (1, 2):
+            save(writer, tmp_path / str(value), value, DefaultSavePlanner(enable_plan_caching=True))
+    assert [loaded(tmp_path / str(value)) for value in (1, 2)] == [1, 2]
+    assert [m for m in caplog.messages if "use dcp_tensorizer.SavePlanner, or no plan caching" in m]
+    assert keeping_of_process()._kept == []
+
+
+def test_a_keeper_that_is_killed(
+    tmp_path: Path, sockets: Path, writer: TensorizerStorageWriter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Saves go on without it, and the log says so once."""
+    save(writer, tmp_path / "a", 1)
+    end_left(sockets)
+    with caplog.at_level(logging.WARNING, "dcp_tensorizer"):
+        for value in (2, 3, 4):
+            save(writer, tmp_path / str(value), value)
+    assert [loaded(tmp_path / str(value)) for value in (2, 3, 4)] == [2, 3, 4]
+    assert len([m for m in caplog.messages if "survive= is off" in m]) == 1
+
+
+def test_a_state_that_cannot_be_staged(tmp_path: Path, writer: TensorizerStorageWriter) -> None:
+    """The save fails as it always does, and the next one is kept."""
+    with pytest.raises(CheckpointException) as caught:
+        dcp.async_save({"w": torch.empty(3, device="meta")}, checkpoint_id=tmp_path, storage_writer=writer).result()
+    assert any(isinstance(cause, StagingError) for cause, _ in caught.value.failures.values())
+    save(writer, tmp_path / "a", 1)
+    assert len(keeping_of_process()._kept) == 1
+
+
+def test_a_folder_that_is_another_one_now(
+    tmp_path: Path, sockets: Path, writer: TensorizerStorageWriter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run was removed and begun anew: what is in memory is of the past."""
+    (tmp_path / "run").mkdir()
+    cut_off(writer, tmp_path / "run" / "a", 1)
+    (tmp_path / "run").rename(tmp_path / "old")
+    (tmp_path / "run").mkdir()
+    with pytest.raises(CheckpointException), caplog.at_level(logging.WARNING, "dcp_tensorizer"):
+        loaded(tmp_path / "run" / "a")
+    assert [m for m in caplog.messages if "its folder is another one now" in m]
+    end_left(sockets)
+
+
+_SCRIPT = """
+import sys, torch, torch.distributed.checkpoint as dcp
+from dcp_tensorizer import TensorizerStorageWriter
+writer = TensorizerStorageWriter(survive=600.0)
+dcp.async_save({"w": torch.ones(3)}, checkpoint_id=sys.argv[1], storage_writer=writer).result()
+if sys.argv[2] == "fails":
+    raise ZeroDivisionError
+"""
+
+
+@pytest.mark.parametrize("end", ["well", "fails"])
+def test_a_process_that_ends_without_closing(tmp_path: Path, sockets: Path, end: str) -> None:
+    """Frameworks never close: where it ends well, its keeper ends with it; where it fails, that waits for the next."""
+    done = subprocess.run([sys.executable, "-c", _SCRIPT, tmp_path / "a", end], capture_output=True, check=False)
+    assert (done.returncode, b"ZeroDivisionError" in done.stderr) == ((1, True) if end == "fails" else (0, False))
+    assert [kept.path for kept in tools.list_kept(tmp_path)] == [str(tmp_path / "a")] * (end == "fails")
+    end_left(sockets)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"survive": -1}, "survive=-1"),
+        ({"survive": 5, "staging": "shared"}, "survive and staging='shared' exclude each other"),
+        ({"survive": 5, "cache_staged_state_dict": False}, "survive and cache_staged_state_dict=False exclude"),
+    ],
+)
+def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+    """The error names them."""
+    with pytest.raises(ValueError, match=message):
+        TensorizerStorageWriter(**options)
