@@ -18,7 +18,7 @@ from .._writer_process.channel import Channel
 from .._writer_process.child import kill, said_by, start
 from ..errors import CheckpointError, ReadError, WriteError
 from .messages import Answer, Claim, Claimed, Content, End, Forget, Found, Keep, Look, Missing, Request, Take
-from .runtime_directory import connect, sockets_of
+from .runtime_directory import connect, remove, socket_path, sockets_of
 
 if TYPE_CHECKING:
     from .._memory.shared_buffer import SharedBuffer
@@ -50,6 +50,7 @@ class KeeperProcess:
 
     def __init__(self, directory: Path, job: str, run: str, seconds: float) -> None:
         self._lock = threading.Lock()
+        self._path = socket_path(directory, job)
         try:
             with ExitStack() as undo:
                 self._output = Descriptor(anonymous_file("keeper"))
@@ -57,7 +58,7 @@ class KeeperProcess:
                 ours, theirs = socket.socketpair()
                 undo.callback(ours.close)
                 with theirs:
-                    arguments = [str(os.getpid()), run, str(seconds), os.fspath(directory), job]
+                    arguments = [str(os.getpid()), run, str(seconds), os.fspath(self._path)]
                     # A launcher kills the trainer's process group.
                     self._popen = start(
                         f"{__package__}.keeper", theirs, self._output.number, arguments, own_session=True
@@ -102,6 +103,7 @@ class KeeperProcess:
     def kill(self) -> None:
         """Ends it at once, whatever it does."""
         kill(self._popen)
+        remove(self._path)
 
     def leave(self) -> None:
         """Leaves it to a successor, as this process's death would. Idempotent."""

@@ -20,7 +20,18 @@ from .._storage.directory_record import boot_id
 from .._storage.redact import redact
 from ..errors import WriteError
 
-__all__ = ["connect", "identity", "is_own_peer", "job_name", "listen", "location_of", "runtime_directory", "sockets_of"]
+__all__ = [
+    "connect",
+    "identity",
+    "is_own_peer",
+    "job_name",
+    "listen",
+    "location_of",
+    "remove",
+    "runtime_directory",
+    "socket_path",
+    "sockets_of",
+]
 
 _CONNECT_SECONDS = 5.0
 _BACKLOG = 64
@@ -72,22 +83,26 @@ def _boot() -> str:
     return socket.gethostname()
 
 
-def listen(directory: Path, job: str) -> tuple[socket.socket, Path]:
-    """A new socket of a job, and where it is.
+def socket_path(directory: Path, job: str) -> Path:
+    """Where a new socket of a job may be."""
+    return directory / f"{job}-{secrets.token_hex(8)}"
+
+
+def listen(path: Path) -> socket.socket:
+    """A new socket at a path.
 
     Raises:
         WriteError: the directory cannot be made, or others may write there.
         OSError: there are no sockets here.
     """
     for attempt in range(_ATTEMPTS):
-        _make(directory)
-        name = f"{job}-{secrets.token_hex(8)}"
+        _make(path.parent)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            with _reached(directory) as folder:
-                listener.bind(f"{folder}/.{name}")
+            with _reached(path.parent) as folder:
+                listener.bind(f"{folder}/.{path.name}")
                 listener.listen(_BACKLOG)
-                os.rename(f"{folder}/.{name}", f"{folder}/{name}")  # nobody finds it before somebody listens
+                os.rename(f"{folder}/.{path.name}", f"{folder}/{path.name}")  # nobody finds it before somebody listens
         except FileNotFoundError:
             listener.close()
             if attempt + 1 == _ATTEMPTS:
@@ -96,8 +111,15 @@ def listen(directory: Path, job: str) -> tuple[socket.socket, Path]:
             listener.close()
             raise
         else:
-            return listener, directory / name
+            return listener
     raise AssertionError("unreachable")
+
+
+def remove(path: Path) -> None:
+    """Removes a socket, and the directory if it was the last one."""
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
+        path.parent.rmdir()
 
 
 def sockets_of(directory: Path, job: str) -> list[Path]:

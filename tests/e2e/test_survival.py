@@ -140,7 +140,7 @@ def _keeper_processes(keepers):
     """Those of this test: others may run on this machine."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
-        if str(keepers) in (process.info["cmdline"] or ()):
+        if any(argument.startswith(f"{keepers}/") for argument in process.info["cmdline"] or ()):
             found.append(process)
     return found
 

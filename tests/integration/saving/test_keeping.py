@@ -76,7 +76,7 @@ def loaded(path: Path, **options: Any) -> float:
 def end_left(sockets: Path) -> None:
     """Ends the keepers that are left, as their time does."""
     for process in psutil.process_iter(["cmdline"]):
-        if str(sockets) in (process.info["cmdline"] or ()):
+        if any(argument.startswith(f"{sockets}/") for argument in process.info["cmdline"] or ()):
             process.kill()
             process.wait()
 
