@@ -115,7 +115,9 @@ class KeeperProcess:
         self._output.close()
 
     def _ask(self, request: Request, fds: Sequence[int] = ()) -> None:
-        with self._lock:
+        if not self._lock.acquire(timeout=_ANSWER_SECONDS):  # a signal's handler has interrupted whoever has it
+            raise WriteError(f"the keeper (pid {self._popen.pid}) is busy")
+        try:
             try:
                 if not self._started:
                     _receive(self._channel, _START_SECONDS)
@@ -126,6 +128,8 @@ class KeeperProcess:
                 raise KeeperDied(
                     f"the keeper (pid {self._popen.pid}) has ended: {error}{said_by(self._output)}"
                 ) from error
+        finally:
+            self._lock.release()
         if isinstance(answer, Missing):
             raise WriteError(f"the keeper (pid {self._popen.pid}) cannot keep a state: {answer.why}")
 
@@ -170,8 +174,8 @@ class Visit:
         Raises:
             ReadError: it is not there any more.
         """
-        self._channel.send(Take(number), timeout=_ANSWER_SECONDS)
         try:
+            self._channel.send(Take(number), timeout=_ANSWER_SECONDS)
             answer, fds = _receive_with(self._channel, _DIGEST_SECONDS)
         except (EOFError, OSError) as error:
             raise ReadError(f"a keeper (of the trainer {self.found.trainer}) has ended: {error}") from error

@@ -21,6 +21,7 @@ from .._storage.redact import redact
 from ..errors import WriteError
 
 __all__ = [
+    "SAVES",
     "connect",
     "identity",
     "is_own_peer",
@@ -32,6 +33,9 @@ __all__ = [
     "socket_path",
     "sockets_of",
 ]
+
+SAVES = "saves"
+"""What the sockets of keepers are named by that have the states of saves, which have paths of their own."""
 
 _CONNECT_SECONDS = 5.0
 _BACKLOG = 64
@@ -58,14 +62,13 @@ def job_name(location: str) -> str:
     return hashlib.blake2b(named, digest_size=8).hexdigest()
 
 
-def location_of(path: str | Path) -> tuple[str, str]:
-    """What keepers know a checkpoint by, without secrets: the folder that it is in, and its path.
+def location_of(path: str | Path) -> str:
+    """What keepers know a checkpoint by, without secrets.
 
     Args:
         path: A URL, or an absolute local path.
     """
-    name = redact(os.path.realpath(path) if isinstance(path, Path) else path.rstrip("/"))
-    return name.rpartition("/")[0], name
+    return redact(os.path.realpath(path) if isinstance(path, Path) else path.rstrip("/"))
 
 
 def identity(folder: str | os.PathLike[str]) -> tuple[int, int] | None:
