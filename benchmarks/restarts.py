@@ -35,6 +35,14 @@ _SURVIVE = 120.0
 _LOADS = ("from memory", "plain copy", "from the page cache", "from the disk")
 _COSTS = ("survive=0", "survive=120")
 _LOSSES = ("storage alone", "2 buffers", "3 buffers")
+_LAUNCHES = ("torchrun, survive=0", "torchrun, survive=120")
+_PARTS = (
+    ("torchrun", "killed", "started"),
+    ("imports", "started", "imported"),
+    ("process group", "imported", "connected"),
+    ("restored", "made", "restored"),
+)
+"""What a return under torchrun consists of: a name, the moment when it begins, and the one when it is over."""
 _STEP_SECONDS = 0.25
 _REMOTE = 0.1e9  # bytes a second
 _WHAT = (
@@ -62,6 +70,8 @@ def main() -> None:
         results = run_cases(__spec__.name, [_case(kind, base, folder, "run") for kind in _LOADS], options.rounds)
         _end(f"{folder}/run", options.gib)
         results += run_cases(__spec__.name, [_case(kind, base, folder, "cost") for kind in _COSTS], options.rounds)
+        launches = [{"what": kind, "folder": folder, "gib": options.gib / 2} for kind in _LAUNCHES]
+        results += run_cases(__spec__.name, launches, options.rounds)
         with s3_server(Path(data)) as server, closing(SlowProxy(server.endpoint, _REMOTE)) as proxy:
             reached = {"bucket": server.bucket, "options": server.options(f"http://127.0.0.1:{proxy.port}")}
             cases = [{"what": kind, "server": reached, "gib": 0.1} for kind in _LOSSES]
@@ -102,7 +112,7 @@ def _run(case: dict[str, Any]) -> dict[str, Any]:
         return _load(case)
     if what in _COSTS:
         return _cost(case)
-    return _loss(case)
+    return _launch(case) if what in _LAUNCHES else _loss(case)
 
 
 def _load(case: dict[str, Any]) -> dict[str, Any]:
@@ -155,6 +165,22 @@ def _cpu() -> float:
     """Seconds of CPU time of this process and its children."""
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
     return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
+
+
+def _launch(case: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of each part of a return under torchrun, of the rank that was back last; and the step that it had."""
+    with tempfile.TemporaryDirectory(dir=case["folder"]) as folder:
+        survive = float(case["what"].partition("=")[2])
+        job = {"folder": f"{folder}/run", "survive": survive, "gib": case["gib"], "log": folder}
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        script = ["--max-restarts=1", "-m", "benchmarks.restarts_job", json.dumps(job)]
+        # Or else the ranks of gloo look for each other where those before them were.
+        environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        subprocess.run([*launcher, *script], check=True, capture_output=True, timeout=300, env=environment)
+        killed = float(Path(folder, "killed").read_text())
+        ranks = [{"killed": killed, **json.loads(Path(folder, f"{rank}.json").read_text())} for rank in (0, 1)]
+    last = max(ranks, key=lambda moments: moments["restored"])
+    return {name: last[end] - last[begin] for name, begin, end in _PARTS} | {"step": last["step"]}
 
 
 def _loss(case: dict[str, Any]) -> dict[str, Any]:
@@ -224,6 +250,21 @@ def _render(content: dict[str, Any]) -> str:
             number = quotient(medians["from memory"], medians[peer])
             words = "memory / plain copy, time" if peer == "plain copy" else f"memory, times as fast as {peer}"
             wanted.append((words, goal, f"{number:.2f}"))
+    returns = [
+        [
+            kind,
+            *(
+                cell(spread(one[name] for one in found.get(kind, [])), form.format)
+                for name, form in (*((name, "{:.2f}") for name, _, _ in _PARTS), ("step", "{:.0f}"))
+            ),
+        ]
+        for kind in _LAUNCHES
+    ]
+    back = spread(one["restored"] for one in found.get(_LAUNCHES[1], []))
+    if back is not None:
+        wanted.append(
+            ("under torchrun: seconds beyond torchrun, imports and the group", "<= 1", f"{back['median']:.2f}")
+        )
     costs = [
         [
             kind,
@@ -251,6 +292,9 @@ def _render(content: dict[str, Any]) -> str:
             header,
             goals(wanted),
             table(("restored", "seconds"), [[kind, cell(loads[kind], "{:.3f}".format)] for kind in _LOADS]),
+            f"Two ranks with {content['gib'] / 2:g} GiB under torchrun, which starts them again when one is killed "
+            "after step 4, in seconds; the step that they had then:",
+            table(("", *(name for name, _, _ in _PARTS), "step"), returns),
             f"Saves of {content['gib'] / 2:g} GiB that nothing disturbs; CPU time of the last one, of all processes:",
             table(("", "stall, s", "until durable, s", "CPU time, s"), costs),
             "Steps of 0.25 s, 0.1 GiB, a storage of 0.1 GB/s, a kill at a random moment. Without memory, and with two "

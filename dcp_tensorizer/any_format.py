@@ -18,7 +18,6 @@ from . import _torch_compat
 from ._arguments import check_path
 from ._loading.directory_format import contents, format_of
 from ._loading.validate import ReadFrom
-from ._saving.keeping import keeping_of_process
 from ._storage.base import TIMEOUT, Storage
 from ._storage.open import absolute_path, is_location
 from ._storage.redact import redact
@@ -166,8 +165,7 @@ class AnyFormatReader(StorageReader):
         if self._looks_in_memory:
             orphan = find_orphan(absolute_path(self._path), storage, rank, world_size)
             if orphan is not None:
-                keeping_of_process().adopt(orphan)
-                return KeptReader(orphan.checkpoint, self._options)
+                return KeptReader(orphan, self._options)
         found = format_of(storage, rank)
         if found == "dcp_tensorizer":
             reader = TensorizerStorageReader(self._root, **self._options)
@@ -198,10 +196,18 @@ class KeptReader(TensorizerStorageReader):
     def __init__(self, checkpoint: KeptCheckpoint, options: Mapping[str, Any]) -> None:
         super().__init__("/", **{name: value for name, value in options.items() if name in _KEPT_OPTIONS})
         self._open = lambda path: checkpoint  # type: ignore[assignment]
+        self._checkpoint = checkpoint
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """As where ranks saved for themselves: what this rank wants has to be there, and no more than that."""
         super().set_up_storage_reader(metadata, is_coordinator, *args, **(kwargs | {"use_collectives": False}))
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads everything, and lets go of the memory: whoever keeps the reader does not keep that."""
+        try:
+            return super().read_data(plan, planner)
+        finally:
+            self._checkpoint.close()
 
 
 class _Torch(FileSystemReader):

@@ -85,7 +85,7 @@ class S3Proxy:
         self.rule: Rule = lambda request: None
         self.requests: list[Request] = []
         self.connections = 0  # so far
-        self.sent_bytes = 0  # in the bodies of answers
+        self.sent_bytes = 0  # in the bodies of answers whose length their heads say
         self.most_at_once = 0
         self._at_once = 0
         start_thread(self._accept, self._threads)
@@ -177,7 +177,7 @@ class S3Proxy:
         client.sendall(answer)
         count = _body_length(request, answer)
         with self._lock:
-            self.sent_bytes += count
+            self.sent_bytes += count or 0
         for limit, then in ((fault.cut, lambda: _reset(client)), (fault.stall, self._stall)):
             if limit is not None:
                 _relay(server, client, limit if count is None else min(limit, count), fault.rate)

@@ -131,7 +131,7 @@ class Predecessors:
         everywhere = self._agreement.gathered(reachable(self._visits, self._agreement.rank, self._agreement.size))
         common = set.intersection(*map(set, everywhere))
         if not common:
-            if any(everywhere):
+            if any(everywhere) or any(visit.found.heads for visit in self._visits):
                 logger.info("%s: no state in memory is there for all ranks", self._folder.path)
             return None
         # What the first rank's keeper says of it counts.

@@ -6,6 +6,7 @@ state is loaded, or that none is, all ranks decide together.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import logging
 import uuid
@@ -38,6 +39,18 @@ logger = logging.getLogger("dcp_tensorizer")
 OnStaged = Callable[[StagedStateDict], object]
 
 
+class _Stage(enum.Enum):
+    """How far the keeping has come; it never goes back."""
+
+    READY = enum.auto()
+    """Nobody has looked for what runs before have kept."""
+    ON = enum.auto()
+    ENDING = enum.auto()
+    """This rank keeps no more, and the others are told at the next step."""
+    OFF = enum.auto()
+    """No rank keeps anything."""
+
+
 class Survival:
     """What a rank keeps in memory, and what runs of the job before have kept. Nothing, if ``seconds`` is 0.
 
@@ -52,7 +65,7 @@ class Survival:
     Attributes:
         run: The run of the job, the same on all ranks; empty if nothing is kept.
         holds: A state may be kept that no save writes.
-        has_left: What is kept is left to a later run.
+        has_left: What is kept has been left to a later run.
     """
 
     def __init__(
@@ -67,14 +80,14 @@ class Survival:
         self._agreement = agreement
         self._seconds = seconds
         self._spares = buffers - 1
-        self._is_on = bool(seconds)
         self.has_left = False
-        self._has_begun = self._has_failed = self._ends = self._is_new = False
+        self._stage = _Stage.READY if seconds else _Stage.OFF
         self._process: KeeperProcess | None = None
         self._predecessors = Predecessors(folder, agreement, self.run, [])
         self._keeping: Future[None] | None = None
         self._count = 0
         self._kept: dict[str, SharedBuffer] = {}
+        self._newest: str | None = None  # the state that came last, until it is known of all ranks whether they keep it
 
     # --- keeping ----------------------------------------------------------------------------------------------------
 
@@ -84,7 +97,7 @@ class Survival:
         Raises:
             WriteError: another run of the job is alive, or a rank is gone; on all ranks.
         """
-        if not self._is_on or self._has_begun:
+        if self._stage is not _Stage.READY:
             return
         directory, job = runtime_directory(), job_name(f"{self._folder.real_path} {self._template}")
         found = visits(directory, job)
@@ -96,7 +109,7 @@ class Survival:
         if problem := next(filter(None, self._agreement.gathered(self._predecessors.claim())), ""):
             self._predecessors.close()
             raise WriteError(f"{self._folder.path}: {problem}")
-        self._has_begun = True
+        self._stage = _Stage.ON
         self._saver.engine.saves.spare_buffers = self._spares
         try:
             self._process = KeeperProcess(directory, job, self.run, self._seconds)
@@ -108,14 +121,14 @@ class Survival:
         keeping, self._keeping = self._keeping, None
         if keeping is not None:
             error = keeping.exception()
-            self._has_failed = error is not None
             if isinstance(error, KeeperDied):
                 self._stop_keeping(str(error))
             elif error is not None:
                 logger.warning("a state is not kept in memory: %s", describe(error))
-        if self._is_on and not self._ends:
+        if self._stage is _Stage.ON:
             self._look_for_room()
-        return self._has_failed, self._ends
+        has_failed = self._newest is not None and self._newest not in self._kept
+        return has_failed, self._stage is _Stage.ENDING
 
     def advance(self, *, has_failed: bool, ends: bool) -> None:
         """Forgets what is not needed, now that it is known of all ranks whether they keep the newest state.
@@ -124,19 +137,18 @@ class Survival:
             has_failed: A rank could not keep it.
             ends: A rank keeps no more.
         """
-        if not self._is_on:
+        if self._stage is _Stage.OFF:
             return
+        newest, self._newest = self._newest, None
         if ends:
             self._stop_keeping("another rank keeps no more")
-            self._is_on = self.holds = False
+            self._stage, self.holds = _Stage.OFF, False
             self.end()
-        elif self._is_new:
-            self._is_new = False
-            numbers = list(self._kept)
-            self._forget_all_but(numbers[:-1] if has_failed and not self._has_failed else numbers[-1:])
-            self._has_failed = False
-            if not has_failed:
-                self._predecessors.end()
+        elif newest is not None and has_failed:
+            self._forget_all_but([number for number in self._kept if number != newest])
+        elif newest is not None:
+            self._forget_all_but([newest])
+            self._predecessors.end()
 
     def next_state(self, record: SaveRecord, parent_step: int | None) -> OnStaged | None:
         """What is to be done with the next staged copy, to keep it; None if it is not kept.
@@ -145,11 +157,10 @@ class Survival:
             record: What the index would say of it.
             parent_step: The step of the checkpoint that it goes on from.
         """
-        if not self._is_on:  # it is the same on all ranks; this one alone may have lost its keeper just now
+        if self._stage is _Stage.OFF:  # it is so on all ranks; this one alone may have lost its keeper just now
             return None
         self._count += 1
-        self._is_new = self._has_failed = True  # until it is kept: it may not even be staged
-        number = hashlib.blake2b(f"{self.run} {self._count}".encode(), digest_size=16).hexdigest()
+        number = self._newest = hashlib.blake2b(f"{self.run} {self._count}".encode(), digest_size=16).hexdigest()
         where = self._agreement.rank, self._agreement.size
         head = KeptHead(number, self._count, self.run, *where, record, parent_step, identity(self._folder.location))
 
@@ -162,7 +173,7 @@ class Survival:
         self, state: dict[str, Any], selection: Selection, options: Mapping[str, Any], choice: Choice
     ) -> SaveRecord | None:
         """Loads what a run before has kept: see `Predecessors.restore`."""
-        return self._predecessors.restore(state, selection, options, choice) if self._is_on else None
+        return self._predecessors.restore(state, selection, options, choice) if self._stage is not _Stage.OFF else None
 
     @property
     def has_touched(self) -> bool:
@@ -176,7 +187,7 @@ class Survival:
     def forget(self) -> None:
         """Forgets all that this run has kept: the job goes on from something else."""
         self.settle()
-        self._is_new = self._has_failed = False
+        self._newest = None
         self._forget_all_but([])
 
     def end(self, deadline: Deadline = NEVER, *, has_saved: bool = False) -> None:
@@ -244,8 +255,8 @@ class Survival:
 
     def _stop_keeping(self, why: str) -> None:
         """This rank keeps no more. The others are told at the next step."""
-        if not self._ends:
-            self._ends = True
+        if self._stage is not _Stage.ENDING:
+            self._stage = _Stage.ENDING
             logger.warning("states are kept in memory no more, and survive=%g is off: %s", self._seconds, why)
         self._forget_all_but([])
 

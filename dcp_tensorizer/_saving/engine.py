@@ -15,6 +15,7 @@ from .._threads import Deadline
 from .._tiers.target import Target
 from .failure_counter import FailureCounter
 from .flushing import Flushing
+from .keeping import Keeping
 from .known_tables import KnownTables
 from .reuse import KnownFiles
 from .write_items import ObjectCheck
@@ -39,6 +40,7 @@ class Engine:
         entries: Writes what the checkpoints are said to hold.
         tables: What the coordinator knows of where ranks' data is.
         files: What is in the files of the last saves.
+        keeping: What of the saves under way is kept in memory, for when this process dies.
         connection: To the storage of the last save, kept for the next one.
     """
 
@@ -50,6 +52,7 @@ class Engine:
         self.entries = EntryWriter()
         self.tables = KnownTables()
         self.files = KnownFiles()
+        self.keeping = Keeping()
         self.connection: object = None
         self._flushings: dict[tuple[str, str], Flushing] = {}
         self._open: list[weakref.ref[object]] = []

@@ -2,19 +2,20 @@
 
 stage() ──▶ forgets the states whose saves are over: their buffers are free
 write() ──▶ tells the keeper what is where in the buffer, and then writes it
+close() ──▶ ends the keeper, unless what it has is not on storage
 
-All ranks keep the state of a save, or none of them uses it: the coordinator gives it its id.
+The coordinator gives the state its id, beside the plans that it sends back. So it is the same on all ranks.
 """
 
 from __future__ import annotations
 
 import logging
 import pickle
-import sys
 import threading
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import NamedTuple
@@ -32,13 +33,13 @@ from .._storage.base import Storage
 from .._survival.keeper_process import KeeperDied, KeeperProcess
 from .._survival.kept_state import KeptItem
 from .._survival.messages import Extent, Keep, KeptHead
-from .._survival.orphans import Orphan, committed_id
-from .._survival.runtime_directory import identity, job_name, location_of, runtime_directory
-from .._threads import NEVER, Deadline
+from .._survival.orphans import committed_id, loaded
+from .._survival.runtime_directory import SAVES, identity, location_of, runtime_directory
+from .._threads import NEVER, Deadline, in_background
 from ..errors import describe
 from .write_items import resolve
 
-__all__ = ["KeptSave", "KeptState", "Keeping", "described", "keeping_of_process", "lack_of_room"]
+__all__ = ["KeptSave", "KeptState", "Keeping", "described", "lack_of_room"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -51,25 +52,29 @@ class KeptState(NamedTuple):
 
     Attributes:
         id, number, world_size, replaces: As in `KeptHead`.
+        has_saved: A save has been committed since the job loaded from memory: that is not needed any more.
     """
 
     id: str
     number: int
     world_size: int
     replaces: str | None
+    has_saved: bool
 
 
 class KeptSave:
     """What is kept of one save, as one rank sees it.
 
     Args:
+        keeping: Of the process.
         where: The save's path.
-        seconds: How long it is kept when this process is gone.
+        seconds: How long the state is kept when this process is gone.
         staged_save: What is saved.
     """
 
-    def __init__(self, where: str | Path, seconds: float, staged_save: StagedSave) -> None:
-        self._folder, self._path = location_of(where)
+    def __init__(self, keeping: Keeping, where: str | Path, seconds: float, staged_save: StagedSave) -> None:
+        self._keeping = keeping
+        self._path = location_of(where)
         self._seconds = seconds
         self._staged_save = staged_save
         self._plan: SavePlan | None = None
@@ -81,19 +86,21 @@ class KeptSave:
 
     def begin(self, storage: Storage, save_id: str, world_size: int) -> KeptState:
         """On the coordinator: what all ranks are told."""
-        self._state = KeptState(save_id, time.time_ns(), world_size, committed_id(storage))
+        replaces = committed_id(storage)
+        self._state = KeptState(save_id, time.time_ns(), world_size, replaces, loaded.is_replaced)
         return self._state
 
-    def keep(self, told: KeptState | None, planner: SavePlanner, rank: int) -> None:
+    def keep(self, told: KeptState | None, storage: Storage, planner: SavePlanner, rank: int) -> None:
         """Has the state kept until the save is over. If that cannot be, the log says so, and the save goes on.
 
         Args:
             told: By the coordinator; None on itself, and where the planner has lost it.
+            storage: Where it is saved.
             planner: Gives the data.
             rank: This one.
         """
-        state, plan, buffer = self._state or told, self._plan, self._staged_save.buffer
-        if plan is None or buffer is None:
+        state, plan = self._state or told, self._plan
+        if plan is None or self._staged_save.buffer is None:
             return
         if state is None or not plan.usable:
             logger.warning(
@@ -103,25 +110,28 @@ class KeptSave:
                 type(planner).__name__,
             )
             return
-        keeping = keeping_of_process()
-        where = state.world_size, None, None, identity(self._folder), self._path, state.replaces
-        head = KeptHead(state.id, state.number, keeping.run, rank, *where)
-        keeping.keep(head, plan, planner, self._staged_save, self._folder, self._seconds)
+        if state.has_saved:
+            loaded.release()
+        where = state.world_size, None, None, identity(Path(self._path).parent), self._path, state.replaces
+        head = KeptHead(state.id, state.number, self._keeping.run, rank, *where)
+        self._keeping.keep(head, plan, planner, self._staged_save, storage, self._seconds)
+
+    def committed(self) -> None:
+        """On the coordinator: the save is committed."""
+        loaded.is_replaced = True
 
 
 class _Kept(NamedTuple):
     """A state that is kept."""
 
     id: str
-    folder: str
     staged_save: StagedSave
     buffer: SharedBuffer
+    storage: Storage
 
 
 class Keeping:
-    """The states that the saves of this process keep, each until its save is over.
-
-    There is a keeper for each folder, started when the first state is to be kept.
+    """The states that the saves of a process keep, each until its save is over, by a keeper for all of them.
 
     Attributes:
         run: This process, as the run of a job.
@@ -129,18 +139,16 @@ class Keeping:
 
     def __init__(self) -> None:
         self.run = uuid.uuid4().hex
-        self._keepers: dict[str, KeeperProcess] = {}
-        self._kept: list[_Kept] = []
-        self._orphans: list[Orphan] = []
-        self._is_off = self._ends_at_exit = False
-        self._starting = threading.RLock()
+        self._process: KeeperProcess | None = None
+        self._kept: list[_Kept] = []  # changed by several threads, without a lock that one could die with
+        self._ends_at_exit = False
+        self._starting = threading.Lock()
         in_child(self, Keeping._let_go)
 
     def _let_go(self) -> None:
         """In a forked child: all of it is its parent's."""
-        self.run, self._starting = uuid.uuid4().hex, threading.RLock()
-        self._keepers, self._kept, self._orphans = {}, [], []
-        self._ends_at_exit = False
+        self.run, self._starting = uuid.uuid4().hex, threading.Lock()
+        self._process, self._kept, self._ends_at_exit = None, [], False
 
     def keep(
         self,
@@ -148,116 +156,105 @@ class Keeping:
         plan: SavePlan,
         planner: SavePlanner,
         staged_save: StagedSave,
-        folder: str,
+        storage: Storage,
         seconds: float,
     ) -> None:
         """Has a state kept until its save is over. It never raises: without it a save is what it always was."""
         buffer = staged_save.buffer
-        if self._is_off or buffer is None:
-            return
+        assert buffer is not None
         buffer.is_kept = True
         try:
-            self._keeper(folder, seconds).keep(described(head, plan, planner, buffer), buffer)
+            self._started(seconds).keep(described(head, plan, planner, buffer), buffer)
         except KeeperDied as error:
             buffer.is_kept = False
-            self._turn_off(error)
+            self._lose(error)
         except Exception as error:
             buffer.is_kept = False
             logger.warning("%s: the state is not kept in memory: %s", head.path, describe(error))
         else:
-            self._kept.append(_Kept(head.id, folder, staged_save, buffer))
+            self._kept.append(_Kept(head.id, staged_save, buffer, storage))
 
     def begin_staging(self, saves: StagedSaves) -> None:
-        """Forgets the states whose saves are over, and what was loaded from memory when all ranks have saved since."""
+        """Forgets the states whose saves are over; and what was loaded from memory, if there is no room beside it."""
         over = [kept for kept in list(self._kept) if kept.staged_save.over()]
         if over:
             self._forget(over)
-            self._end_orphans()
-        elif self._orphans:
+        if loaded.nbytes:
             saves.reclaim()
-            if why := lack_of_room(saves, max(orphan.nbytes for orphan in self._orphans)):
+            if why := lack_of_room(saves, loaded.nbytes):
                 logger.warning("what was loaded from memory is given back: %s", why)
-                self._end_orphans()
-
-    def adopt(self, orphan: Orphan) -> None:
-        """Keeps what was loaded from memory there, until this process has saved."""
-        self._orphans.append(orphan)
+                loaded.release()
 
     def end(self, deadline: Deadline = NEVER, *, is_abandoned: bool = False) -> None:
-        """Ends the keepers, and gives their memory back. Idempotent.
+        """Ends the keeper, and gives its memory back; what is not on storage is left to a later run. Idempotent.
 
         Args:
-            deadline: Of the waiting for them.
-            is_abandoned: A save was not over. Then they are left to a later run.
+            deadline: Of the look at storage, and of the waiting for the keeper.
+            is_abandoned: A save was not over, and nothing is looked at.
         """
-        keepers, self._keepers = self._keepers, {}
-        for keeper in keepers.values():
-            if is_abandoned:
-                keeper.leave()
-            else:
-                keeper.end(deadline)
+        process, self._process = self._process, None
         kept, self._kept = self._kept, []
+        if process is None:
+            return
+        if is_abandoned or not _are_committed(kept, deadline):
+            process.leave()
+            return
+        process.end(deadline)
+        if kept:
+            loaded.release()
         for state in kept:
-            state.buffer.is_kept = is_abandoned
-        orphans, self._orphans = self._orphans, []
-        for orphan in orphans:  # nothing of this process has replaced them
-            for visit in orphan.visits:
-                visit.close()
-        self._is_off = False
+            state.buffer.is_kept = False
 
-    def _keeper(self, folder: str, seconds: float) -> KeeperProcess:
+    def _started(self, seconds: float) -> KeeperProcess:
         with self._starting:
-            keeper = self._keepers.get(folder)
-            if keeper is None:
-                keeper = KeeperProcess(runtime_directory(), job_name(folder), self.run, seconds)
-                self._keepers[folder] = keeper
+            if self._process is None:
+                self._process = KeeperProcess(runtime_directory(), SAVES, self.run, seconds)
             if not self._ends_at_exit:
                 self._ends_at_exit = True
-                Finalize(None, self._exit, exitpriority=0)  # `atexit` is not called where multiprocessing ends
-            return keeper
-
-    def _exit(self) -> None:
-        """At the process's end. What is left to a later run: states of a save that is not over, or of an error."""
-        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-        is_well = error is None or (isinstance(error, SystemExit) and not error.code)
-        if is_well and all(kept.staged_save.over() for kept in self._kept):
-            self.end(Deadline(_EXIT_SECONDS))
+                # `atexit` is not called where multiprocessing ends a process.
+                Finalize(None, lambda: self.end(Deadline(_EXIT_SECONDS)), exitpriority=0)
+            return self._process
 
     def _forget(self, over: Sequence[_Kept]) -> None:
-        self._kept = [kept for kept in self._kept if kept not in over]
-        for folder in {kept.folder for kept in over}:
-            try:
-                if (keeper := self._keepers.get(folder)) is not None:
-                    keeper.forget_all_but([kept.id for kept in self._kept if kept.folder == folder])
-            except KeeperDied as error:
-                self._turn_off(error)
+        for kept in over:
+            with suppress(ValueError):  # all are lost
+                self._kept.remove(kept)
+        try:
+            if self._process is not None:
+                self._process.forget_all_but([kept.id for kept in list(self._kept)])
+        except KeeperDied as error:
+            self._lose(error)
         for kept in over:
             kept.buffer.is_kept = False
 
-    def _turn_off(self, error: KeeperDied) -> None:
-        """Keeps no more, until a writer begins anew."""
-        logger.warning("states are kept in memory no more, and survive= is off: %s", str(error))
-        keepers, self._keepers = self._keepers, {}
-        for keeper in keepers.values():
-            keeper.kill()  # it may have got a state that it did not answer for, and that is overwritten soon
-            keeper.end()
+    def _lose(self, error: KeeperDied) -> None:
+        """The keeper has ended. The next save starts another one."""
+        logger.warning("what was kept in memory is lost: %s", str(error))
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()  # it may have got a state that it did not answer for, and that is overwritten soon
+            process.end()
         kept, self._kept = self._kept, []
         for state in kept:
             state.buffer.is_kept = False
-        self._is_off = True
-
-    def _end_orphans(self) -> None:
-        orphans, self._orphans = self._orphans, []
-        for visit in {visit for orphan in orphans for visit in orphan.visits}:
-            visit.end()
 
 
-_keeping = Keeping()
+def _are_committed(kept: Sequence[_Kept], deadline: Deadline) -> bool:
+    """Whether all states are on storage, as far as that can be seen in time."""
+    if not kept:
+        return True
 
+    def look() -> bool:
+        return all(committed_id(state.storage) == state.id for state in kept)
 
-def keeping_of_process() -> Keeping:
-    """The one of this process, for all of its writers."""
-    return _keeping
+    try:
+        looking = in_background(look, name="look", daemon=True)
+    except RuntimeError:  # the interpreter ends, and starts no threads any more
+        return look()
+    try:
+        return looking.result(deadline.left)
+    except Exception:
+        return False
 
 
 def lack_of_room(saves: StagedSaves, nbytes: int) -> str:

@@ -150,6 +150,11 @@ def check_options(
     )
     check_count("max_unflushed", max_unflushed)
     check_survival(survive, staging, cache=cache)
+    if survive and local is not None:
+        raise ValueError(
+            "survive and local exclude each other in a writer: what is saved is on a local disk within moments. "
+            "CheckpointManager has both"
+        )
     target = None if local is None else target_of(path, local, write.storage_options, limits.timeout)
     return SaveOptions(cache, staging, overlap_staging, overwrite, write, limits, target, max_unflushed, survive)
 

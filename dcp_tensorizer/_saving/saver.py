@@ -25,7 +25,7 @@ from .._tiers.target import place_of
 from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
 from .engine import engine_of_process
 from .freshness import Freshness
-from .keeping import KeptSave, keeping_of_process
+from .keeping import KeptSave
 from .options import SaveOptions
 from .report import Reports, SaveReport
 from .reuse import ReusingSave
@@ -153,7 +153,7 @@ class Saver:
         if self.closed or save.error is not None:
             return self.stager.refuse(save.error or StagingError(_CLOSED))
         self._ensure_process()
-        keeping_of_process().begin_staging(self.engine.saves)
+        self.engine.keeping.begin_staging(self.engine.saves)
         started_at, started = time.time(), time.perf_counter()
         if (error := self._wait_for_room()) is not None:
             return self.stager.refuse(error)
@@ -201,8 +201,7 @@ class Saver:
             where = self._where(path, directory, staged_save)
             place = self._place(where)
             storage = None if place is not None else self._open(where)
-            seconds = 0.0 if staged_save is None else self.options.survive
-            kept = KeptSave(where, seconds, staged_save) if staged_save is not None and seconds else None
+            kept = self._kept(where, staged_save)
         except CheckpointError as failure:
             self.engine.failures.failed(failure)
             raise
@@ -212,7 +211,7 @@ class Saver:
                 assert self.flushing is not None and place is not None
                 self._flushes = True
                 self.engine.open(self)  # also for a save that stages nothing: its flush needs the process
-                return TieredSession(self, self.save_id, self.flushing, place, staged_save, kept)
+                return TieredSession(self, self.save_id, self.flushing, place, staged_save)
             self.engine.connection = storage.connection
             return SaveSession(self, self.save_id, storage, staged_save, kept)
 
@@ -224,7 +223,7 @@ class Saver:
         self.closed = True
         self._ends_engine = self.engine.leave(self) and self.engine.saves.only_of(self.stager)
         if self._ends_engine:
-            keeping_of_process().end(deadline, is_abandoned=not is_over)
+            self.engine.keeping.end(deadline, is_abandoned=not is_over)
             self.engine.end_process(deadline)
         elif not is_over:
             self.engine.client.end_process(deadline)
@@ -282,6 +281,12 @@ class Saver:
         if path is None:
             raise WriteError("there is nowhere to save: give the writer a path, or the save a checkpoint_id")
         return absolute_path(path, directory)
+
+    def _kept(self, where: str | Path, staged_save: StagedSave | None) -> KeptSave | None:
+        """What is kept of a save in memory, if anything is."""
+        if staged_save is None or not self.options.survive:
+            return None
+        return KeptSave(self.engine.keeping, where, self.options.survive, staged_save)
 
     def _place(self, where: str | Path) -> str | None:
         """Where a checkpoint is below the local folder; None if there is no such folder."""

@@ -172,6 +172,8 @@ class SaveSession:
             remove_records(self.storage, map(save_id_in, replaced))  # they are not replaced
             raise
         saver.engine.failures.committed()
+        if self._kept is not None:
+            self._kept.committed()
         report = self._report = self._times.committed(self._report)
         # It takes a quarter of a second for 2 GB, and not on another thread: whoever waited may copy the directory.
         # Before the user's callback: until then a load that began earlier may still find files of both saves.
@@ -209,8 +211,8 @@ class SaveSession:
     def _write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[Item], Written, list[WriteResult]]:
         if self._staged_save is not None:
             self._staged_save.wait_copied()
-        if self._kept is not None:
-            self._kept.keep(self._tables.told(plan), planner, self._rank)
+        if self._kept is not None and not self._saver.closed:
+            self._kept.keep(self._tables.told(plan), self.storage, planner, self._rank)
         omitted = frozenset() if self._staged_save is None else self._staged_save.omitted
         items = resolve(plan, planner, self._is_staged, omitted)
         written = self._write_files(items)

@@ -21,7 +21,6 @@ from .._tiers.queue import OPEN, Commit, Record, Writing
 from ..errors import CheckpointError, WriteError, WriterProcessDied, describe
 from .commit import encoded, remove
 from .flushing import Flushing
-from .keeping import KeptSave
 from .session import SaveSession
 from .write_items import Item
 from .writer_client import Written
@@ -44,19 +43,13 @@ class TieredSession(SaveSession):
         save_id: Of the save.
         flushing: Of the local folder.
         place: Of the checkpoint in it.
-        staged_save, kept: As for `SaveSession`.
+        staged_save: What was staged for it, if anything was.
     """
 
     def __init__(
-        self,
-        saver: Saver,
-        save_id: str,
-        flushing: Flushing,
-        place: str,
-        staged_save: StagedSave | None,
-        kept: KeptSave | None = None,
+        self, saver: Saver, save_id: str, flushing: Flushing, place: str, staged_save: StagedSave | None
     ) -> None:
-        super().__init__(saver, save_id, LocalStorage(flushing.target.folder(place)), staged_save, kept)
+        super().__init__(saver, save_id, LocalStorage(flushing.target.folder(place)), staged_save)
         self._flushing = flushing
         self._place = place
         self._writing: Writing | None = None

@@ -38,7 +38,7 @@ from .messages import (
     Request,
     Take,
 )
-from .runtime_directory import is_own_peer, listen
+from .runtime_directory import is_own_peer, listen, remove
 
 __all__ = ["Keeper", "main"]
 
@@ -71,10 +71,15 @@ class _Kept:
             self.digests.set_result(tuple(digests))
 
     def forget(self) -> None:
-        """Gives the memory back; the mapping goes when nobody reads it any more."""
+        """Nobody is given it any more, and no digests are taken."""
         self.is_forgotten = True
         self.digests.cancel()
         os.close(self.fd)
+
+    def unmap(self) -> None:
+        """Gives the memory back. It takes 25 ms for each GiB, and training need not wait for it."""
+        with suppress(BufferError):  # it goes with whoever still reads it
+            self._memory.close()
 
 
 class Keeper:
@@ -172,6 +177,7 @@ class Keeper:
             forgotten = [self._kept.pop(number) for number in list(self._kept) if number not in numbers]
         for kept in forgotten:
             kept.forget()
+            self._digesting.submit(kept.unmap)
 
     def _claim(self, job: str, channel: Channel) -> bool:
         with self._changed:
@@ -221,16 +227,16 @@ def _watch(trainer: int, keeper: Keeper) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Arguments: descriptor of the channel, of a pidfd of the trainer or -1 where there are none, the trainer's process
-    id, the run of its job, the seconds, the directory of the sockets, and what they are named by.
+    id, the run of its job, the seconds, and the path of the socket.
     """
     channel_fd, pidfd, trainer = map(int, arguments[:3])
-    run, seconds, directory, job = arguments[3], float(arguments[4]), Path(arguments[5]), arguments[6]
+    run, seconds, path = arguments[3], float(arguments[4]), Path(arguments[5])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):
         os.nice(_NICENESS)
     keeper = Keeper(run, trainer, seconds)
-    listener, path = listen(directory, job)
+    listener = listen(path)
     try:
         channel = Channel(socket.socket(fileno=channel_fd))
         channel.send(Done())
@@ -240,7 +246,5 @@ def main(arguments: Sequence[str]) -> None:
             threading.Thread(target=_watch, args=(pidfd, keeper), daemon=True).start()
         keeper.wait_for_end()
     finally:
-        with suppress(OSError):
-            path.unlink()
-            directory.rmdir()  # if it was the last one
+        remove(path)
         os._exit(0)  # whatever a thread is doing: all that it has is memory

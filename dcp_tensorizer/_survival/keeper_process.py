@@ -18,7 +18,7 @@ from .._writer_process.channel import Channel
 from .._writer_process.child import kill, said_by, start
 from ..errors import CheckpointError, ReadError, WriteError
 from .messages import Answer, Claim, Claimed, Content, End, Forget, Found, Keep, Look, Missing, Request, Take
-from .runtime_directory import connect, sockets_of
+from .runtime_directory import connect, remove, socket_path, sockets_of
 
 if TYPE_CHECKING:
     from .._memory.shared_buffer import SharedBuffer
@@ -50,6 +50,7 @@ class KeeperProcess:
 
     def __init__(self, directory: Path, job: str, run: str, seconds: float) -> None:
         self._lock = threading.Lock()
+        self._path = socket_path(directory, job)
         try:
             with ExitStack() as undo:
                 self._output = Descriptor(anonymous_file("keeper"))
@@ -57,7 +58,7 @@ class KeeperProcess:
                 ours, theirs = socket.socketpair()
                 undo.callback(ours.close)
                 with theirs:
-                    arguments = [str(os.getpid()), run, str(seconds), os.fspath(directory), job]
+                    arguments = [str(os.getpid()), run, str(seconds), os.fspath(self._path)]
                     # A launcher kills the trainer's process group.
                     self._popen = start(
                         f"{__package__}.keeper", theirs, self._output.number, arguments, own_session=True
@@ -102,6 +103,7 @@ class KeeperProcess:
     def kill(self) -> None:
         """Ends it at once, whatever it does."""
         kill(self._popen)
+        remove(self._path)
 
     def leave(self) -> None:
         """Leaves it to a successor, as this process's death would. Idempotent."""
@@ -113,7 +115,9 @@ class KeeperProcess:
         self._output.close()
 
     def _ask(self, request: Request, fds: Sequence[int] = ()) -> None:
-        with self._lock:
+        if not self._lock.acquire(timeout=_ANSWER_SECONDS):  # a signal's handler has interrupted whoever has it
+            raise WriteError(f"the keeper (pid {self._popen.pid}) is busy")
+        try:
             try:
                 if not self._started:
                     _receive(self._channel, _START_SECONDS)
@@ -124,6 +128,8 @@ class KeeperProcess:
                 raise KeeperDied(
                     f"the keeper (pid {self._popen.pid}) has ended: {error}{said_by(self._output)}"
                 ) from error
+        finally:
+            self._lock.release()
         if isinstance(answer, Missing):
             raise WriteError(f"the keeper (pid {self._popen.pid}) cannot keep a state: {answer.why}")
 
@@ -168,8 +174,8 @@ class Visit:
         Raises:
             ReadError: it is not there any more.
         """
-        self._channel.send(Take(number), timeout=_ANSWER_SECONDS)
         try:
+            self._channel.send(Take(number), timeout=_ANSWER_SECONDS)
             answer, fds = _receive_with(self._channel, _DIGEST_SECONDS)
         except (EOFError, OSError) as error:
             raise ReadError(f"a keeper (of the trainer {self.found.trainer}) has ended: {error}") from error

@@ -49,17 +49,21 @@ class KeptCheckpoint(Storage):
         self.path = self.location = path
         self.reads = ReadTuning(max_threads=cores(), min_threads=cores(), slice_bytes=_SLICE)
         self._files: dict[str, memoryview] = {}
-        self._buffers: dict[str, _Buffer] = {}
+        self._buffers = {_names(content)[0]: _Buffer(fd, content.state.nbytes) for content, fd in states}
         metadata = Metadata({}, storage_meta=StorageMeta(save_id=states[0][0].state.head.id))
-        parts = [self._add(content, fd, metadata.state_dict_metadata) for content, fd in states]
+        parts = [self._add(content, metadata.state_dict_metadata) for content, _ in states]
         record = states[0][0].state.head.record
         self._files[metadata_file_name()] = memoryview(encode(metadata, parts, record=record))
 
-    def _add(self, content: Content, fd: int, known: dict[str, Any]) -> RankPlaces:
+    def close(self) -> None:
+        """Lets go of the memory: nothing is read any more."""
+        for buffer in self._buffers.values():
+            buffer.let_go()
+
+    def _add(self, content: Content, known: dict[str, Any]) -> RankPlaces:
         """Adds a rank's state; returns where everything is."""
         state, head = content.state, content.state.head
-        names = [data_file_name(head.rank, number, head.id) for number in (0, 1)]
-        self._buffers[names[0]] = _Buffer(fd, state.nbytes)
+        names = _names(content)
         self._files[names[1]] = memoryview(state.inline)
         places = {}
         for item in kept_items(state):
@@ -110,6 +114,16 @@ class _Buffer(RangeReader):
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
         read_into(self._descriptor.number, buffers, offset)
+
+    def let_go(self) -> None:
+        """Closes it for good; `close` is for those who may open it again."""
+        self._descriptor.close()
+
+
+def _names(content: Content) -> list[str]:
+    """The files that a rank's state is in: its buffer, and what is not in that."""
+    head = content.state.head
+    return [data_file_name(head.rank, number, head.id) for number in (0, 1)]
 
 
 def _describe(item: KeptItem, known: dict[str, Any]) -> None:

@@ -1,43 +1,32 @@
-"""States whose process is gone: which of them a rank can load, and the one that was being saved to a path."""
+"""States whose process is gone: which of them a rank can load, and the one that was being saved to a path.
+
+Each rank decides for itself, because one may read a checkpoint alone. What it decides depends only on what is on its
+machine, so that the ranks of a machine decide alike. Machines that differ are found out when plans are compared.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import NamedTuple
 
 from .._format.index import find_index
 from .._format.layout import metadata_file_name
 from .._storage.base import Storage
 from .._storage.open import absolute_path
-from .._storage.redact import redact
-from ..errors import CheckpointError, ReadError
+from ..errors import CheckpointError, describe
 from .keeper_process import Visit, visits
 from .kept_checkpoint import KeptCheckpoint
-from .messages import KeptHead
-from .runtime_directory import identity, job_name, location_of, runtime_directory
+from .messages import Content, KeptHead
+from .runtime_directory import SAVES, identity, location_of, runtime_directory
 
-__all__ = ["KeptInfo", "Orphan", "committed_id", "find_orphan", "holders", "list_kept", "reachable"]
+__all__ = ["KeptInfo", "committed_id", "find_orphan", "holders", "list_kept", "loaded", "reachable"]
 
 logger = logging.getLogger("dcp_tensorizer")
-
-
-class Orphan(NamedTuple):
-    """What a process that is gone was saving.
-
-    Attributes:
-        checkpoint: It, as a checkpoint.
-        visits: Connections to the keepers that have it. They wait for this process as long as these are open.
-        nbytes: Of the buffer of this rank.
-    """
-
-    checkpoint: KeptCheckpoint
-    visits: list[Visit]
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -60,30 +49,28 @@ class KeptInfo:
 
 
 def list_kept(folder: str | os.PathLike[str]) -> tuple[KeptInfo, ...]:
-    """The saves to a folder's checkpoints whose states dead trainers have left in this machine's memory.
+    """The saves below a folder whose states dead trainers have left in this machine's memory.
 
     Those of writers with ``survive``; `CheckpointManager` finds its own. A save may be committed all the same.
 
     Args:
-        folder: That the checkpoints are in: a local path, or a URL.
+        folder: A local path, or a URL.
 
     Returns:
-        The newest comes first. Pass its path to `open_reader`.
+        The newest comes first.
 
     Raises:
         WriteError: the path is relative, and there is no working directory.
     """
-    heads: dict[str, list[KeptHead]] = {}
-    for visit in visits(runtime_directory(), job_name(location_of(absolute_path(folder))[1])):
-        if visit.found.is_orphaned:
-            for head in visit.found.heads:
-                heads.setdefault(head.id, []).append(head)
+    name = location_of(absolute_path(folder))
+    found = _orphans(lambda head: head.path.startswith(f"{name}/"))
+    for visit in found:
         visit.close()
-    newest_first = sorted(heads.values(), key=lambda of_ranks: -of_ranks[0].number)
-    return tuple(_info(sorted(of_ranks, key=lambda head: head.rank)) for of_ranks in newest_first)
+    infos = [_info([of_ranks[rank] for rank in sorted(of_ranks)]) for of_ranks in _by_id(found).values()]
+    return tuple(sorted((info for info in infos if info.path.startswith(f"{name}/")), key=_when, reverse=True))
 
 
-def find_orphan(path: str | Path, storage: Storage, rank: int, world_size: int) -> Orphan | None:
+def find_orphan(path: str | Path, storage: Storage, rank: int, world_size: int) -> KeptCheckpoint | None:
     """What was being saved to a path when the processes that saved it were killed, if it is newer than what is there.
 
     Args:
@@ -94,26 +81,66 @@ def find_orphan(path: str | Path, storage: Storage, rank: int, world_size: int) 
     Returns:
         None if there is nothing that this rank can load by itself. The log says why, if there is something.
     """
-    folder, name = location_of(path)
-    found = [visit for visit in visits(runtime_directory(), job_name(folder)) if _orphaned(visit, name)]
-    orphan = None
+    name = location_of(path)
+    found = _orphans(lambda head: head.path == name)
+    if not found:
+        return None
     try:
-        states = [head for head in reachable(found, rank, world_size).values() if head.path == name]
-        if found and (newest := _newest(states, storage, folder)) is not None:
-            contents = [visit.take(newest.id) for visit in holders(found, newest.id, rank)]
-            checkpoint = KeptCheckpoint(f"{redact(name)} (in memory)", contents)
-            orphan = Orphan(checkpoint, found, contents[-1][0].state.nbytes)
-            logger.info("%s is loaded from memory, where a process that is gone has left it", redact(name))
-    except CheckpointError as error:
-        logger.warning("%s is in memory, and cannot be loaded from there: %s", redact(name), str(error))
-    if orphan is None:
+        states = {number: heads for number, heads in _by_id(found).items() if next(iter(heads.values())).path == name}
+        if not states:
+            logger.warning("%s is in memory, and its folder is another one now: it is not used", name)
+            return None
+        chosen = _newest(states, storage, rank, world_size)
+        if chosen is None:
+            return None
+        contents = _taken(holders(found, chosen.id, rank), chosen.id)
+        checkpoint = KeptCheckpoint(f"{name} (in memory)", contents)
+        loaded.add(chosen.id, contents[-1][0].state.nbytes)
+    except Exception as error:  # whatever is wrong with what is in memory: storage is there
+        logger.warning("%s is in memory, and cannot be loaded from there: %s", name, describe(error))
+        return None
+    finally:
         for visit in found:
             visit.close()
-    return orphan
+    logger.info("%s is loaded from memory, where a process that is gone has left it", name)
+    return checkpoint
+
+
+class Loaded:
+    """The states that this process has loaded from memory. They stay there, for when it dies before it has saved.
+
+    Attributes:
+        is_replaced: On the coordinator: a save has been committed since.
+    """
+
+    def __init__(self) -> None:
+        self.is_replaced = False
+        self._sizes: dict[str, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Of the largest one; 0 if there is none."""
+        return max(self._sizes.values(), default=0)
+
+    def add(self, number: str, nbytes: int) -> None:
+        """One more has been loaded."""
+        self.is_replaced = False
+        self._sizes[number] = nbytes
+
+    def release(self) -> None:
+        """Gives their memory back: nobody needs it any more."""
+        numbers = set(self._sizes)
+        self._sizes.clear()
+        for visit in _orphans(lambda head: head.id in numbers) if numbers else ():
+            visit.end()
+
+
+loaded = Loaded()
+"""Those of this process."""
 
 
 def committed_id(storage: Storage) -> str | None:
-    """The id of the save that is committed; None if there is none, and empty if it is none of this package's."""
+    """The id of the save that is committed; None if there is none, and empty if that cannot be told."""
     try:
         index = find_index(storage, metadata_file_name())
     except CheckpointError:
@@ -123,14 +150,10 @@ def committed_id(storage: Storage) -> str | None:
 
 def reachable(found: Sequence[Visit], rank: int, world_size: int) -> dict[str, KeptHead]:
     """The states that a rank can load by itself from this machine's memory, by their ids."""
-    by_id: dict[str, dict[int, KeptHead]] = {}
-    for visit in found:
-        for head in visit.found.heads:
-            by_id.setdefault(head.id, {})[head.rank] = head
     states = {}
-    for number, of_ranks in by_id.items():
-        head = next(iter(of_ranks.values()))
-        if len(of_ranks) == head.world_size or (head.world_size == world_size and rank in of_ranks):
+    for number, heads in _by_id(found).items():
+        head = next(iter(heads.values()))
+        if len(heads) == head.world_size or (head.world_size == world_size and rank in heads):
             states[number] = head
     return states
 
@@ -141,33 +164,70 @@ def holders(found: Sequence[Visit], number: str, rank: int) -> list[Visit]:
     return [by_rank[other] for other in sorted(by_rank, key=lambda other: (other == rank, other))]
 
 
+def _orphans(wanted: Callable[[KeptHead], bool]) -> list[Visit]:
+    """Connections to the keepers whose trainers are gone, and that have a state that is wanted."""
+    try:
+        found = visits(runtime_directory(), SAVES)
+    except OSError:  # there is not even a directory for temporary files
+        return []
+    orphans = [visit for visit in found if visit.found.is_orphaned and any(map(wanted, visit.found.heads))]
+    for visit in found:
+        if visit not in orphans:
+            visit.close()
+    return orphans
+
+
+def _by_id(found: Sequence[Visit]) -> dict[str, dict[int, KeptHead]]:
+    """What there is of each state, by ranks; of saves, only where the folder is the one that they went to."""
+    states: dict[str, dict[int, KeptHead]] = {}
+    for head in (head for visit in found for head in visit.found.heads):
+        if not head.path or head.folder in (None, identity(os.path.dirname(head.path))):
+            states.setdefault(head.id, {})[head.rank] = head
+    return states
+
+
 def _info(heads: Sequence[KeptHead]) -> KeptInfo:
     head = heads[0]
     started = datetime.fromtimestamp(head.number / 1e9, timezone.utc)
     return KeptInfo(head.path, head.id, started, head.world_size, tuple(other.rank for other in heads))
 
 
-def _orphaned(visit: Visit, name: str) -> bool:
-    """Whether a keeper waits for somebody to load a path. If not, the connection is closed."""
+def _when(info: KeptInfo) -> datetime:
+    return info.started
+
+
+def _newest(states: dict[str, dict[int, KeptHead]], storage: Storage, rank: int, world_size: int) -> KeptHead | None:
+    """The newest state that goes on from what is at the path, if all ranks of this machine can load it."""
+    now = committed_id(storage)
+    for heads in sorted(states.values(), key=lambda heads: -next(iter(heads.values())).number):
+        head = next(iter(heads.values()))
+        is_whole = len(heads) == head.world_size
+        if head.id == now:
+            return head if is_whole else None  # storage has the same, and all of it
+        if now == "" or head.replaces != now:
+            logger.warning("%s is in memory, and another save is committed there since: it is not used", storage.path)
+        elif is_whole or (head.world_size == world_size and heads.keys() >= _ranks_here(rank, world_size)):
+            return head
+        else:
+            logger.warning("%s is in memory, and not all that is needed of it: it is not used", storage.path)
+    return None
+
+
+def _ranks_here(rank: int, world_size: int) -> set[int]:
+    """The ranks of this machine, as a launcher says; all if none says anything."""
+    with suppress(KeyError, ValueError):
+        first = rank - int(os.environ["LOCAL_RANK"])
+        return set(range(first, first + int(os.environ["LOCAL_WORLD_SIZE"])))
+    return set(range(world_size))
+
+
+def _taken(found: Sequence[Visit], number: str) -> list[tuple[Content, int]]:
+    contents: list[tuple[Content, int]] = []
     try:
-        if any(head.path == name for head in visit.found.heads) and visit.claim(name):
-            return True
-    except ReadError:  # it has just ended
-        pass
-    visit.close()
-    return False
-
-
-def _newest(states: Sequence[KeptHead], storage: Storage, folder: str) -> KeptHead | None:
-    """The newest state that goes on from what is at the path."""
-    if not states:
-        logger.info("%s: what is in memory is not all that this rank needs", storage.path)
-        return None
-    newest = max(states, key=lambda head: (head.number, head.id))
-    if newest.folder not in (None, identity(folder)):
-        logger.warning("%s is in memory, and its folder is another one now: it is not used", storage.path)
-        return None
-    if committed_id(storage) not in (newest.id, newest.replaces):
-        logger.warning("%s is in memory, and another save is committed there since: it is not used", storage.path)
-        return None
-    return newest
+        for visit in found:
+            contents.append(visit.take(number))
+    except BaseException:
+        for _, fd in contents:
+            os.close(fd)
+        raise
+    return contents

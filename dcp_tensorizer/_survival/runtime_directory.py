@@ -20,7 +20,22 @@ from .._storage.directory_record import boot_id
 from .._storage.redact import redact
 from ..errors import WriteError
 
-__all__ = ["connect", "identity", "is_own_peer", "job_name", "listen", "location_of", "runtime_directory", "sockets_of"]
+__all__ = [
+    "SAVES",
+    "connect",
+    "identity",
+    "is_own_peer",
+    "job_name",
+    "listen",
+    "location_of",
+    "remove",
+    "runtime_directory",
+    "socket_path",
+    "sockets_of",
+]
+
+SAVES = "saves"
+"""What the sockets of keepers are named by that have the states of saves, which have paths of their own."""
 
 _CONNECT_SECONDS = 5.0
 _BACKLOG = 64
@@ -47,14 +62,13 @@ def job_name(location: str) -> str:
     return hashlib.blake2b(named, digest_size=8).hexdigest()
 
 
-def location_of(path: str | Path) -> tuple[str, str]:
-    """What keepers know a checkpoint by, without secrets: the folder that it is in, and its path.
+def location_of(path: str | Path) -> str:
+    """What keepers know a checkpoint by, without secrets.
 
     Args:
         path: A URL, or an absolute local path.
     """
-    name = redact(os.path.realpath(path) if isinstance(path, Path) else path.rstrip("/"))
-    return name.rpartition("/")[0], name
+    return redact(os.path.realpath(path) if isinstance(path, Path) else path.rstrip("/"))
 
 
 def identity(folder: str | os.PathLike[str]) -> tuple[int, int] | None:
@@ -72,22 +86,26 @@ def _boot() -> str:
     return socket.gethostname()
 
 
-def listen(directory: Path, job: str) -> tuple[socket.socket, Path]:
-    """A new socket of a job, and where it is.
+def socket_path(directory: Path, job: str) -> Path:
+    """Where a new socket of a job may be."""
+    return directory / f"{job}-{secrets.token_hex(8)}"
+
+
+def listen(path: Path) -> socket.socket:
+    """A new socket at a path.
 
     Raises:
         WriteError: the directory cannot be made, or others may write there.
         OSError: there are no sockets here.
     """
     for attempt in range(_ATTEMPTS):
-        _make(directory)
-        name = f"{job}-{secrets.token_hex(8)}"
+        _make(path.parent)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            with _reached(directory) as folder:
-                listener.bind(f"{folder}/.{name}")
+            with _reached(path.parent) as folder:
+                listener.bind(f"{folder}/.{path.name}")
                 listener.listen(_BACKLOG)
-                os.rename(f"{folder}/.{name}", f"{folder}/{name}")  # nobody finds it before somebody listens
+                os.rename(f"{folder}/.{path.name}", f"{folder}/{path.name}")  # nobody finds it before somebody listens
         except FileNotFoundError:
             listener.close()
             if attempt + 1 == _ATTEMPTS:
@@ -96,8 +114,15 @@ def listen(directory: Path, job: str) -> tuple[socket.socket, Path]:
             listener.close()
             raise
         else:
-            return listener, directory / name
+            return listener
     raise AssertionError("unreachable")
+
+
+def remove(path: Path) -> None:
+    """Removes a socket, and the directory if it was the last one."""
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
+        path.parent.rmdir()
 
 
 def sockets_of(directory: Path, job: str) -> list[Path]:

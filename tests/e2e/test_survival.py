@@ -140,7 +140,7 @@ def _keeper_processes(keepers):
     """Those of this test: others may run on this machine."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
-        if str(keepers) in (process.info["cmdline"] or ()):
+        if any(argument.startswith(f"{keepers}/") for argument in process.info["cmdline"] or ()):
             found.append(process)
     return found
 
@@ -255,3 +255,41 @@ def test_a_run_that_dies_in_the_take_over(tmp_path, keepers):
     for number, found, said, _ in run_ranks(2, _resumes, tmp_path / "run"):
         assert (number, found) == (3, _expected(3))
         assert any("restored from memory" in line for line in said)
+
+
+@pytest.fixture
+def machines(tmp_path):
+    """Two machines, as far as memory goes: the ranks of each see their own keepers alone."""
+    bases = [tmp_path / f"machine-{number}" for number in (0, 1)]
+    for base in bases:
+        base.mkdir(mode=0o700)
+    yield bases
+    assert eventually(lambda: not any((base / "dcp_tensorizer").exists() for base in bases))
+
+
+def _on_machines(rank, bases, order, function, *args):
+    """Runs something on a rank of the machine that it is on: two ranks each, in an order."""
+    os.environ["XDG_RUNTIME_DIR"] = str(bases[order[rank.index] // 2])
+    return function(rank, *args)
+
+
+@pytest.mark.parametrize(
+    ("order", "reached"),
+    [
+        ([0, 1, 2, 3], True),
+        ([2, 3, 0, 1], False),
+        ([0, 2], False),
+    ],
+    ids=["as before", "machines exchanged", "one rank of each"],
+)
+def test_two_machines(tmp_path, machines, order, reached):
+    """A rank needs its own state alone, where that is. If one does not find it, all load from storage."""
+    folder = tmp_path / "run"
+    run_ranks(4, _on_machines, machines, range(4), _saves_and_dies, folder, 3, killed=range(4))
+    results = run_ranks(len(order), _on_machines, machines, order, _resumes, folder)
+    for number, found, said, _ in results:
+        assert found == _expected(number)
+        assert any("restored from memory" in line for line in said) == reached
+        assert number == 3 if reached else number < 4
+    if not reached:
+        assert any("no state in memory is there for all ranks" in line for line in results[0][2])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +15,18 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_tensorizer import SavePlanner, StagingError, TensorizerStorageWriter, WriteError, open_reader, tools
-from dcp_tensorizer._saving.keeping import keeping_of_process
+from dcp_tensorizer._saving.engine import engine_of_process
+from dcp_tensorizer._saving.keeping import Keeping
 from dcp_tensorizer._saving.session import SaveSession
+from dcp_tensorizer._survival import runtime_directory
 
+from ...support import run_python
 from ...waiting import WAIT
+
+
+def keeping_of_process() -> Keeping:
+    return engine_of_process(devices=False).keeping
+
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -32,9 +38,7 @@ def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     base.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
     yield base / "dcp_tensorizer"
-    keeping_of_process().end()
-    for info in tools.list_kept(tmp_path):
-        raise AssertionError(info)
+    end_left(base / "dcp_tensorizer")
 
 
 @pytest.fixture
@@ -76,7 +80,7 @@ def loaded(path: Path, **options: Any) -> float:
 def end_left(sockets: Path) -> None:
     """Ends the keepers that are left, as their time does."""
     for process in psutil.process_iter(["cmdline"]):
-        if str(sockets) in (process.info["cmdline"] or ()):
+        if any(argument.startswith(f"{sockets}/") for argument in process.info["cmdline"] or ()):
             process.kill()
             process.wait()
 
@@ -88,7 +92,6 @@ def test_a_save_that_was_cut_off(tmp_path: Path, sockets: Path, writer: Tensoriz
     (kept,) = tools.list_kept(tmp_path)
     assert (kept.path, kept.ranks, kept.world_size) == (str(tmp_path / "b"), (0,), 1)
     assert (loaded(tmp_path / "a"), loaded(tmp_path / "b")) == (1, 2)
-    end_left(sockets)
 
 
 def test_nothing_is_read_of_a_trainer_that_lives(tmp_path: Path, writer: TensorizerStorageWriter) -> None:
@@ -142,7 +145,6 @@ def test_what_is_kept_is_what_the_planner_saves(
     cut_off(writer, tmp_path / "b", 2, planner)
     keys = set(open_reader(tmp_path / "b").read_metadata().state_dict_metadata)
     assert keys == set(open_reader(tmp_path / "a").read_metadata().state_dict_metadata)
-    end_left(sockets)
 
 
 def test_a_planner_that_hides_its_plan(
@@ -160,14 +162,15 @@ def test_a_planner_that_hides_its_plan(
 def test_a_keeper_that_is_killed(
     tmp_path: Path, sockets: Path, writer: TensorizerStorageWriter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Saves go on without it, and the log says so once."""
+    """The save under way goes on without it, and the next one starts another."""
     save(writer, tmp_path / "a", 1)
     end_left(sockets)
     with caplog.at_level(logging.WARNING, "dcp_tensorizer"):
         for value in (2, 3, 4):
             save(writer, tmp_path / str(value), value)
     assert [loaded(tmp_path / str(value)) for value in (2, 3, 4)] == [2, 3, 4]
-    assert len([m for m in caplog.messages if "survive= is off" in m]) == 1
+    assert len([m for m in caplog.messages if "what was kept in memory is lost" in m]) == 1
+    assert len(keeping_of_process()._kept) == 1
 
 
 def test_a_state_that_cannot_be_staged(tmp_path: Path, writer: TensorizerStorageWriter) -> None:
@@ -190,26 +193,78 @@ def test_a_folder_that_is_another_one_now(
     with pytest.raises(CheckpointException), caplog.at_level(logging.WARNING, "dcp_tensorizer"):
         loaded(tmp_path / "run" / "a")
     assert [m for m in caplog.messages if "its folder is another one now" in m]
-    end_left(sockets)
 
 
 _SCRIPT = """
 import sys, torch, torch.distributed.checkpoint as dcp
-from dcp_tensorizer import TensorizerStorageWriter
-writer = TensorizerStorageWriter(survive=600.0)
-dcp.async_save({"w": torch.ones(3)}, checkpoint_id=sys.argv[1], storage_writer=writer).result()
+from dcp_tensorizer import TensorizerStorageWriter, WriteError
+from dcp_tensorizer._saving.session import SaveSession
+from dcp_tensorizer._survival import runtime_directory
+def dies(session, items):
+    raise WriteError("it died here")
 if sys.argv[2] == "fails":
-    raise ZeroDivisionError
+    SaveSession._write_files = dies
+writer = TensorizerStorageWriter(survive=600.0)
+dcp.async_save({"w": torch.ones(3)}, checkpoint_id=sys.argv[1], storage_writer=writer).exception()
 """
 
 
 @pytest.mark.parametrize("end", ["well", "fails"])
 def test_a_process_that_ends_without_closing(tmp_path: Path, sockets: Path, end: str) -> None:
-    """Frameworks never close: where it ends well, its keeper ends with it; where it fails, that waits for the next."""
-    done = subprocess.run([sys.executable, "-c", _SCRIPT, tmp_path / "a", end], capture_output=True, check=False)
-    assert (done.returncode, b"ZeroDivisionError" in done.stderr) == ((1, True) if end == "fails" else (0, False))
+    """Frameworks never close: what is on storage is not kept any more, and what is not waits for the next run."""
+    run_python(_SCRIPT, tmp_path / "a", end)
     assert [kept.path for kept in tools.list_kept(tmp_path)] == [str(tmp_path / "a")] * (end == "fails")
-    end_left(sockets)
+
+
+def test_a_block_that_fails(tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its save has failed as well: closing the writer leaves what is in memory."""
+    monkeypatch.setattr(SaveSession, "_write_files", _dies)
+    with pytest.raises(CheckpointException), TensorizerStorageWriter(survive=WAIT) as writer:
+        save(writer, tmp_path / "a", 1)
+    assert loaded(tmp_path / "a") == 1
+
+
+def test_what_was_loaded_is_given_back_when_the_job_has_saved(tmp_path: Path, sockets: Path) -> None:
+    """And not when its first save has failed: then it is all that there is."""
+    with TensorizerStorageWriter(survive=WAIT) as writer:
+        cut_off(writer, tmp_path / "a", 1)
+    with TensorizerStorageWriter(survive=WAIT) as writer:
+        assert loaded(tmp_path / "a") == 1
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SaveSession, "_write_files", _dies)
+            with pytest.raises(CheckpointException):
+                save(writer, tmp_path / "b", 2)
+        save(writer, tmp_path / "c", 3)
+        assert [kept.path for kept in tools.list_kept(tmp_path)] == [str(tmp_path / "a")]
+        save(writer, tmp_path / "d", 4)
+        assert tools.list_kept(tmp_path) == ()
+
+
+def test_several_paths_at_once(tmp_path: Path, sockets: Path) -> None:
+    """A model and its optimizer, each in a folder of the step: one keeper has both."""
+    with TensorizerStorageWriter(survive=WAIT) as writer:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SaveSession, "_write_files", _dies)
+            patch.setattr(Keeping, "begin_staging", lambda self, saves: None)  # as where they run side by side
+            for number, name in enumerate(("model", "optimizer"), 1):
+                with pytest.raises(CheckpointException):
+                    save(writer, tmp_path / "step-1" / name, number)
+        assert len(list(sockets.iterdir())) == 1
+        keeping_of_process().end(is_abandoned=True)
+    assert [loaded(tmp_path / "step-1" / name) for name in ("model", "optimizer")] == [1, 2]
+    assert {Path(kept.path).name for kept in tools.list_kept(tmp_path)} == {"model", "optimizer"}
+
+
+def test_a_machine_without_any_directory_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads look in no memory there."""
+    dcp.save(state(1), storage_writer=TensorizerStorageWriter(tmp_path / "a"))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(runtime_directory.tempfile, "gettempdir", _no_directory)
+    assert (loaded(tmp_path / "a"), tools.list_kept(tmp_path)) == (1, ())
+
+
+def _no_directory() -> str:
+    raise FileNotFoundError("No usable temporary directory found")
 
 
 @pytest.mark.parametrize(
@@ -217,6 +272,7 @@ def test_a_process_that_ends_without_closing(tmp_path: Path, sockets: Path, end:
     [
         ({"survive": -1}, "survive=-1"),
         ({"survive": 5, "staging": "shared"}, "survive and staging='shared' exclude each other"),
+        ({"survive": 5, "local": "/tmp/a", "path": "/tmp/b"}, "survive and local exclude each other in a writer"),
         ({"survive": 5, "cache_staged_state_dict": False}, "survive and cache_staged_state_dict=False exclude"),
     ],
 )

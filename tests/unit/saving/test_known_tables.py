@@ -95,7 +95,7 @@ def test_plans_are_otherwise_as_they_were() -> None:
 
 def test_all_ranks_are_told_what_they_keep_in_memory() -> None:
     """By an answer to their own save, and by no other."""
-    state = KeptState("b" * 32, 7, 2, None)
+    state = KeptState("b" * 32, 7, 2, None, has_saved=False)
     answer = SaveTables(KnownTables(), "b").answer(SaveTables(KnownTables(), "a").offer(PLAN), state)
     assert SaveTables(KnownTables(), "a").told(answer) == state
     assert SaveTables(KnownTables(), "c").told(answer) is None

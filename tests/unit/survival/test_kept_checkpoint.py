@@ -90,3 +90,17 @@ def test_a_key_that_is_not_there() -> None:
         load({"b": torch.zeros(3)}, kept({"a": torch.ones(3)}))
     assert "b" in str(unwrap(caught.value))
     assert not isinstance(unwrap(caught.value), MetadataError)
+
+
+def test_memory_that_nobody_reads_any_more_is_let_go() -> None:
+    """Also while somebody keeps the reader."""
+    checkpoint = KeptCheckpoint("memory", [kept({"a": torch.ones(3)})])
+    reader = KeptReader(checkpoint, {})
+    loaded = {"a": torch.zeros(3)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(loaded, storage_reader=reader, no_dist=True)
+    assert loaded["a"].tolist() == [1.0] * 3
+    (name,) = checkpoint._buffers
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        checkpoint.open(name).read_into([memoryview(bytearray(4))], 0)

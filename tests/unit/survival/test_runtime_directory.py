@@ -13,7 +13,9 @@ from dcp_tensorizer._survival.runtime_directory import (
     is_own_peer,
     job_name,
     listen,
+    remove,
     runtime_directory,
+    socket_path,
     sockets_of,
 )
 
@@ -36,7 +38,8 @@ def test_jobs_have_names_of_their_own() -> None:
 def test_a_socket_is_found_by_its_job(tmp_path: Path) -> None:
     """However long the path; and both ends see that the other one is of this user."""
     directory = tmp_path / ("d" * 150)
-    listener, path = listen(directory, "job")
+    path = socket_path(directory, "job")
+    listener = listen(path)
     with listener:
         assert (directory.stat().st_mode & 0o777, path.parent) == (0o700, directory)
         assert (sockets_of(directory, "job"), sockets_of(directory, "other")) == ([path], [])
@@ -51,7 +54,8 @@ def test_a_socket_is_found_by_its_job(tmp_path: Path) -> None:
 
 def test_a_socket_of_a_keeper_that_was_killed_goes(tmp_path: Path) -> None:
     """Nobody listens there."""
-    listener, path = listen(tmp_path / "d", "job")
+    path = socket_path(tmp_path / "d", "job")
+    listener = listen(path)
     listener.close()
     assert connect(path) is None
     assert not path.exists()
@@ -60,19 +64,31 @@ def test_a_socket_of_a_keeper_that_was_killed_goes(tmp_path: Path) -> None:
 
 def test_a_directory_that_others_can_write_to(tmp_path: Path) -> None:
     """It is not used: not to listen there, and not to look there."""
-    listener, _ = listen(tmp_path / "d", "job")
+    listener = listen(socket_path(tmp_path / "d", "job"))
     listener.close()
     (tmp_path / "d").chmod(0o770)
     with pytest.raises(WriteError, match="not a directory that belongs to this user alone"):
-        listen(tmp_path / "d", "job")
+        listen(socket_path(tmp_path / "d", "job"))
     assert sockets_of(tmp_path / "d", "job") == []
     (tmp_path / "link").symlink_to(tmp_path / "d")
     with pytest.raises(WriteError, match="not a directory that belongs to this user alone"):
-        listen(tmp_path / "link", "job")
+        listen(socket_path(tmp_path / "link", "job"))
 
 
 def test_no_directory(tmp_path: Path) -> None:
     """Nothing has been kept here."""
     assert sockets_of(tmp_path / "missing", "job") == []
     with pytest.raises(WriteError, match="cannot be made"):
-        listen(tmp_path / "missing" / "deeper", "job")
+        listen(socket_path(tmp_path / "missing" / "deeper", "job"))
+
+
+def test_the_last_socket_takes_the_directory_with_it(tmp_path: Path) -> None:
+    """Also that of a keeper that was killed, whose trainer removes it."""
+    paths = [socket_path(tmp_path / "d", "job") for _ in range(2)]
+    for path in paths:
+        listen(path).close()
+    remove(paths[0])
+    assert paths[1].exists()
+    remove(paths[1])
+    remove(paths[1])
+    assert not (tmp_path / "d").exists()
