@@ -7,7 +7,6 @@ seconds. It neither reads nor writes storage.
 
 from __future__ import annotations
 
-import mmap
 import os
 import select
 import signal
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from .._format.checksums import Digester
 from .._format.layout import block_size
+from .._storage.local_read import read_into
 from .._writer_process.channel import Channel
 from .messages import (
     Answer,
@@ -43,43 +43,58 @@ from .runtime_directory import is_own_peer, listen, remove
 __all__ = ["Keeper", "main"]
 
 _NICENESS = 10  # as the writer process
+_SLICE = 1 << 20  # what is read is hashed while it is in the processor's cache
 _DIGEST_SECONDS = 600.0  # at the lowest priority, beside a job that needs all cores
 
 
 class _Kept:
-    """A state that is kept."""
+    """A state that is kept.
+
+    The buffer is read as a file. To map it takes as long, and to unmap it takes 25 ms for each GiB of the time in which
+    training waits.
+    """
 
     def __init__(self, state: Keep, fd: int) -> None:
+        if os.fstat(fd).st_size < state.nbytes:
+            raise ValueError(f"it has not the {state.nbytes:,} bytes that it should have")
         self.state = state
         self.fd = fd
         self.is_forgotten = False
         self.digests: Future[tuple[bytes, ...]] = Future()
-        self._memory = mmap.mmap(fd, state.nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
 
     def take_digests(self) -> None:
         """Takes the digests of all that is in it, unless it is forgotten meanwhile."""
-        if self.is_forgotten:
+        read = memoryview(bytearray(_SLICE))
+        try:
+            digests = tuple(self._digests(extent, read) for extent in self.state.extents)
+        except (OSError, EOFError, CancelledError):
+            self.digests.cancel()
             return
-        sources = {False: memoryview(self._memory), True: memoryview(self.state.inline)}
-        digests = []
-        for extent in self.state.extents:
-            if self.is_forgotten:
-                self.digests.cancel()
-                return
-            digests.append(_digests(sources[extent.is_inline], extent))
         with suppress(InvalidStateError):  # it has just been forgotten
-            self.digests.set_result(tuple(digests))
+            self.digests.set_result(digests)
+
+    def _digests(self, extent: Extent, read: memoryview) -> bytes:
+        digester = Digester(block_size(extent.nbytes))
+        stop = extent.offset + extent.nbytes
+        if extent.is_inline:
+            digester.update(memoryview(self.state.inline)[extent.offset : stop])
+            return digester.digests()
+        for start in range(extent.offset, stop, _SLICE):
+            if self.is_forgotten:
+                raise CancelledError
+            part = read[: min(_SLICE, stop - start)]
+            read_into(self.fd, [part], start)
+            digester.update(part)
+        return digester.digests()
 
     def forget(self) -> None:
-        """Nobody is given it any more, and no digests are taken."""
+        """Nobody is given it any more, and no more digests are taken."""
         self.is_forgotten = True
         self.digests.cancel()
-        os.close(self.fd)
 
-    def unmap(self) -> None:
-        """Gives the memory back. It takes 25 ms for each GiB, and training need not wait for it."""
-        with suppress(BufferError):  # it goes with whoever still reads it
-            self._memory.close()
+    def close(self) -> None:
+        """Gives the memory back; not while digests are taken."""
+        os.close(self.fd)
 
 
 class Keeper:
@@ -166,7 +181,7 @@ class Keeper:
             kept = _Kept(state, fd)
         except (OSError, ValueError) as error:
             os.close(fd)
-            return Missing(f"the staging buffer cannot be mapped: {error}")
+            return Missing(f"the staging buffer cannot be read: {error}")
         with self._changed:
             self._kept[state.head.id] = kept
         self._digesting.submit(kept.take_digests)
@@ -177,7 +192,7 @@ class Keeper:
             forgotten = [self._kept.pop(number) for number in list(self._kept) if number not in numbers]
         for kept in forgotten:
             kept.forget()
-            self._digesting.submit(kept.unmap)
+            self._digesting.submit(kept.close)
 
     def _claim(self, job: str, channel: Channel) -> bool:
         with self._changed:
@@ -200,12 +215,6 @@ class Keeper:
             if kept.is_forgotten:
                 return Missing("it is not kept any more"), []
             return Content(kept.state, digests), [kept.fd]
-
-
-def _digests(source: memoryview, extent: Extent) -> bytes:
-    digester = Digester(block_size(extent.nbytes))
-    digester.update(source[extent.offset : extent.offset + extent.nbytes])
-    return digester.digests()
 
 
 def _accept(listener: socket.socket, keeper: Keeper) -> None:

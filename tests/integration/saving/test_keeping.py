@@ -78,11 +78,14 @@ def loaded(path: Path, **options: Any) -> float:
 
 
 def end_left(sockets: Path) -> None:
-    """Ends the keepers that are left, as their time does."""
+    """Ends the keepers that are left, as their time does; and waits for those that this process has left to others."""
     for process in psutil.process_iter(["cmdline"]):
         if any(argument.startswith(f"{sockets}/") for argument in process.info["cmdline"] or ()):
             process.kill()
             process.wait()
+    for child in psutil.Process().children():
+        if child.status() == psutil.STATUS_ZOMBIE:
+            child.wait()
 
 
 def test_a_save_that_was_cut_off(tmp_path: Path, sockets: Path, writer: TensorizerStorageWriter) -> None:

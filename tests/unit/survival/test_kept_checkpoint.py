@@ -35,6 +35,7 @@ def kept(state: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> tuple[
     content = Content(held.state, held.digests.result())
     fd = os.dup(held.fd)
     held.forget()
+    held.close()
     return content, fd
 
 
