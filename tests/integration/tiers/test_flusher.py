@@ -184,9 +184,10 @@ def test_a_save_that_dies_before_it_has_written(tmp_path: Path, monkeypatch: pyt
     def die(*args: object) -> None:
         raise _Killed
 
-    with monkeypatch.context() as patch, quietly(), pytest.raises(CheckpointException):
+    with monkeypatch.context() as patch:
         patch.setattr(Queue, "begin", die)
-        run.save_unflushed(1)
+        with quietly(), pytest.raises(CheckpointException):
+            run.save_unflushed(1)
     assert not (run.local / "step-1").exists()
     run.queue.begin(Record(run.target.name, "step-1", 0, "a" * 32))._let_go()
     assert Flusher(run.target).step() is None
