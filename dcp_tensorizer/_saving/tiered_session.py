@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -76,11 +77,11 @@ class TieredSession(SaveSession):
         if self._commits and not (self._saver.options.overwrite and self._use_collectives):
             self._check_place(self._flushing.target.open(self._place))
         try:
+            record = Record(self._flushing.target.name, self._place, self._rank, self.id, self._saver.id)
+            self._writing = self._flushing.queue.begin(record)  # first: whoever comes after a death knows where to look
             self.storage.make_directory()
             self._lock = self.storage.lock_directory()
             self._lock.share(self._saver.options.limits.timeout)
-            record = Record(self._flushing.target.name, self._place, self._rank, self.id, self._saver.id)
-            self._writing = self._flushing.queue.begin(record)
         except (CheckpointError, OSError) as error:
             self._go_direct(error)
 
@@ -136,8 +137,10 @@ class TieredSession(SaveSession):
         )
         remove(self.storage, self._local_files)
         self._local_files = {}
-        self._abort()
         self.end()
+        with suppress(CheckpointError, OSError):
+            self.storage.remove_directory()  # if it is empty
+        self._abort()
         self.storage = self._flushing.target.open(self._place)
         self.storage.make_directory()
         self._lock = self.storage.lock_directory()

@@ -66,8 +66,6 @@ def drop(queue: Queue, entry: Entry, record: Record, *, forget: bool = True) -> 
         if local.locks_are_visible and not lock.is_exclusive:
             return False
         local.remove(*record.files)
-        if forget:
-            queue.remove(entry)
     except OSError:
         return False
     finally:
@@ -76,6 +74,8 @@ def drop(queue: Queue, entry: Entry, record: Record, *, forget: bool = True) -> 
         while folder != queue.root:  # empty folders go as well
             folder.rmdir()
             folder = folder.parent
+    if forget:
+        queue.remove(entry)
     return True
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import NotCommitted, TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._storage.base import Refused, Storage
@@ -174,6 +175,23 @@ def test_what_a_dead_save_has_left_is_removed(tmp_path: Path) -> None:
     assert run.states() == ["writing"]
     living.abort()
     assert run.states() == []
+
+
+def test_a_save_that_dies_before_it_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no directory before there is a record of it; and a record of a directory that is not there yet goes."""
+    run = Run(tmp_path)
+
+    def die(*args: object) -> None:
+        raise _Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Queue, "begin", die)
+        with quietly(), pytest.raises(CheckpointException):
+            run.save_unflushed(1)
+    assert not (run.local / "step-1").exists()
+    run.queue.begin(Record(run.target.name, "step-1", 0, "a" * 32))._let_go()
+    assert Flusher(run.target).step() is None
+    assert (run.states(), (run.local / "step-1").exists()) == ([], False)
 
 
 def test_a_remote_that_is_full_at_the_commit_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
