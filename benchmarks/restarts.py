@@ -1,6 +1,6 @@
 """Restarts from memory: how long they take, what they cost while nothing fails, and how many steps a crash loses.
 
-``python -m benchmarks.restarts`` (about 12 minutes). Each figure beside its peers of the same run: a plain copy of the
+``python -m benchmarks.restarts`` (about 13 minutes). Each figure beside its peers of the same run: a plain copy of the
 same bytes, verified loads from the disk and from the page cache, and the same job without ``survive``.
 """
 
