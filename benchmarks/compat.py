@@ -129,6 +129,30 @@ def page(content: dict[str, Any]) -> str:
     )
 
 
+def matrix(content: dict[str, Any]) -> str:
+    """Which tests pass under which Python and torch, as the table in the documentation."""
+    results = {tuple(map(tuple, _key(result))): result for result in content["results"]}
+    pythons, torches = (sorted({key[n] for key in results}) for n in (0, 1))
+    rows = [
+        [f"Python {_dotted(python)}", *(_outcome(results.get((python, torch))) for torch in torches)]
+        for python in pythons
+    ]
+    return table(("", *(f"torch {_dotted(torch)}" for torch in torches)), rows)
+
+
+def _dotted(numbers: Sequence[int]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def _outcome(result: dict[str, Any] | None) -> str:
+    if result is None:
+        return "-"
+    if "error" in result:
+        return "not run"
+    bad = result["failures"] + result["errors"]
+    return f"{bad} failed" if bad else f"{result['tests'] - result['skipped']:,} passed"
+
+
 def _key(result: dict[str, Any]) -> list[list[int]]:
     """Python's minor release and torch's release, to sort by and to find results that a new one replaces."""
     python, torch = (
