@@ -21,11 +21,14 @@ quick: $(READY)
 unit-integration: $(READY)
 	$(BIN)/python -m pytest tests/unit tests/integration --ignore=tests/integration/storage
 
+# Some of the end-to-end tests are here, so that the three suites take about as long.
+APART := tests/e2e/test_survival.py tests/e2e/test_kept_saves.py
+
 storage-docs: $(READY)
-	$(BIN)/python -m pytest tests/integration/storage tests/docs
+	$(BIN)/python -m pytest tests/integration/storage tests/docs $(APART)
 
 e2e: $(READY)
-	$(BIN)/python -m pytest tests/e2e
+	$(BIN)/python -m pytest tests/e2e $(APART:%=--ignore=%)
 
 # Where Chromium is installed: the report, as a reader sees it.
 browser: $(READY)

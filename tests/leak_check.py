@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing.util
 import os
 import tempfile
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ settings.load_profile("unit")
 @pytest.fixture(scope="session", autouse=True)
 def temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A directory for temporary files that no other program uses, so that one left over is ours."""
+    multiprocessing.util.get_temp_dir()  # it is removed when this process ends, and so has to be elsewhere
     folder = tmp_path_factory.mktemp("temporary")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
