@@ -110,8 +110,7 @@ def page(content: dict[str, Any]) -> str:
         if "error" in result:
             counts = ["-", "-", "-", result["error"]]
         else:
-            bad = result["failures"] + result["errors"]
-            passed = result["tests"] - bad - result["skipped"]
+            passed, bad = _passed(result)
             counts = [f"{passed:,}", str(result["skipped"]), str(bad), ", ".join(result["failed"][:5])]
         rows.append([result["python"], result["torch"], suites, *counts])
     what = (
@@ -149,8 +148,14 @@ def _outcome(result: dict[str, Any] | None) -> str:
         return "-"
     if "error" in result:
         return "not run"
+    passed, bad = _passed(result)
+    return f"{bad} failed" if bad else f"{passed:,} passed"
+
+
+def _passed(result: dict[str, Any]) -> tuple[int, int]:
+    """How many tests passed, and how many did not."""
     bad = result["failures"] + result["errors"]
-    return f"{bad} failed" if bad else f"{result['tests'] - result['skipped']:,} passed"
+    return result["tests"] - bad - result["skipped"], bad
 
 
 def _key(result: dict[str, Any]) -> list[list[int]]:

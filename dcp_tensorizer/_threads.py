@@ -76,10 +76,14 @@ def cores() -> int:
 
     The ranks of a node share its cores. ``torchrun`` says how many they are. A rank that is bound to cores has those.
     """
-    on_node = os.cpu_count() or 1
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    share = max(1, on_node // int(ranks)) if ranks.isdecimal() and int(ranks) else on_node
+    share = max(1, (os.cpu_count() or 1) // (ranks_of_node() or 1))
     return min(share, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else share
+
+
+def ranks_of_node() -> int | None:
+    """How many ranks share this node, as ``torchrun`` and other launchers say; None if nothing says it."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(ranks) if ranks.isdecimal() and int(ranks) else None
 
 
 def _run(future: Future[_T], operation: Callable[[], _T]) -> None:

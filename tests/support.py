@@ -264,6 +264,12 @@ def workers() -> list[psutil.Process]:
     return [child for child in alive if WORKER in _command(child)]
 
 
+def keepers_below(folder: Path) -> list[psutil.Process]:
+    """The processes whose sockets are in a folder: other jobs on this machine may keep something, too."""
+    processes = psutil.process_iter(["cmdline"])
+    return [p for p in processes if any(word.startswith(f"{folder}/") for word in p.info["cmdline"] or ())]
+
+
 def _command(process: psutil.Process) -> list[str]:
     """A process' command line. One that has just been started has none for a moment, and one that has died, no more."""
     deadline = time.monotonic() + 1.0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +24,7 @@ from .._memory.shared_buffer import aligned
 from .._memory.tensor_bytes import host_bytes
 from .._storage.base import RangeReader, Storage
 from .._storage.memory_read import MemoryReader
+from .._threads import ranks_of_node
 from ..errors import CheckpointError, ChecksumMismatch, ReadError
 from .pinned_pool import PinnedPool, Slot, pool_for
 from .read_planner import MAX_SCRATCH_BYTES, ReadLimits, ReadOperation, Segment, plan_reads
@@ -112,8 +112,7 @@ def _has_room_to_cache(nbytes: int) -> bool:
     Where it cannot, a load through it would drive out what others need, and find nothing of itself the next time.
     """
     available = available_memory()
-    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))  # as torchrun sets it
-    return available is None or available >= 2 * ranks * nbytes
+    return available is None or available >= 2 * (ranks_of_node() or 1) * nbytes
 
 
 class _OpenFiles:

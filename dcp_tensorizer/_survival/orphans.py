@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -18,6 +17,7 @@ from .._format.index import find_index
 from .._format.layout import metadata_file_name
 from .._storage.base import Storage
 from .._storage.open import absolute_path
+from .._threads import ranks_of_node
 from ..errors import CheckpointError, describe
 from .keeper_process import Visit, visits
 from .kept_checkpoint import KeptCheckpoint
@@ -48,6 +48,22 @@ class KeptInfo:
     ranks: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class _State:
+    """What this machine's memory has of a state: the head of each rank's part."""
+
+    by_rank: dict[int, KeptHead]
+
+    @property
+    def head(self) -> KeptHead:
+        """Of any one rank."""
+        return next(iter(self.by_rank.values()))
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.by_rank) == self.head.world_size
+
+
 def list_kept(folder: str | os.PathLike[str]) -> tuple[KeptInfo, ...]:
     """The saves below a folder whose states dead trainers have left in this machine's memory.
 
@@ -63,11 +79,15 @@ def list_kept(folder: str | os.PathLike[str]) -> tuple[KeptInfo, ...]:
         WriteError: the path is relative, and there is no working directory.
     """
     name = location_of(absolute_path(folder))
-    found = _orphans(lambda head: head.path.startswith(f"{name}/"))
+
+    def is_below(head: KeptHead) -> bool:
+        return head.path.startswith(f"{name}/")
+
+    found = _orphans(is_below)
     for visit in found:
         visit.close()
-    infos = [_info([of_ranks[rank] for rank in sorted(of_ranks)]) for of_ranks in _by_id(found).values()]
-    return tuple(sorted((info for info in infos if info.path.startswith(f"{name}/")), key=_when, reverse=True))
+    infos = (_info(state) for state in _states(found, is_below))
+    return tuple(sorted(infos, key=lambda info: info.started, reverse=True))
 
 
 def find_orphan(path: str | Path, storage: Storage, rank: int, world_size: int) -> KeptCheckpoint | None:
@@ -82,11 +102,15 @@ def find_orphan(path: str | Path, storage: Storage, rank: int, world_size: int) 
         None if there is nothing that this rank can load by itself. The log says why, if there is something.
     """
     name = location_of(path)
-    found = _orphans(lambda head: head.path == name)
+
+    def is_there(head: KeptHead) -> bool:
+        return head.path == name
+
+    found = _orphans(is_there)
     if not found:
         return None
     try:
-        states = {number: heads for number, heads in _by_id(found).items() if next(iter(heads.values())).path == name}
+        states = _states(found, is_there)
         if not states:
             logger.warning("%s is in memory, and its folder is another one now: it is not used", name)
             return None
@@ -150,12 +174,11 @@ def committed_id(storage: Storage) -> str | None:
 
 def reachable(found: Sequence[Visit], rank: int, world_size: int) -> dict[str, KeptHead]:
     """The states that a rank can load by itself from this machine's memory, by their ids."""
-    states = {}
-    for number, heads in _by_id(found).items():
-        head = next(iter(heads.values()))
-        if len(heads) == head.world_size or (head.world_size == world_size and rank in heads):
-            states[number] = head
-    return states
+    return {
+        state.head.id: state.head
+        for state in _states(found, lambda head: True)
+        if state.is_whole or (state.head.world_size == world_size and rank in state.by_rank)
+    }
 
 
 def holders(found: Sequence[Visit], number: str, rank: int) -> list[Visit]:
@@ -177,36 +200,33 @@ def _orphans(wanted: Callable[[KeptHead], bool]) -> list[Visit]:
     return orphans
 
 
-def _by_id(found: Sequence[Visit]) -> dict[str, dict[int, KeptHead]]:
-    """What there is of each state, by ranks; of saves, only where the folder is the one that they went to."""
+def _states(found: Sequence[Visit], wanted: Callable[[KeptHead], bool]) -> list[_State]:
+    """What there is of each state that is wanted; of saves, only where the folder is the one that they went to."""
     states: dict[str, dict[int, KeptHead]] = {}
     for head in (head for visit in found for head in visit.found.heads):
-        if not head.path or head.folder in (None, identity(os.path.dirname(head.path))):
+        if wanted(head) and (not head.path or head.folder in (None, identity(os.path.dirname(head.path)))):
             states.setdefault(head.id, {})[head.rank] = head
-    return states
+    return [_State(by_rank) for by_rank in states.values()]
 
 
-def _info(heads: Sequence[KeptHead]) -> KeptInfo:
-    head = heads[0]
+def _info(state: _State) -> KeptInfo:
+    head = state.head
     started = datetime.fromtimestamp(head.number / 1e9, timezone.utc)
-    return KeptInfo(head.path, head.id, started, head.world_size, tuple(other.rank for other in heads))
+    return KeptInfo(head.path, head.id, started, head.world_size, tuple(sorted(state.by_rank)))
 
 
-def _when(info: KeptInfo) -> datetime:
-    return info.started
-
-
-def _newest(states: dict[str, dict[int, KeptHead]], storage: Storage, rank: int, world_size: int) -> KeptHead | None:
+def _newest(states: Sequence[_State], storage: Storage, rank: int, world_size: int) -> KeptHead | None:
     """The newest state that goes on from what is at the path, if all ranks of this machine can load it."""
     now = committed_id(storage)
-    for heads in sorted(states.values(), key=lambda heads: -next(iter(heads.values())).number):
-        head = next(iter(heads.values()))
-        is_whole = len(heads) == head.world_size
+    for state in sorted(states, key=lambda state: state.head.number, reverse=True):
+        head = state.head
         if head.id == now:
-            return head if is_whole else None  # storage has the same, and all of it
+            return head if state.is_whole else None  # storage has the same, and all of it
         if now == "" or head.replaces != now:
             logger.warning("%s is in memory, and another save is committed there since: it is not used", storage.path)
-        elif is_whole or (head.world_size == world_size and heads.keys() >= _ranks_here(rank, world_size)):
+        elif state.is_whole or (
+            head.world_size == world_size and state.by_rank.keys() >= _ranks_here(rank, world_size)
+        ):
             return head
         else:
             logger.warning("%s is in memory, and not all that is needed of it: it is not used", storage.path)
@@ -215,10 +235,11 @@ def _newest(states: dict[str, dict[int, KeptHead]], storage: Storage, rank: int,
 
 def _ranks_here(rank: int, world_size: int) -> set[int]:
     """The ranks of this machine, as a launcher says; all if none says anything."""
-    with suppress(KeyError, ValueError):
-        first = rank - int(os.environ["LOCAL_RANK"])
-        return set(range(first, first + int(os.environ["LOCAL_WORLD_SIZE"])))
-    return set(range(world_size))
+    count, position = ranks_of_node(), os.environ.get("LOCAL_RANK", "")
+    if count is None or not position.isdecimal():
+        return set(range(world_size))
+    first = rank - int(position)
+    return set(range(first, first + count))
 
 
 def _taken(found: Sequence[Visit], number: str) -> list[tuple[Content, int]]:

@@ -22,6 +22,16 @@ def _mark():
     del os.environ[MARK]
 
 
+@pytest.fixture
+def keepers(tmp_path, monkeypatch):
+    """The directory that the sockets of keepers are in."""
+    base = tmp_path / "runtime"
+    base.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
+    yield base / "dcp_tensorizer"
+    assert eventually(lambda: not (base / "dcp_tensorizer").exists()), list((base / "dcp_tensorizer").iterdir())
+
+
 @pytest.fixture(scope="session")
 def _leftovers_before(_mark):
     return _leftovers()

@@ -11,26 +11,31 @@ from dcp_tensorizer import TensorizerStorageWriter, installed, open_reader
 from dcp_tensorizer._saving.session import SaveSession
 from dcp_tensorizer.tools import list_kept
 
+from ..support import keepers_below
+from .kept_state import SECONDS, sharded_state, values_at, values_of
 from .ranks import attempt, eventually, kill_self, run_ranks
-from .test_survival import SECONDS, _expected, _keeper_processes, _state, _values, keepers  # noqa: F401 - a fixture
 
 
 def _save(rank, path, step, writer=None):
     writer = writer or TensorizerStorageWriter(survive=SECONDS)
     future = dcp.async_save(
-        _state(rank, step), checkpoint_id=path, storage_writer=writer, async_stager=writer, process_group=rank.saves
+        sharded_state(rank, step),
+        checkpoint_id=path,
+        storage_writer=writer,
+        async_stager=writer,
+        process_group=rank.saves,
     )
     return future.result()
 
 
-def _die_when_all_write(rank, patch=SaveSession):
+def _die_when_all_write(rank):
     """From now on: each rank is killed when all of them have begun to write."""
 
     def write_files(session, items):
         dist.barrier(group=rank.saves)
         kill_self()
 
-    patch._write_files = write_files
+    SaveSession._write_files = write_files
 
 
 def _is_killed_while_it_writes(rank, folder, names, steps):
@@ -42,27 +47,27 @@ def _is_killed_while_it_writes(rank, folder, names, steps):
 
 
 def _loads(rank, path, **options):
-    state = _state(rank, 0)
+    state = sharded_state(rank, 0)
     dcp.load(state, storage_reader=open_reader(path, **options))
-    return _values(state)
+    return values_of(state)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 1])
-def test_a_save_that_was_cut_off_is_loaded_from_memory(tmp_path, keepers, world_size):  # noqa: F811
+def test_a_save_that_was_cut_off_is_loaded_from_memory(tmp_path, keepers, world_size):
     """On as many ranks, on more and on fewer; the save before it is on storage, as always."""
     run_ranks(2, _is_killed_while_it_writes, tmp_path, ["step-1", "step-2"], [1, 2], killed=(0, 1))
     (kept,) = list_kept(tmp_path)
     assert (kept.path, kept.world_size, kept.ranks) == (str(tmp_path / "step-2"), 2, (0, 1))
-    assert run_ranks(world_size, _loads, tmp_path / "step-2") == [_expected(2)] * world_size
-    assert run_ranks(world_size, _loads, tmp_path / "step-1") == [_expected(1)] * world_size
+    assert run_ranks(world_size, _loads, tmp_path / "step-2") == [values_at(2)] * world_size
+    assert run_ranks(world_size, _loads, tmp_path / "step-1") == [values_at(1)] * world_size
     _end_all(keepers)
 
 
-def test_a_checkpoint_that_is_replaced_in_place(tmp_path, keepers):  # noqa: F811
+def test_a_checkpoint_that_is_replaced_in_place(tmp_path, keepers):
     """The one that was being saved is newer than the one that is there; without memory that one is loaded."""
     run_ranks(2, _is_killed_while_it_writes, tmp_path, ["newest", "newest"], [1, 2], killed=(0, 1))
-    assert run_ranks(2, _loads_from_storage, tmp_path / "newest") == [_expected(1)] * 2
-    assert run_ranks(2, _loads, tmp_path / "newest") == [_expected(2)] * 2
+    assert run_ranks(2, _loads_from_storage, tmp_path / "newest") == [values_at(1)] * 2
+    assert run_ranks(2, _loads, tmp_path / "newest") == [values_at(2)] * 2
     _end_all(keepers)
 
 
@@ -75,17 +80,17 @@ def _saves(rank, path, step):
         _save(rank, path, step, writer)
 
 
-def test_what_was_saved_there_since_counts(tmp_path, keepers):  # noqa: F811
+def test_what_was_saved_there_since_counts(tmp_path, keepers):
     """Another job has saved to the path: that is loaded, and not what is in memory."""
     run_ranks(2, _is_killed_while_it_writes, tmp_path, ["newest", "newest"], [1, 2], killed=(0, 1))
     run_ranks(2, _saves, tmp_path / "newest", 7)
-    assert run_ranks(2, _loads, tmp_path / "newest") == [_expected(7)] * 2
+    assert run_ranks(2, _loads, tmp_path / "newest") == [values_at(7)] * 2
     _end_all(keepers)
 
 
-def _end_all(keepers):  # noqa: F811
+def _end_all(keepers):
     """Ends the keepers that a test leaves, as a job that nobody starts again does after its time."""
-    for process in _keeper_processes(keepers):
+    for process in keepers_below(keepers):
         process.kill()
         process.wait()
     for socket in keepers.iterdir():
@@ -93,7 +98,7 @@ def _end_all(keepers):  # noqa: F811
     keepers.rmdir()
 
 
-def _resumes(rank, folder, keepers):  # noqa: F811
+def _resumes(rank, folder, keepers):
     """Loads, and saves twice; how many keepers there are then, and what is loaded in the end."""
     writer = TensorizerStorageWriter(survive=SECONDS)
     found = _loads(rank, folder / "step-2")
@@ -101,17 +106,17 @@ def _resumes(rank, folder, keepers):  # noqa: F811
     for step in (3, 4, 5):
         _save(rank, folder / f"step-{step}", step, writer)
         dist.barrier()
-        counts.append(len(_keeper_processes(keepers)))
+        counts.append(len(keepers_below(keepers)))
         dist.barrier()
     writer.close()
     return found, counts, _loads(rank, folder / "step-5")
 
 
-def test_the_memory_is_given_back_when_the_job_goes_on(tmp_path, keepers):  # noqa: F811
+def test_the_memory_is_given_back_when_the_job_goes_on(tmp_path, keepers):
     """When all ranks have saved since; and closing the writer ends the new keepers."""
     run_ranks(2, _is_killed_while_it_writes, tmp_path, ["step-1", "step-2"], [1, 2], killed=(0, 1))
     for found, counts, last in run_ranks(2, _resumes, tmp_path, keepers):
-        assert (found, last) == (_expected(2), _expected(5))
+        assert (found, last) == (values_at(2), values_at(5))
         assert counts == [4, 2, 2]  # those of the job before are left until the second save begins
 
 
@@ -119,20 +124,20 @@ def _dies_under_install(rank, folder):
     with installed(writer_options={"survive": SECONDS}):
         _die_when_all_write(rank)
         writer = FileSystemWriter(folder / "step-1")
-        dcp.async_save(_state(rank, 1), storage_writer=writer, process_group=rank.saves).result()
+        dcp.async_save(sharded_state(rank, 1), storage_writer=writer, process_group=rank.saves).result()
 
 
 def _loads_under_install(rank, folder):
     with installed():
-        state = _state(rank, 0)
+        state = sharded_state(rank, 0)
         dcp.load(state, storage_reader=FileSystemReader(folder / "step-1"))
-    return _values(state)
+    return values_of(state)
 
 
-def test_a_framework_that_knows_nothing_of_it(tmp_path, keepers):  # noqa: F811
+def test_a_framework_that_knows_nothing_of_it(tmp_path, keepers):
     """It makes torch's writer and torch's reader."""
     run_ranks(2, _dies_under_install, tmp_path, killed=(0, 1))
-    assert run_ranks(2, _loads_under_install, tmp_path) == [_expected(1)] * 2
+    assert run_ranks(2, _loads_under_install, tmp_path) == [values_at(1)] * 2
     _end_all(keepers)
 
 
@@ -142,16 +147,16 @@ def _fails_to_load(rank, path):
     return [(type(cause).__name__, str(path) in str(cause)) for cause in failure.causes.values()]
 
 
-def test_a_rank_whose_state_is_not_here(tmp_path, keepers):  # noqa: F811
+def test_a_rank_whose_state_is_not_here(tmp_path, keepers):
     """A keeper was killed, too: the load fails on all ranks, and names the path; the save before is loaded."""
     run_ranks(2, _is_killed_while_it_writes, tmp_path, ["step-1", "step-2"], [1, 2], killed=(0, 1))
-    process = _keeper_processes(keepers)[0]
+    process = keepers_below(keepers)[0]
     process.kill()
     process.wait()
     for failures in run_ranks(2, _fails_to_load, tmp_path / "step-2"):
         assert failures
         assert all(named for _, named in failures)
-    assert run_ranks(2, _loads, tmp_path / "step-1") == [_expected(1)] * 2
+    assert run_ranks(2, _loads, tmp_path / "step-1") == [values_at(1)] * 2
     _end_all(keepers)
 
 
@@ -159,8 +164,8 @@ def _saves_and_ends(rank, path):
     _save(rank, path, 1)
 
 
-def test_ranks_that_end_without_closing(tmp_path, keepers):  # noqa: F811
+def test_ranks_that_end_without_closing(tmp_path, keepers):
     """Nothing is left of them: what they saved is on storage."""
     run_ranks(2, _saves_and_ends, tmp_path / "step-1")
     assert eventually(lambda: not keepers.exists())
-    assert run_ranks(2, _loads, tmp_path / "step-1") == [_expected(1)] * 2
+    assert run_ranks(2, _loads, tmp_path / "step-1") == [values_at(1)] * 2

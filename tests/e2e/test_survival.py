@@ -4,58 +4,22 @@ import logging
 import os
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_tensorizer import CheckpointManager, WriteError
 
-from ..support import quietly
+from ..support import keepers_below, quietly
+from .kept_state import SECONDS, sharded_state, values_at, values_of
 from .ranks import eventually, kill_self, run_ranks
-
-ROWS = 24
-SECONDS = 120  # longer than any test: what is left then fails it
-
-
-@pytest.fixture
-def keepers(tmp_path, monkeypatch):
-    """The directory that the sockets of keepers are in."""
-    base = tmp_path / "runtime"
-    base.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
-    yield base / "dcp_tensorizer"
-    assert eventually(lambda: not (base / "dcp_tensorizer").exists()), list((base / "dcp_tensorizer").iterdir())
-
-
-def _state(rank, step):
-    """A sharded tensor, one that all ranks have, an object, and a value of each rank's own."""
-    mesh = init_device_mesh("cpu", (rank.world_size,))
-    values = torch.arange(ROWS * 8, dtype=torch.float32).view(ROWS, 8) + step
-    return {
-        "w": distribute_tensor(values, mesh, [Shard(0)]),
-        "same": torch.full((3,), step, dtype=torch.bfloat16),
-        "step": step,
-        "text": f"at {step}",
-    }
-
-
-def _values(state):
-    return state["w"].full_tensor().tolist(), state["same"].tolist(), state["step"], state["text"]
-
-
-def _expected(step):
-    values = torch.arange(ROWS * 8, dtype=torch.float32).view(ROWS, 8) + step
-    return values.tolist(), [float(step)] * 3, step, f"at {step}"
 
 
 def _saves_and_dies(rank, folder, last, **options):
     """Commits step 1, saves until ``last``, makes sure that this is kept, and is killed."""
     manager = CheckpointManager(folder, save_every=1, survive=SECONDS, **options)
-    manager.save(1, _state(rank, 1), wait=True)
+    manager.save(1, sharded_state(rank, 1), wait=True)
     for step in range(2, last + 1):
-        manager.save(step, _state(rank, step))
+        manager.save(step, sharded_state(rank, step))
     manager._survival.settle()
     torch.distributed.barrier()
     kill_self()
@@ -67,11 +31,11 @@ def _resumes(rank, folder, step=None, survive=SECONDS):
     logging.getLogger("dcp_tensorizer").addHandler(said)
     logging.getLogger("dcp_tensorizer").setLevel(logging.INFO)
     with CheckpointManager(folder, save_every=1, survive=survive) as manager:
-        state = _state(rank, 0)
+        state = sharded_state(rank, 0)
         number = manager.restore(state, step)
-        found = _values(state)
+        found = values_of(state)
         if number is not None:
-            manager.save(number + 1, _state(rank, number + 1), wait=True)
+            manager.save(number + 1, sharded_state(rank, number + 1), wait=True)
     return number, found, [line for line in said.lines if "memory" in line], manager.steps()
 
 
@@ -89,7 +53,7 @@ def test_a_later_run_goes_on_from_memory(tmp_path, keepers, world_size):
     """On as many ranks, on more and on fewer: the newest step, bit for bit, whether or not it was written."""
     run_ranks(2, _saves_and_dies, tmp_path / "run", 4, killed=(0, 1))
     for number, found, said, steps in run_ranks(world_size, _resumes, tmp_path / "run"):
-        assert (number, found) == (4, _expected(4))
+        assert (number, found) == (4, values_at(4))
         assert any("step 4 is restored from memory" in line for line in said)
         assert steps[-1] == 5
 
@@ -98,13 +62,13 @@ def test_a_step_that_is_asked_for_comes_from_storage(tmp_path, keepers):
     """And what is in memory is given back."""
     run_ranks(2, _saves_and_dies, tmp_path / "run", 3, killed=(0, 1))
     for number, found, said, _ in run_ranks(2, _resumes, tmp_path / "run", 1):
-        assert (number, found, said) == (1, _expected(1), [])
+        assert (number, found, said) == (1, values_at(1), [])
 
 
 def _saves(rank, folder, step):
     with CheckpointManager(folder) as manager:
-        manager.restore(_state(rank, 0))
-        manager.save(step, _state(rank, step), wait=True)
+        manager.restore(sharded_state(rank, 0))
+        manager.save(step, sharded_state(rank, step), wait=True)
 
 
 def test_what_another_job_has_saved_since_counts(tmp_path, keepers):
@@ -112,7 +76,7 @@ def test_what_another_job_has_saved_since_counts(tmp_path, keepers):
     run_ranks(2, _saves_and_dies, tmp_path / "run", 3, killed=(0, 1))
     run_ranks(2, _saves, tmp_path / "run", 9)
     results = run_ranks(2, _resumes, tmp_path / "run")
-    assert [(number, found) for number, found, _, _ in results] == [(9, _expected(9))] * 2
+    assert [(number, found) for number, found, _, _ in results] == [(9, values_at(9))] * 2
     assert [line for line in results[0][2] if "another job has saved step 9 since" in line]
 
 
@@ -122,34 +86,25 @@ def test_checkpoints_that_were_removed_take_the_memory_with_them(tmp_path, keepe
     for name in ("step-2/.metadata", "step-3/.metadata"):
         (tmp_path / "run" / name).unlink()
     for number, found, _, _ in run_ranks(2, _resumes, tmp_path / "run"):
-        assert (number, found) == (1, _expected(1))
+        assert (number, found) == (1, values_at(1))
 
 
 def _saves_and_waits(rank, folder):
     """As `_saves_and_dies`, and each step but the last is committed."""
     manager = CheckpointManager(folder, save_every=1, survive=SECONDS)
     for step in (1, 2, 3):
-        manager.save(step, _state(rank, step), wait=True)
-    manager.save(4, _state(rank, 4))
+        manager.save(step, sharded_state(rank, step), wait=True)
+    manager.save(4, sharded_state(rank, 4))
     manager._survival.settle()
     torch.distributed.barrier()
     kill_self()
-
-
-def _keeper_processes(keepers):
-    """Those of this test: others may run on this machine."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if any(argument.startswith(f"{keepers}/") for argument in process.info["cmdline"] or ()):
-            found.append(process)
-    return found
 
 
 def test_memory_that_has_changed_is_not_loaded(tmp_path, keepers):
     """The digests of the copy are not those that were taken: the run goes on from storage."""
     run_ranks(2, _saves_and_dies, tmp_path / "run", 2, killed=(0, 1))
     changed = 0
-    for process in _keeper_processes(keepers):
+    for process in keepers_below(keepers):
         for link in Path(f"/proc/{process.pid}/fd").iterdir():
             if os.readlink(link).startswith("/memfd:dcp_tensorizer"):
                 with open(link, "r+b") as memory:
@@ -158,26 +113,26 @@ def test_memory_that_has_changed_is_not_loaded(tmp_path, keepers):
     assert changed >= 2
     for number, found, said, _ in run_ranks(2, _resumes, tmp_path / "run"):
         assert number in (1, 2)  # the last save may have been committed
-        assert found == _expected(number)
+        assert found == values_at(number)
         assert any("cannot be loaded" in line for line in said)
 
 
 def test_a_keeper_ends_when_nobody_comes(tmp_path, keepers):
     """And with it go its memory and its socket."""
     run_ranks(2, _dies_soon, tmp_path / "run", killed=(0, 1))
-    assert eventually(lambda: not _keeper_processes(keepers))
+    assert eventually(lambda: not keepers_below(keepers))
 
 
 def _dies_soon(rank, folder):
     manager = CheckpointManager(folder, survive=1.0)
-    manager.save(1, _state(rank, 1), wait=True)
+    manager.save(1, sharded_state(rank, 1), wait=True)
     kill_self()
 
 
 def _fails(rank, folder):
     with CheckpointManager(folder, save_every=1, survive=SECONDS) as manager:
-        manager.save(1, _state(rank, 1), wait=True)
-        manager.save(2, _state(rank, 2))
+        manager.save(1, sharded_state(rank, 1), wait=True)
+        manager.save(2, sharded_state(rank, 2))
         raise ZeroDivisionError
 
 
@@ -190,18 +145,18 @@ def test_a_run_that_ends_with_an_error_leaves_its_memory(tmp_path, keepers):
     """As one that is killed does; a run that ends well leaves nothing."""
     run_ranks(2, _fails_on_all, tmp_path / "run")
     for number, found, said, _ in run_ranks(2, _resumes, tmp_path / "run"):
-        assert (number, found) == (2, _expected(2))
+        assert (number, found) == (2, values_at(2))
         assert any("step 2 is restored from memory" in line for line in said)
-    assert not _keeper_processes(keepers)
+    assert not keepers_below(keepers)
 
 
 def _refuses(rank, folder):
     with CheckpointManager(folder, survive=SECONDS) as manager:
-        manager.save(1, _state(rank, 1), wait=True)
+        manager.save(1, sharded_state(rank, 1), wait=True)
         with quietly(), CheckpointManager(folder, survive=SECONDS) as other, pytest.raises(WriteError) as caught:
-            other.restore(_state(rank, 0))
+            other.restore(sharded_state(rank, 0))
         assert "another run of this job is alive" in str(caught.value)
-        manager.save(2, _state(rank, 2), wait=True)
+        manager.save(2, sharded_state(rank, 2), wait=True)
         return manager.steps()
 
 
@@ -228,21 +183,21 @@ def test_the_last_step_is_written_when_the_manager_is_closed(tmp_path, keepers):
 def _goes_back(rank, folder):
     with CheckpointManager(folder, save_every=1, survive=SECONDS) as manager:
         for step in (1, 2):
-            manager.save(step, _state(rank, step), wait=True)
-        state = _state(rank, 0)
+            manager.save(step, sharded_state(rank, step), wait=True)
+        state = sharded_state(rank, 0)
         number = manager.restore(state, 1)
-        manager.save(2, _state(rank, 20), wait=True)
-        return number, _values(state)
+        manager.save(2, sharded_state(rank, 20), wait=True)
+        return number, values_of(state)
 
 
 def test_a_run_that_goes_back(tmp_path, keepers):
     """It loads from storage what it asks for, and keeps what comes then."""
-    assert run_ranks(2, _goes_back, tmp_path / "run") == [(1, _expected(1))] * 2
+    assert run_ranks(2, _goes_back, tmp_path / "run") == [(1, values_at(1))] * 2
 
 
 def _dies_after_resuming(rank, folder):
     manager = CheckpointManager(folder, save_every=1, survive=SECONDS)
-    state = _state(rank, 0)
+    state = sharded_state(rank, 0)
     assert manager.restore(state) == 3
     torch.distributed.barrier()
     kill_self()
@@ -253,7 +208,7 @@ def test_a_run_that_dies_in_the_take_over(tmp_path, keepers):
     run_ranks(2, _saves_and_dies, tmp_path / "run", 3, killed=(0, 1))
     run_ranks(2, _dies_after_resuming, tmp_path / "run", killed=(0, 1))
     for number, found, said, _ in run_ranks(2, _resumes, tmp_path / "run"):
-        assert (number, found) == (3, _expected(3))
+        assert (number, found) == (3, values_at(3))
         assert any("restored from memory" in line for line in said)
 
 
@@ -288,7 +243,7 @@ def test_two_machines(tmp_path, machines, order, reached):
     run_ranks(4, _on_machines, machines, range(4), _saves_and_dies, folder, 3, killed=range(4))
     results = run_ranks(len(order), _on_machines, machines, order, _resumes, folder)
     for number, found, said, _ in results:
-        assert found == _expected(number)
+        assert found == values_at(number)
         assert any("restored from memory" in line for line in said) == reached
         assert number == 3 if reached else number < 4
     if not reached:

@@ -20,7 +20,7 @@ from dcp_tensorizer._saving.keeping import Keeping
 from dcp_tensorizer._saving.session import SaveSession
 from dcp_tensorizer._survival import runtime_directory
 
-from ...support import run_python
+from ...support import keepers_below, run_python
 from ...waiting import WAIT
 
 
@@ -79,10 +79,9 @@ def loaded(path: Path, **options: Any) -> float:
 
 def end_left(sockets: Path) -> None:
     """Ends the keepers that are left, as their time does; and waits for those that this process has left to others."""
-    for process in psutil.process_iter(["cmdline"]):
-        if any(argument.startswith(f"{sockets}/") for argument in process.info["cmdline"] or ()):
-            process.kill()
-            process.wait()
+    for process in keepers_below(sockets):
+        process.kill()
+        process.wait()
     for child in psutil.Process().children():
         if child.status() == psutil.STATUS_ZOMBIE:
             child.wait()
