@@ -34,7 +34,7 @@ _NOTE = (
 
 def _items(sizes: tuple[int, ...], rounds: int, folder: str) -> list[dict[str, Any]]:
     base = {"kind": "items", "saves": 2, "loads": 2, "folder": folder}
-    cases = [{"contender": name, "size": size, **base} for size in sizes for name in (OURS, TORCH)]
+    cases = [{"contender": name, "size": size, **base} for size in sizes for name in (OURS, PLANNED, TORCH)]
     return run_cases("benchmarks.scale.items_case", cases, rounds)
 
 

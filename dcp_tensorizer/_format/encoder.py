@@ -13,16 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Generic, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 import numpy as np
 import xxhash
 
 from .checksums import Digester, TensorHashes, crc32_of, digests_of
-from .encryption import Cipher, random_nonce
 from .layout import NONCE_BYTES, StoredItem, block_size
 from .part_buffer import Parts, PartSink
 from .tensorizer_file import END, Entry, FileLayout, T
+
+if TYPE_CHECKING:
+    from .encryption import Cipher
 
 __all__ = ["BUFFER_BYTES", "encode"]
 
@@ -169,10 +171,11 @@ class _Encoding(Generic[T]):
         entry = self._layout.entries[number]
         data = self._contents(entry.tensor)
         assert data.nbytes == entry.length
-        if self._layout.cipher is None:
+        cipher = self._layout.cipher
+        if cipher is None:
             header = self._hash(number, data, fill=fill)
         else:
-            header = self._encrypt(number, _Encryption.of(self._layout.cipher, entry, data, random_nonce(), fill=fill))
+            header = self._encrypt(number, _Encryption.of(cipher, entry, data, cipher.new_nonce(), fill=fill))
         return np.frombuffer(header, dtype=np.uint8)
 
     def _fill_data(self, number: int) -> None:

@@ -34,7 +34,6 @@ __all__ = [
     "decryption_key",
     "encryption_cipher",
     "find_other_key",
-    "random_nonce",
     "unlock",
 ]
 
@@ -73,6 +72,11 @@ class Cipher:
             raise WriteError("libsodium could not encrypt a block")
         return bytes(mac)
 
+    @staticmethod
+    def new_nonce() -> bytes:
+        """For an item; no two are the same."""
+        return os.urandom(NONCE_BYTES)
+
     def decrypt(self, data: memoryview, nonce_and_macs: bytes, number: int) -> bool:
         """Decrypts a block where it is, unless it is not what was encrypted: then it stays, and this is False.
 
@@ -90,7 +94,7 @@ class Cipher:
 
     def check_value(self) -> bytes:
         """What tells this key from others (see `opens`), and nothing else; no two are the same."""
-        nonce, block = random_nonce(), memoryview(bytearray(_CHECK_BYTES))
+        nonce, block = self.new_nonce(), memoryview(bytearray(_CHECK_BYTES))
         return nonce + self.encrypt(block, block, nonce, 0) + bytes(block)
 
     def record(self) -> dict[str, Any]:
@@ -106,10 +110,6 @@ class Cipher:
         """Whether a check value was made with this key."""
         nonce_and_macs, block = check[:-_CHECK_BYTES], bytearray(check[-_CHECK_BYTES:])
         return len(block) == _CHECK_BYTES and self.decrypt(memoryview(block), nonce_and_macs, 0)
-
-
-def random_nonce() -> bytes:
-    return os.urandom(NONCE_BYTES)
 
 
 def encryption_cipher(params: EncryptionParams) -> Cipher:

@@ -25,12 +25,14 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from .encryption import Cipher
 from .layout import INDEX_CAPACITY, MAC_BYTES, NONCE_BYTES, Derivation, block_size
+
+if TYPE_CHECKING:
+    from .encryption import Cipher
 
 __all__ = ["ALIGNMENT", "END", "Entry", "FileLayout", "T", "lay_out"]
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._format.checksums import digests_of
-from .._format.encryption import Cipher, random_nonce
+from .._format.encryption import Cipher
 from .._format.keys import ItemKey, item_key
 from .._format.layout import INLINE_BYTES, MAX_INLINE_BYTES, StoredItem
 from .._format.objects import unsafe_globals
@@ -180,7 +180,7 @@ def _small(item: Item, cipher: Cipher | None) -> InlineItem:
     key, offset = item_key(item.index)
     content, seal = bytes(host_bytes(item.tensor)), b""
     if cipher is not None:
-        nonce, encrypted = random_nonce(), memoryview(bytearray(len(content)))
+        nonce, encrypted = cipher.new_nonce(), memoryview(bytearray(len(content)))
         seal = nonce + cipher.encrypt(memoryview(content), encrypted, nonce, 0)
         content = bytes(encrypted)
     name = None if item.name == key else item.name

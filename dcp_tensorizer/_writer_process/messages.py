@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._format.encryption import Cipher
 from .._format.layout import StoredItem
 from .._memory.shared_mappings import SharedFile
 from .._storage.base import FileIdentity
-from .._tiers.target import Target
+
+if TYPE_CHECKING:
+    from .._format.encryption import Cipher
+    from .._tiers.target import Target
 
 __all__ = [
     "Answer",

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 from .._memory.shared_mappings import SharedFile, attach, map_shared
 from .._storage.open import open_storage
-from .._tiers.thread import FlushThread
 from ..errors import describe
 from .channel import Channel
 from .digest_job import DigestJob
@@ -46,6 +45,8 @@ from .messages import (
 from .write_job import FileJob
 
 if TYPE_CHECKING:
+    from .._tiers.target import Target
+    from .._tiers.thread import FlushThread
     from .gpu_ipc import Snapshots
 
 __all__ = ["SpareCores"]
@@ -108,7 +109,7 @@ class _Worker:
         self._mapping = threading.Lock()
         self._job: FileJob | DigestJob | None = None
         self._connection: object = None
-        self._flushes = FlushThread(lambda: self._job is not None)
+        self._flushes: FlushThread | None = None
 
     def serve(self) -> None:
         """Answers requests until the trainer closes the channel."""
@@ -140,7 +141,7 @@ class _Worker:
             case SnapshotRequest():
                 return self._snapshot(request)
             case FlushRequest():
-                self._flushes.add(request.target)
+                self._flush(request.target)
                 return FlushBegun()
             case DetachRequest():
                 return Detached()
@@ -155,6 +156,13 @@ class _Worker:
         self._buffers = {number: self._buffers[number] for number in attached} | {
             info.id: attach(fd, info.nbytes, writable=writable) for info, fd in zip(new, fds, strict=True)
         }
+
+    def _flush(self, target: Target) -> None:
+        if self._flushes is None:
+            from .._tiers.thread import FlushThread  # not for every start: what it needs takes a fifth as long as all
+
+            self._flushes = FlushThread(lambda: self._job is not None)
+        self._flushes.add(target)
 
     def _snapshot(self, request: SnapshotRequest) -> SnapshotTaken:
         """Copies GPU memory of the trainer to a shared buffer."""

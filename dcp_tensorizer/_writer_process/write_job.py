@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from .._format.encoder import BUFFER_BYTES, encode
-from .._format.encryption import Cipher
 from .._format.tensorizer_file import lay_out
 from .._storage.base import TIMEOUT, Sink, Storage
 from .._storage.open import open_storage
@@ -19,6 +19,9 @@ from .._storage.retry import patience_of
 from .._threads import in_threads
 from ..errors import CheckpointError, WriteError, describe
 from .messages import FileRequest, FileResult, TensorSource, WriteDone, WriteOptions
+
+if TYPE_CHECKING:
+    from .._format.encryption import Cipher
 
 __all__ = ["FileJob"]
 

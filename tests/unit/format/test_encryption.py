@@ -18,7 +18,7 @@ from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, T
 
 from dcp_tensorizer import DecryptionError
 from dcp_tensorizer._format.encoder import encode
-from dcp_tensorizer._format.encryption import Cipher, encryption_cipher, find_other_key, random_nonce, unlock
+from dcp_tensorizer._format.encryption import Cipher, encryption_cipher, find_other_key, unlock
 from dcp_tensorizer._format.layout import Derivation, Seal, block_size
 from dcp_tensorizer._format.tensorizer_file import lay_out
 from dcp_tensorizer._memory.tensor_bytes import host_bytes
@@ -62,7 +62,7 @@ def test_blocks_are_encrypted_as_tensorizer_encrypts_chunks(data: bytes, nonce: 
 def test_what_is_not_what_was_encrypted_stays_as_it_is() -> None:
     """A changed bit of data, nonce or MAC, another key, another block's number: nothing is decrypted."""
     block = bytearray(1000)
-    nonce = random_nonce()
+    nonce = Cipher.new_nonce()
     nonce_and_macs = nonce + CIPHER.encrypt(memoryview(bytes(1000)), memoryview(block), nonce, 0)
     before = bytes(block)
     for position in range(len(nonce_and_macs)):
