@@ -24,8 +24,8 @@ from ._format.index_reader import Index
 from ._loading.exchange_group import identity_of, members_of, reads_alone
 from ._loading.kept_plan import KeptPlan
 from ._loading.load_items import LoadOptions, LoadSource, load_items, world_size
+from ._loading.located import Located
 from ._loading.metadata_reader import read_index, read_metadata
-from ._loading.read_target import wanted_of
 from ._loading.report import LoadClock, LoadReport, Progress, publish
 from ._loading.validate import (
     ReadFrom,
@@ -123,6 +123,7 @@ class TensorizerStorageReader(StorageReader):
         self._storage: Storage | None = None
         self._index: Index | None = None
         self._plan: KeptPlan | None = None
+        self._located: Located | None = None
         self._metadata: Metadata | None = None
         self._error: CheckpointError | None = None
         self._is_own_save = False
@@ -162,7 +163,7 @@ class TensorizerStorageReader(StorageReader):
             check_path(checkpoint_id)
             self._path = absolute_path(checkpoint_id)
         self._load_id = uuid.uuid4().hex
-        self._storage = self._index = self._plan = self._metadata = self._error = None
+        self._storage = self._index = self._plan = self._located = self._metadata = self._error = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads the checkpoint's metadata, or with ``rank=`` that rank's own.
@@ -236,12 +237,10 @@ class TensorizerStorageReader(StorageReader):
         """
         storage, index = self._opened()
         with collector_paused():
-            wanted = [wanted_of(read_item) for read_item in plan.items]
             if not self._per_rank:
-                check_coverage(storage.path, index, {key for key, _, _ in wanted})
-            index.read_places(wanted)
-            files = {piece.item.file for item in wanted for piece in index.pieces(*item)}
-        check_files(storage, index.files, files - {"", *index.in_memory})
+                check_coverage(storage.path, index, {read_item.storage_index.fqn for read_item in plan.items})
+            self._located = Located(index, plan.items)
+        check_files(storage, index.files, self._located.files - {"", *index.in_memory})
         # Where each rank saved for itself, each reads a save of its own, and there is nothing to agree on.
         read_from = ReadFrom("" if self._is_own_save else self._save_id, *identity_of(self._exchange))
         self._plan = KeptPlan.keep(plan, self._rank, read_from)
@@ -272,11 +271,12 @@ class TensorizerStorageReader(StorageReader):
             UntrustedObject: objects could run code; names keys and types, before any target changes.
         """
         self._clock.begin_reading()
-        self._plan = None  # it has come back
         storage, index = self._opened()
         assert self._metadata is not None
+        located = self._located or Located(index, ())
+        self._located = self._plan = None  # the plan has come back
         group = None if self._reads_alone else self._exchange
-        source = LoadSource(storage, index, self._metadata, self._cipher, self._per_rank, group)
+        source = LoadSource(storage, index, located, self._metadata, self._cipher, self._per_rank, group)
         progress = Progress(storage.path, self._on_progress)
         nbytes, received = load_items(source, plan, planner, self._load_options, progress)
         self._last_report = self._clock.report(

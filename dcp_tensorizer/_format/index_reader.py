@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -79,7 +79,6 @@ class Index:
         self.files = data_files(file.head)
         self._file = file
         self._known_properties: dict[Properties, dict[str, Any]] = {}  # a few, of all tensors
-        self._known: dict[_Wanted, list[Piece]] = {}  # a load asks twice: before it reads, and when it does
         with self._sensible(), collector_paused():
             self._places = IndexPlaces(file)
             section = self._section("entries")
@@ -148,6 +147,8 @@ class Index:
                     pass
                 elif isinstance(value, int):
                     needed.add(value)
+                elif value.layout.is_one:
+                    needed.add(int(value.owners[0]))
                 elif region is not None:
                     needed.update(value.owners[value.chunks_in(offset or (), region)].tolist())
             self._places.load(needed)
@@ -163,11 +164,14 @@ class Index:
         Raises:
             MetadataError: they are not there; names the key.
         """
-        wanted = key, offset, region
-        if wanted not in self._known:
-            with self._sensible():
-                self._known[wanted] = self._pieces(*wanted)
-        return self._known[wanted]
+        with self._sensible():
+            return self._pieces(key, offset, region)
+
+    def locate(self, wanted: Sequence[_Wanted]) -> list[list[Piece]]:
+        """The `pieces` of each thing that is wanted, after `read_places`."""
+        self.read_places(wanted)
+        with self._sensible():
+            return [self._pieces(*of_one) for of_one in wanted]
 
     def _pieces(self, key: Any, offset: tuple[int, ...] | None, region: Region | None) -> list[Piece]:
         value = self._values.get(key)

@@ -21,7 +21,7 @@ from .._format.encryption import Cipher
 from .._memory.device import CUDA, Device
 from .._memory.memory_limit import available_memory
 from .._memory.shared_buffer import aligned
-from .._memory.tensor_bytes import host_bytes
+from .._memory.tensor_bytes import memory_of
 from .._storage.base import RangeReader, Storage
 from .._storage.memory_read import MemoryReader
 from .._threads import ranks_of_node
@@ -33,8 +33,6 @@ from .scatter import scatter
 from .thread_pool import run_all
 
 __all__ = ["fetch", "limits_of", "with_gaps"]
-
-_LARGE = 1 << 20
 
 
 def limits_of(storage: Storage) -> ReadLimits:
@@ -85,7 +83,7 @@ def fetch(
     if page_cache is None:
         page_cache = _has_room_to_cache(total)
     files = _OpenFiles(storage, operations, in_memory)
-    executor = _Executor(storage, targets, files, verify, cipher, pool, page_cache=page_cache)
+    executor = _Executor(storage, files, verify, cipher, pool, page_cache=page_cache)
     counting = threading.Lock()
     done = 0
 
@@ -158,7 +156,6 @@ class _Executor:
     def __init__(
         self,
         storage: Storage,
-        targets: Sequence[ReadTarget],
         files: _OpenFiles,
         verify: bool,
         cipher: Cipher | None,
@@ -173,11 +170,6 @@ class _Executor:
         self._pool = pool
         self._files = files
         self._scratch = threading.local()
-        # The memory of large targets is looked up here, all at once: between reads, which fill the processor's caches,
-        # that takes five times as long. That of small ones is not: many are read at once, and so many objects more
-        # would start the garbage collector.
-        large = (target for target in targets if target.in_place and target.tensor.nbytes >= _LARGE)
-        self._large = {target: host_bytes(target.tensor) for target in large}
 
     def close(self) -> None:
         try:
@@ -212,14 +204,9 @@ class _Executor:
         return [
             next(scratch)
             if segment.target_offset is None
-            else self._memory(segment.targets[0])[segment.target_offset : segment.target_offset + segment.nbytes]
+            else memory_of(segment.targets[0].tensor)[segment.target_offset : segment.target_offset + segment.nbytes]
             for segment in operation.segments
         ]
-
-    def _memory(self, target: ReadTarget) -> memoryview:
-        """The memory of a target that is read in place."""
-        large = self._large.get(target)
-        return host_bytes(target.tensor) if large is None else large
 
     def _scratch_views(self, sizes: Sequence[int], slot: Slot | None) -> list[memoryview]:
         starts = list(itertools.accumulate((aligned(size) for size in sizes), initial=0))

@@ -17,8 +17,9 @@ from .._memory.garbage import collector_paused
 from .._storage.base import Storage
 from .exchange import Exchange
 from .executor import fetch, limits_of
+from .located import Located
 from .objects import check_trust, deliver_object, read_objects
-from .read_target import is_object, targets_of, wanted_of
+from .read_target import is_object, targets_of
 from .tensors import delivers_at_once, read_tensors
 from .validate import check_own_parts
 
@@ -41,7 +42,8 @@ class LoadSource:
 
     Attributes:
         storage: The checkpoint's directory.
-        index: Where everything is.
+        index: The checkpoint's.
+        located: Where the items of the plan are.
         metadata: What DCP was shown of it.
         cipher: For items that are encrypted.
         is_own: Each rank saved for itself.
@@ -50,6 +52,7 @@ class LoadSource:
 
     storage: Storage
     index: Index
+    located: Located
     metadata: Metadata
     cipher: Cipher | None
     is_own: bool
@@ -114,11 +117,11 @@ def _load(
     exchange: Exchange | None,
     progress: Callable[[int, int], object],
 ) -> int:
-    path, index = source.storage.path, source.index
+    path, pieces_of = source.storage.path, source.located.pieces
     if source.is_own:
         check_own_parts(path, source.metadata, plan, getattr(planner, "state_dict", {}))
     with collector_paused():
-        stored = [(item, index.pieces(*wanted_of(item))) for item in plan.items]
+        stored = [(item, pieces_of(item)) for item in plan.items]
         objects = [(item, pieces[0].item) for item, pieces in stored if is_object(pieces)]
         tensors = [(item, pieces) for item, pieces in stored if not is_object(pieces)]
     contents, nbytes = read_objects(objects, read if exchange is None else exchange.read)

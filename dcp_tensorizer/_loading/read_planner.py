@@ -189,6 +189,8 @@ def _segments(targets: Sequence[ReadTarget], limits: ReadLimits, verify: bool) -
     item = first.item
     step = item.block if verify or item.nonce_and_macs else 1
     if len(targets) == 1 and first.in_place and (run := first.run) is not None:
+        if run == (0, item.length) and item.length <= limits.max_coalesced_bytes:  # most tensors: nothing to cut
+            return [Segment(item, 0, item.length, (first,), 0)]
         return _in_place_segments(first, run, step, _whole_steps(limits.max_coalesced_bytes, step))
     runs = [(target, _runs(target.shape, target.region, target.itemsize, limits.max_gap_bytes)) for target in targets]
     to_read = _merge(_widen(run, step, item.length) for _, of_target in runs for run in of_target)

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from dcp_tensorizer import StagingError
-from dcp_tensorizer._memory.tensor_bytes import check_supported, host_bytes
+from dcp_tensorizer._memory.tensor_bytes import check_supported, host_bytes, memory_of
 
 from ...support import ALL_DTYPES, dtype_name, filled, raw
 
@@ -83,6 +83,18 @@ def test_host_bytes_of_a_contiguous_tensor_are_its_memory() -> None:
     assert (data.nbytes, data.itemsize) == (12, 1)
     data[0] = 7
     assert tensor[0, 0] == 7
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
+def test_the_memory_of_a_tensor(dtype: torch.dtype) -> None:
+    """What is put there is in the tensor; of one without elements it is empty."""
+    tensor, content = torch.zeros(3, 4, dtype=torch.uint8), bytes(range(12))
+    memory_of(tensor)[:] = content
+    assert raw(tensor) == content
+    other = filled(dtype, (3, 4))
+    assert bytes(memory_of(other)) == raw(other)
+    assert bytes(memory_of(other[1:2])) == raw(other[1:2])
+    assert bytes(memory_of(other[:0])) == b""
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
