@@ -1,7 +1,8 @@
 """The scale benchmark: `python -m benchmarks.scale` (about 10 minutes; `--large` goes to 8,192 ranks, in 90 minutes).
 
-`--quick` makes a smaller one, not to be quoted. `--only items`, `worlds`, `ranks` or `replicas` measures a part and
-prints its page. `--redraw` makes the page and the picture again from the stored results, and measures nothing.
+`--only items`, `worlds`, `ranks` or `replicas` measures a part anew; the stored results of the other parts stay.
+`--quick` makes a smaller one, not to be quoted. `--redraw` makes the page and the picture again from the stored
+results, and measures nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..harness import machine, rewrite, run_cases, store, stored
+from ..harness import RESULTS, machine, rewrite, run_cases, store, stored
 from ..pages import machine_line
 from .plot import plot
 from .report import render
@@ -75,7 +76,7 @@ def main() -> None:
     parser.add_argument(
         "--large", action="store_true", help="up to 8,192 simulated ranks, in 3 rounds: about 90 minutes"
     )
-    parser.add_argument("--only", choices=_PARTS, help="one part; the results are printed and not stored")
+    parser.add_argument("--only", choices=_PARTS, help="one part; what is stored of the others stays")
     parser.add_argument("--sizes", type=int, nargs="+", help="instead of that part's own")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--folder", help="where to save: on the file system to be measured", default=None)
@@ -88,26 +89,28 @@ def main() -> None:
         content = stored(name)
         rewrite(name, render(content))
     else:
-        content = measure(options)
-        if options.only:
-            print(render(content))
-            return
+        content = measure(options, name)
         store(name, content, render(content))
     if content["plotted"]:
         plot(content["summary"], [_NOTE, f"Machine: {machine_line(content['machine'])}"])
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace, name: str) -> dict[str, Any]:
+    """The results of all parts: of those that are not measured now, what is stored under a name."""
     sizes: dict[str, Any] = dict(_QUICK if options.quick else _LARGE if options.large else _SIZES)
     if options.only:
         sizes = {options.only: tuple(options.sizes or sizes[options.only])}
     rounds = options.rounds or (3 if options.large else 1)
+    here = machine(options.folder)
+    known = stored(name) if options.only and (RESULTS / f"{name}.json").exists() else {"results": [], "measured": {}}
     with tempfile.TemporaryDirectory(dir=options.folder or Path.cwd()) as folder:
         results = [result for part in sizes for result in _PARTS[part](sizes[part], rounds, folder)]
+    results += [result for result in known["results"] if result["case"]["kind"] not in sizes]
     summary = summarise(results)
     return {
-        "machine": machine(options.folder),
-        "plotted": not (options.quick or options.only),
+        "machine": here,
+        "measured": known["measured"] | dict.fromkeys(sizes, f"{here['date']}, commit {here['commit']}"),
+        "plotted": any(result["case"]["kind"] == "worlds" for result in results) and not options.quick,
         "ratios": ratios(summary),
         "summary": summary,
         "results": results,

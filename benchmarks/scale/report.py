@@ -56,7 +56,7 @@ def render(content: dict[str, Any]) -> str:
     summary = content["summary"]
     return "\n\n".join(
         [
-            opening("Scale", content["machine"], _WHAT, _how_often(content["results"]), "scale"),
+            opening("Scale", content["machine"], _WHAT, _how_often(content), "scale --large"),
             *(["![Scale](scale.png)"] if content["plotted"] else []),
             goals(ratios(summary)),
             ahead(comparisons(summary)),
@@ -110,10 +110,10 @@ _COLUMNS = {
 }
 
 
-def _how_often(results: list[dict[str, Any]]) -> str:
-    rounds = {kind: round_count(r for r in results if r["case"]["kind"] == kind) for kind in _CASES}
-    shown = ", ".join(f"{kind} {count}" for kind, count in rounds.items())
-    return f"rounds: {shown}, each in fresh processes. Coordinating a save is measured once for each world."
+def _how_often(content: dict[str, Any]) -> str:
+    rounds = {kind: round_count(r for r in content["results"] if r["case"]["kind"] == kind) for kind in _CASES}
+    shown = "; ".join(f"{kind} {rounds[kind]} (of {when})" for kind, when in sorted(content["measured"].items()))
+    return f"rounds: {shown}. Each is in fresh processes. Coordinating a save is measured once for each world."
 
 
 def _scaling(summary: Summary) -> str:

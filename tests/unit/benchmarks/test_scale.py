@@ -117,7 +117,15 @@ def test_the_page_says_what_was_stopped_and_what_failed():
         *_world("torch", 512, {"stopped": "more than 120 s"}),
         {"case": {"kind": "ranks", "contender": "torch", "size": 32}, "round": 0, "error": "out of luck"},
     ]
-    page = render({"machine": MACHINE, "summary": summarise(results), "results": results, "plotted": False})
+    page = render(
+        {
+            "machine": MACHINE,
+            "summary": summarise(results),
+            "results": results,
+            "plotted": False,
+            "measured": {"items": "2026-11-22, commit abc"},
+        }
+    )
     assert "| 512 | dcp_tensorizer | 0.50 (0.50-0.50) | 1.00 (1.00-1.00) | 2.00 (2.00-2.00) | 1 (1-1) |" in page
     assert "| 512 | torch | stopped: more than 120 s |" in page
     assert "| ranks | torch | 32 | out of luck |" in page
