@@ -16,7 +16,15 @@ from typing import Any
 import torch
 
 from .._memory.tensor_bytes import check_supported, is_wrapper
-from .._torch_compat import Shard, ShardedTensor, ShardMetadata, cpu_placement, rebuild_sharded_tensor
+from .._torch_compat import (
+    DTensor,
+    Shard,
+    ShardedTensor,
+    ShardMetadata,
+    cpu_placement,
+    rebuild_dtensor,
+    rebuild_sharded_tensor,
+)
 from ..errors import StagingError
 
 __all__ = ["TensorList", "copy_structure", "fill_tensors"]
@@ -197,6 +205,8 @@ def _rebuild_tensor(tensor: torch.Tensor, staged: Iterator[torch.Tensor]) -> tor
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     inner = {name: getattr(tensor, name) for name in names}
     rebuilt = {k: _rebuild_tensor(v, staged) if isinstance(v, torch.Tensor) else v for k, v in inner.items()}
+    if type(tensor) is DTensor:
+        return rebuild_dtensor(tensor, rebuilt["_local_tensor"])
     rebuild = type(tensor).__tensor_unflatten__  # type: ignore[attr-defined]
     return rebuild(rebuilt, context, tensor.size(), tensor.stride())  # type: ignore[no-any-return]
 

@@ -362,6 +362,20 @@ def test_dtensors_are_copied(stager: Stager) -> None:
 
 
 @pytest.mark.usefixtures("group")
+def test_a_dtensor_is_what_torch_would_rebuild(stager: Stager) -> None:
+    """Also where its columns come first in memory, and where it requires a gradient: layout, strides and flag stay."""
+    local = torch.arange(6.0).view(2, 3).t().requires_grad_()
+    tensor = DTensor.from_local(local, init_device_mesh("cpu", (1,)), [Shard(1)])
+    copied = staged(stager, {"w": tensor})["w"]
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: getattr(tensor, name) for name in names}
+    rebuilt = DTensor.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+    assert (copied._spec, copied.stride()) == (rebuilt._spec, rebuilt.stride())
+    assert (copied.requires_grad, copied.dtype) == (rebuilt.requires_grad, rebuilt.dtype)
+    assert copied.to_local().tolist() == tensor.to_local().tolist()
+
+
+@pytest.mark.usefixtures("group")
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 def test_sharded_tensors_are_copied(stager: Stager) -> None:
     """FSDP1's tensors come back as themselves, their shards on the CPU and new."""
