@@ -59,6 +59,7 @@ __all__ = [
     "local_elements",
     "negated_view",
     "pickle_of",
+    "plain_local",
     "rebuild_dtensor",
     "rebuild_sharded_tensor",
     "release_ipc_counter",
@@ -177,6 +178,15 @@ def rebuild_dtensor(like: DTensor, local: torch.Tensor) -> DTensor:
     That works out the same layout anew, and a layout does not change.
     """
     return DTensor(local, like._spec, requires_grad=like.requires_grad)
+
+
+def plain_local(tensor: DTensor) -> torch.Tensor | None:
+    """The local tensor of a DTensor, if ``to_local`` gives no more than that; None if it may.
+
+    ``to_local`` records an operation for autograd, which takes ten times as long as all else that is asked here.
+    """
+    local = tensor._local_tensor
+    return local if type(local) is torch.Tensor and not tensor.requires_grad else None
 
 
 def local_elements(target: Any) -> int:

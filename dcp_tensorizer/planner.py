@@ -9,19 +9,20 @@ answer     --finish_plan()-->       the rank's items    each rank, made one by o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
 from ._memory.garbage import collector_paused
-from ._planning.columns import Row, Table, Unsupported, columns_of_rows, row_of, row_of_tensor
+from ._planning.columns import Table, Unsupported, columns_of_rows
 from ._planning.global_plan import GlobalPlan, encoded, make_global_plan
 from ._planning.history import History
 from ._planning.plan import Answer, CompactPlan, Items, Reference
+from ._planning.rows import rows_of
 from ._planning.wire import Encoded
+from ._torch_compat import DTensor, plain_local
 
 __all__ = ["SavePlanner"]
 
@@ -92,7 +93,8 @@ class SavePlanner(DefaultSavePlanner):
         if self._history is not None:
             self._history.begin()
         try:
-            columns, _ = columns_of_rows(self._rows(), self.mappings if self.flatten_state_dict else None)
+            rows = rows_of(self.state_dict, is_coordinator=self.is_coordinator)
+            columns, _ = columns_of_rows(rows, self.mappings if self.flatten_state_dict else None)
         except Unsupported:
             return super().create_local_plan()
         self.plan = CompactPlan.of(Items(columns, history=self._history if self._may_refer() else None), None)
@@ -132,14 +134,11 @@ class SavePlanner(DefaultSavePlanner):
         self.written_elsewhere = new_plan.items.not_chosen() if isinstance(new_plan.items, Items) else frozenset()
         return super().finish_plan(new_plan)
 
-    def _rows(self) -> Iterator[Row]:
-        """What torch plans for the state dict; each may be dropped before the next one is made."""
-        for key, value in self.state_dict.items():
-            row = row_of_tensor(key, value)
-            if row is not None:
-                yield row
-            else:
-                yield from map(row_of, create_default_local_save_plan({key: value}, self.is_coordinator).items)
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """What the state dict has of an item."""
+        value = self.state_dict.get(index.fqn)
+        local = plain_local(value) if type(value) is DTensor else None
+        return super().lookup_object(index) if local is None else local
 
     def _may_refer(self) -> bool:
         """Whether nobody but this class sees what ranks send: a subclass gets whole plans."""

@@ -18,6 +18,7 @@ from .paths import PackedPaths, Pickled, unpack_paths
 
 __all__ = [
     "KINDS",
+    "SHARD",
     "Columns",
     "Integers",
     "Row",
@@ -37,7 +38,7 @@ Integers: TypeAlias = NDArray[np.int64]
 KINDS = (WriteItemType.TENSOR, WriteItemType.SHARD, WriteItemType.BYTE_IO)
 """What `Table.kinds` numbers."""
 
-_TENSOR, _SHARD, _BYTE_IO = range(3)
+_TENSOR, SHARD, _BYTE_IO = range(3)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 _FIELDS = {
