@@ -1,6 +1,7 @@
 """The scale benchmark: `python -m benchmarks.scale` (about 10 minutes; `--large` goes to 8,192 ranks, in 90 minutes).
 
-`--only items`, `worlds`, `ranks` or `replicas` measures a part anew; the stored results of the other parts stay.
+`--only items`, `worlds`, `ranks` or `replicas` measures a part anew, and with `--sizes` some sizes of it. What is
+stored of the others stays.
 `--quick` makes a smaller one, not to be quoted. `--redraw` makes the page and the picture again from the stored
 results, and measures nothing.
 """
@@ -15,6 +16,7 @@ from typing import Any
 
 from ..harness import RESULTS, machine, rewrite, run_cases, store, stored
 from ..pages import machine_line
+from .model import fitting, smaller
 from .plot import plot
 from .report import render
 from .summary import EXCHANGED, OURS, PLANNED, TORCH, ratios, summarise
@@ -29,7 +31,8 @@ _LARGE = {
 _QUICK = {"items": (1_000, 5_000), "worlds": (8, 64), "ranks": (2,), "replicas": (2,)}
 _NOTE = (
     "Lower is better. Both axes are logarithmic. Ranks are simulated, with a state like that of Llama 3 70B with Adam. "
-    "Where one process cannot hold it, a smaller one is measured and scaled. Points are medians. All figures: scale.md."
+    "Where one process cannot hold it, it is extrapolated from two smaller ones. Points are medians. "
+    "All figures: scale.md."
 )
 
 
@@ -42,11 +45,13 @@ def _items(sizes: tuple[int, ...], rounds: int, folder: str) -> list[dict[str, A
 def _worlds(sizes: tuple[int, ...], rounds: int, folder: str) -> list[dict[str, Any]]:
     """A save of each world, and loads of what it left."""
     results = []
-    for size in sizes:
+    worlds = [(ranks, model) for ranks in sizes for model in (fitting(ranks), smaller(fitting(ranks))) if model]
+    for ranks, model in worlds:
         cases = []
         for name in (OURS, PLANNED, TORCH):
-            where = f"{folder}/{name}-{size}"
-            cases.append({"kind": "worlds", "contender": name, "size": size, "folder": where})
+            where = f"{folder}/{name}-{ranks}-{model.layers}"
+            base = {"kind": "worlds", "contender": name, "size": ranks}
+            cases.append(base | {"layers": model.layers, "folder": where})
         results += run_cases("benchmarks.scale.world_case", [case | {"step": "save"} for case in cases], 1)
         loads = [case | {"step": "load"} for case in cases if case["contender"] != PLANNED]
         results += run_cases("benchmarks.scale.world_case", loads, rounds)
@@ -105,7 +110,8 @@ def measure(options: argparse.Namespace, name: str) -> dict[str, Any]:
     known = stored(name) if options.only and (RESULTS / f"{name}.json").exists() else {"results": [], "measured": {}}
     with tempfile.TemporaryDirectory(dir=options.folder or Path.cwd()) as folder:
         results = [result for part in sizes for result in _PARTS[part](sizes[part], rounds, folder)]
-    results += [result for result in known["results"] if result["case"]["kind"] not in sizes]
+    measured = {(part, size) for part in sizes for size in sizes[part]}
+    results += [old for old in known["results"] if (old["case"]["kind"], old["case"]["size"]) not in measured]
     summary = summarise(results)
     return {
         "machine": here,

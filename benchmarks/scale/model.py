@@ -79,11 +79,6 @@ class Model:
         """Paths of the objects that every rank has."""
         return [("optim", "param_groups", option) for option in OPTIONS]
 
-    @property
-    def factor(self) -> float:
-        """How many times as many tensors the model of 80 layers has."""
-        return len(Model().tensors()) / len(self.tensors())
-
 
 def fitting(ranks: int, most_chunks: int = MOST_CHUNKS) -> Model:
     """The largest model, of at most 80 layers, whose chunks on all ranks are at most so many."""
@@ -91,6 +86,11 @@ def fitting(ranks: int, most_chunks: int = MOST_CHUNKS) -> Model:
     while layers > 1 and len(Model(layers).tensors()) * ranks > most_chunks:
         layers -= 1
     return Model(layers)
+
+
+def smaller(model: Model) -> Model | None:
+    """A quarter of a model, to tell what grows with the tensors from what does not; None for one of 80 layers, or 1."""
+    return Model(max(1, model.layers // 4)) if 1 < model.layers < LAYERS else None
 
 
 def rows_of(rows: int, rank: int, ranks: int) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..harness import cell, table
 from ..pages import Comparison, ahead, glossary, goals, opening, round_count
-from .model import Model, fitting
+from .model import Model, fitting, smaller
 from .summary import EXCHANGED, OURS, PLANNED, TORCH, Summary, curve, exponent, ratios, sizes
 from .watch import MOST_BYTES, MOST_SECONDS
 
@@ -121,16 +121,24 @@ def _scaling(summary: Summary) -> str:
     text = (
         f"A state like that of Llama 3 70B with Adam: {len(full.tensors()):,} tensors of float32, sharded by rows over "
         f"all ranks, and {len(full.scalars())} scalars and {len(full.objects())} objects that all ranks have. One "
-        "process cannot hold all chunks of more ranks. So there the model has fewer layers, and times and bytes "
-        "are multiplied by the factor that its tensors are fewer. What is the same for any number of tensors is "
-        "multiplied, too."
+        "process cannot hold all chunks of more ranks. So there two models of fewer layers are measured. Times and "
+        "bytes of 80 layers are on the line through those of the two."
     )
     rows = []
     for ranks in sizes(summary, "worlds"):
         model = fitting(ranks)
         tensors = len(model.tensors())
-        rows.append((f"{ranks:,}", str(model.layers), f"{tensors:,}", f"{tensors * ranks:,}", f"{model.factor:.2f}"))
-    return f"{text}\n\n{table(('ranks', 'layers', 'tensors', 'chunks', 'figures multiplied by'), rows)}"
+        few = smaller(model)
+        rows.append(
+            (
+                f"{ranks:,}",
+                str(model.layers),
+                f"{tensors:,}",
+                f"{tensors * ranks:,}",
+                "-" if few is None else str(few.layers),
+            )
+        )
+    return f"{text}\n\n{table(('ranks', 'layers', 'tensors', 'chunks', 'layers of the other model'), rows)}"
 
 
 def _table(summary: Summary, kind: str, size: str, figures: tuple[Figure, ...]) -> str:

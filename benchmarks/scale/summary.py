@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..harness import spread
-from .model import fitting
+from .model import Model, fitting, smaller
 
 Summary = dict[str, dict[str, Any]]
 OURS, PLANNED, TORCH = "dcp_tensorizer", "dcp_tensorizer, SavePlanner", "torch"
@@ -41,21 +41,43 @@ def _items(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _worlds(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a load costs, and a first save and a repeated one, scaled to a model of 80 layers."""
-    factor = fitting(runs[0]["case"]["size"]).factor
+    """What a load costs, and a first save and a repeated one, of a model of 80 layers."""
+    model = fitting(runs[0]["case"]["size"])
     found: dict[str, Any] = {"stopped": {}}
     for step, parts in (("load", ("load",)), ("save", ("first", "repeat"))):
-        measured = [run["ranks"][0] for run in runs if run["case"]["step"] == step]
+        measured = [run["ranks"][0] for run in runs if run["case"]["step"] == step and _is_of(run, model)]
         found["stopped"] |= {part: one["stopped"] for one in measured if "stopped" in one for part in parts}
-        done = [one for one in measured if "stopped" not in one]
-        for part in parts if done else ():
-            rows = [one if part == "load" else one[part] for one in done]
-            found[part] = {name: spread(row[name] * _scale(name, factor) for row in rows) for name in rows[0]}
+        for part in parts:
+            rows = _rows_of(runs, model, step, part)
+            less = _rows_of(runs, smaller(model), step, part)
+            if rows:
+                found[part] = {name: spread(_extrapolated(rows, less, name, model)) for name in rows[0]}
     return found
 
 
-def _scale(figure: str, factor: float) -> float:
-    return factor if figure in _SCALED else 1.0
+def _is_of(run: dict[str, Any], model: Model | None) -> bool:
+    return model is not None and run["case"]["layers"] == model.layers
+
+
+def _rows_of(runs: list[dict[str, Any]], model: Model | None, step: str, part: str) -> list[dict[str, float]]:
+    """The figures of a model, where it was not stopped."""
+    ranks = [run["ranks"][0] for run in runs if run["case"]["step"] == step and _is_of(run, model)]
+    return [one if part == "load" else one[part] for one in ranks if "stopped" not in one]
+
+
+def _extrapolated(rows: list[dict[str, float]], less: list[dict[str, float]], figure: str, model: Model) -> list[float]:
+    """A figure for 80 layers: on the line through two models' figures; of one alone, in proportion to its tensors."""
+    values = [row[figure] for row in rows]
+    tensors, all_tensors = len(model.tensors()), len(Model().tensors())
+    if figure not in _SCALED or tensors == all_tensors:
+        return values
+    if not less:
+        return [value * all_tensors / tensors for value in values]
+    few = smaller(model)
+    assert few is not None
+    ahead = (all_tensors - tensors) / (tensors - len(few.tensors()))
+    start = spread(row[figure] for row in less)["median"]
+    return [value + ahead * max(0.0, value - start) for value in values]
 
 
 def _ranks(runs: list[dict[str, Any]]) -> dict[str, Any]:

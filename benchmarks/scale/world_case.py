@@ -12,7 +12,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from .model import Model, fitting
+from .model import Model
 from .watch import Stopped
 from .world import time_coordination, time_load, write_checkpoint
 
@@ -22,7 +22,7 @@ _SMALL = (2, Model(1))
 def measure(case: dict[str, Any]) -> dict[str, Any]:
     """One step of a case; ``stopped`` says what it took too much of."""
     contender, ranks, folder = case["contender"], case["size"], Path(case["folder"])
-    model = Model(case["layers"]) if "layers" in case else fitting(ranks)
+    model = Model(case["layers"])
     try:
         if case["step"] == "save":
             write_checkpoint(contender, folder / "small", *_SMALL)

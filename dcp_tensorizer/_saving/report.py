@@ -9,12 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .._staging.stage_times import StageTimes
+
 if TYPE_CHECKING:
     from .writer_client import Written
 
 __all__ = ["Reports", "SaveReport", "SaveTimes"]
 
 logger = logging.getLogger("dcp_tensorizer")
+
+_SHOWN_SECONDS = 0.001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +35,8 @@ class SaveReport:
         attempts: 1, or 2 when the writer process died and a fresh one wrote everything once more.
         started_at: When staging began, or a save that stages nothing (``time.time()``).
         seconds: From then until it was durable.
-        stage_seconds: In `stage`: what training waited for. 0 for a synchronous save.
+        wait_seconds: In `stage`, until the save before was over; before ``started_at``.
+        stage_seconds: In `stage`, for the copy. 0 for a synchronous save.
         plan_seconds: In DCP's planning and its collectives.
         resolve_seconds: In this process, from the finished plan to the request and from the answer to the results.
         hash_seconds: In the writer process until all hashes were known; it writes meanwhile.
@@ -58,6 +63,12 @@ class SaveReport:
     commit_seconds: float | None
     durable_at: float
     remote_durable_at: float | None = None
+    wait_seconds: float = 0.0
+
+    @property
+    def stall_seconds(self) -> float:
+        """What training waited for: the save before, and the copy."""
+        return self.wait_seconds + self.stage_seconds
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -65,12 +76,13 @@ class SaveReport:
         return self.nbytes / 1e9 / self.seconds if self.seconds > 0 else 0.0
 
     def __str__(self) -> str:
+        waited = f"wait {self.wait_seconds:.3f}, " if self.wait_seconds >= _SHOWN_SECONDS else ""
         commit = "" if self.commit_seconds is None else f", commit {self.commit_seconds:.3f}"
         retried = "" if self.attempts == 1 else f", {self.attempts} attempts"
         reused = f", {self.reused_nbytes / 1e6:,.1f} MB of it reused" if self.reused_nbytes else ""
         return (
             f"{self.path}: rank {self.rank} wrote {self.nbytes / 1e6:,.1f} MB in {self.files} file(s){reused}{retried} "
-            f"(seconds: stage {self.stage_seconds:.3f}, plan {self.plan_seconds:.3f}, resolve "
+            f"(seconds: {waited}stage {self.stage_seconds:.3f}, plan {self.plan_seconds:.3f}, resolve "
             f"{self.resolve_seconds:.3f}, hash {self.hash_seconds:.3f}, write {self.write_seconds:.3f}{commit})"
         )
 
@@ -79,13 +91,11 @@ class SaveTimes:
     """Takes the times of a save that begins now, and makes its report.
 
     Args:
-        started_at: When its staging began (``time.time()``); None if it stages nothing.
-        stage_seconds: What training waited for.
+        staging: When it was staged; None if it stages nothing.
     """
 
-    def __init__(self, started_at: float | None = None, stage_seconds: float = 0.0) -> None:
-        self._started_at = time.time() if started_at is None else started_at
-        self._stage_seconds = stage_seconds
+    def __init__(self, staging: StageTimes | None = None) -> None:
+        self._staging = staging or StageTimes(time.time())
         self._began = self._planned = time.perf_counter()
         self._commit_began = 0.0
 
@@ -104,9 +114,8 @@ class SaveTimes:
             reused_nbytes=sum(item.length for file in done.files if file.adopted for item in file.tensors),
             files=len(done.files),
             attempts=written.attempts,
-            started_at=self._started_at,
-            seconds=max(0.0, now - self._started_at),
-            stage_seconds=self._stage_seconds,
+            seconds=max(0.0, now - self._staging.started_at),
+            **self._staging._asdict(),
             plan_seconds=self._planned - self._began,
             resolve_seconds=max(0.0, time.perf_counter() - self._planned - done.seconds),
             hash_seconds=done.hash_seconds,

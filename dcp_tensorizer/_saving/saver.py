@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._format.index_rows import SaveRecord
+from .._staging.stage_times import StageTimes
 from .._staging.stager import StagedSave, StagedStateDict, Stager
 from .._storage.base import Storage
 from .._storage.open import absolute_path, open_storage
@@ -146,6 +147,7 @@ class Saver:
         Raises:
             WriteError: on the coordinator, when too many saves in a row were not committed.
         """
+        called = time.perf_counter()
         self.stager.wait_turn()
         self.engine.failures.end()
         self.engine.failures.check(self.options.limits.max_consecutive_failures)
@@ -159,8 +161,7 @@ class Saver:
             return self.stager.refuse(error)
         staged = self.stager.stage(state_dict, save.omitted, is_kept=save.on_staged is not None)
         staged.staged_save.record = save.record
-        staged.staged_save.started_at = started_at
-        staged.staged_save.stage_seconds = time.perf_counter() - started
+        staged.staged_save.times = StageTimes(started_at, started - called, time.perf_counter() - started)
         if staged.staged_save.error is not None:
             logger.error("staging failed, and so will the save: %s", str(staged.staged_save.error))
         if save.on_staged is not None:

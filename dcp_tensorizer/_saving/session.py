@@ -65,9 +65,7 @@ class SaveSession:
         self._staged_save = staged_save
         self._kept = kept
         self._record: SaveRecord | None = None if staged_save is None else staged_save.record
-        self._times = (
-            SaveTimes() if staged_save is None else SaveTimes(staged_save.started_at, staged_save.stage_seconds)
-        )
+        self._times = SaveTimes() if staged_save is None else SaveTimes(staged_save.times)
         self._rank = 0
         self._is_coordinator = True
         self._use_collectives = True

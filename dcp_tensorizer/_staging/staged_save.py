@@ -20,6 +20,7 @@ from .._memory.shared_buffer import SharedBuffer
 from .._memory.shared_mappings import SharedMappings
 from .._threads import NEVER, Deadline
 from ..errors import StagingError
+from .stage_times import StageTimes
 from .tensor_copy import Copies
 
 __all__ = ["Progress", "StagedSave", "StagedStateDict", "StagingFuture"]
@@ -68,8 +69,7 @@ class StagedSave:
         distributed: It was staged by one of several ranks.
         stager: The thread that copies.
         directory: The working directory when staging began, or None: relative paths of the save are relative to it.
-        started_at: ``time.time()`` when staging began.
-        stage_seconds: The time that `stage` took.
+        times: When it was staged.
         record: What the checkpoint's index will say of the save; None for nothing.
         omitted: The keys of tensors that are not staged, because other ranks write them.
     """
@@ -89,8 +89,7 @@ class StagedSave:
         self.distributed = False
         self.stager = threading.current_thread()
         self.directory = _working_directory()
-        self.started_at = 0.0
-        self.stage_seconds = 0.0
+        self.times = StageTimes()
         self.record: Any = None
         self.omitted: frozenset[str] = frozenset()
         # All waiting is on this condition. Its lock may be taken twice by one thread: a signal's handler that closes

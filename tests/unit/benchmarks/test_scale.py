@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from benchmarks.scale.model import Model, fitting, pieces, rows_of
+from benchmarks.scale.model import Model, fitting, pieces, rows_of, smaller
 from benchmarks.scale.report import render
 from benchmarks.scale.summary import exponent, ratios, summarise
 from benchmarks.scale.watch import Stopped, limits
@@ -30,10 +30,11 @@ def _case(kind, contender, size, measured, **more):
     return {"case": {"kind": kind, "contender": contender, "size": size, **more}, "round": 0, "ranks": measured}
 
 
-def _world(contender, ranks, load):
+def _world(contender, ranks, load, save=SAVE, layers=None):
+    layers = layers or fitting(ranks).layers
     return [
-        _case("worlds", contender, ranks, [{"first": SAVE, "repeat": SAVE}], step="save"),
-        _case("worlds", contender, ranks, [load], step="load"),
+        _case("worlds", contender, ranks, [{"first": save, "repeat": save}], step="save", layers=layers),
+        _case("worlds", contender, ranks, [load], step="load", layers=layers),
     ]
 
 
@@ -43,13 +44,13 @@ def test_the_model_is_a_70b_one():
     counts = tuple(map(len, (model.parameters(), model.tensors(), model.scalars(), model.objects())))
     assert counts == (723, 2169, 723, 11)
     assert sum(map(math.prod, model.parameters().values())) == 70_553_706_496
-    assert model.factor == 1.0
 
 
 def test_more_ranks_have_a_smaller_model():
-    """So that the chunks of all ranks fit; figures are multiplied by what is missing."""
-    assert [fitting(ranks).layers for ranks in (8, 512, 2048, 8192, 10**7)] == [80, 80, 21, 5, 1]
-    assert fitting(8192).factor == 2169 / 144
+    """So that the chunks of all ranks fit; and beside it a still smaller one, where there is one."""
+    models = [fitting(ranks) for ranks in (8, 512, 2048, 8192, 10**7)]
+    assert [model.layers for model in models] == [80, 80, 21, 5, 1]
+    assert [few and few.layers for few in map(smaller, models)] == [None, None, 5, 1, None]
 
 
 @pytest.mark.parametrize(("rows", "ranks"), [(10, 4), (8, 4), (3, 5), (1, 1)])
@@ -82,13 +83,22 @@ def test_exponents_are_slopes_on_log_axes():
     assert math.isnan(exponent({8: 1.0, 64: 0.0}))
 
 
-def test_figures_of_a_smaller_model_are_scaled():
-    """Times and bytes are multiplied, the number of files is not."""
+def test_figures_of_a_small_model_are_in_proportion():
+    """If there is no other to tell what grows: times and bytes are multiplied, the number of files is not."""
     entry = summarise(_world("dcp_tensorizer", 8192, LOAD))["worlds | dcp_tensorizer | 8192"]
     factor = 2169 / 144
     assert entry["load"]["seconds"]["median"] == 0.5 * factor
     assert entry["load"]["opened"]["median"] == 1
     assert entry["first"]["coordinator"]["median"] == factor
+
+
+def test_figures_of_two_models_are_extrapolated():
+    """Along the line through them; what does not grow stays, and so does what noise has made smaller."""
+    less = {**LOAD, "read": 700_000, "memory": 3_000_000}
+    results = [*_world("dcp_tensorizer", 8192, LOAD), *_world("dcp_tensorizer", 8192, less, layers=1)]
+    load = summarise(results)["worlds | dcp_tensorizer | 8192"]["load"]
+    assert load["read"]["median"] == 1_000_000 + 300_000 * (2169 - 144) / (144 - 36)
+    assert (load["seconds"]["median"], load["memory"]["median"]) == (0.5, 2_000_000)
 
 
 def test_the_first_save_is_no_later_one():

@@ -11,6 +11,7 @@ import pytest
 from dcp_tensorizer import SaveReport
 from dcp_tensorizer._saving.report import Reports, SaveTimes
 from dcp_tensorizer._saving.writer_client import Written
+from dcp_tensorizer._staging.stage_times import StageTimes
 from dcp_tensorizer._writer_process.messages import FileResult, WriteDone
 
 WRITTEN = Written(WriteDone((FileResult("f0", 5, ()), FileResult("f1", 6, ())), 4.0, 1.5, 2.5), attempts=2)
@@ -23,11 +24,12 @@ def report(times: SaveTimes) -> SaveReport:
 def test_a_staged_save_is_timed_from_its_staging() -> None:
     """The seconds of staging are in the whole, on the clock that the user reads."""
     started = time.time() - 100
-    times = SaveTimes(started, 2.0)
+    times = SaveTimes(StageTimes(started, 0.5, 2.0))
     times.planned()
     made = report(times)
     assert (made.path, made.save_id, made.rank, made.files, made.attempts) == ("/c", "s", 3, 2, 2)
-    assert (made.started_at, made.stage_seconds) == (started, 2.0)
+    assert (made.started_at, made.wait_seconds, made.stage_seconds, made.stall_seconds) == (started, 0.5, 2.0, 2.5)
+    assert "(seconds: wait 0.500, stage 2.000, plan" in str(made)
     assert (made.hash_seconds, made.write_seconds, made.commit_seconds) == (1.5, 2.5, None)
     assert made.seconds == made.durable_at - started >= 100
     assert made.plan_seconds >= 0
@@ -45,7 +47,7 @@ def test_a_save_that_stages_nothing_is_timed_from_its_first_hook() -> None:
 
 def test_a_commit_takes_its_own_time_and_ends_the_save() -> None:
     """Everything else stays as it was when the data was durable."""
-    times = SaveTimes(time.time() - 10, 1.0)
+    times = SaveTimes(StageTimes(time.time() - 10, 0.0, 1.0))
     data = report(times)
     times.commit_begins()
     made = times.committed(data)
@@ -59,7 +61,7 @@ def test_a_commit_takes_its_own_time_and_ends_the_save() -> None:
 
 def test_a_clock_that_was_set_back_gives_no_negative_time() -> None:
     """Nor a speed that makes no sense."""
-    made = report(SaveTimes(time.time() + 1000, 0.0))
+    made = report(SaveTimes(StageTimes(time.time() + 1000)))
     assert made.seconds == 0
     assert made.gigabytes_per_second == 0
 
