@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from .chunks import Region, covers
 from .index_rows import Layout, Run, encode_rows
 
-__all__ = ["ChunkLayout", "expand", "runs_of"]
+__all__ = ["ChunkLayout", "check_numbers", "expand", "runs_of"]
 
-_MAX_NUMBERS = 1 << 24
-"""More chunks than any job has: a damaged count must not make anybody ask for that much memory."""
+_MOST = 1 << 26
+"""Numbers in all runs of an index: half a gibibyte. A file of a few bytes must not make anybody ask for more."""
 
 
 def runs_of(numbers: np.ndarray) -> list[Run]:
@@ -38,10 +38,18 @@ def runs_of(numbers: np.ndarray) -> list[Run]:
     return runs
 
 
+def check_numbers(layouts: Iterable[Layout], owners: Iterable[Sequence[Run]]) -> None:
+    """Raises `ValueError` if an index has more numbers than any job needs, before its runs are expanded."""
+    sides = [side for row in layouts for side in (row.offsets, row.sizes) if side is not None]
+    lists = itertools.chain(owners, *sides)
+    if (count := sum(run[2] for runs in lists for run in runs)) > _MOST:
+        raise ValueError(f"it has {count:,} numbers")
+
+
 def expand(runs: Sequence[Run]) -> np.ndarray:
     """The numbers of some runs; raises `ValueError` if they are too many, or too large."""
     count = sum(run[2] for run in runs)
-    if count > _MAX_NUMBERS or any(abs(step) * times >= 2**62 or first >= 2**62 for first, step, times in runs):
+    if count > _MOST or any(abs(step) * times >= 2**62 or first >= 2**62 for first, step, times in runs):
         raise ValueError(f"it has {count:,} numbers in a row, or larger ones than there are")
     return np.concatenate([first + step * np.arange(times, dtype="i8") for first, step, times in runs] or [_NONE])
 
@@ -97,7 +105,7 @@ class ChunkLayout:
         if row.offsets is None or row.sizes is None:
             return cls(row.shape, None, None)
         columns = [[expand(runs) for runs in side] for side in (row.offsets, row.sizes)]
-        if row.count > _MAX_NUMBERS or any(len(column) != row.count for side in columns for column in side):
+        if any(len(column) != row.count for side in columns for column in side):
             raise ValueError("there are more or fewer offsets and sizes than chunks")
         if any(len(side) != dims for side in columns):
             raise ValueError("the chunks of a tensor have other dimensions than the tensor")

@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 _CHECK_BYTES = 16  # of zeros: whoever has another key cannot open them
+_MOST_OPERATIONS = 1024  # libsodium's "sensitive" is 4; nobody may make a reader compute for days
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,7 @@ def encryption_cipher(params: EncryptionParams) -> Cipher:
 
     Raises:
         TypeError: it is something else.
+        ValueError: no reader would make the key again, because that takes too long.
         WriteError: there is no libsodium.
     """
     from tensorizer import EncryptionParams
@@ -125,6 +127,8 @@ def encryption_cipher(params: EncryptionParams) -> Cipher:
         raise TypeError(f"encryption must be tensorizer.EncryptionParams, and is {type(params).__name__}")
     _require_library(WriteError)
     made = params._crypt_info_chunk()  # tensorizer shows no more than the salt in public
+    if made is not None and made.opslimit > _MOST_OPERATIONS:
+        raise ValueError(f"encryption has an opslimit of {made.opslimit:,}: pass at most {_MOST_OPERATIONS:,}")
     return Cipher(
         params.key,
         None if made is None else Derivation(int(made.opslimit), int(made.memlimit), made.alg, bytes(made.salt)),
@@ -176,6 +180,8 @@ def _decryption_cipher(params: DecryptionParams, derivation: Derivation | None) 
         raise DecryptionError(
             "was encrypted with a key and not with a passphrase: use tensorizer.DecryptionParams.from_key"
         )
+    if derivation.opslimit > _MOST_OPERATIONS:  # nothing in the metadata is known to be true before there is a key
+        raise DecryptionError(f"is said to need {derivation.opslimit:,} passes to make a key: it is damaged")
     try:
         made = EncryptionParams.from_string(
             params.source, opslimit=derivation.opslimit, memlimit=derivation.memlimit, salt=derivation.salt

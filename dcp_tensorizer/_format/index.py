@@ -12,7 +12,6 @@ code. `index_rows` has the types of what is in it, and ``docs/reference/format.m
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import struct
 from collections.abc import Callable, Iterable
@@ -175,13 +174,23 @@ class IndexSource(Protocol):
     def read_range(self, name: str, offset: int, nbytes: int) -> bytes:
         """So many bytes from an offset on. Raises `ReadError`."""
 
+    def head(self, name: str) -> int | None:
+        """The bytes in a file; None if there is none. Raises `ReadError`."""
+
 
 def find_index(source: IndexSource, name: str) -> IndexFile | None:
     """The index in a directory; None if there is none. Raises what `open_index` does."""
     data = source.read(name, FIRST_BYTES)
     if data is None:
         return None
-    return open_index(f"{source.path}/{name}", data, functools.partial(source.read_range, name))
+    path, size = f"{source.path}/{name}", (source.head(name) or 0) if len(data) == FIRST_BYTES else len(data)
+
+    def read(offset: int, nbytes: int) -> bytes:
+        if offset + nbytes > size:  # also so that nobody asks for memory for what is not there
+            raise _damaged(path, f"it has {size:,} bytes, and is said to have {offset + nbytes:,}")
+        return source.read_range(name, offset, nbytes)
+
+    return open_index(path, data, read)
 
 
 def open_index(path: str, data: bytes, read: Callable[[int, int], bytes]) -> IndexFile:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .chunk_layout import ChunkLayout, expand
+from .chunk_layout import ChunkLayout, check_numbers, expand
 from .chunks import Region
 from .index_rows import Entries, ObjectEntry, Properties, TensorEntry
 from .keys import from_key
@@ -60,6 +60,7 @@ def values_of(rows: Entries, part_count: int) -> dict[Any, Value]:
     Raises:
         ValueError, LookupError: the section makes no sense.
     """
+    check_numbers(rows.layouts, rows.owners)
     layouts = [ChunkLayout.from_row(row) for row in rows.layouts]
     owners = [expand(runs) for runs in rows.owners]
     if any(len(of) and not -1 <= int(of.min()) <= int(of.max()) < part_count for of in owners):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_tensorizer._format.chunk_layout import ChunkLayout, expand, runs_of
+from dcp_tensorizer._format.chunk_layout import ChunkLayout, check_numbers, expand, runs_of
 from dcp_tensorizer._format.chunks import Region
 from dcp_tensorizer._format.index_rows import Layout
 
@@ -30,6 +30,17 @@ def test_regular_numbers_are_few_runs() -> None:
     assert runs_of(np.array([5, 5, 5, 3])) == [(5, 0, 3), (3, 0, 1)]
     assert runs_of(np.array([0, 1, 2, 0, 1, 2])) == [(0, 1, 3), (0, 1, 3)]
     assert runs_of(np.array([], dtype="i8")) == []
+
+
+def test_a_few_bytes_stand_for_no_more_numbers_than_a_job_has() -> None:
+    """All lists together: many short ones, each of which would be allowed, are refused before any is made."""
+    many = [(0, 1, 1 << 24)]
+    layout = Layout((1 << 24,), 1 << 24, [many], [many])
+    check_numbers([layout], [many, many])
+    with pytest.raises(ValueError, match="it has 83,886,080 numbers"):
+        check_numbers([layout], [many, many, many])
+    with pytest.raises(ValueError, match="numbers in a row"):
+        expand(many * 5)
 
 
 def sharded(shape: tuple[int, ...], parts: Sequence[int]) -> list[Region]:

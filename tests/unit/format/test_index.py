@@ -20,6 +20,7 @@ from dcp_tensorizer._format.index import (
     Part,
     check_section,
     data_files,
+    find_index,
     open_index,
     pack,
     read_head,
@@ -243,6 +244,40 @@ def test_of_a_large_index_places_are_read_when_they_are_wanted(large: str) -> No
     before = len(reads.ranges)
     assert bytes(index.section(index.head.sections[2])) == places[1]
     assert reads.ranges[before:] == [(len(data) - 10, 10)]
+
+
+class File:
+    """A directory with an index in it, of which so many bytes are there."""
+
+    path = "/ckpt"
+
+    def __init__(self, data: bytes, nbytes: int) -> None:
+        self.data, self.nbytes = data, nbytes
+
+    def read(self, name: str, most: int | None = None) -> bytes | None:
+        return self.data[: self.nbytes][:most]
+
+    def read_range(self, name: str, offset: int, nbytes: int) -> bytes:
+        assert offset + nbytes <= self.nbytes, "there is no more"
+        return self.data[offset : offset + nbytes]
+
+    def head(self, name: str) -> int | None:
+        return self.nbytes
+
+
+def test_nothing_is_asked_for_beyond_the_end_of_an_index() -> None:
+    """A file that was cut off is damaged; and so is one that claims more bytes than there is memory."""
+    data = pack(head_of(), [Part("entries", None, bytes(10)), Part("places", 3, bytes(2 * FIRST_BYTES))])
+    whole = find_index(File(data, len(data)), ".metadata")
+    assert whole is not None and len(whole.section(whole.head.sections[1])) == 2 * FIRST_BYTES
+    cut = find_index(File(data, FIRST_BYTES), ".metadata")
+    assert cut is not None
+    with pytest.raises(MetadataError, match=f"/ckpt/.metadata is damaged: it has {FIRST_BYTES:,} bytes, and is said"):
+        cut.section(cut.head.sections[1])
+    claims = bytearray(data)
+    struct.pack_into("<Q", claims, 16, 1 << 50)  # the bytes in the head
+    with pytest.raises(MetadataError, match="is said to have"):
+        find_index(File(bytes(claims), len(data)), ".metadata")
 
 
 def test_a_section_that_was_overwritten_meanwhile_is_found() -> None:
