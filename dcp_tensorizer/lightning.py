@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
+from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
@@ -114,9 +115,12 @@ class _Asynchronous:
         self.wait_for_save()
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
+        replaced = path.with_name(f"{path.name}.replaced")
         failure = None
         if self.is_global_zero:
             try:
+                if path.is_file():  # it stays until what replaces it is committed
+                    path.replace(replaced)
                 state = {**state, _META_KEY: _write_meta(path, meta)}
             except Exception as error:
                 failure = f"rank 0 could not write {path / _META_FILE}: {error!r}"
@@ -124,6 +128,8 @@ class _Asynchronous:
             raise WriteError(failure)
         saved = async_save(state, storage_writer=self._writer, checkpoint_id=path, process_group=self._group)
         self._save = saved if isinstance(saved, Future) else saved.upload_completion
+        if self.is_global_zero and replaced.is_file():
+            self._when_committed(lambda: replaced.unlink(missing_ok=True))
 
     def _when_committed(self, action: Callable[[], object]) -> None:
         """Does something when the save under way is committed. If that fails, the next one's commit counts."""
@@ -153,6 +159,19 @@ class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
         writer_options: Of `TensorizerStorageWriter`.
     """
 
+    def setup(self, trainer: Trainer) -> None:
+        """Called by the trainer before it trains.
+
+        Raises:
+            ValueError: a ``ModelCheckpoint`` has ``save_last="link"``: the link would be made before the commit.
+        """
+        if any(getattr(callback, "save_last", None) == "link" for callback in trainer.checkpoint_callbacks):
+            raise ValueError(
+                'ModelCheckpoint(save_last="link") links to a checkpoint that is not committed yet, and a job that is '
+                "killed then could not resume: pass save_last=True"
+            )
+        super().setup(trainer)
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's state, on its device."""
         return get_model_state_dict(self.model)
@@ -173,7 +192,7 @@ class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
         _refuse(storage_options=storage_options)
         state = {"state_dict": checkpoint.pop("state_dict")}
         state |= {f"optimizer_{n}": value for n, value in enumerate(checkpoint.pop("optimizer_states", []))}
-        self._start_save(Path(self.broadcast(filepath)), state, checkpoint)
+        self._start_save(_local(self.broadcast(filepath)), state, checkpoint)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Removes a checkpoint when the save under way is committed."""
@@ -183,7 +202,7 @@ class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads model and optimizers, and returns all else. A collective."""
         self.wait_for_save()
-        path = Path(self.broadcast(checkpoint_path))
+        path = _local(self.broadcast(checkpoint_path))
         if path.is_file():
             return super().load_checkpoint(path, weights_only)  # type: ignore[no-any-return]
         optimizers = {f"optimizer_{n}": optimizer for n, optimizer in enumerate(self.optimizers)}
@@ -225,7 +244,7 @@ class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
                 saved[key] = get_optimizer_state_dict(model, value)
             else:
                 meta[key] = value.state_dict() if isinstance(value, Stateful) else value
-        self._start_save(Path(self.broadcast(path)), saved, meta)
+        self._start_save(_local(self.broadcast(path)), saved, meta)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -240,7 +259,7 @@ class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
             KeyError: something that was not saved is asked for, and ``strict``.
         """
         self.wait_for_save()
-        path = Path(self.broadcast(path))
+        path = _local(self.broadcast(path))
         if path.is_file() or not isinstance(state, dict):
             return super().load_checkpoint(path, state, strict, weights_only)  # type: ignore[no-any-return]
         optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
@@ -252,6 +271,13 @@ class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
             elif strict:
                 raise KeyError(f"{path} has no {key!r}, which the state asks for: leave it out, or pass strict=False")
         return meta
+
+
+def _local(path: Any) -> Path:
+    """A path; raises `ValueError` for a URL, of which it would make a directory beside the job."""
+    if "://" in str(path):
+        raise ValueError(f"{path} is a URL: Lightning's strategies save to paths. Pass a path that all nodes see")
+    return Path(path)
 
 
 def _refuse(**arguments: object) -> None:
@@ -271,8 +297,6 @@ def _write_meta(path: Path, meta: dict[str, Any]) -> bytes:
     """Makes the checkpoint's directory and its file for all that is not model or optimizer; returns what is in it."""
     content = io.BytesIO()
     torch.save(meta, content)
-    if path.is_file():
-        path.unlink()
     path.mkdir(parents=True, exist_ok=True)
     unfinished = path / f".{_META_FILE}"
     unfinished.write_bytes(content.getvalue())
