@@ -178,8 +178,8 @@ class CheckpointManager:
         """Saves a step if a save is due, or a rank has been told to stop; to be called after each step.
 
         It returns when the state is copied, and the save goes on in the background. A save that still runs is waited
-        for, not skipped. A step that is being saved, or is there, is not saved again. When the job is to stop, the save
-        is waited for.
+        for (with ``survive``, see ``buffers``). A step that is being saved, or is there, is not saved again. When the
+        job is to stop, the save is waited for.
 
         Args:
             step: Of training, the same on every rank.
@@ -233,7 +233,7 @@ class CheckpointManager:
                 flattened state dict.
             exclude: Patterns of keys that stay as they are.
             strict: A key that the checkpoint does not have is an error. Otherwise it stays as it is, with a warning.
-            fallback: Where a checkpoint is damaged, load the one before it, with an error in the log.
+            fallback: Where a checkpoint is damaged or unreadable, load the one before it, with an error in the log.
 
         Returns:
             The step; None if there is no checkpoint, nor anything that looks like one.

@@ -12,7 +12,7 @@ from .._format.layout import metadata_file_name
 from .._loading.metadata_reader import read_head
 from .._storage.base import Storage
 from .._threads import in_threads
-from ..errors import MetadataError, NotCommitted
+from ..errors import MetadataError, NotCommitted, ReadError
 from .branches import TRUNK, Branch
 from .names import StepNames
 
@@ -51,12 +51,14 @@ class Step:
 def read_steps(folder: Storage, names: StepNames) -> list[Step]:
     """The committed checkpoints in a folder, lowest step first. One request for the folder, and one for each of them.
 
+    A directory may have been moved elsewhere, with a link left in its place. One that cannot be read says why.
+
     Raises:
         MetadataError: two directories are of one step; names them.
-        ReadError: the folder cannot be listed, or a checkpoint not be read.
+        ReadError: the folder cannot be listed.
     """
     try:
-        _, found = folder.listing()
+        found = [*folder.listing()[1], *folder.linked_directories()]
     except NotCommitted:
         return []
     by_number = defaultdict(list)
@@ -77,7 +79,7 @@ def _read_step(folder: Storage, place: tuple[int, str]) -> Step | None:
     number, name = place
     try:
         head = read_head(folder.child(name))
-    except MetadataError as error:
+    except (MetadataError, ReadError) as error:
         return Step(number, name, problem=str(error))
     return None if head is None else step_of(number, name, head)
 
@@ -98,6 +100,7 @@ def unknown_checkpoints(folder: Storage, names: StepNames) -> list[str]:
     """
     try:
         files, folders = folder.listing()
+        folders += folder.linked_directories()
     except NotCommitted:
         return []
     looks = functools.partial(_looks_like_checkpoint, folder, names)

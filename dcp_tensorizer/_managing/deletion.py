@@ -22,11 +22,13 @@ __all__ = ["clean_up", "delete_old", "delete_step", "retain"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
+_LINKED = "it is a link: remove it, and what it leads to, by hand"
+
 
 def retain(folder: Storage, names: StepNames, saved: Step, rules: Retention) -> list[Step]:
     """Deletes what the rules do not keep of the branch of a checkpoint that has just been committed; returns that.
 
-    What fails is said in the log: no save fails by it.
+    That checkpoint stays in any case. What fails is said in the log: no save fails by it.
     """
     try:
         steps = members([step for step in read_steps(folder, names) if not step.problem], saved.branch)
@@ -35,18 +37,19 @@ def retain(folder: Storage, names: StepNames, saved: Step, rules: Retention) -> 
     except CheckpointError as error:
         logger.warning("old checkpoints are not deleted: %s", error)
         return []
-    return delete_old(folder, steps, rules)
+    return delete_old(folder, steps, rules, spared=saved.number)
 
 
-def delete_old(folder: Storage, steps: Sequence[Step], rules: Retention) -> list[Step]:
+def delete_old(folder: Storage, steps: Sequence[Step], rules: Retention, spared: int = -1) -> list[Step]:
     """Deletes those of a branch's checkpoints that no rule keeps; returns them. What stays is said in the log.
 
     Args:
         folder: Of the checkpoints.
         steps: All of the branch.
         rules: What is kept.
+        spared: A step that stays whatever the rules say.
     """
-    kept = rules.kept(steps)
+    kept, linked = rules.kept(steps) | {spared}, folder.linked_directories()
     deleted = []
     for step in steps:
         if step.number in kept:
@@ -55,7 +58,8 @@ def delete_old(folder: Storage, steps: Sequence[Step], rules: Retention) -> list
         if not storage.locks_are_visible and time.time() - step.saved_at / 1e9 < rules.delete_after:
             continue
         try:
-            reason = delete_step(storage, step, other_files=rules.delete_other_files)
+            reason = _LINKED if step.name in linked else ""
+            reason = reason or delete_step(storage, step, other_files=rules.delete_other_files)
         except Exception as error:
             reason = storage.scrub(describe(error))
         if reason:

@@ -19,7 +19,7 @@ class GoodputReport:
         seconds: Since the manager was made.
         saves: That were committed.
         failures: Saves that were not.
-        stall_seconds: That training spent in calls of the manager, but for `restore`.
+        stall_seconds: That training spent in `save`. What is waited for in `wait` and `close` is not in it.
         restore_seconds: Spent in `restore`.
         durable_seconds: From the call to the commit, on average over the saves.
     """

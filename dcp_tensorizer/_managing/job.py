@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -21,6 +22,8 @@ from .survival import Survival
 from .unflushed import settle
 
 __all__ = ["Job"]
+
+logger = logging.getLogger("dcp_tensorizer")
 
 
 class Job:
@@ -63,6 +66,7 @@ class Job:
         self._survival = survival
         self._flushing = flushing
         self._reader_options = reader_options
+        self._last_step = -1
 
     def step(
         self,
@@ -84,6 +88,9 @@ class Job:
         if self.place is None:
             settle(self._flushing, self._agreement)
             self.place = self._agreement.decided(lambda: begin(self._folder, self._names, step))
+        if step < self._last_step:
+            self._go_back(step)
+        self._last_step = step
         saves, is_there, is_due = self.saves, step in self.place.numbers, self._schedule.is_due(step)
         has_failed, ends = self._survival.settle()
         holds, of_memory = self._survival.holds, self._memory_schedule
@@ -119,14 +126,9 @@ class Job:
                 )
         if place is None:
             return None
-        self.place, restored = place
-        self.saves.forget()
-        if self._agreement.is_first:
-            self.place.warn_of_others(self._folder.path)
-        for schedule in (self._schedule, self._memory_schedule):
-            if schedule is not None:
-                schedule.mark(restored)
-        return restored
+        self.place, self._last_step = place
+        self._stand_at(self._last_step)
+        return self._last_step
 
     def write_held(self) -> None:
         """Begins the save of the newest step, if that is in memory alone."""
@@ -142,6 +144,33 @@ class Job:
         """Where the checkpoint of a step is, or would be."""
         name = self._names.name_of(step) if self.place is None else self.place.name_of(step, self._names)
         return self._folder.child(name).location
+
+    def _go_back(self, step: int) -> None:
+        """The job is at an earlier step than before, and has restored nothing: what it has saved is of another past."""
+        assert self.place is not None
+        logger.warning(
+            "%s: the job has gone back from step %d to step %d, and not by restore: what it saves from here on is a "
+            "branch of its own",
+            self._folder.path,
+            self._last_step,
+            step,
+        )
+        self.write_held()
+        self.saves.wait()
+        self.place.advance(self.saves.settled())
+        self.place.begin_anew()
+        self._survival.forget()
+        self._stand_at(max(0, step - 1))
+
+    def _stand_at(self, step: int) -> None:
+        """The job goes on from a step, and not from its last save."""
+        assert self.place is not None
+        self.saves.forget()
+        if self._agreement.is_first:
+            self.place.warn_of_others(self._folder.path)
+        for schedule in (self._schedule, self._memory_schedule):
+            if schedule is not None:
+                schedule.mark(step)
 
     def _act(
         self, decision: Decision, step: int, state: Mapping[str, Any], metrics: dict[str, float]

@@ -7,6 +7,8 @@ import string
 
 __all__ = ["StepNames"]
 
+_TRIED = (0, 7, 10, 999, 1000, 123_456, 1_234_567, 2**63 - 1)  # other bases, commas and exponents show in some of them
+
 
 class StepNames:
     """Names such as ``step-20``, known by their number: ``step-000020`` is the same step.
@@ -25,7 +27,7 @@ class StepNames:
         self.template = template
         try:
             parts = [(text, field) for text, field, _, _ in string.Formatter().parse(template)]
-            made = template.format(7)
+            made = [(step, template.format(step)) for step in _TRIED]
         except (ValueError, LookupError, AttributeError, TypeError) as error:
             raise ValueError(f"name={template!r} must have one {{}} for the step: {error}") from None
         if sum(field is not None for _, field in parts) != 1 or "/" in template or "\\" in template:
@@ -33,8 +35,10 @@ class StepNames:
         prefix = parts[0][0]
         suffix = parts[1][0] if len(parts) > 1 else ""
         self._pattern = re.compile(re.escape(prefix) + r"(\d+)" + re.escape(suffix))
-        if self.step_in(made) != 7 or re.search(r"\d$", prefix) or re.match(r"\d", suffix):
-            raise ValueError(f"name={template!r}: the number cannot be found again in {made!r}")
+        lost = [name for step, name in made if self.step_in(name) != step]
+        if lost or re.search(r"\d$", prefix) or re.match(r"\d", suffix):
+            shown = (lost or [made[-1][1]])[0]
+            raise ValueError(f"name={template!r}: the number cannot be found again in {shown!r}: use {{}} or {{:06}}")
 
     def name_of(self, step: int) -> str:
         """The name of a step's directory."""

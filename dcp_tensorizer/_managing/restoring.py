@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -13,11 +13,22 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from .._storage.base import Storage
 from ..any_format import open_reader
-from ..errors import CheckpointError, MetadataError, ReadError, WriteError, describe, unwrap
+from ..errors import (
+    CheckpointError,
+    DecryptionError,
+    MetadataError,
+    ReadError,
+    UnsupportedFormat,
+    UntrustedObject,
+    WriteError,
+    describe,
+    unwrap,
+)
 from .catalogue import Step
 
 __all__ = ["Selection", "SelectivePlanner", "load_first"]
@@ -46,10 +57,14 @@ class Selection:
         """Whether a key is loaded."""
         return (not self.include or _matches(key, self.include)) and not _matches(key, self.exclude)
 
-    def check(self, keys: Sequence[str]) -> None:
-        """Raises `MetadataError` for a pattern that is of no key: it is a slip of the pen."""
+    def check(self, keys: Sequence[str], stored: Iterable[str]) -> None:
+        """Raises `MetadataError` for a pattern that is of no key: it is a slip of the pen.
+
+        What is of a key of the checkpoint alone may be of another rank's state: each stage of a pipeline has its own.
+        """
+        known = {*keys, *stored} if self.include or self.exclude else ()
         for pattern in (*self.include, *self.exclude):
-            if not any(fnmatch.fnmatchcase(key, pattern) for key in keys):
+            if not any(fnmatch.fnmatchcase(key, pattern) for key in known):
                 shown = ", ".join(map(repr, keys[:_KEYS_SHOWN]))
                 raise MetadataError(f"no key of the state matches {pattern!r}. Keys are as these: {shown}")
 
@@ -73,26 +88,37 @@ def load_first(
         options: For the reader.
 
     Raises:
-        CheckpointError: the last of them cannot be loaded, on any rank; the same on all of them.
+        CheckpointError: one of them is whole and cannot be loaded, or the last of them is damaged; on any rank, and
+            the same on all of them.
     """
     for number, step in enumerate(steps):
         storage = folder.child(step.name)
+        planner = SelectivePlanner(storage.path, selection)
         try:
-            _load(folder, storage, state, selection, group, options)
+            _load(folder, storage, state, planner, group, options)
         except (ReadError, MetadataError) as error:
-            if number + 1 == len(steps):
+            if number + 1 == len(steps) or isinstance(error, _NO_DAMAGE):
                 raise
             logger.error("%s cannot be restored; trying the one before: %s", storage.path, error)
+            if planner.has_begun:  # the state may hold some of it: nothing may stay as it is now
+                selection = dataclasses.replace(selection, strict=True)
         else:
             return number
     return None
+
+
+class _DoesNotFit(MetadataError):
+    """A checkpoint and the state do not go together, or something has failed that is not of this package."""
+
+
+_NO_DAMAGE = (DecryptionError, UntrustedObject, UnsupportedFormat, _DoesNotFit)
 
 
 def _load(
     folder: Storage,
     storage: Storage,
     state: dict[str, Any],
-    selection: Selection,
+    planner: SelectivePlanner,
     group: dist.ProcessGroup | None,
     options: Mapping[str, Any],
 ) -> None:
@@ -103,14 +129,14 @@ def _load(
                 state,
                 checkpoint_id=storage.location,
                 storage_reader=open_reader(folder.location, **options),
-                planner=SelectivePlanner(storage.path, selection),
+                planner=planner,
                 process_group=group,
             )
         except CheckpointException as error:
             cause = unwrap(error)
             if isinstance(cause, CheckpointError):
                 raise cause from None
-            raise MetadataError(f"{storage.path} cannot be loaded: {describe(cause)}") from cause
+            raise _DoesNotFit(f"{storage.path} cannot be loaded: {describe(cause)}") from cause
 
 
 @contextmanager
@@ -130,12 +156,22 @@ def _shared_lock(storage: Storage) -> Iterator[None]:
 
 
 class SelectivePlanner(DefaultLoadPlanner):
-    """torch's planner, for the keys that are chosen."""
+    """torch's planner, for the keys that are chosen.
+
+    Attributes:
+        has_begun: All ranks have agreed on what to read: from here on the state changes.
+    """
 
     def __init__(self, path: str, selection: Selection) -> None:
         super().__init__(allow_partial_load=not selection.strict)
+        self.has_begun = False
         self._path = path
         self._selection = selection
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """Called by DCP with what this rank is to read."""
+        self.has_begun = True
+        return super().finish_plan(new_plan)
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -143,9 +179,9 @@ class SelectivePlanner(DefaultLoadPlanner):
         """Called by DCP with the state and what the checkpoint holds: what is not chosen is in neither from here on."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         assert metadata is not None
-        self._selection.check(list(self.state_dict))
-        self.state_dict = {key: value for key, value in self.state_dict.items() if self._selection.has(key)}
         stored = metadata.state_dict_metadata
+        self._selection.check(list(self.state_dict), stored)
+        self.state_dict = {key: value for key, value in self.state_dict.items() if self._selection.has(key)}
         if missing := [key for key in self.state_dict if key not in stored]:
             self._report_missing(missing)
         if self._selection.include or self._selection.exclude:

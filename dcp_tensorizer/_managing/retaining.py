@@ -71,6 +71,9 @@ class Retaining:
     def _retain(self, saved: Step) -> None:
         assert self._rules is not None
         with self._lock:
+            place = self._place()
+            if place is not None and place.branch != saved.branch:
+                return  # the job has left that branch since: what it went back to must stay
             for step in retain(self._folder, self._names, saved, self._rules):
-                if (place := self._place()) is not None:
+                if place is not None:
                     place.numbers.discard(step.number)

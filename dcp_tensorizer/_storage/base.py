@@ -193,14 +193,14 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def listing(self) -> tuple[list[FileInfo], list[str]]:
-        """The files in the directory and the names of its subdirectories.
+        """The files in the directory and the names of its subdirectories; raises `NotCommitted` or `ReadError`.
 
         Links to files count as files. Links to directories are left out.
-
-        Raises:
-            NotCommitted: there is no such directory.
-            ReadError: it cannot be listed.
         """
+
+    def linked_directories(self) -> list[str]:
+        """The names of links to directories that lie elsewhere; raises what `listing` does."""
+        return []
 
     def uploads(self) -> list[FileInfo]:
         """Files that somebody has begun to write here and that no listing shows; raises `ReadError`.

@@ -16,10 +16,11 @@ from typing import TypeVar
 
 from .._descriptor import identity
 from .._threads import cores, in_threads
-from ..errors import NotCommitted, ReadError, WriteError
+from ..errors import ReadError, WriteError
 from . import directory_record
-from .base import TAKEN, DirectoryLock, FileIdentity, FileInfo, Refused, Shared, Storage, temporary_file_name
+from .base import TAKEN, DirectoryLock, FileIdentity, FileInfo, Refused, Storage, temporary_file_name
 from .local_link import identity_of, link_file
+from .local_listing import linked_directories, list_directory
 from .local_read import LocalFile, UncachedFile
 from .local_write import LocalSink
 from .tuning import ReadTuning
@@ -63,23 +64,10 @@ class LocalStorage(Storage):
         return LocalStorage(self._root / name, local_types=self._local_types)
 
     def listing(self) -> tuple[list[FileInfo], list[str]]:
-        files, folders = [], []
-        try:
-            with os.scandir(self._root) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):  # a link would show its directory twice
-                        folders.append(entry.name)
-                        continue
-                    with suppress(OSError):  # removed since then, or a link to nowhere or in a circle
-                        state = entry.stat()
-                        if stat.S_ISREG(state.st_mode):
-                            shared = Shared(state.st_dev, state.st_ino, state.st_nlink) if state.st_nlink > 1 else None
-                            files.append(FileInfo(entry.name, state.st_size, state.st_mtime, state.st_ctime, shared))
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise NotCommitted(f"there is no directory {self.path}") from error
-        except OSError as error:
-            raise ReadError(f"cannot list {self.path}: {error}") from error
-        return files, folders
+        return list_directory(self._root)
+
+    def linked_directories(self) -> list[str]:
+        return linked_directories(self._root)
 
     def make_directory(self) -> None:
         try:

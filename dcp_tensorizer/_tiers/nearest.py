@@ -89,6 +89,11 @@ class NearestStorage(Storage):
     def child(self, name: str) -> Storage:
         return NearestStorage(self._target, self.remote.child(name), f"{self._place}/{name}".lstrip("/"))
 
+    def linked_directories(self) -> list[str]:
+        with suppress(NotCommitted):  # as `listing` has it: there may be something in the local folder alone
+            return self.remote.linked_directories()
+        return []
+
     def listing(self) -> tuple[list[FileInfo], list[str]]:
         files: list[FileInfo] = []
         folders: list[str] = []

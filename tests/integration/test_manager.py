@@ -137,6 +137,52 @@ def test_a_job_that_loads_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert "step-10, step-11" in said(caplog)
 
 
+def test_a_job_that_goes_back_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It says so, and what it saves then is a branch: the next job goes on from there, and nothing new is deleted."""
+    with manager_of(tmp_path, keep_latest=2, save_every=5) as manager:
+        for step in (5, 10, 15):
+            manager.save(step, state_of(step), wait=True)
+        assert "gone back" not in said(caplog)
+        assert manager.save(6, state_of(60)) is None
+        assert f"{tmp_path}: the job has gone back from step 15 to step 6, and not by restore" in said(caplog)
+        for step in range(7, 11):
+            manager.save(step, state_of(step * 10), wait=True)
+        assert manager.steps() == [10]
+    with manager_of(tmp_path) as manager:
+        assert (manager.restore(state := state_of(0)), state["step"]) == (10, 100)
+
+
+def test_a_step_that_was_moved_and_linked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is restored, counted, not saved again and not deleted through the link."""
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    saved(run, 1, 2)
+    shutil.move(run / "step-2", elsewhere)
+    (run / "step-2").symlink_to(elsewhere)
+    (run / "step-0001").symlink_to("step-1")  # another name of a step that is there
+    with manager_of(run, keep_latest=1) as manager:
+        assert (manager.restore(state := state_of(0)), state["step"]) == (2, 2)
+        assert manager.steps() == [1, 2]
+        manager.save(3, state_of(3), wait=True)
+        assert manager.steps() == [2, 3]
+    assert f"{run}/step-2 is not deleted: it is a link" in said(caplog)
+    assert TensorizerStorageReader(elsewhere).stored_metadata().state_dict_metadata
+
+
+def test_a_checkpoint_that_cannot_be_read_stands_in_nobodys_way(tmp_path: Path) -> None:
+    """The others are listed, restored and deleted as ever; the newest is an error, unless another is to be taken."""
+    saved(tmp_path, 1, 2, 3)
+    for step in (1, 3):
+        (tmp_path / f"step-{step}" / ".metadata").unlink()
+        (tmp_path / f"step-{step}" / ".metadata").mkdir()
+    with manager_of(tmp_path, keep_latest=1) as manager:
+        assert manager.steps() == [2]
+        with quietly(), pytest.raises(ReadError, match="step-3"):
+            manager.restore(state_of(0))
+        assert (manager.restore(state := state_of(0), fallback=True), state["step"]) == (2, 2)
+        manager.save(4, state_of(4), wait=True)
+        assert manager.steps() == [4]
+
+
 def test_no_silent_start(tmp_path: Path) -> None:
     """Checkpoints under other names, or in a folder that is one itself, are named; logs and leftovers are none."""
     (tmp_path / "logs").mkdir()
@@ -216,6 +262,34 @@ def test_falling_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         assert manager.steps() == [1]
 
 
+def test_falling_back_is_for_damage(tmp_path: Path) -> None:
+    """A key that is not there, or a tensor of another shape, is an error of the state: the checkpoint is whole."""
+    saved(tmp_path, 1, 2)
+    with manager_of(tmp_path) as manager, quietly():
+        with pytest.raises(MetadataError, match=r"step-2.*head"):
+            manager.restore(state_of(0) | {"head": torch.zeros(3)}, fallback=True)
+        state = state_of(0)
+        state["model"]["weight"] = torch.zeros(7)
+        with pytest.raises(MetadataError, match="step-2"):
+            manager.restore(state, fallback=True)
+        assert manager.steps() == [1, 2]
+
+
+def test_nothing_of_a_damaged_checkpoint_stays(tmp_path: Path) -> None:
+    """The one before lacks a key that the damaged one may have changed: that is an error, also if it is not strict."""
+    with manager_of(tmp_path) as manager:
+        manager.save(1, state_of(1), exclude=["model.bias"], wait=True)
+        manager.save(2, state_of(2), wait=True)
+    (file,) = (tmp_path / "step-2").glob("*.tensors")
+    content = bytearray(file.read_bytes())
+    content[content.rindex(struct.pack("<f", 2) * NUMBERS)] ^= 1
+    file.write_bytes(content)
+    with manager_of(tmp_path) as manager, quietly():
+        with pytest.raises(MetadataError, match=r"step-1.*model\.bias"):
+            manager.restore(state_of(0), fallback=True, strict=False)
+        assert manager.restore(state_of(0), 1, strict=False) == 1
+
+
 def test_only_some_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Patterns say which are loaded; one of another shape can be left out, and one that is not stored."""
     saved(tmp_path, 5)
@@ -235,6 +309,9 @@ def test_only_some_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
         assert "has no 'head': they stay as they are" in said(caplog)
         with pytest.raises(MetadataError, match=r"no key of the state matches 'modle\.\*'"):
             manager.restore(state, include=["modle.*"])
+        part = {"step": 0}  # as a stage of a pipeline has it: the weights are of another one
+        manager.restore(part, exclude=["model.*"])
+        assert part["step"] == 5
 
 
 def test_a_state_that_does_not_change(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -283,7 +360,7 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
         first = manager.save(1, state_of(1))
         assert manager.save(1, state_of(9), force=True) is first
         manager.save(2, state_of(2), wait=True)
-        assert manager.save(1, state_of(9), force=True).result() == str(tmp_path / "step-1")  # type: ignore[union-attr]
+        assert manager.save(2, state_of(9), force=True).result() == str(tmp_path / "step-2")  # type: ignore[union-attr]
     with manager_of(tmp_path) as manager:
         manager.restore(state_of(0))
         assert manager.save(2, state_of(9), force=True).result() == str(tmp_path / "step-2")  # type: ignore[union-attr]

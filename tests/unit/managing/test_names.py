@@ -34,6 +34,13 @@ def test_names_are_known_by_their_number(name: str, step: int | None) -> None:
     assert StepNames("step-{}").step_in(name) == step
 
 
+@pytest.mark.parametrize("template", ["step-{:,}", "step-{:_}", "step-{:x}", "step-{:o}", "step-{:g}"])
+def test_a_template_that_shows_large_numbers_otherwise(template: str) -> None:
+    """Steps beyond a thousand would not be found again, or be taken for others."""
+    with pytest.raises(ValueError, match=r"the number cannot be found again in .*: use \{\} or \{:06\}"):
+        StepNames(template)
+
+
 @pytest.mark.parametrize("template", ["step", "{}-{}", "a/{}", "step-{", "1{}", "{}0", "{:x}{}", "{name}", "{:.2f}"])
 def test_templates_that_make_no_sense(template: str) -> None:
     """A name needs one place for a number that can be found again."""

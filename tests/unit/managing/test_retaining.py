@@ -1,0 +1,49 @@
+"""Old checkpoints are deleted for the branch that the job is on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dcp_tensorizer import CheckpointManager, TensorizerStorageReader
+from dcp_tensorizer._managing.branches import leave
+from dcp_tensorizer._managing.catalogue import read_steps
+from dcp_tensorizer._managing.names import StepNames
+from dcp_tensorizer._managing.place import Place
+from dcp_tensorizer._managing.retaining import Retaining
+from dcp_tensorizer._managing.retention import Retention
+from dcp_tensorizer._storage.local import LocalStorage
+
+NAMES = StepNames("step-{}")
+NEWEST = Retention.of(1, None, None)
+
+
+def test_a_checkpoint_that_arrives_late_deletes_nothing(tmp_path: Path) -> None:
+    """The job has gone back since, and what it went back to is of the branch that it has left."""
+    with CheckpointManager(tmp_path, stop_signals=()) as manager:
+        for step in (100, 200):
+            manager.save(step, {"w": torch.zeros(4)}, wait=True)
+    folder = LocalStorage(tmp_path)
+    first, late = read_steps(folder, NAMES)
+    place = Place.at(leave(first), first, [first, late])
+    Retaining(folder, NAMES, NEWEST, None, lambda: place).after(late)
+    assert [step.number for step in read_steps(folder, NAMES)] == [100, 200]
+    state: dict[str, Any] = {"w": torch.ones(4)}
+    dcp.load(state, storage_reader=TensorizerStorageReader(tmp_path / "step-100"), no_dist=True)
+    assert state["w"].tolist() == [0.0] * 4
+
+
+def test_on_the_same_branch_old_ones_go(tmp_path: Path) -> None:
+    """And the job does not count them any more."""
+    with CheckpointManager(tmp_path, stop_signals=()) as manager:
+        for step in (100, 200):
+            manager.save(step, {"w": torch.zeros(4)}, wait=True)
+    folder = LocalStorage(tmp_path)
+    first, late = read_steps(folder, NAMES)
+    place = Place.at(late.branch, late, [first, late])
+    Retaining(folder, NAMES, NEWEST, None, lambda: place).after(late)
+    assert [step.number for step in read_steps(folder, NAMES)] == [200]
+    assert place.numbers == {200}
