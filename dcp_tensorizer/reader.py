@@ -77,7 +77,8 @@ class TensorizerStorageReader(StorageReader):
             ranks is faster than the storage. It takes up to 200 MB of memory. All ranks of it must load together.
         on_report: Called with the `LoadReport` of each load, on the thread that loads. An error in it is logged; the
             load does not fail.
-        local: The folder that was the writer's ``local``: what is whole there is read from there.
+        local: The folder that was the writer's ``local``: what is whole there is read from there. Then ``path`` is the
+            writer's path, and the checkpoint, below it, is the ``checkpoint_id`` of ``dcp.load``.
 
     Raises:
         ValueError, TypeError: an argument makes no sense.

@@ -54,7 +54,8 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
     writes the buffer. The checkpoint appears, whole, when every rank's data is durable. Saves run one at a time.
 
     A writer is a cheap handle. All writers of a process share buffer and process, which the first ``async_save`` or
-    `prewarm` starts. So there may be a new writer for every save, which nobody need close.
+    `prewarm` starts. So there may be a new writer for every save. It need not be closed if the future of the last save
+    is waited for.
 
     Memory: one buffer of the size of the rank's state (allocated by `prewarm` in the background, or else in the first
     save, which then takes longer; again when the state outgrows it), kept between saves; and in the writer process up
@@ -97,7 +98,9 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
 
     Raises:
         TypeError: an argument is of a wrong type.
-        ValueError: an argument has a value that is not allowed, or two of them exclude each other.
+        ValueError: an argument has a value that is not allowed, or two of them exclude each other: ``encryption`` and
+            ``sha256``; ``local`` and ``reuse_unchanged`` or ``survive``; ``survive`` and ``staging="shared"`` or
+            ``cache_staged_state_dict=False``; ``local`` without a path.
         WriteError: there is a key, and no libsodium; or the path is relative, and there is no working directory.
     """
 

@@ -16,7 +16,7 @@ __all__ = ["load", "main"]
 
 
 def load(path: str) -> ByteTransformer:
-    """The model with the weights of a file or URL, each checked against the SHA-256 that is stored with it."""
+    """The model with the weights of a file or URL, each checked against the hash that is stored with it."""
     with torch.device("meta"):  # the weights come from the file
         model = ByteTransformer()
     with TensorDeserializer(path, device="cpu", verify_hash=True) as weights:
