@@ -10,6 +10,7 @@ import mmap
 import os
 import stat
 from bisect import bisect_right
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,7 +19,7 @@ from ..errors import WriteError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SharedFile", "SharedMappings", "attach", "map_shared"]
+__all__ = ["SharedFile", "SharedMappings", "SharedTensors", "attach", "map_shared"]
 
 
 class SharedFile(NamedTuple):
@@ -38,7 +39,11 @@ class _Mapping(NamedTuple):
 
 
 class SharedMappings:
-    """What this process maps shared with others, at the moment of construction; nothing where /proc does not say."""
+    """What this process maps shared with others, at the moment of construction; nothing where /proc does not say.
+
+    A mapping may end at any moment, and other memory get its addresses. So only what has been alive since that moment
+    may be located. `SharedTensors` sees to that.
+    """
 
     def __init__(self) -> None:
         self._mappings = _shared_mappings()
@@ -72,6 +77,40 @@ class SharedMappings:
             if status.st_ino == mapping.inode and stat.S_ISREG(status.st_mode):
                 return SharedFile(path, status.st_dev, status.st_ino)
         return None
+
+
+class SharedTensors:
+    """Tensors whose memory others can read, and where that is; they are kept alive, and so are their mappings.
+
+    Args:
+        mappings: That they are in.
+        tensors: Located in these.
+    """
+
+    def __init__(self, mappings: SharedMappings, tensors: Iterable[torch.Tensor]) -> None:
+        self._mappings = mappings
+        self._tensors = list(tensors)
+        self._ranges = _joined(sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in self._tensors))
+
+    def locate(self, tensor: torch.Tensor) -> tuple[SharedFile, int] | None:
+        """As `SharedMappings.locate`, for the tensors and parts of them; None for all others."""
+        if tensor.device.type != "cpu" or not tensor.numel():
+            return None
+        address = tensor.data_ptr()
+        number = bisect_right(self._ranges, address, key=lambda span: span[0]) - 1
+        is_inside = number >= 0 and address + tensor.nbytes <= self._ranges[number][1]
+        return self._mappings.locate(tensor) if is_inside else None
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sorted ranges of addresses, with those that overlap or touch made one."""
+    joined: list[tuple[int, int]] = []
+    for start, end in spans:
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((start, end))
+    return joined
 
 
 def attach(fd: int, nbytes: int, *, writable: bool = False) -> mmap.mmap:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from .._memory.garbage import collector_paused
 from .._memory.shared_buffer import SharedBuffer, aligned
-from .._memory.shared_mappings import SharedFile, SharedMappings
+from .._memory.shared_mappings import SharedFile, SharedTensors
 from .._memory.tensor_bytes import host_bytes
 from .._staging.staged_save import StagedSave
 from .._staging.tensor_copy import Copies
@@ -214,7 +214,7 @@ class WriterClient:
         self._keep(None)
 
     def _locate(
-        self, items: Sequence[Item], buffer: SharedBuffer, shared: SharedMappings | None
+        self, items: Sequence[Item], buffer: SharedBuffer, shared: SharedTensors | None
     ) -> tuple[list[TensorSource], SharedBuffer | None]:
         """Finds each item's bytes in shared memory. Tensors that the planner made anew are copied there."""
         places: dict[str, tuple[int | SharedFile, int]] = {}

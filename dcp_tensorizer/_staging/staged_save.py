@@ -17,7 +17,7 @@ from typing import Any
 
 from .._forks import in_child
 from .._memory.shared_buffer import SharedBuffer
-from .._memory.shared_mappings import SharedMappings
+from .._memory.shared_mappings import SharedTensors
 from .._threads import NEVER, Deadline
 from ..errors import StagingError
 from .stage_times import StageTimes
@@ -61,8 +61,8 @@ class StagedSave:
         buffer: Where the staged tensors are. None before there is one, and after the stager has taken it back.
         copies: Those that are under way.
         error: Why there is nothing to save. The save raises it.
-        shared: Where to find the tensors that are written from training's own memory, until the state is released.
-            None if everything is copied: then the end of the copies releases the state.
+        shared: The tensors that are written from training's own memory, until the state is released. None if everything
+            is copied: then the end of the copies releases the state.
         thread: The save's thread, from the moment when it takes the staged state dict.
         begun: The save's first hook has been called.
         abandoned: A later save has waited for this one to be taken, in vain. None waits for it again.
@@ -82,7 +82,7 @@ class StagedSave:
         self.buffer: SharedBuffer | None = None
         self.copies: Copies | None = None
         self.error: StagingError | None = None
-        self.shared: SharedMappings | None = None
+        self.shared: SharedTensors | None = None
         self.thread: threading.Thread | None = None
         self.begun = False
         self.abandoned = False

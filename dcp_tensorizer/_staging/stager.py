@@ -18,7 +18,7 @@ import torch
 from .._memory.device import CUDA, Device, SideStreams
 from .._memory.garbage import collector_paused
 from .._memory.shared_buffer import SharedBuffer, aligned
-from .._memory.shared_mappings import SharedMappings
+from .._memory.shared_mappings import SharedMappings, SharedTensors
 from .._threads import Deadline
 from ..errors import StagingError
 from .staged_save import Progress, StagedSave, StagedStateDict, StagingFuture
@@ -40,14 +40,14 @@ class _Snapshot:
         tensors: The plain tensors in it.
         in_place: The numbers of those that are written from where they are, in shared memory.
         omitted: The numbers of those that other ranks write. In their places are tensors without memory.
-        shared: Where to find these; None if there are none.
+        shared: Those that are written from where they are; None if there are none.
     """
 
     structure: dict[str, Any]
     tensors: list[torch.Tensor]
     in_place: set[int]
     omitted: set[int]
-    shared: SharedMappings | None
+    shared: SharedTensors | None
 
     @property
     def sources(self) -> list[torch.Tensor]:
@@ -251,11 +251,12 @@ class Stager:
     def _snapshot(self, state_dict: Mapping[str, Any], omitted: frozenset[str] = frozenset()) -> _Snapshot:
         tensors = TensorList(omitted)
         structure = {key: copy_structure(value, str(key), tensors) for key, value in state_dict.items()}
-        shared = SharedMappings() if self._in_place else None
-        in_place = {n for n, t in enumerate(tensors) if shared is not None and shared.locate(t) is not None}
+        mappings = SharedMappings() if self._in_place else None
+        in_place = {n for n, t in enumerate(tensors) if mappings is not None and mappings.locate(t) is not None}
         omitted_tensors = tensors.omitted
         in_place -= omitted_tensors
-        return _Snapshot(structure, tensors, in_place, omitted_tensors, shared if in_place else None)
+        shared = SharedTensors(mappings, [tensors[n] for n in in_place]) if mappings is not None and in_place else None
+        return _Snapshot(structure, tensors, in_place, omitted_tensors, shared)
 
     def _pin_for(self, sources: Sequence[torch.Tensor]) -> int | None:
         """The first device that any of these are copied from, by this process."""

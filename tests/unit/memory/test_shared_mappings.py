@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from dcp_tensorizer import WriteError
 from dcp_tensorizer._memory import shared_mappings
 from dcp_tensorizer._memory.shared_buffer import SharedBuffer
-from dcp_tensorizer._memory.shared_mappings import SharedFile, SharedMappings, map_shared
+from dcp_tensorizer._memory.shared_mappings import SharedFile, SharedMappings, SharedTensors, map_shared
 
 from ...support import raw
 
@@ -113,3 +114,41 @@ def test_a_file_that_is_gone_or_another_is_an_error(tmp_path: Path) -> None:
         map_shared(SharedFile(str(path), status.st_dev, status.st_ino + 1))
     with pytest.raises(WriteError, match="keep the tensors"):
         map_shared(SharedFile(str(tmp_path / "missing"), status.st_dev, status.st_ino))
+
+
+def other_memory_at(mapping: mmap.mmap) -> None:
+    """Puts anonymous memory where a file was mapped, as the kernel does when an unmapped range is given out again."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    map_fixed = 0x10
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | map_fixed
+    assert libc.mmap(address, len(mapping), mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == address
+
+
+def test_a_tensor_at_the_addresses_of_a_file_that_is_unmapped_is_not_taken_for_it(tmp_path: Path) -> None:
+    """Such a mapping lives as long as its tensors: what is none of them is not looked for in it."""
+    (tmp_path / "dataset").write_bytes(b"x" * mmap.PAGESIZE)
+    with (tmp_path / "dataset").open("r+b") as file:
+        mapping = mmap.mmap(file.fileno(), mmap.PAGESIZE)
+    saved = torch.arange(1000).share_memory_()
+    mappings = SharedMappings()
+    shared = SharedTensors(mappings, [saved])
+    other_memory_at(mapping)
+    made = torch.frombuffer(mapping, dtype=torch.uint8)
+    assert made.tolist() == [0] * mmap.PAGESIZE
+    assert mappings.locate(made) is not None
+    assert shared.locate(made) is None
+    assert shared.locate(saved) == mappings.locate(saved)
+
+
+def test_parts_of_shared_tensors_are_located() -> None:
+    """Also where they overlap others; what goes beyond all of them is not, nor what has no memory here."""
+    tensor = torch.arange(100).share_memory_()
+    mappings = SharedMappings()
+    shared = SharedTensors(mappings, [tensor[50:60], tensor[20:60], tensor[30:40], tensor[80:90]])
+    for part in (tensor[20:60], tensor[50:60], tensor[35:45], tensor[59:60], tensor[80:81]):
+        assert shared.locate(part) == mappings.locate(part) is not None
+    for part in (tensor[19:21], tensor[55:61], tensor[60:80], tensor[85:91], tensor[20:20], tensor.to("meta")):
+        assert shared.locate(part) is None

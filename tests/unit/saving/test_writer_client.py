@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_tensorizer import WriteError, WriterProcessDied
 from dcp_tensorizer._memory.device import SideStreams
 from dcp_tensorizer._memory.shared_buffer import SharedBuffer
+from dcp_tensorizer._memory.shared_mappings import SharedFile
 from dcp_tensorizer._saving import writer_client
+from dcp_tensorizer._saving.write_items import Item
 from dcp_tensorizer._saving.writer_client import WriterClient
+from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer._staging.tensor_copy import Copies
-from dcp_tensorizer._writer_process.messages import SnapshotRequest
+from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._writer_process.messages import SnapshotRequest, TensorSource, WriteOptions, WriteRequest
 
 from ...simulated import SimulatedDevice
 
@@ -26,8 +33,13 @@ class Refusing:
 
     def __init__(self, errors: list[WriteError]) -> None:
         self.errors = errors
+        self.sources: dict[str, TensorSource] = {}
 
     def snapshot(self, *arguments: Any) -> None:
+        raise self.errors.pop(0)
+
+    def write(self, request: WriteRequest, buffers: Any, timeout: float) -> None:
+        self.sources = {source.name: source for file in request.files for source in file.tensors}
         raise self.errors.pop(0)
 
     def close(self) -> None:
@@ -90,3 +102,21 @@ def test_a_process_that_died_is_replaced() -> None:
     started[0].alive = False
     assert client.ensure_process() is started[1]
     assert [process.closed for process in started] == [True, False]
+
+
+def test_only_what_was_staged_in_place_is_written_from_where_it_is(tmp_path: Path) -> None:
+    """A tensor that a planner made is copied, though it is in memory that was shared when the state was staged."""
+    stager = Stager(in_place=True)
+    staged, made = torch.ones(3).share_memory_(), torch.ones(3).share_memory_()
+    result = stager.stage({"staged": staged})
+    process = Refusing([WriteError("seen enough")])
+    client = client_of(lambda **options: process)
+    client.ensure_process()
+    items = [Item(MetadataIndex(name), name, "tensor", t) for name, t in {"staged": staged, "made": made}.items()]
+    options = WriteOptions({}, sync=False, threads=1, buffer_bytes=1 << 20, timeout=10.0)
+    with pytest.raises(WriteError, match="seen enough"):
+        client.write(LocalStorage(tmp_path), 0, "save", items, result.staged_save, options)
+    assert [type(process.sources[name].memory) for name in ("staged", "made")] == [SharedFile, int]
+    client.free()
+    del result
+    stager.saves.close()
