@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 from .base import Sink
@@ -42,6 +43,7 @@ class LocalSink(Sink):
         self._sync = sync
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._direct_fd = open_direct(path, os.O_WRONLY)
+        self._to_close = [self._fd] if self._direct_fd is None else [self._fd, self._direct_fd]
         try:
             if preallocate and self._direct_fd is not None and hasattr(os, "posix_fallocate") and nbytes:
                 os.posix_fallocate(self._fd, 0, nbytes)
@@ -64,13 +66,17 @@ class LocalSink(Sink):
         self._close_descriptors()
 
     def _abort(self) -> None:
-        self._close_descriptors()
-        self.path.unlink(missing_ok=True)
+        try:
+            self._close_descriptors()
+        finally:
+            self.path.unlink(missing_ok=True)
 
     def _close_descriptors(self) -> None:
-        os.close(self._fd)
-        if self._direct_fd is not None:
-            os.close(self._direct_fd)
+        """Closes all, once: a number is free also where its close fails, and may be another thread's file by then."""
+        numbers, self._to_close = self._to_close, []
+        with ExitStack() as closing:
+            for number in numbers:
+                closing.callback(os.close, number)
 
 
 def open_direct(path: Path, access: int) -> int | None:

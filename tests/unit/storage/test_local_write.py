@@ -122,6 +122,27 @@ def test_abort_removes_the_file_and_its_descriptors(tmp_path: Path) -> None:
     assert open_descriptors() == before
 
 
+def test_a_failed_close_closes_each_descriptor_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full quota may show only then: `complete` raises it, `abort` removes the file, and no other one is closed."""
+    before, real, closed = open_descriptors(), os.close, list[int]()
+
+    def failing(fd: int) -> None:
+        closed.append(fd)
+        real(fd)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    sink = LocalSink(tmp_path / "file", 3, sync=True)
+    of_sink = open_descriptors().keys() - before.keys()
+    sink.put_part(0, on_a_page(b"abc"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", failing)
+        with pytest.raises(OSError, match="quota"):
+            sink.complete()
+        sink.abort()
+    assert (sorted(closed), open_descriptors()) == (sorted(of_sink), before)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("nbytes", [5000, 2 * MIB], ids=["buffered", "direct"])
 def test_a_failed_write_raises(tmp_path: Path, nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The operating system's own error comes out, and the file can be aborted."""
