@@ -23,6 +23,7 @@ from .local_link import identity_of, link_file
 from .local_listing import linked_directories, list_directory
 from .local_read import LocalFile, UncachedFile
 from .local_write import LocalSink
+from .mounts import file_system
 from .tuning import ReadTuning
 
 __all__ = ["LocalStorage"]
@@ -203,7 +204,7 @@ class LocalStorage(Storage):
         return True
 
     def _is_local(self) -> bool:
-        return _file_system(self._root) in self._local_types
+        return file_system(self._root) in self._local_types
 
 
 class _FileLock(DirectoryLock):
@@ -274,20 +275,6 @@ def _unlock(fd: int, directory: tuple[int, int] | None, pid: int) -> None:
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_UN)  # the lock would last as long as a forked child's copy of the descriptor
         os.close(fd)
-
-
-def _file_system(path: Path) -> str:
-    """The type of the file system that a path is on; empty if that is unknown."""
-    real = os.path.realpath(path)
-    nearest, kind = "", ""
-    with suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8") as mounts:
-        for line in mounts:
-            fields, _, rest = line.partition(" - ")
-            mount = fields.split()[4].encode().decode("unicode_escape")
-            is_inside = real == mount or real.startswith(mount.rstrip("/") + "/")
-            if is_inside and len(mount) >= len(nearest):
-                nearest, kind = mount, rest.split()[0]
-    return kind
 
 
 def _read(most: int | None, path: Path) -> bytes:
