@@ -159,20 +159,22 @@ class Keeping:
         storage: Storage,
         seconds: float,
     ) -> None:
-        """Has a state kept until its save is over. It never raises: without it a save is what it always was."""
+        """Has a state kept until its save is over. No `Exception` comes of it: a save is what it is without."""
         buffer = staged_save.buffer
         assert buffer is not None
         buffer.is_kept = True
         try:
             self._started(seconds).keep(described(head, plan, planner, buffer), buffer)
-        except KeeperDied as error:
-            buffer.is_kept = False
-            self._lose(error)
-        except Exception as error:
-            buffer.is_kept = False
-            logger.warning("%s: the state is not kept in memory: %s", head.path, describe(error))
-        else:
             self._kept.append(_Kept(head.id, staged_save, buffer, storage))
+        except BaseException as error:
+            is_interrupted = not isinstance(error, Exception)
+            if is_interrupted or isinstance(error, KeeperDied):  # it may have got the state
+                self._lose(error)
+            else:
+                logger.warning("%s: the state is not kept in memory: %s", head.path, describe(error))
+            buffer.is_kept = False
+            if is_interrupted:
+                raise
 
     def begin_staging(self, saves: StagedSaves) -> None:
         """Forgets the states whose saves are over; and what was loaded from memory, if there is no room beside it."""
@@ -216,20 +218,24 @@ class Keeping:
             return self._process
 
     def _forget(self, over: Sequence[_Kept]) -> None:
+        """Their buffers are free then, whatever comes of it. No `Exception` does: one rank alone would not stage."""
         for kept in over:
             with suppress(ValueError):  # all are lost
                 self._kept.remove(kept)
         try:
             if self._process is not None:
                 self._process.forget_all_but([kept.id for kept in list(self._kept)])
-        except KeeperDied as error:
+        except BaseException as error:
             self._lose(error)
-        for kept in over:
-            kept.buffer.is_kept = False
+            if not isinstance(error, Exception):  # a KeyboardInterrupt
+                raise
+        finally:
+            for kept in over:
+                kept.buffer.is_kept = False
 
-    def _lose(self, error: KeeperDied) -> None:
-        """The keeper has ended. The next save starts another one."""
-        logger.warning("what was kept in memory is lost: %s", str(error))
+    def _lose(self, error: BaseException) -> None:
+        """The keeper has ended, or is of no use. The next save starts another one."""
+        logger.warning("what was kept in memory is lost: %s", describe(error))
         process, self._process = self._process, None
         if process is not None:
             process.kill()  # it may have got a state that it did not answer for, and that is overwritten soon

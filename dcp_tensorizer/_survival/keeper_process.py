@@ -128,6 +128,9 @@ class KeeperProcess:
                 raise KeeperDied(
                     f"the keeper (pid {self._popen.pid}) has ended: {error}{said_by(self._output)}"
                 ) from error
+            except BaseException:  # a KeyboardInterrupt: the answer would be taken for that to the next request
+                self.kill()
+                raise
         finally:
             self._lock.release()
         if isinstance(answer, Missing):

@@ -15,10 +15,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_tensorizer import SavePlanner, StagingError, TensorizerStorageWriter, WriteError, open_reader, tools
+from dcp_tensorizer._memory.shared_buffer import SharedBuffer
 from dcp_tensorizer._saving.engine import engine_of_process
 from dcp_tensorizer._saving.keeping import Keeping
 from dcp_tensorizer._saving.session import SaveSession
-from dcp_tensorizer._survival import runtime_directory
+from dcp_tensorizer._survival import keeper_process, runtime_directory
+from dcp_tensorizer._survival.keeper_process import KeeperProcess
 
 from ...support import keepers_below, run_python
 from ...waiting import WAIT
@@ -173,6 +175,66 @@ def test_a_keeper_that_is_killed(
     assert [loaded(tmp_path / str(value)) for value in (2, 3, 4)] == [2, 3, 4]
     assert len([m for m in caplog.messages if "what was kept in memory is lost" in m]) == 1
     assert len(keeping_of_process()._kept) == 1
+
+
+def test_a_save_that_is_interrupted_while_the_keeper_answers(
+    tmp_path: Path, sockets: Path, writer: TensorizerStorageWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper ends, so that nobody takes its answer for another one; the buffer is used again."""
+    save(writer, tmp_path / "a", 1)
+    ((_, _, buffer, _),) = keeping_of_process()._kept
+    (keeper,) = keepers_below(sockets)
+    with monkeypatch.context() as patch:
+        patch.setattr(keeper_process, "_receive", _interrupts)
+        with pytest.raises(KeyboardInterrupt):
+            save(writer, tmp_path / "b", 2)
+    assert (buffer.is_kept, keeping_of_process()._kept, keeper.is_running()) == (False, [], False)
+    save(writer, tmp_path / "c", 3)
+    assert [kept.buffer for kept in keeping_of_process()._kept] == [buffer]
+    assert loaded(tmp_path / "c") == 3
+
+
+def _interrupts(*arguments: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_save_that_is_interrupted_while_it_tells_the_keeper(
+    tmp_path: Path, sockets: Path, writer: TensorizerStorageWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends with what it may have got, and the buffer is free."""
+    buffers: list[SharedBuffer] = []
+
+    def interrupts(process: KeeperProcess, state: object, buffer: SharedBuffer) -> None:
+        buffers.append(buffer)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(KeeperProcess, "keep", interrupts)
+    with pytest.raises(BaseException, match="KeyboardInterrupt"):
+        save(writer, tmp_path / "a", 1)
+    assert [buffer.is_kept for buffer in buffers] == [False]
+    assert keepers_below(sockets) == []
+
+
+def test_a_keeper_that_refuses_to_forget(
+    tmp_path: Path,
+    sockets: Path,
+    writer: TensorizerStorageWriter,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Staging goes on, as it does on other ranks, and another keeper gets the next state."""
+
+    def refuses(process: KeeperProcess, kept: object) -> None:
+        raise WriteError("the keeper is busy")
+
+    save(writer, tmp_path / "a", 1)
+    (first,) = keepers_below(sockets)
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "dcp_tensorizer"):
+        patch.setattr(KeeperProcess, "forget_all_but", refuses)
+        save(writer, tmp_path / "b", 2)
+    assert len([m for m in caplog.messages if m == "what was kept in memory is lost: the keeper is busy"]) == 1
+    (second,) = keepers_below(sockets)
+    assert (first == second, len(keeping_of_process()._kept), loaded(tmp_path / "b")) == (False, 1, 2)
 
 
 def test_a_state_that_cannot_be_staged(tmp_path: Path, writer: TensorizerStorageWriter) -> None:
