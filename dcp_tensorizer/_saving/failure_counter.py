@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from ..errors import WriteError
+from ..errors import WriteError, describe
 
 __all__ = ["FailureCounter"]
 
@@ -54,8 +54,8 @@ class FailureCounter:
         """The calling thread's save fails on this rank."""
         save = self._saves.get(threading.current_thread())
         if save is not None:
-            save.error = str(error)
-            logger.error("the save to %s failed: %s", save.path, str(error))
+            save.error = describe(error)
+            logger.error("the save to %s failed: %s", save.path, save.error)
 
     def committed(self) -> None:
         """The calling thread's save is the checkpoint at its path now."""

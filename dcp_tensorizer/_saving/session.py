@@ -6,7 +6,8 @@ import concurrent.futures
 import functools
 import logging
 import multiprocessing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -105,14 +106,11 @@ class SaveSession:
         Raises:
             WriteError: it cannot be created, or holds a checkpoint that must not be overwritten.
         """
-        try:
+        with self._or_fail():
             self._open()
-        except CheckpointError as error:
-            self._fail(error)
-            raise
-        if self._kept is not None:
-            self._kept.planned(plan)
-        return plan if self._commits else self._tables.offer(plan)
+            if self._kept is not None:
+                self._kept.planned(plan)
+            return plan if self._commits else self._tables.offer(plan)
 
     def answer(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: the plans of all ranks, with what each may leave out."""
@@ -129,9 +127,11 @@ class SaveSession:
         self._times.planned()
         try:
             items, written, results = self._write(plan, planner)
-        except CheckpointError as error:
+        except Exception as error:
             self._fail(error)
             remove_records(self.storage, [self.id])
+            if not isinstance(error, CheckpointError):
+                raise
             raise type(error)(f"rank {self._rank}: {error}") from error
         finally:
             if self._staged_save is not None:
@@ -161,17 +161,19 @@ class SaveSession:
         saver = self._saver
         assert self._report is not None, "write comes first"
         self._times.commit_begins()
-        replaced = self._replaced_files()
-        put_records(self.storage, map(save_id_in, replaced))
-        try:
-            self._commit(metadata, results)
-        except CheckpointError as error:
-            self._fail(error)
-            remove_records(self.storage, map(save_id_in, replaced))  # they are not replaced
-            raise
+        with self._or_fail():
+            replaced = self._replaced_files()
+            put_records(self.storage, map(save_id_in, replaced))
+            try:
+                parts = self._commit(metadata, results)
+            except Exception:
+                remove_records(self.storage, map(save_id_in, replaced))  # they are not replaced
+                raise
         saver.engine.failures.committed()
         if self._kept is not None:
             self._kept.committed()
+        if self._record is not None:
+            warn_if_stale(self.path, self._record.step, [part.unchanged for part in parts])
         report = self._report = self._times.committed(self._report)
         # It takes a quarter of a second for 2 GB, and not on another thread: whoever waited may copy the directory.
         # Before the user's callback: until then a load that began earlier may still find files of both saves.
@@ -219,7 +221,7 @@ class SaveSession:
             results = write_results(items, written.done, self._rank, planner, cipher, self._compare)
             if not self._commits:
                 results = [replace(r, storage_data=self._tables.shortened(r.storage_data, plan)) for r in results]
-        except CheckpointError:
+        except Exception:
             remove(self.storage, [file.name for file in written.done.files])
             raise
         return items, written, results
@@ -260,7 +262,8 @@ class SaveSession:
         buffer = None if self._staged_save is None else self._staged_save.buffer
         return buffer is not None and buffer.locate(tensor) is not None
 
-    def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> list[RankPlaces]:
+        """Makes the save the checkpoint at its path; returns what each rank has written."""
         saver = self._saver
         if saver.closed and self._staged_save is not None:  # it has been abandoned
             raise WriteError(f"the writer was closed before the save to {self.path} was over")
@@ -271,8 +274,7 @@ class SaveSession:
         # The planner's own, which DCP returns to whoever saves: what torch's writer says there, this one says too.
         metadata.version, metadata.storage_meta = DCP_VERSION, meta
         self._publish(metadata, parts)
-        if self._record is not None:
-            warn_if_stale(self.path, self._record.step, [part.unchanged for part in parts])
+        return parts
 
     def _publish(self, metadata: Metadata, parts: list[RankPlaces]) -> None:
         """Makes the save the checkpoint at its path; raises `WriteError`."""
@@ -294,7 +296,16 @@ class SaveSession:
     def _compare(self, places: Mapping[ItemKey, StoredItem]) -> tuple[str, ...] | None:
         return None if self._record is None else self._saver.freshness.compare(self._record.step, places)
 
-    def _fail(self, error: CheckpointError) -> None:
+    @contextmanager
+    def _or_fail(self) -> Iterator[None]:
+        """An error inside is that of the save, also where nobody has foreseen it."""
+        try:
+            yield
+        except Exception as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: Exception) -> None:
         self._saver.engine.failures.failed(error)
         self.end()
 

@@ -149,11 +149,8 @@ class TieredSession(SaveSession):
     def _wrote(self) -> None:
         if self._commits:
             return
-        try:
+        with self._or_fail():
             self._hand_over(None, b"")
-        except CheckpointError as error:
-            self._fail(error)
-            raise
         self.end()
 
     def _replaced_files(self) -> set[str]:
@@ -231,7 +228,7 @@ class TieredSession(SaveSession):
             self._writing.abort()
             self._writing = None
 
-    def _fail(self, error: CheckpointError) -> None:
+    def _fail(self, error: Exception) -> None:
         if self._local_files:
             remove(self.storage, self._local_files)
         self._abort()

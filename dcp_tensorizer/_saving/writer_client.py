@@ -29,7 +29,7 @@ from .._writer_process.messages import (
     WriteOptions,
     WriteRequest,
 )
-from .._writer_process.process import END_SECONDS, WriterProcess
+from .._writer_process.process import END_SECONDS, Unsendable, WriterProcess
 from .._writer_process.write_job import FileJob
 from ..errors import WriteError, WriterProcessDied
 from .file_planner import plan_files
@@ -147,6 +147,8 @@ class WriterClient:
                 request = WriteRequest(storage.location, options, files.plan(sources, digest))
                 done = self.ensure_process().write(request, buffers, options.timeout)
                 return Written(files.finish(done, digest), attempt)
+            except Unsendable as error:
+                raise WriteError(storage.scrub(f"{storage.path}: {error}")) from storage.cause(error)
             except WriterProcessDied as error:
                 files.remove()
                 if is_closed():

@@ -18,8 +18,8 @@ from typing import Protocol
 from .._descriptor import Descriptor, anonymous_file
 from .._forks import in_child
 from .._threads import Deadline
-from ..errors import WriteError, WriterProcessDied
-from .channel import Channel
+from ..errors import WriteError, WriterProcessDied, describe
+from .channel import Channel, pickled
 from .child import kill, said_by, start
 from .messages import (
     Answer,
@@ -40,12 +40,16 @@ from .messages import (
     WriteRequest,
 )
 
-__all__ = ["END_SECONDS", "WriterProcess"]
+__all__ = ["END_SECONDS", "Unsendable", "WriterProcess"]
 
 END_SECONDS = 5.0
 """For a process that is in the middle of a write. An idle one ends in milliseconds."""
 
 _DETACH_SECONDS = 5.0  # an idle process does it in a millisecond
+
+
+class Unsendable(WriteError):
+    """A request cannot be pickled. Nothing of it has been sent, and the writer process goes on."""
 
 
 class SharedBuffer(Protocol):
@@ -207,9 +211,10 @@ class WriterProcess:
         self._output.close()
 
     def _exchange(self, request: Request, fds: Sequence[int], timeout: float) -> Answer:
+        body = _pickled(request)
         try:
             self._sent |= {info.id for info in request.buffers}
-            self._channel.send(request, fds, timeout)
+            self._channel.send_pickled(body, fds, timeout)
             self._attached = {info.id for info in request.buffers}
             answer = self._wait(timeout)
         except TimeoutError:
@@ -277,6 +282,16 @@ class _RemoteTraceback(Exception):
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
+
+
+def _pickled(request: Request) -> bytes:
+    """A request as it travels; raises `Unsendable`. Of what is in one, only the user's options may not pickle."""
+    try:
+        return pickled(request)
+    except Exception as error:
+        raise Unsendable(
+            f"storage_options cannot be sent to the writer process, because they do not pickle: {describe(error)}"
+        ) from error
 
 
 def _end(popen: subprocess.Popen[bytes], channel: Channel) -> None:

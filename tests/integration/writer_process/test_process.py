@@ -24,7 +24,7 @@ from dcp_tensorizer._writer_process.messages import (
     WriteOptions,
     WriteRequest,
 )
-from dcp_tensorizer._writer_process.process import WriterProcess
+from dcp_tensorizer._writer_process.process import Unsendable, WriterProcess
 from dcp_tensorizer.errors import WriteError, WriterProcessDied
 
 from ...support import kill, open_descriptors
@@ -104,6 +104,17 @@ def test_storage_options_that_cannot_be_understood(process, buffer, tmp_path):
     finally:
         del sys.modules["a_module_of_nobody"]
     assert process.alive
+
+
+def test_storage_options_that_cannot_be_sent(process, buffer, tmp_path):
+    """They are named as what is wrong, nothing is sent, and the next request works."""
+    with pytest.raises(Unsendable, match=r"storage_options cannot be sent.*TypeError: cannot pickle '_thread.lock'"):
+        process.write(request(tmp_path, buffer, options={"option": threading.Lock()}), [buffer], 60)
+    assert process.alive
+    assert list(tmp_path.iterdir()) == []
+    buffer.reset()
+    process.write(request(tmp_path, buffer), [buffer], 60)
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
 
 
 def test_a_buffer_that_never_arrived_is_sent_again(process, buffer, tmp_path):
