@@ -138,13 +138,11 @@ class Stager:
             The staged copy of the state dict, with its ``staged_save``; empty if it could not be made.
         """
         self.saves.reclaim()
-        staged = self._begin(is_kept=is_kept)
+        staged = self._empty(is_kept=is_kept)
         staged_save = staged.staged_save
-        distributed = torch.distributed
-        staged_save.distributed = (
-            distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-        )
         try:
+            self.saves.add(staged_save)
+            staged_save.distributed = _is_distributed()
             staged_save.omitted = omitted
             snapshot = self._snapshot(state_dict, omitted)
             staged_save.shared = snapshot.shared
@@ -162,7 +160,8 @@ class Stager:
             staged_save.finish()
         except BaseException as error:  # a KeyboardInterrupt: there will be no save
             self.saves.remove(staged_save)
-            if staged_save.stager is threading.current_thread():  # others may wait for it, to stage theirs
+            is_copying = staged_save.stager is not threading.current_thread() and staged_save.stager.is_alive()
+            if not is_copying:  # others may wait for it, to stage theirs
                 staged_save.fail(error)
                 staged_save.finish()
             raise
@@ -170,9 +169,10 @@ class Stager:
 
     def refuse(self, error: StagingError) -> StagedStateDict:
         """The result of a staging that was not even tried: its save fails with ``error``."""
-        staged = self._begin()
+        staged = self._empty()
         staged.staged_save.fail(error)
         staged.staged_save.finish()
+        self.saves.add(staged.staged_save)  # nobody has to wait for it
         return staged
 
     def begin_save(self) -> StagedSave | None:
@@ -197,10 +197,9 @@ class Stager:
         for staged_save in self.saves.of(self):
             staged_save.hold_training()
 
-    def _begin(self, *, is_kept: bool = False) -> StagedStateDict:
-        """An empty staged state dict, whose save is the last one."""
+    def _empty(self, *, is_kept: bool = False) -> StagedStateDict:
+        """A staged state dict that nothing is in. No save of it is waited for, until that is one of the saves."""
         staged_save = StagedSave(self, keeps_buffer=self._cache, is_kept=is_kept)
-        self.saves.add(staged_save)
         return StagedStateDict({}, staged_save, self.wait_turn)
 
     @torch.no_grad()
@@ -268,6 +267,11 @@ class Stager:
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
     """What stands for a tensor that is not staged: it can be planned, and nobody can take its values for others."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _is_distributed() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _new_buffer(nbytes: int, device: Device, index: int | None) -> SharedBuffer:

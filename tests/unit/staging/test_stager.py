@@ -67,6 +67,27 @@ def test_an_interrupted_staging_leaves_nothing_behind(stager: Stager) -> None:
     assert stager.begin_save() is None
 
 
+@pytest.mark.parametrize("moment", ["begun", "thread", "refused"])
+def test_no_moment_of_an_interruption_keeps_others_waiting(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """Just after the save is one of those that others wait for; while its thread starts; where it is refused."""
+    stager = Stager(overlap=True)
+    seen = []
+
+    def interrupt(*arguments: object, **options: object) -> None:
+        seen.extend(stager.saves.of(stager))
+        raise KeyboardInterrupt
+
+    places = {"begun": (torch.distributed, "is_available"), "thread": (threading.Thread, "start")}
+    with monkeypatch.context() as patch:
+        patch.setattr(*places.get(moment, (StagedSave, "finish")), interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            stager.refuse(StagingError("no")) if moment == "refused" else stager.stage({"a": torch.ones(1)})
+    assert len(seen) == (0 if moment == "refused" else 1)
+    assert stager.saves.of(stager) == []
+    assert all(staged_save.wait_built(0.0) for staged_save in seen)
+    stager.saves.close()
+
+
 def test_whoever_waits_for_a_staging_that_is_interrupted_goes_on(stager: Stager) -> None:
     """Another thread stages after it: it waits until it is known which buffer is free."""
     gate = Gate()
