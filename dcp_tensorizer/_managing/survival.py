@@ -267,9 +267,9 @@ class Survival:
         try:
             if self._process is not None:
                 self._process.forget_all_but(kept)
-        except KeeperDied as error:
+        except WriteError as error:  # also one that does not answer: what it has is to be overwritten
             if self._process is not None:
-                self._process.kill()  # what it has is to be overwritten
+                self._process.kill()
             self._release(forgotten)
             self._stop_keeping(str(error))
         else:

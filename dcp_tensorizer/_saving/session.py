@@ -114,8 +114,9 @@ class SaveSession:
 
     def answer(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: the plans of all ranks, with what each may leave out."""
-        state = None if self._kept is None else self._kept.begin(self.storage, self.id, len(plans))
-        return [self._tables.answer(plan, state) for plan in plans]
+        with self._or_fail():
+            state = None if self._kept is None else self._kept.begin(self.storage, self.id, len(plans))
+            return [self._tables.answer(plan, state) for plan in plans]
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Writes this rank's items and makes them durable.
