@@ -191,7 +191,7 @@ class Flusher:
             self._give_up(entry, record, str(error))
             return
         if replaced is None:  # somebody died here, after that
-            replaced = self._replaced_before(entry, record) - set(commit.files)
+            replaced = self._replaced_before(entry, record.place, commit.name) - set(commit.files)
         with suppress(OSError):  # what stays only costs space
             remote.remove(*replaced)
         self._queue.set_trouble(entry, None)
@@ -213,10 +213,10 @@ class Flusher:
     def _ids_before(self, entry: Entry) -> set[str]:
         return {other.id for other in self._queue.entries() if other.number < entry.number}
 
-    def _replaced_before(self, entry: Entry, record: Record) -> set[str]:
-        """The files of what was flushed to a place before."""
-        before = [r for e, r in self._queue.records() if e.number < entry.number]
-        commits = [r.commit for r in before if r.place == record.place and r.commit is not None]
+    def _replaced_before(self, entry: Entry, place: str, name: str) -> set[str]:
+        """The files of what was flushed before under a name of a metadata file: each replaces only its own."""
+        before = [r for e, r in self._queue.records() if e.number < entry.number and r.place == place]
+        commits = [r.commit for r in before if r.commit is not None and r.commit.name == name]
         return {name for commit in commits for name in commit.files}
 
     def _look(self, entry: Entry, record: Record) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 
+from .._format.layout import metadata_file_name
 from .._storage.local import LocalStorage
 from ..errors import CheckpointError
 from .queue import LOST, REMOTE, TOLD, WRITING, Entry, Queue, Record
@@ -28,12 +29,18 @@ def arrive(queue: Queue, entry: Entry, record: Record, named: set[str]) -> None:
     _, kept = max([(entry.number, record.place), *((e.number, r.place) for e, r in done)])
     for other, of_other in done:
         files = of_other.files if of_other.commit is None else of_other.commit.files
-        is_replaced = of_other.place == record.place and other.number < entry.number and not named & set(files)
+        is_before = other.number < entry.number and _metadata_of(of_other) == _metadata_of(record)
+        is_replaced = is_before and not named & set(files)
         if of_other.place != kept or is_replaced:
             drop(queue, other, of_other, forget=_is_old(other))
     if record.place != kept:
         drop(queue, entry, record, forget=False)
     queue.move(entry, REMOTE)
+
+
+def _metadata_of(record: Record) -> tuple[str, str]:
+    """Where the metadata of a save is, and its name: one save replaces another only if it has the same."""
+    return record.place, metadata_file_name() if record.commit is None else record.commit.name
 
 
 def _is_old(entry: Entry) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 import time
@@ -26,7 +27,7 @@ from dcp_tensorizer._tiers.queue import REMOTE, SENT, Commit, Entry, Queue, Reco
 from dcp_tensorizer.errors import unwrap
 
 from ...support import quietly
-from .support import Run, files_below
+from .support import Run, files_below, state_of
 
 
 class _Killed(BaseException):
@@ -379,3 +380,45 @@ def test_a_clock_that_was_set_back_costs_no_checkpoint(tmp_path: Path, monkeypat
     monkeypatch.setattr(publishing, "_committed", ahead)
     assert Flusher(run.target).step() is None
     assert run.load("latest") == 2
+
+
+def _saved_by_ranks(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two saves of two ranks of a node to one place, each with metadata of its own, none of it on the remote."""
+    run.cut()
+    set_up, writer = TensorizerStorageWriter.set_up_storage_writer, run.writer(max_unflushed=9)
+    for value, rank in itertools.product((1, 2), (0, 1)):
+        with monkeypatch.context() as patch:
+            options = {"rank": rank, "use_collectives": False}
+            patch.setattr(
+                TensorizerStorageWriter,
+                "set_up_storage_writer",
+                lambda self, *_, o=options, **__: set_up(self, True, **o),
+            )
+            dcp.save(state_of(value), storage_writer=writer, checkpoint_id=run.remote / "a", use_collectives=False)
+    writer.close(0.5)
+    run.mend()
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["lives", "dies"])
+def test_ranks_that_commit_alone_keep_each_others_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    """At one place each rank's save replaces its own earlier one alone, also in a flush that is done again."""
+    run = Run(tmp_path)
+    _saved_by_ranks(run, monkeypatch)
+    newest = [name for _, record in run.queue.records()[2:] for name in record.files]
+    move, dead = Queue.move, set[str]()
+
+    def moved(queue: Queue, entry: Entry, state: str) -> Entry:
+        if dies and state == REMOTE and entry.stem not in dead:
+            dead.add(entry.stem)
+            raise _Killed
+        return move(queue, entry, state)
+
+    monkeypatch.setattr(Queue, "move", moved)
+    for _ in range(4 if dies else 0):
+        with pytest.raises(_Killed):
+            Flusher(run.target).step()
+    assert Flusher(run.target).step() is None
+    assert sorted(os.listdir(run.remote / "a")) == sorted(["__0.metadata", "__1.metadata", *newest])
+    assert sorted(os.listdir(run.local / "a")) == sorted(newest)
