@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import suppress
+import weakref
 from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from .._format.layout import metadata_file_name
 from .._format.places import RankPlaces
 from .._staging.stager import StagedSave
-from .._storage.base import Refused, Storage
+from .._storage.base import DirectoryLock, Refused, Storage
 from .._storage.local import LocalStorage
-from .._tiers.keeping import free
+from .._tiers.keeping import free, undo
 from .._tiers.publishing import missing_files, publish
 from .._tiers.queue import OPEN, Commit, Record, Writing
 from ..errors import CheckpointError, WriteError, WriterProcessDied, describe
@@ -72,6 +72,12 @@ class TieredSession(SaveSession):
         super().finish(metadata, results)
         self._follow()
 
+    def end(self) -> None:
+        """Also removes what this rank has written here, unless the flush has it. Idempotent."""
+        super().end()
+        if self._writing is not None:
+            undo(self._writing)
+
     def _open(self) -> None:
         """Locks the local folder, so that nobody clears it away. The remote is asked only where that is needed."""
         if self._commits and not (self._saver.options.overwrite and self._use_collectives):
@@ -82,6 +88,8 @@ class TieredSession(SaveSession):
             self.storage.make_directory()
             self._lock = self.storage.lock_directory()
             self._lock.share(self._saver.options.limits.timeout)
+            # If another rank fails, no hook says so. Not at exit: a save on a daemon thread may be under way then.
+            weakref.finalize(self, _end, self._writing, self._lock).atexit = False
         except (CheckpointError, OSError) as error:
             self._go_direct(error)
 
@@ -135,12 +143,8 @@ class TieredSession(SaveSession):
             "rank %d: %s is not used, and this save goes to %s directly, which takes longer: %s",
             *(self._rank, self.storage.path, self.path, describe(error)),
         )
-        remove(self.storage, self._local_files)
-        self._local_files = {}
         self.end()
-        with suppress(CheckpointError, OSError):
-            self.storage.remove_directory()  # if it is empty
-        self._abort()
+        self._writing, self._local_files = None, {}
         self.storage = self._flushing.target.open(self._place)
         self.storage.make_directory()
         self._lock = self.storage.lock_directory()
@@ -165,7 +169,8 @@ class TieredSession(SaveSession):
         if self._writing is None:
             return
         if commit is None and not self._local_files:
-            self._abort()
+            self._writing.abort()
+            self._writing = None
             return
         queue, sync = self._flushing.queue, self._saver.options.write.sync
         try:
@@ -223,13 +228,7 @@ class TieredSession(SaveSession):
             self._flushing.follow(self._writing.entry, report, self._saver.reports.arrived)
             self._flushing.resume()
 
-    def _abort(self) -> None:
-        if self._writing is not None:
-            self._writing.abort()
-            self._writing = None
 
-    def _fail(self, error: Exception) -> None:
-        if self._local_files:
-            remove(self.storage, self._local_files)
-        self._abort()
-        super()._fail(error)
+def _end(writing: Writing, lock: DirectoryLock) -> None:
+    lock.release()  # or else the folder would be in use, and stay
+    undo(writing)

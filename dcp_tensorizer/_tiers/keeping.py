@@ -8,9 +8,9 @@ from contextlib import suppress
 from .._format.layout import metadata_file_name
 from .._storage.local import LocalStorage
 from ..errors import CheckpointError
-from .queue import LOST, REMOTE, TOLD, WRITING, Entry, Queue, Record
+from .queue import LOST, REMOTE, TOLD, WRITING, Entry, Queue, Record, Writing
 
-__all__ = ["arrive", "clean_up", "drop", "free"]
+__all__ = ["arrive", "clean_up", "drop", "free", "undo"]
 
 _FORGET_SECONDS = 60.0  # who follows a save looks when it arrived: its record stays so long
 
@@ -103,10 +103,25 @@ def clean_up(queue: Queue) -> None:
                 drop(queue, entry, record)
 
 
+def undo(writing: Writing) -> None:
+    """Removes what a save has left here that ends without success, and its record. Idempotent.
+
+    Of one that was handed over to the flush nothing goes.
+    """
+    if writing.is_unfinished:
+        _remove_written(writing.queue, writing.record)
+        writing.abort()  # last: whoever comes after a death knows where to look
+
+
 def _remove_written(queue: Queue, record: Record) -> None:
-    """Removes the files of a save that had not ended."""
+    """Removes the files of a save that had not ended, and their folder, if it is empty and no other save is there."""
     local = LocalStorage(queue.root / record.place)
     with suppress(CheckpointError, OSError):
         names = [file.name for file in local.listing()[0]]
         local.remove(*(n for n in names if n.startswith(f"__{record.rank}_") and n.endswith(f"_{record.id}.tensors")))
-        local.remove_directory()
+        lock = local.lock_directory()
+        try:
+            if lock.is_exclusive or not local.locks_are_visible:
+                local.remove_directory()
+        finally:
+            lock.release()

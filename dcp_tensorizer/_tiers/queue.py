@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from .._descriptor import Descriptor
 from .._storage.local import LocalStorage
-from ..errors import MetadataError, NotCommitted, ReadError
+from ..errors import MetadataError, NotCommitted, ReadError, WriteError
 
 __all__ = [
     "FOLDER",
@@ -277,16 +278,29 @@ class Queue:
 
 
 class Writing:
-    """A record of a save under way. It is locked as long as this process lives, and has not finished it.
+    """A record of a save under way. It is locked as long as this object and this process live, and until it is over.
 
     Made by `Queue.begin`.
+
+    Attributes:
+        entry: The record, as the folder shows it.
+        queue: It is in this one.
+        record: What was known when the save began.
     """
 
     def __init__(self, queue: Queue, entry: Entry, record: Record, descriptor: int) -> None:
         self.entry = entry
-        self._queue = queue
-        self._record = record
-        self._descriptor: int | None = descriptor
+        self.queue = queue
+        self.record = record
+        self._descriptor = Descriptor(descriptor)
+        self._pid = os.getpid()
+        self._is_handed_over = False
+        self._is_aborted = False
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether what the save has written is of no use if it ends here. A forked child cannot end it."""
+        return not self._is_handed_over and os.getpid() == self._pid
 
     def written(
         self, files: Mapping[str, int], *, sync: bool, commit: Commit | None = None, index: bytes = b""
@@ -296,24 +310,30 @@ class Writing:
         Raises:
             CheckpointError, OSError: it could not be written down: they are not, and it is not.
         """
-        record = msgspec.structs.replace(self._record, files=dict(files), commit=commit)
+        if self._is_aborted:
+            raise WriteError(f"{self.queue.root}/{self.record.place}: the save was ended before it was over")
+        record = msgspec.structs.replace(self.record, files=dict(files), commit=commit)
         entry = self.entry._replace(state=UNFLUSHED)
         if commit is not None:
-            self._queue._put_index(entry, index, sync=sync)
-        self._queue._put(entry, record, sync=sync)
-        self._queue._unlink(self.entry.name)
+            self.queue._put_index(entry, index, sync=sync)
+        self._is_handed_over = True  # before it is: whoever interrupts this must not have the files removed
+        try:
+            self.queue._put(entry, record, sync=sync)
+        except Exception:
+            self._is_handed_over = False
+            raise
+        self.queue._unlink(self.entry.name)
         self.entry = entry
         self._let_go()
 
     def abort(self) -> None:
         """The save has failed here, and its files are gone. Idempotent; does nothing after `written`."""
-        if self._descriptor is not None:
-            self._queue.remove(self.entry)
+        if self.is_unfinished:
+            self._is_aborted = True
+            self.queue.remove(self.entry)
             self._let_go()
 
     def _let_go(self) -> None:
-        if self._descriptor is not None:
-            with suppress(OSError):
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-            os.close(self._descriptor)
-            self._descriptor = None
+        with suppress(OSError):  # a forked child may have a copy of the descriptor, with which the lock would last
+            fcntl.flock(self._descriptor.number, fcntl.LOCK_UN)
+        self._descriptor.close()

@@ -1,0 +1,159 @@
+"""What a save leaves in the local folder that fails somewhere else: nothing, however it ends."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcp_tensorizer import TensorizerStorageWriter, WriteError
+from dcp_tensorizer._saving.tiered_session import TieredSession
+from dcp_tensorizer._tiers.keeping import undo
+from dcp_tensorizer._tiers.queue import Queue, Record
+
+from ...support import quietly
+from .support import Run, files_below, state_of
+
+ID = "a" * 32
+FILE = f"__0_0_{ID}.tensors"
+
+
+def _save(run: Run, writer: TensorizerStorageWriter, value: int) -> None:
+    dcp.save(state_of(value), storage_writer=writer, checkpoint_id=run.remote / "a")
+
+
+def _fail_after(monkeypatch: pytest.MonkeyPatch, hook: str) -> None:
+    """Has another rank fail when this one is through with a hook: DCP calls none after it."""
+    original = getattr(TensorizerStorageWriter, hook)
+
+    def fails(*args: Any) -> None:
+        original(*args)
+        raise RuntimeError("another rank has failed")
+
+    monkeypatch.setattr(TensorizerStorageWriter, hook, fails)
+
+
+@pytest.mark.parametrize("hook", ["prepare_local_plan", "write_data"])
+def test_what_another_rank_has_failed_goes_with_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str
+) -> None:
+    """When the next save begins, there is no file and no record of the failed one, and it arrives."""
+    run = Run(tmp_path)
+    with run.writer() as writer:
+        with quietly(), monkeypatch.context() as patch:
+            _fail_after(patch, hook)
+            with pytest.raises(CheckpointException):
+                _save(run, writer, 1)
+        assert run.states() == ["writing"]
+        _save(run, writer, 2)
+        assert len(list(run.local.rglob("*.tensors"))) == 1
+        assert len(run.states()) == 1
+    assert (run.states(), run.load("a")) == (["remote"], 2)
+
+
+@pytest.mark.parametrize("hook", ["prepare_local_plan", "write_data"])
+def test_what_another_rank_has_failed_goes_with_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str
+) -> None:
+    """When the writer is closed, nothing of the failed save is left."""
+    run = Run(tmp_path)
+    with quietly(), run.writer() as writer:
+        _fail_after(monkeypatch, hook)
+        with pytest.raises(CheckpointException):
+            _save(run, writer, 1)
+    assert (run.states(), files_below(run.local)) == ([], set())
+
+
+def _begun(run: Run, writer: TensorizerStorageWriter) -> TieredSession:
+    """A save of one rank that has written."""
+    saver = writer._saver
+    assert saver.flushing is not None
+    session = TieredSession(saver, ID, saver.flushing, "a", None)
+    session.set_up(rank=0, is_coordinator=False, use_collectives=True)
+    session._open()
+    (run.local / "a" / FILE).write_bytes(b"data")
+    session._local_files = {FILE: 4}
+    return session
+
+
+def test_a_save_that_nobody_knows_any_more_is_removed(tmp_path: Path) -> None:
+    """An asynchronous save's thread ends, and nobody ends its session."""
+    run = Run(tmp_path)
+    with run.writer() as writer:
+        session = _begun(run, writer)
+        assert run.states() == ["writing"]
+        del session
+        assert (run.states(), files_below(run.local), (run.local / "a").exists()) == ([], set(), False)
+
+
+def test_what_the_flush_has_stays(tmp_path: Path) -> None:
+    """To end a save that was handed over removes nothing of it."""
+    run = Run(tmp_path)
+    run.cut()
+    with run.writer() as writer:
+        session = _begun(run, writer)
+        session._hand_over(None, b"")
+        session.end()
+        del session
+        assert (run.states(), os.listdir(run.local / "a")) == (["unflushed"], [FILE])
+        run.queue.remove(run.queue.entries()[0])
+
+
+def test_a_save_that_was_ended_is_not_handed_over(tmp_path: Path) -> None:
+    """A signal's handler may close the writer between two hooks; the save fails then, since its files are gone."""
+    run = Run(tmp_path)
+    with run.writer() as writer:
+        session = _begun(run, writer)
+        session.end()
+        with pytest.raises(WriteError, match="was ended before it was over"):
+            session._wrote()
+    assert (run.states(), files_below(run.local)) == ([], set())
+
+
+def test_an_interrupted_hand_over_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record that is there when its writing is interrupted keeps its files."""
+    queue, put = Queue(tmp_path), Queue._put
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / FILE).write_bytes(b"data")
+    writing = queue.begin(Record("remote", "a", 0, ID))
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        put(*args, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Queue, "_put", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        writing.written({FILE: 4}, sync=False)
+    undo(writing)
+    assert ([entry.state for entry in queue.entries()], os.listdir(tmp_path / "a")) == (["unflushed"], [FILE])
+
+
+def test_a_forked_child_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter frees the sessions of threads that are not there in a child; their saves are the parent's."""
+    queue = Queue(tmp_path)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / FILE).write_bytes(b"data")
+    writing = queue.begin(Record("remote", "a", 0, ID))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: 1)
+        undo(writing)
+    assert ([entry.state for entry in queue.entries()], os.listdir(tmp_path / "a")) == (["writing"], [FILE])
+    undo(writing)
+    assert (queue.entries(), (tmp_path / "a").exists()) == ([], False)
+
+
+def test_the_folder_of_another_save_stays(tmp_path: Path) -> None:
+    """Also while it is empty, because another rank of the node has only just begun there."""
+    run = Run(tmp_path)
+    (run.local / "a").mkdir(parents=True)
+    with run.writer() as writer:
+        session = _begun(run, writer)
+        lock = session.storage.lock_directory()
+        lock.share(10.0)
+        session.end()
+        assert os.listdir(run.local / "a") == []
+        lock.release()
