@@ -37,15 +37,18 @@ def settle(flushing: Flushing | None, agreement: Agreement) -> None:
     """
     if flushing is None:
         return
-    own = flushing.queue.records(OPEN, flushing.target.name)
+    own = flushing.open_records()
+    can_list = flushing.is_readable
     held = {name for _, record in own for name in _whole(flushing, record)}
     commits = [(entry, record, record.commit) for entry, record in own if record.commit is not None]
-    everybody = agreement.gathered((held, [set(commit.files) for _, _, commit in commits]))
-    all_held = set().union(*(files for files, _ in everybody))
-    for entry, record, commit in commits:
-        _give_up_lost(flushing, entry, record, commit, all_held)
+    saves = [set(commit.files) for _, _, commit in commits]
+    everybody = agreement.gathered((held, saves, can_list))
+    all_held = set().union(*(files for files, _, _ in everybody))
+    if all(can_list for _, _, can_list in everybody):  # or else it may be there: the flush gives it its time
+        for entry, record, commit in commits:
+            _give_up_lost(flushing, entry, record, commit, all_held)
     flushing.resume()
-    is_far = any(not files <= held for _, saves in everybody for files in saves)
+    is_far = any(not files <= held for _, saves, _ in everybody for files in saves)
     (must_wait,) = agreement.largest(int(is_far))
     if must_wait:
         _wait(flushing, agreement)
@@ -77,14 +80,21 @@ def _give_up_lost(flushing: Flushing, entry: Entry, record: Record, commit: Comm
     reason = f"no node of this job has {min(missing, default='')}: the node that saved it is lost"
     deadline = time.monotonic() + _CLAIM_SECONDS
     while missing and time.monotonic() < deadline:
-        now = next((e for e in flushing.queue.entries() if e.stem == entry.stem and e.state in OPEN), None)
+        now = next((e for e in flushing.entries() if e.stem == entry.stem and e.state in OPEN), None)
         if now is None:  # another rank of this node was first
             return
         with flushing.queue.claimed(now) as is_free:
             if is_free:
-                flushing.queue.give_up(now, record, reason)
+                _give_up(flushing, now, record, reason)
                 return
         time.sleep(_LOOK_SECONDS)  # it is flushed, by another job say
+
+
+def _give_up(flushing: Flushing, entry: Entry, record: Record, reason: str) -> None:
+    try:
+        flushing.queue.give_up(entry, record, reason)
+    except CheckpointError as error:  # then the flush gives it up; the other ranks wait for this one
+        logger.warning("%s/%s cannot be given up: %s", flushing.target.name, record.place, str(error))
 
 
 def _wait(flushing: Flushing, agreement: Agreement) -> None:
@@ -106,4 +116,4 @@ def _wait(flushing: Flushing, agreement: Agreement) -> None:
 
 
 def _progress(flushing: Flushing) -> list[tuple[str, float]]:
-    return [(entry.name, entry.changed) for entry in flushing.queue.entries()]
+    return [(entry.name, entry.changed) for entry in flushing.entries()]

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from typing import TypeVar
 
 from .._forks import in_child
 from .._threads import NEVER, Deadline, in_background
@@ -21,7 +22,7 @@ from .._tiers.queue import LOST, OPEN, REMOTE, TOLD, UNFLUSHED, Entry, Queue, Re
 from .._tiers.target import Target
 from .._tiers.thread import FlushThread
 from .._writer_process.messages import FlushRequest
-from ..errors import WriteError
+from ..errors import ReadError, WriteError
 from .report import SaveReport
 from .writer_client import WriterClient
 
@@ -30,6 +31,7 @@ __all__ = ["Flushing"]
 logger = logging.getLogger("dcp_tensorizer")
 
 _LOOK_SECONDS = 0.2
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +47,11 @@ class Flushing:
     Args:
         client: Has the writer process.
         target: What is flushed, and where to.
+
+    Attributes:
+        target: What is flushed, and where to.
+        queue: The records of the folder.
+        is_readable: Whether the folder could be read when it was last looked at.
     """
 
     def __init__(self, client: WriterClient, target: Target) -> None:
@@ -59,12 +66,13 @@ class Flushing:
         self._lock = threading.RLock()  # on_report, a signal's handler: they may wait for the remote
         self._is_watching = False
         self._has_ended = False
+        self.is_readable = True
         in_child(self, Flushing._let_go)
 
     def resume(self) -> None:
         """Has flushed what is in the folder: also what a job has left there that has died."""
         self._has_ended = False
-        entries = self.queue.entries()
+        entries = self.entries()
         if any(entry.state in OPEN for entry in entries):
             self._request()
         if any(entry.state in (*OPEN, LOST) for entry in entries) or self._followed:
@@ -87,19 +95,30 @@ class Flushing:
         """Done when the remote has a save; None if it has it, or if this rank has no part in its flush."""
         return self._futures.get(save_id)
 
+    def entries(self) -> list[Entry]:
+        """All records. None, with a warning, if the folder cannot be read.
+
+        A rank that failed alone because of that would have the others wait for it.
+        """
+        return self._read(self.queue.entries)
+
+    def open_records(self) -> list[tuple[Entry, Record]]:
+        """What is not on the remote yet. Nothing, with a warning, if the folder cannot be read."""
+        return self._read(self._open)
+
     def unflushed(self) -> int:
         """How many checkpoints lie in the local folder, and are not on the remote.
 
         Of ranks that do not commit, how many they have not sent: who commits has to wait for the others.
         """
         counts: Counter[int] = Counter()
-        for entry, record in self._open():
+        for entry, record in self.open_records():
             counts[entry.rank] += entry.state == UNFLUSHED or record.commit is not None
         return max(counts.values(), default=0)
 
     def commits_before(self, save_id: str) -> bool:
         """Whether checkpoints are still to be committed on the remote that were saved before one."""
-        return any(entry.id != save_id and record.commit is not None for entry, record in self._open())
+        return any(entry.id != save_id and record.commit is not None for entry, record in self.open_records())
 
     def wait(self, deadline: Deadline = NEVER, *, until: Callable[[], bool] | None = None) -> bool:
         """Waits until the remote has everything, or something else is so; whether it is.
@@ -109,12 +128,15 @@ class Flushing:
         Args:
             deadline: When to give up in any case.
             until: What to wait for instead.
+
+        Raises:
+            ReadError: nobody can tell whether the remote has everything: the folder cannot be read.
         """
         is_over = until or (lambda: not self._open())
         before: object = None
         last = time.monotonic()
         while not is_over():
-            now = [(entry.name, entry.changed) for entry, _ in self._open()]
+            now = [(entry.name, entry.changed) for entry, _ in self.open_records()]
             if now != before:
                 before, last = now, time.monotonic()
             if deadline.left == 0 or time.monotonic() - last > self.target.timeout:
@@ -153,6 +175,16 @@ class Flushing:
         self._has_ended = True
         if self._lock.acquire(timeout=1.0):  # so that nobody is just about to
             self._lock.release()
+
+    def _read(self, read: Callable[[], list[_T]]) -> list[_T]:
+        """What a function finds in the folder; nothing if that cannot be read."""
+        try:
+            found, self.is_readable = read(), True
+        except ReadError as error:
+            if self.is_readable:  # once, and not at each look
+                logger.warning("%s: what lies there is not waited for", str(error))
+            found, self.is_readable = [], False
+        return found
 
     def _open(self) -> list[tuple[Entry, Record]]:
         return self.queue.records(OPEN, self.target.name)

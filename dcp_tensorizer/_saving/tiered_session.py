@@ -18,7 +18,7 @@ from .._storage.base import DirectoryLock, Refused, Storage
 from .._storage.local import LocalStorage
 from .._tiers.keeping import free, undo
 from .._tiers.publishing import missing_files, publish
-from .._tiers.queue import OPEN, Commit, Record, Writing
+from .._tiers.queue import Commit, Record, Writing
 from ..errors import CheckpointError, WriteError, WriterProcessDied, describe
 from .commit import encoded, remove
 from .flushing import Flushing
@@ -99,7 +99,7 @@ class TieredSession(SaveSession):
         if self._saver.options.overwrite:
             return
         name = metadata_file_name(self._metadata_rank)
-        for _, record in self._flushing.queue.records(OPEN, self._flushing.target.name):
+        for _, record in self._flushing.open_records():
             if record.place == self._place and record.commit is not None and record.commit.name == name:
                 raise WriteError(
                     f"a checkpoint for {self.path} is in {self.storage.path}, and not on the remote yet, and "
@@ -215,7 +215,7 @@ class TieredSession(SaveSession):
             if time.monotonic() - last > patience:
                 raise Refused(f"{self.path}: {len(missing)} files have not come to the remote in {patience:g} s")
             time.sleep(_LOOK_SECONDS)
-        remove(remote, publish(remote, index, commit, {entry.id for entry in self._flushing.queue.entries()}) or ())
+        remove(remote, publish(remote, index, commit, {entry.id for entry in self._flushing.entries()}) or ())
         self._is_published = True
 
     def _follow(self) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
@@ -81,3 +84,15 @@ def files_below(folder: Path) -> set[str]:
     return {
         f"{path.parent.relative_to(folder)}/{path.suffix or path.name}" for path in folder.rglob("*") if path.is_file()
     }
+
+
+def unlistable(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    """Has the local disk fail when the records in it are listed."""
+    listdir = os.listdir
+
+    def fails(folder: Any = ".") -> list[str]:
+        if os.fspath(folder) == str(run.queue.folder):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return listdir(folder)
+
+    monkeypatch.setattr(os, "listdir", fails)

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import (
     NotCommitted,
+    ReadError,
     SaveLimits,
     SaveReport,
     TensorizerStorageReader,
@@ -31,7 +32,7 @@ from dcp_tensorizer.errors import unwrap
 
 from ...servers import S3Server
 from ...support import quietly
-from .support import Run, files_below, state_of
+from .support import Run, files_below, state_of, unlistable
 
 
 def said(caplog: pytest.LogCaptureFixture) -> str:
@@ -156,6 +157,23 @@ def test_a_local_folder_that_cannot_be_made_is_passed_by(tmp_path: Path, caplog:
         assert writer.last_report.remote_durable_at is not None  # type: ignore[union-attr]
     assert run.load("step-1") == 1
     assert "this save goes to" in said(caplog)
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_local_folder_that_cannot_be_listed_is_passed_by(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
+    """A rank with a dead disk stages and saves as the others do, and says once what it cannot read."""
+    run = Run(tmp_path)
+    unlistable(monkeypatch, run)
+    with run.writer(overwrite=overwrite) as writer:
+        dcp.async_save(state_of(1), storage_writer=writer, checkpoint_id=run.remote / "step-1").result()
+        assert writer.last_report.remote_durable_at is not None  # type: ignore[union-attr]
+        with pytest.raises(ReadError, match="Input/output error"):
+            writer.wait_remote(1.0)  # nobody can tell
+    assert run.load("step-1") == 1
+    assert said(caplog).count(f"cannot list {run.queue.folder}: [Errno 5] Input/output error: what lies there") == 1
+    assert f"this save goes to {run.remote / 'step-1'} directly" in said(caplog)
 
 
 def test_a_checkpoint_is_below_the_writers_path(tmp_path: Path) -> None:

@@ -1,0 +1,89 @@
+"""What the ranks of a job settle of the job before, where one of them has trouble with its disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcp_tensorizer._managing.agreement import Agreement
+from dcp_tensorizer._managing.unflushed import settle
+from dcp_tensorizer._saving.flushing import Flushing
+from dcp_tensorizer._storage.base import Refused
+from dcp_tensorizer._tiers.queue import Commit, Queue, Record
+
+from .support import Run, unlistable
+
+FILE = f"__7_0_{'a' * 32}.tensors"
+
+
+class _Client:
+    """Of a writer process that does nothing."""
+
+    is_running = True
+
+    def flush(self, request: object) -> None:
+        """Takes a request."""
+
+
+class _Ranks(Agreement):
+    """This rank, and another one that has nothing, and can list its folder or not."""
+
+    def __init__(self, *, can_list: bool = True) -> None:
+        super().__init__(None)
+        self.other: Any = (set(), [], can_list)
+        self.told: list[Any] = []
+
+    def gathered(self, own: Any) -> list[Any]:
+        self.told.append(own)
+        return [own, self.other]
+
+    def largest(self, *numbers: int) -> list[int]:
+        self.told.append(numbers)
+        return [0]
+
+
+def _flushing(run: Run) -> Flushing:
+    """Of a folder with a save of which a file of rank 7 is nowhere."""
+    writing = run.queue.begin(Record(run.target.name, "step-1", 0, "a" * 32))
+    writing.written({}, sync=False, commit=Commit(".metadata", {FILE: 4}, True))
+    client: Any = _Client()
+    return Flushing(client, run.target)
+
+
+def test_a_rank_that_cannot_list_its_folder_has_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes part in every agreement, and says that it cannot tell."""
+    run, ranks = Run(tmp_path), _Ranks()
+    flushing = _flushing(run)
+    with monkeypatch.context() as patch:
+        unlistable(patch, run)
+        settle(flushing, ranks)
+    assert ranks.told == [(set(), [], False), (0,)]
+    assert run.states() == ["unflushed"]
+
+
+@pytest.mark.parametrize(("can_list", "state"), [(True, "lost"), (False, "unflushed")])
+def test_what_may_lie_in_a_folder_that_cannot_be_listed_is_not_given_up(
+    tmp_path: Path, can_list: bool, state: str
+) -> None:
+    """A rank that cannot list its folder may have the file that is missing."""
+    run, ranks = Run(tmp_path), _Ranks(can_list=can_list)
+    settle(_flushing(run), ranks)
+    (entry,) = run.queue.entries()
+    assert entry.state.replace("told", "lost") == state  # the thread that looks for it may have told of it
+    assert ranks.told == [(set(), [{FILE}], True), (1,)]
+    run.queue.remove(entry)  # ends that thread
+
+
+def test_a_rank_that_can_write_nothing_down_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it cannot give up it leaves to the flush, and the others do not wait for it."""
+    run, ranks = Run(tmp_path), _Ranks()
+
+    def fails(*args: object) -> None:
+        raise Refused("Input/output error")
+
+    monkeypatch.setattr(Queue, "give_up", fails)
+    settle(_flushing(run), ranks)
+    assert (ranks.told[-1], run.states()) == ((1,), ["unflushed"])
+    run.queue.remove(run.queue.entries()[0])
