@@ -50,7 +50,7 @@ def test_nothing_is_deleted_before_newer_ones_have_arrived(tmp_path: Path) -> No
     state = state_of(0)
     with manager_of(run, keep_latest=1) as manager:
         assert manager.restore(state) == 2
-        assert manager.steps() == [1, 2]
+        assert manager.steps() in ([1, 2], [2])  # step 2 may have arrived, and then the first manager deletes step 1
         assert manager.wait_remote(60)
     assert (state["step"], state["w"].unique().tolist()) == (2, [2.0])
     assert run.load("step-2") == 2
