@@ -15,6 +15,8 @@ __all__ = ["kill", "said_by", "start"]
 
 _KILL_SECONDS = 0.5  # a process that is killed ends in milliseconds, but for one that hangs in the kernel
 _OUTPUT_TAIL = 4000  # bytes
+_unended: list[subprocess.Popen[bytes]] = []
+"""Killed, and not waited for to the end: that is done later, or else they would stay zombies."""
 
 
 def start(
@@ -63,6 +65,11 @@ def kill(popen: subprocess.Popen[bytes]) -> int | None:
     popen.kill()
     with suppress(subprocess.TimeoutExpired):
         popen.wait(_KILL_SECONDS)
+    _unended.append(popen)
+    for killed in list(_unended):
+        if killed.poll() is not None:
+            with suppress(ValueError):  # another thread has just removed it
+                _unended.remove(killed)
     return popen.returncode
 
 
