@@ -1,6 +1,8 @@
 """Lightning's Trainer and Fabric by the strategies of `dcp_tensorizer.lightning`."""
 
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +16,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from dcp_tensorizer import WriteError, install
-from dcp_tensorizer.lightning import TensorizerFabricStrategy, TensorizerStrategy
+from dcp_tensorizer.lightning import TensorizerFabricStrategy, TensorizerStrategy, _local
 
-from ..e2e.ranks import workers
+from ..support import workers
 from .jobs import die, digests, is_ours, run_job
 
 
@@ -243,3 +245,17 @@ def test_arguments_that_make_no_sense_are_refused(tmp_path):
     """By name, before anything is saved."""
     run_job(1, _bad_fabric, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_link_to_what_is_not_committed_is_refused(tmp_path):
+    """Before anything is trained: a job that is killed in the save could not resume from it."""
+    callback = ModelCheckpoint(tmp_path, save_last="link")
+    with pytest.raises(ValueError, match="save_last=True"):
+        TensorizerStrategy().setup(SimpleNamespace(checkpoint_callbacks=[callback]))
+
+
+def test_urls_are_no_paths():
+    """A directory of that name would be made beside the job."""
+    with pytest.raises(ValueError, match="s3://bucket/run is a URL"):
+        _local("s3://bucket/run")
+    assert _local("saved/last") == Path("saved/last")

@@ -21,7 +21,8 @@ from torchtitan.models.llama3 import model_registry
 from dcp_tensorizer.convert import Options, convert
 from dcp_tensorizer.torchtitan import TensorizerCheckpointManager
 
-from ..e2e.ranks import eventually, workers
+from ..e2e.ranks import eventually
+from ..support import workers
 from .jobs import die, digests, is_ours, run_job
 
 
