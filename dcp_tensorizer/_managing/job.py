@@ -11,6 +11,7 @@ from .._saving.flushing import Flushing
 from .._storage.base import Storage
 from ..errors import ReadError
 from .agreement import Agreement
+from .branches import leave
 from .catalogue import Step
 from .decision import Action, Decision, Vote, decide
 from .names import StepNames
@@ -88,19 +89,26 @@ class Job:
         if self.place is None:
             settle(self._flushing, self._agreement)
             self.place = self._agreement.decided(lambda: begin(self._folder, self._names, step))
-        if step < self._last_step:
+        wishes = stop, force, must_write
+        decision = self._decide(step, *wishes)
+        if step < self._last_step:  # on all ranks: they have just compared
             self._go_back(step)
+            decision = self._decide(step, *wishes)
         self._last_step = step
+        self._survival.advance(has_failed=decision.has_failed, ends=decision.ends)
+        self.saves.check(decision.failures, max_failures)
+        return decision, self._act(decision, step, state, metrics)
+
+    def _decide(self, step: int, stop: bool, force: bool, must_write: bool) -> Decision:
+        """What all ranks decide about a step, from where the job stands."""
+        assert self.place is not None
         saves, is_there, is_due = self.saves, step in self.place.numbers, self._schedule.is_due(step)
         has_failed, ends = self._survival.settle()
         holds, of_memory = self._survival.holds, self._memory_schedule
         is_due_in_memory = holds and of_memory is not None and of_memory.is_due(step)
         memory = must_write, holds and saves.is_busy, is_due_in_memory, has_failed, ends
         known = is_due, saves.is_last(step), is_there, saves.failures
-        decision = decide(self._agreement, Vote(step, stop, force, *known, *memory))
-        self._survival.advance(has_failed=decision.has_failed, ends=decision.ends)
-        saves.check(decision.failures, max_failures)
-        return decision, self._act(decision, step, state, metrics)
+        return decide(self._agreement, Vote(step, stop, force, *known, *memory))
 
     def restore(self, state: dict[str, Any], selection: Selection, step: int | None, *, fallback: bool) -> int | None:
         """Loads the newest state, or the checkpoint of a step; returns the step, or None if there is nothing.
@@ -158,7 +166,7 @@ class Job:
         self.write_held()
         self.saves.wait()
         self.place.advance(self.saves.settled())
-        self.place.begin_anew()
+        self.place.begin_anew(self._agreement.decided(lambda: leave(None)))
         self._survival.forget()
         self._stand_at(max(0, step - 1))
 

@@ -47,10 +47,10 @@ class Place:
         others = [step.name for step in steps if step.number not in numbers]
         return cls(branch, tip, numbers, {step.number: step.name for step in steps}, others)
 
-    def begin_anew(self) -> None:
-        """The job goes on from something else than its last checkpoint, and nobody knows from what: a new branch."""
+    def begin_anew(self, branch: Branch) -> None:
+        """The job goes on from something else than its last checkpoint, and nobody knows from what: on a new branch."""
         self.others = sorted(set(self.others) | {name for step, name in self.names.items() if step in self.numbers})
-        self.branch, self.tip, self.numbers = leave(None), None, set()
+        self.branch, self.tip, self.numbers = branch, None, set()
 
     def advance(self, saved: Step | None) -> None:
         """The last save is over; None if it failed."""

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_tensorizer import CheckpointManager, TensorizerStorageReader
 from dcp_tensorizer._managing.branches import leave
-from dcp_tensorizer._managing.catalogue import read_steps
+from dcp_tensorizer._managing.catalogue import Step, read_steps
 from dcp_tensorizer._managing.names import StepNames
 from dcp_tensorizer._managing.place import Place
 from dcp_tensorizer._managing.retaining import Retaining
@@ -21,13 +21,19 @@ NAMES = StepNames("step-{}")
 NEWEST = Retention.of(1, None, None)
 
 
-def test_a_checkpoint_that_arrives_late_deletes_nothing(tmp_path: Path) -> None:
-    """The job has gone back since, and what it went back to is of the branch that it has left."""
-    with CheckpointManager(tmp_path, stop_signals=()) as manager:
+def two_steps(path: Path) -> tuple[LocalStorage, Step, Step]:
+    """A folder in which a job has saved two steps."""
+    with CheckpointManager(path, stop_signals=()) as manager:
         for step in (100, 200):
             manager.save(step, {"w": torch.zeros(4)}, wait=True)
-    folder = LocalStorage(tmp_path)
+    folder = LocalStorage(path)
     first, late = read_steps(folder, NAMES)
+    return folder, first, late
+
+
+def test_a_checkpoint_that_arrives_late_deletes_nothing(tmp_path: Path) -> None:
+    """The job has gone back since, and what it went back to is of the branch that it has left."""
+    folder, first, late = two_steps(tmp_path)
     place = Place.at(leave(first), first, [first, late])
     Retaining(folder, NAMES, NEWEST, None, lambda: place).after(late)
     assert [step.number for step in read_steps(folder, NAMES)] == [100, 200]
@@ -38,11 +44,7 @@ def test_a_checkpoint_that_arrives_late_deletes_nothing(tmp_path: Path) -> None:
 
 def test_on_the_same_branch_old_ones_go(tmp_path: Path) -> None:
     """And the job does not count them any more."""
-    with CheckpointManager(tmp_path, stop_signals=()) as manager:
-        for step in (100, 200):
-            manager.save(step, {"w": torch.zeros(4)}, wait=True)
-    folder = LocalStorage(tmp_path)
-    first, late = read_steps(folder, NAMES)
+    folder, first, late = two_steps(tmp_path)
     place = Place.at(late.branch, late, [first, late])
     Retaining(folder, NAMES, NEWEST, None, lambda: place).after(late)
     assert [step.number for step in read_steps(folder, NAMES)] == [200]
