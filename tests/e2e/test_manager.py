@@ -206,3 +206,19 @@ def test_replicas_are_staged_by_the_rank_that_writes_them(tmp_path):
             assert manager.restore(state, step) == step
             assert all(tensor.unique().tolist() == [step] for tensor in state["model"].values())
             assert state["notes"] == {"step": step}
+
+
+def _goes_back(rank, folder):
+    with CheckpointManager(folder, stop_signals=()) as manager:
+        for step in (1, 2, 3, 2):
+            manager.save(step, {"w": torch.full((4,), step)}, wait=True)
+        with pytest.raises(ValueError, match="the ranks save different steps, from 1 to 3"):
+            manager.save(1 if rank.index else 3, {"w": torch.zeros(4)})
+        return manager.steps(), manager._job.place.branch
+
+
+def test_ranks_that_go_back_by_themselves(tmp_path):
+    """All are on one new branch; where only one goes back, all are told so."""
+    (steps, branch), other = run_ranks(2, _goes_back, tmp_path)
+    assert (steps, len(branch)) == ([2], 1)
+    assert other == (steps, branch)
