@@ -217,7 +217,7 @@ class Survival:
         self._predecessors.close()
         process, self._process = self._process, None
         if process is not None:
-            process.leave()
+            process.leave(deadline)
         self._kept.clear()  # and nothing is written to their buffers any more
 
     def _keep(self, head: KeptHead, staged: StagedStateDict) -> None:

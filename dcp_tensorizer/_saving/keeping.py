@@ -199,7 +199,7 @@ class Keeping:
         if process is None:
             return
         if is_abandoned or not _are_committed(kept, deadline):
-            process.leave()
+            process.leave(deadline)
             return
         process.end(deadline)
         if kept:

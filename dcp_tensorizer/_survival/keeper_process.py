@@ -105,9 +105,10 @@ class KeeperProcess:
         kill(self._popen)
         remove(self._path)
 
-    def leave(self) -> None:
-        """Leaves it to a successor, as this process's death would. Idempotent."""
+    def leave(self, deadline: Deadline = NEVER) -> None:
+        """Leaves it to a successor, as this process's death would; from then on, one finds it. Idempotent."""
         self._popen.returncode = 0  # nobody waits for it: it outlives this process
+        self._channel.hang_up(deadline.within(_END_SECONDS))
         self._close()
 
     def _close(self) -> None:

@@ -110,6 +110,15 @@ class Channel:
                 # Closing alone would not tell the other end, while a forked child holds a copy of the descriptor.
                 self._sock.shutdown(socket.SHUT_RDWR)
 
+    def hang_up(self, timeout: float) -> None:
+        """Sends no more, and waits until the other end has read all and closed, or the time is over."""
+        if self.is_ours:
+            with suppress(OSError):
+                self._sock.shutdown(socket.SHUT_WR)
+                poll = select.poll()
+                poll.register(self._sock, 0)  # for POLLHUP, which comes unasked: an answer may be there to read
+                poll.poll(timeout * 1000)
+
     def close(self) -> None:
         self.shut_down()
         self._close_here()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dcp_tensorizer._threads import in_background
 from dcp_tensorizer._writer_process.channel import Channel
 from dcp_tensorizer._writer_process.messages import (
     BufferInfo,
@@ -22,6 +23,7 @@ from dcp_tensorizer._writer_process.messages import (
 )
 
 from ...support import open_descriptors
+from ...waiting import WAIT
 
 SOURCE = TensorSource("layer.0", "bfloat16", (3, 4), 24, memory=7, offset=4096)
 OPTIONS = WriteOptions({"key": "secret", "nested": {"a": [1]}}, True, 2, 64 << 20, 600.0)
@@ -112,6 +114,29 @@ def test_closing_is_seen_though_another_process_holds_a_copy() -> None:
         right.receive()
     copy.close()
     right.close()
+
+
+def test_hanging_up_waits_for_the_other_end(channels: tuple[Channel, Channel]) -> None:
+    """It has read what was sent and has closed by then; what it said meanwhile ends no wait."""
+    left, right = channels
+    left.send(Progress(1))
+    right.send(Progress(2))
+    hanging_up = in_background(lambda: left.hang_up(WAIT))
+    assert right.receive() == (Progress(1), [])
+    with pytest.raises(EOFError):
+        right.receive()
+    assert not hanging_up.done()
+    right.close()
+    hanging_up.result(WAIT)
+
+
+def test_hanging_up_on_an_end_that_does_nothing(channels: tuple[Channel, Channel]) -> None:
+    """It is waited for as long as was said; and again after a close, not at all."""
+    channels[0].hang_up(0.01)
+    with pytest.raises(EOFError):
+        channels[1].receive()
+    channels[0].close()
+    channels[0].hang_up(WAIT)
 
 
 def test_too_few_descriptors_are_an_error_and_the_next_message_arrives(channels: tuple[Channel, Channel]) -> None:
