@@ -45,7 +45,7 @@ check: $(READY)
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Whole for every release, so that all figures are of one commit: about 80 minutes.
+# Whole for every release, so that all figures are of one commit: about 75 minutes.
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench
 	$(BIN)/python -m benchmarks.save

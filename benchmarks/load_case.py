@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, zeros
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 
 from .limits import cached_read_seconds, direct_read_seconds, evict, fill_cache
-from .loaders import FORMATS, Load, State, quiet
+from .loaders import FORMATS, Load, State, nested, quiet
 from .ranks import leave_results, left_results
 from .workloads import WORKLOADS, nbytes
 
@@ -111,7 +111,7 @@ def _reshard_rank(rank: int, case: dict[str, Any], folder: str, part: str) -> No
     if part == "saved":
         state = {key: distribute_tensor(full.pop(key), mesh, [Shard(dim)]) for key in list(full)}
         with TensorizerStorageWriter() as writer:
-            dcp.save(state, storage_writer=writer if ours else FileSystemWriter(path), checkpoint_id=path)
+            dcp.save(nested(state), storage_writer=writer if ours else FileSystemWriter(path), checkpoint_id=path)
     else:
         state = {key: zeros(full.pop(key).shape, device_mesh=mesh, placements=[Shard(dim)]) for key in list(full)}
         results = []
@@ -125,7 +125,7 @@ def _reshard_rank(rank: int, case: dict[str, Any], folder: str, part: str) -> No
                 fill_cache(Path(path))
             dist.barrier()
             started = time.perf_counter()
-            dcp.load(state, storage_reader=reader)
+            dcp.load(nested(state), storage_reader=reader)
             results.append(time.perf_counter() - started)
         needed = sum(tensor.to_local().nbytes for tensor in state.values())
         mine = {"warm": results[1:], "moved": moved[0] if moved else 0, "needed": needed}

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ._saving.report import SaveReport
     from .any_format import open_reader
     from .manager import CheckpointManager
-    from .planner import SavePlanner
+    from .planner import LoadPlanner, SavePlanner
     from .reader import TensorizerStorageReader
     from .writer import TensorizerStorageWriter
 
@@ -40,6 +40,7 @@ __all__ = [
     "ConversionError",
     "DecryptionError",
     "GoodputReport",
+    "LoadPlanner",
     "LoadReport",
     "MetadataError",
     "NotCommitted",
@@ -65,6 +66,7 @@ __all__ = [
 _ON_USE = {
     "CheckpointManager": "manager",
     "GoodputReport": "_managing.goodput",
+    "LoadPlanner": "planner",
     "LoadReport": "_loading.report",
     "SaveLimits": "_saving.options",
     "SavePlanner": "planner",

@@ -33,7 +33,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -46,6 +45,7 @@ from torch.optim import Optimizer
 
 from .any_format import open_reader
 from .errors import WriteError
+from .planner import LoadPlanner
 from .writer import TensorizerStorageWriter
 
 __all__ = ["TensorizerFabricStrategy", "TensorizerStrategy"]
@@ -313,11 +313,11 @@ def _load(
 ) -> dict[str, Any]:
     """Loads a model, which has a key, and its optimizers by key; returns what else there is."""
     meta: dict[str, Any] = {_META_KEY: b""}
-    load(meta, storage_reader=open_reader(path), planner=DefaultLoadPlanner(allow_partial_load=True))
+    load(meta, storage_reader=open_reader(path), planner=LoadPlanner(allow_partial_load=True))
     key, module = model
     state: dict[str, Any] = {key: get_model_state_dict(module)}
     state |= {name: get_optimizer_state_dict(module, optimizer) for name, optimizer in optimizers.items()}
-    load(state, storage_reader=open_reader(path))
+    load(state, storage_reader=open_reader(path), planner=LoadPlanner())
     module.load_state_dict(state[key], strict=strict)
     for name, optimizer in optimizers.items():
         set_optimizer_state_dict(module, optimizer, state[name])

@@ -1,30 +1,38 @@
-"""Planning: `SavePlanner`, a planner for ``torch.distributed.checkpoint`` whose cost hardly grows with the ranks.
+"""Planning: planners for ``torch.distributed.checkpoint`` that do a rank's work once for what is alike.
+
+`SavePlanner`, whose cost hardly grows with the ranks:
 
 state dict --create_local_plan()--> columns             each rank
            --one gather-->          or their digest
 columns    --create_global_plan()--> who writes what    coordinator
            --one scatter-->         a bit for each item
 answer     --finish_plan()-->       the rank's items    each rank, made one by one
+
+`LoadPlanner`, for many tensors:
+
+state dict --create_local_plan()--> read items          one made for each layout, and copied for each key
 """
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
 from ._memory.garbage import collector_paused
 from ._planning.columns import Table, Unsupported, columns_of_rows
 from ._planning.global_plan import GlobalPlan, encoded, make_global_plan
 from ._planning.history import History
 from ._planning.plan import Answer, CompactPlan, Items, Reference
+from ._planning.read_items import has_older_keys, read_items_of
 from ._planning.rows import rows_of
 from ._planning.wire import Encoded
 from ._torch_compat import DTensor, plain_local
 
-__all__ = ["SavePlanner"]
+__all__ = ["LoadPlanner", "SavePlanner"]
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -177,3 +185,53 @@ SavePlanner.plans_as_torch = SavePlanner
 """What it plans it describes, unless a subclass plans otherwise; see `_saving.write_items`."""
 
 _OF_A_SAVE = {"state_dict", "plan", "global_plan", "metadata"}
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Plans loads as torch's ``DefaultLoadPlanner`` does, in a fraction of its time for many tensors.
+
+    Pass it as ``planner`` to ``dcp.load``, with any storage reader, a new one for each load::
+
+        dcp.load(state_dict, storage_reader=reader, planner=LoadPlanner())
+
+    What is loaded is the same. torch's planner intersects the stored chunks with the target of each tensor. This one
+    does so once for all tensors of one shape and sharding that are stored whole, or are shown so: see
+    `TensorizerStorageReader.read_metadata`.
+
+    Subclasses may override what those of ``DefaultLoadPlanner`` may.
+
+    Args:
+        flatten_state_dict: The members of nested dicts and lists were saved one by one.
+        flatten_sharded_tensors: Take apart ``ShardedTensor`` in ``ShardedTensor``.
+        allow_partial_load: A key that the checkpoint does not have stays as it is; otherwise it is an error.
+    """
+
+    delivers_as_torch: ClassVar[type[DefaultLoadPlanner]]
+
+    @collector_paused()
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Called by DCP with what is to be loaded into."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+    @collector_paused()
+    def create_local_plan(self) -> LoadPlan:
+        """What this rank reads."""
+        assert self.metadata is not None
+        nested = self.original_state_dict
+        if self.flatten_state_dict and has_older_keys(self.metadata, self.state_dict, nested):
+            return super().create_local_plan()
+        return LoadPlan(read_items_of(self.state_dict, self.metadata, strict=not self.allow_partial_load))
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """The tensor that receives an item."""
+        value = self.state_dict.get(index.fqn)
+        if type(value) is torch.Tensor and not any(index.offset or ()):
+            return value
+        local = plain_local(value) if type(value) is DTensor else None
+        return super().lookup_tensor(index) if local is None else local
+
+
+LoadPlanner.delivers_as_torch = LoadPlanner
+"""It gives tensors as torch's planner does, unless a subclass gives others; see `_loading.tensors`."""

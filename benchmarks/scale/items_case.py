@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
-from dcp_tensorizer import SavePlanner, TensorizerStorageReader, TensorizerStorageWriter
+from dcp_tensorizer import LoadPlanner, SavePlanner, TensorizerStorageReader, TensorizerStorageWriter
 
 from ..savers import discard
 from .summary import PLANNED, TORCH
@@ -85,7 +85,8 @@ def _longest_gap(done: list[float]) -> float:
 def _load(state: State, contender: str, folder: Path) -> float:
     reader: Any = FileSystemReader(folder) if contender == TORCH else TensorizerStorageReader(folder)
     started = time.perf_counter()
-    dcp.load({_GROUP: state}, storage_reader=reader, no_dist=True)
+    planner = LoadPlanner() if contender == PLANNED else None
+    dcp.load({_GROUP: state}, storage_reader=reader, planner=planner, no_dist=True)
     return time.perf_counter() - started
 
 

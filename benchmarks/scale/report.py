@@ -88,7 +88,8 @@ _WHAT = (
 )
 _WHO = {
     OURS: "this package.",
-    PLANNED: "this package with its planner. The coordinator's time is with planning, which the others' is without.",
+    PLANNED: "this package with `SavePlanner` and `LoadPlanner`. The coordinator's time is with planning, which the "
+    "others' is without.",
     EXCHANGED: "this package with `exchange=` of its reader.",
     TORCH: "torch's own `FileSystemWriter` and `FileSystemReader`.",
 }

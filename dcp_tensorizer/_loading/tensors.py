@@ -27,8 +27,8 @@ def read_tensors(
 ) -> int:
     """Reads tensors to where the planner wants them.
 
-    All at once, if the planner is one of torch's own. Others may give one scratch buffer for each tensor, and empty it
-    when they hear of that: they get one tensor after the other, as from torch's own reader.
+    All at once, if the planner is one of torch's own, or this package's. Others may give one scratch buffer for each
+    tensor, and empty it when they hear of that: they get one tensor after the other, as from torch's own reader.
 
     Args:
         items: What to read, and where each is stored.
@@ -55,8 +55,9 @@ def read_tensors(
 
 
 def delivers_at_once(planner: LoadPlanner) -> bool:
-    """Whether a planner gets all tensors at once: it is one of torch's own."""
-    return all(getattr(type(planner), name, None) is getattr(DefaultLoadPlanner, name) for name in _DELIVERY)
+    """Whether a planner gets all tensors at once: it is one of torch's own, or `planner.LoadPlanner`."""
+    known = getattr(planner, "delivers_as_torch", DefaultLoadPlanner)  # `planner.LoadPlanner` names itself there
+    return all(getattr(type(planner), name, None) is getattr(known, name) for name in _DELIVERY)
 
 
 def _batches(items: _Items, planner: LoadPlanner) -> Iterator[_Items]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -29,6 +28,7 @@ from ..errors import (
     describe,
     unwrap,
 )
+from ..planner import LoadPlanner
 from .catalogue import Step
 
 __all__ = ["Selection", "SelectivePlanner", "load_first"]
@@ -155,8 +155,8 @@ def _shared_lock(storage: Storage) -> Iterator[None]:
             lock.release()
 
 
-class SelectivePlanner(DefaultLoadPlanner):
-    """torch's planner, for the keys that are chosen.
+class SelectivePlanner(LoadPlanner):
+    """Plans loads for the keys that are chosen.
 
     Attributes:
         has_begun: All ranks have agreed on what to read: from here on the state changes.

@@ -12,6 +12,8 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner,
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem, SavePlanner, WriteItemType
 
+from dcp_tensorizer import planner as ours
+
 __all__ = ["LOAD_PLANNERS", "SAVE_PLANNERS", "load_planner", "save_planner"]
 
 
@@ -21,7 +23,7 @@ def _is_chosen(key: Any) -> bool:
 
 
 def _stock(planner: Any) -> dict[str, Any]:
-    """torch's own planner, with the options that the one for saves and the one for loads share."""
+    """A planner as it is, with the options that the one for saves and the one for loads share."""
     return {
         "default": planner,
         "nested": lambda: planner(flatten_state_dict=False),
@@ -329,6 +331,8 @@ class MetadataLoad(DefaultLoadPlanner):
 LOAD_PLANNERS: dict[str, Any] = {
     **_stock(DefaultLoadPlanner),
     "partial": lambda: DefaultLoadPlanner(allow_partial_load=True),
+    **{f"ours, {name}": make for name, make in _stock(ours.LoadPlanner).items()},
+    "ours, partial": lambda: ours.LoadPlanner(allow_partial_load=True),
     "recorded": Recorded,
     "scratch": ScratchLoad,
     "converting": ConvertingLoad,

@@ -20,6 +20,7 @@ from dcp_tensorizer import (
     ConversionError,
     DecryptionError,
     GoodputReport,
+    LoadPlanner,
     LoadReport,
     MetadataError,
     NotCommitted,
@@ -62,6 +63,7 @@ def test_exported_names_are_pinned() -> None:
         "ConversionError",
         "DecryptionError",
         "GoodputReport",
+        "LoadPlanner",
         "LoadReport",
         "MetadataError",
         "NotCommitted",
@@ -229,6 +231,7 @@ def test_not_committed_is_a_file_not_found_error() -> None:
     [
         CheckpointManager,
         GoodputReport,
+        LoadPlanner,
         LoadReport,
         SaveLimits,
         SavePlanner,

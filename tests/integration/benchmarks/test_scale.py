@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 RANKS = 3
 READERS = {
     "dcp_tensorizer": TensorizerStorageReader,
-    "dcp_tensorizer, SavePlanner": TensorizerStorageReader,
+    "dcp_tensorizer, its planners": TensorizerStorageReader,
     "torch": FileSystemReader,
 }
 

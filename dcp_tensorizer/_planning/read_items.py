@@ -1,0 +1,104 @@
+"""What a rank reads into a state dict: torch's read items, of which torch makes one for each layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+
+from .._torch_compat import DTensor
+
+__all__ = ["has_older_keys", "read_items_of"]
+
+_Layout = tuple[Any, ...]
+
+
+def has_older_keys(metadata: Metadata, state_dict: Mapping[str, Any], nested: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint has a dict or a list as one object, of which the flattened state dict has the members.
+
+    Before torch 2.4, those without tensors were saved so, and torch's planner looks for them.
+
+    Args:
+        metadata: The checkpoint's.
+        state_dict: Flattened.
+        nested: As it was before.
+    """
+    more = metadata.state_dict_metadata.keys() - state_dict.keys()
+    return bool(more) and any(key in more for key in _containers(nested, ""))
+
+
+def _containers(container: Any, path: str) -> Iterator[str]:
+    """The keys that the dicts and lists in a container would have."""
+    members = container.items() if isinstance(container, Mapping) else enumerate(container)
+    for name, member in members:
+        if isinstance(member, (Mapping, list)):
+            yield f"{path}{name}"
+            yield from _containers(member, f"{path}{name}.")
+
+
+def read_items_of(state_dict: Mapping[str, Any], metadata: Metadata, *, strict: bool) -> list[ReadItem]:
+    """The items that torch's planner makes of a state dict, in its order.
+
+    It intersects chunks for each value anew, in as long as most of a load of many small tensors takes. What comes of it
+    is the same for all values of one layout that are stored whole, but for the key.
+
+    Args:
+        state_dict: Flattened.
+        metadata: The checkpoint's.
+        strict: A key that the checkpoint does not have is an error.
+
+    Raises:
+        RuntimeError, ValueError: a key is missing, or does not fit; as from torch.
+    """
+    known: dict[_Layout, list[ReadItem]] = {}
+    items: list[ReadItem] = []
+    for key, value in state_dict.items():
+        layout = _layout(value, metadata.state_dict_metadata.get(key))
+        if layout in known:
+            items += [_renamed(item, key) for item in known[layout]]
+            continue
+        made = create_default_local_load_plan({key: value}, metadata, strict).items
+        items += made
+        if layout is not None:
+            known[layout] = made
+    return items
+
+
+def _layout(value: Any, stored: Any) -> _Layout | None:
+    """What the items of a value depend on; None if that is more than this."""
+    if type(stored) is BytesStorageMetadata:
+        return None if isinstance(value, torch.Tensor) else ()
+    if type(stored) is not TensorStorageMetadata or len(stored.chunks) != 1:
+        return None
+    chunk = stored.chunks[0]
+    if chunk.sizes != stored.size or any(chunk.offsets):
+        return None
+    if type(value) is torch.Tensor:
+        return stored.size, value.shape
+    if type(value) is DTensor:
+        return stored.size, value.shape, id(value.device_mesh), value.placements
+    return None
+
+
+def _renamed(item: ReadItem, key: str) -> ReadItem:
+    """The same of another key."""
+    dest, storage = item.dest_index, item.storage_index
+    renamed = MetadataIndex(key, dest.offset, dest.index)
+    is_same = dest == storage and dest.index == storage.index
+    return ReadItem(
+        item.type,
+        renamed,
+        item.dest_offsets,
+        renamed if is_same else MetadataIndex(key, storage.offset, storage.index),
+        item.storage_offsets,
+        item.lengths,
+    )

@@ -1,0 +1,200 @@
+"""What a rank reads: the items that torch's planner makes, also where they are copies of those of another key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor.device_mesh import DeviceMesh
+
+from dcp_tensorizer import LoadPlanner
+from dcp_tensorizer._planning import read_items
+from dcp_tensorizer._planning.read_items import has_older_keys, read_items_of
+
+from .sharded_states import dtensor, state_of
+
+
+def stored(size: tuple[int, ...], rows: int | None = None) -> TensorStorageMetadata:
+    """A tensor as it is stored: whole, or cut after some rows."""
+    places = [((0,) * len(size), size)]
+    if rows is not None:
+        places = [((0, *size[1:][:0]), (rows, *size[1:])), ((rows,), (size[0] - rows, *size[1:]))]
+    chunks = [
+        ChunkStorageMetadata(torch.Size([*start, *[0] * (len(size) - len(start))]), torch.Size(part))
+        for start, part in places
+    ]
+    return TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(size), chunks)
+
+
+def metadata_of(state: dict[str, Any], rows: int | None = None) -> Metadata:
+    """A checkpoint of such a state, with all tensors that have rows cut after some of them, if that is said."""
+    return Metadata(
+        {
+            key: stored(tuple(value.shape), rows if value.ndim else None)
+            if isinstance(value, torch.Tensor)
+            else BytesStorageMetadata()
+            for key, value in state.items()
+        }
+    )
+
+
+def in_full(items: list[ReadItem]) -> list[tuple[Any, ...]]:
+    """With the hints, which indices leave out when they are compared."""
+    return [(item, item.dest_index.index, item.storage_index.index) for item in items]
+
+
+def outcome(make: Any) -> Any:
+    """What comes of it: items, or an error."""
+    try:
+        return in_full(make())
+    except Exception as error:
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize("rows", [None, 2])
+def test_items_are_torchs(mesh: DeviceMesh, rows: int | None) -> None:
+    """Of every layout, when it comes first and when it comes again, stored whole and in parts; in torch's order."""
+    state = {
+        **state_of(mesh),
+        **{f"{n}.{name}": torch.rand(size) for n in range(3) for name, size in {"scalar": (), "empty": (4, 0)}.items()},
+        "parameter": torch.nn.Parameter(torch.rand(2, 2)),
+        "4.object": 4,
+    }
+    metadata = metadata_of(state, rows)
+    theirs = create_default_local_load_plan(state, metadata).items
+    assert in_full(read_items_of(state, metadata, strict=True)) == in_full(theirs)
+    assert len(theirs) > len(state) - 3 - 3 * 2  # nothing of what is empty, or elsewhere
+
+
+def test_torch_plans_each_layout_once(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many keys have it; what is stored in parts, and what this package does not know, each time."""
+    calls: list[str] = []
+
+    def planned(state_dict: dict[str, Any], *arguments: Any) -> Any:
+        calls.extend(state_dict)
+        return create_default_local_load_plan(state_dict, *arguments)
+
+    monkeypatch.setattr(read_items, "create_default_local_load_plan", planned)
+    local = torch.rand(3, 5)
+    state = {
+        f"{kind}.{n}": value
+        for n in range(50)
+        for kind, value in {
+            "plain": torch.rand(6, 5),
+            "sharded": dtensor(mesh, [Shard(0), Shard(0)], local[:2], (6, 5)),
+            "object": n,
+        }.items()
+    }
+    metadata = metadata_of(state)
+    metadata.state_dict_metadata |= {f"plain.{n}": stored((6, 5), 2) for n in (7, 8)}
+    assert len(read_items_of(state, metadata, strict=True)) == 3 * 50 + 2
+    assert calls == ["plain.0", "sharded.0", "object.0", "plain.7", "plain.8"]
+
+
+@pytest.mark.parametrize(
+    ("value", "entry"),
+    [
+        pytest.param(torch.rand(4, 3), None, id="a missing key"),
+        pytest.param(torch.rand(4, 3), stored((3, 4)), id="another shape"),
+        pytest.param(torch.rand(3, 4), stored((4, 3)), id="the target has another shape"),
+        pytest.param("text", stored((4, 3)), id="a tensor for an object"),
+        pytest.param(torch.rand(4, 3), BytesStorageMetadata(), id="an object for a tensor"),
+        pytest.param(
+            torch.rand(4, 3), TensorStorageMetadata(TensorProperties(), torch.Size((4, 3)), []), id="no chunk"
+        ),
+    ],
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_does_not_fit_is_as_with_torch(value: Any, entry: Any, strict: bool) -> None:
+    """The same items or the same error, though tensors of the same layout came before."""
+    state = {"a": torch.rand(4, 3), "b": 1, "c": value}
+    entries = {"a": stored((4, 3)), "b": BytesStorageMetadata(), "c": entry}
+    metadata = Metadata({key: found for key, found in entries.items() if found is not None})
+    theirs = outcome(lambda: create_default_local_load_plan(state, metadata, strict).items)
+    assert outcome(lambda: read_items_of(state, metadata, strict=strict)) == theirs
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_sum_that_is_not_made_yet_is_refused(mesh: DeviceMesh, before: bool) -> None:
+    """As by torch: no rank has the values of a partial DTensor."""
+    partial = dtensor(mesh, [Partial(), Shard(0)], torch.rand(3, 5), (6, 5))
+    state = {**({"a": torch.rand(6, 5)} if before else {}), "b": partial}
+    metadata = metadata_of(state)
+    theirs = outcome(lambda: create_default_local_load_plan(state, metadata).items)
+    assert theirs[0] is ValueError
+    assert outcome(lambda: read_items_of(state, metadata, strict=True)) == theirs
+
+
+def test_targets_are_torchs(mesh: DeviceMesh) -> None:
+    """The same memory, the same flag; and torch's errors for what is not there."""
+    state = {**state_of(mesh), "scalar": torch.tensor(1.0)}
+    metadata = metadata_of(state)
+    ours, theirs = LoadPlanner(), DefaultLoadPlanner()
+    for planner in (ours, theirs):
+        planner.set_up_planner(state, metadata, True)
+    plan = ours.create_local_plan()
+    assert in_full(plan.items) == in_full(theirs.create_local_plan().items)
+    tensors = [item for item in plan.items if item.storage_offsets and "object" not in item.dest_index.fqn]
+    assert len(tensors) >= 20
+    for item in tensors:
+        found, expected = ours.resolve_tensor(item), theirs.resolve_tensor(item)
+        assert (found.data_ptr(), found.shape, found.requires_grad) == (
+            expected.data_ptr(),
+            expected.shape,
+            expected.requires_grad,
+        )
+    for index in (MetadataIndex("not there"), MetadataIndex("0.plain", (1, 0)), MetadataIndex("0.object", (0,))):
+        for planner in (ours, theirs):
+            with pytest.raises(ValueError, match="FQN"):
+                planner.lookup_tensor(index)
+
+
+MORE = {
+    "nothing": {},
+    "another key": {"more": stored((2,))},
+    "a list as one object": {"model.b": BytesStorageMetadata()},
+    "a dict as one object": {"rng": BytesStorageMetadata()},
+    "an empty dict": {"model.c": BytesStorageMetadata()},
+}
+
+
+@pytest.mark.parametrize("more", MORE)
+@pytest.mark.parametrize("options", [{}, {"flatten_state_dict": False}, {"allow_partial_load": True}])
+def test_a_checkpoint_that_has_more(options: dict[str, bool], more: str) -> None:
+    """Also what torch's older releases saved as one object."""
+    state = {"model": {"a": torch.rand(2), "b": [2.5, 4], "c": {}}, "rng": {"seed": 1}, "step": 1}
+    if options.get("flatten_state_dict", True):
+        keys = {"model.a": stored((2,)), **dict.fromkeys(("model.b", "rng.seed", "step"), BytesStorageMetadata())}
+    else:
+        keys = dict.fromkeys(state, BytesStorageMetadata())
+    if "rng" in MORE[more]:
+        keys.pop("rng.seed", None)
+    made = []
+    for planner in (LoadPlanner(**options), DefaultLoadPlanner(**options)):
+        planner.set_up_planner(state, Metadata({**keys, **MORE[more]}), True)
+        made.append(outcome(lambda planner=planner: planner.create_local_plan().items))
+    assert made[0] == made[1]
+    assert isinstance(made[0], list) or more in ("a dict as one object", "an empty dict")  # torch asks for both forms
+
+
+def test_which_checkpoints_torch_plans() -> None:
+    """Those that have a dict or a list as one object, and not those that merely have more."""
+    state = {"model": {"a": 1, "b": [2, [3]]}, "optim": {}}
+    flat = {"model.a": 1, "model.b": [2, [3]]}
+    found = {
+        key: has_older_keys(Metadata({**flat, key: BytesStorageMetadata()}), flat, state)
+        for key in ("model", "model.b.1", "optim", "model.a", "model.b.0", "optim.state", "mode", "other")
+    }
+    assert [key for key, older in found.items() if older] == ["model", "model.b.1", "optim"]
