@@ -9,17 +9,22 @@ from ..errors import StagingError
 __all__ = ["available_memory", "check_headroom"]
 
 
-def check_headroom(nbytes: int) -> None:
+def check_headroom(nbytes: int, *, allocated: int = 0) -> None:
     """Fails while a shortage is still an error: past a cgroup's limit the kernel kills the process.
 
+    Args:
+        nbytes: What is needed.
+        allocated: How much of it there is already.
+
     Raises:
-        StagingError: ``nbytes`` are not available.
+        StagingError: the rest is not available.
     """
     available = available_memory()
-    if available is not None and nbytes > available:
+    if available is not None and nbytes - allocated > available:
+        so_far = f", has got {allocated:,} of them," if allocated else ""
         raise StagingError(
-            f"the staging buffer needs {nbytes:,} bytes and {available:,} bytes of memory are available: free memory, "
-            f"raise the memory limit, or shard the state dict over more ranks"
+            f"the staging buffer needs {nbytes:,} bytes{so_far} and {available:,} bytes of memory are available: free "
+            f"memory, raise the memory limit, or shard the state dict over more ranks"
         )
 
 

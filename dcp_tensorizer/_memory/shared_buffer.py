@@ -36,7 +36,7 @@ __all__ = [
 _ALIGNMENT = 64
 _PAGE = mmap.PAGESIZE
 _MADV_POPULATE_WRITE = 23  # Linux 5.14, <asm-generic/mman-common.h>; not named in the mmap module
-_POPULATE_STEP = 256 << 20
+_STEP = 256 << 20  # of what takes long
 _ids = itertools.count()
 
 _MAP_FIXED = 0x10  # <asm-generic/mman-common.h>; not named in the mmap module
@@ -76,6 +76,9 @@ class SharedBuffer:
             self._map: mmap.mmap | None = _map(self.fd, self.nbytes)
             _reserve(self.fd, self.nbytes)
             _fix_size(self.fd)
+        except StagingError:
+            self._descriptor.close()
+            raise
         except (OSError, MemoryError) as error:
             self._descriptor.close()
             raise StagingError(
@@ -204,10 +207,18 @@ def _address(mapping: mmap.mmap) -> int:
 
 
 def _reserve(fd: int, nbytes: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, 0, nbytes)
-    else:
+    """Allocates all of it, step by step: the ranks of a node do so at the same time, and see what the others take.
+
+    Raises:
+        StagingError: what others have taken is missing.
+        OSError: there is no memory.
+    """
+    if not hasattr(os, "posix_fallocate"):
         os.ftruncate(fd, nbytes)
+        return
+    for start in range(0, nbytes, _STEP):
+        check_headroom(nbytes, allocated=start)
+        os.posix_fallocate(fd, start, min(_STEP, nbytes - start))
 
 
 def _fix_size(fd: int) -> None:
@@ -225,6 +236,6 @@ def _populate(address: int, nbytes: int) -> None:
     """
     if sys.platform == "linux":
         madvise = ctypes.CDLL(None).madvise
-        for start in range(0, nbytes, _POPULATE_STEP):
-            length = min(_POPULATE_STEP, nbytes - start)
+        for start in range(0, nbytes, _STEP):
+            length = min(_STEP, nbytes - start)
             madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dcp_tensorizer import StagingError
+from dcp_tensorizer._memory import memory_limit, shared_buffer
 from dcp_tensorizer._memory.shared_buffer import SharedBuffer, aligned
 from dcp_tensorizer._memory.shared_mappings import attach
 
@@ -226,6 +227,17 @@ def test_a_shortage_is_known_before_anything_is_allocated() -> None:
     with pytest.raises(StagingError, match=r"needs 1,125,899,906,842,624 bytes and [\d,]+ bytes"):
         SharedBuffer(1 << 50)
     assert memory_files() == files
+
+
+def test_what_other_ranks_take_meanwhile_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All look at the same memory before any has allocated its own: what is missing is an error, and given back."""
+    monkeypatch.setattr(shared_buffer, "_STEP", 1 << 20)
+    left = iter(range(10 << 20, 0, -2 << 20))  # this one takes half of what goes
+    monkeypatch.setattr(memory_limit, "available_memory", lambda: next(left))
+    before = memory_files(), open_descriptors()
+    with pytest.raises(StagingError, match=r"needs 8,388,608 bytes, has got 1,048,576 of them, and 6,291,456 bytes"):
+        SharedBuffer(8 << 20)
+    assert (memory_files(), open_descriptors()) == before
 
 
 def test_a_failing_allocation_is_an_error_and_leaves_nothing() -> None:
