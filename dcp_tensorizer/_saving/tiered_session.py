@@ -34,6 +34,8 @@ __all__ = ["TieredSession"]
 logger = logging.getLogger("dcp_tensorizer")
 
 _LOOK_SECONDS = 0.5
+_MAX_FILE_BYTES = 1 << 30
+"""Of a file that is flushed. Other nodes see only whole files arrive: where none does for long, a node looks lost."""
 
 
 class TieredSession(SaveSession):
@@ -50,7 +52,9 @@ class TieredSession(SaveSession):
     def __init__(
         self, saver: Saver, save_id: str, flushing: Flushing, place: str, staged_save: StagedSave | None
     ) -> None:
-        super().__init__(saver, save_id, LocalStorage(flushing.target.folder(place)), staged_save)
+        storage = LocalStorage(flushing.target.folder(place))
+        storage.max_file_bytes = _MAX_FILE_BYTES
+        super().__init__(saver, save_id, storage, staged_save)
         self._flushing = flushing
         self._place = place
         self._writing: Writing | None = None

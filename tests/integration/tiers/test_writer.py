@@ -13,6 +13,7 @@ from typing import Any
 
 import fsspec
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -25,6 +26,7 @@ from dcp_tensorizer import (
     TensorizerStorageWriter,
     WriteError,
 )
+from dcp_tensorizer._saving import tiered_session
 from dcp_tensorizer._saving.tiered_session import TieredSession
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._tiers.queue import Writing
@@ -60,6 +62,18 @@ def test_a_synchronous_save_is_flushed_too(tmp_path: Path) -> None:
     with run.writer() as writer:
         dcp.save(state_of(1), storage_writer=writer, checkpoint_id=run.remote / "step-1")
     assert run.load("step-1") == 1
+
+
+def test_large_states_are_flushed_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What arrives on the remote tells other nodes that this one is alive: one file for all would say nothing."""
+    monkeypatch.setattr(tiered_session, "_MAX_FILE_BYTES", 4096)
+    run, state = Run(tmp_path), {f"w{n}": torch.full((900,), float(n)) for n in range(3)}
+    with run.writer() as writer:
+        dcp.save(state, storage_writer=writer, checkpoint_id=run.remote / "step-1")
+    assert len(list(run.remote.rglob("*.tensors"))) == 3
+    loaded = {key: torch.zeros(900) for key in state}
+    dcp.load(loaded, storage_reader=TensorizerStorageReader(run.remote / "step-1"))
+    assert [float(tensor[-1]) for tensor in loaded.values()] == [0.0, 1.0, 2.0]
 
 
 _SAVE_AND_DIE = """
