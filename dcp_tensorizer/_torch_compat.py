@@ -56,6 +56,7 @@ __all__ = [
     "cpu_placement",
     "flatten_state_dict",
     "group_devices",
+    "has_own_chunks",
     "local_elements",
     "negated_view",
     "pickle_of",
@@ -187,6 +188,11 @@ def plain_local(tensor: DTensor) -> torch.Tensor | None:
     """
     local = tensor._local_tensor
     return local if type(local) is torch.Tensor and not tensor.requires_grad else None
+
+
+def has_own_chunks(tensor: DTensor) -> bool:
+    """Whether the local tensor of a DTensor says which parts of it are here, and not mesh and placements."""
+    return hasattr(tensor._local_tensor, "__create_chunk_list__")
 
 
 def local_elements(target: Any) -> int:

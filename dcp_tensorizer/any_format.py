@@ -17,6 +17,7 @@ from torch.futures import Future
 from . import _torch_compat
 from ._arguments import check_path
 from ._loading.directory_format import contents, format_of
+from ._loading.metadata_reader import unreadable
 from ._loading.validate import ReadFrom
 from ._storage.base import TIMEOUT, Storage
 from ._storage.open import absolute_path, is_location
@@ -109,7 +110,8 @@ class AnyFormatReader(StorageReader):
                 self._error = error
                 raise
         if self._reader is None:
-            return Metadata({}, planner_data={})
+            assert self._error is not None
+            return unreadable(self._error)
         return self._reader.read_metadata(*args, **kwargs)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -25,7 +25,7 @@ from ._loading.exchange_group import identity_of, members_of, reads_alone
 from ._loading.kept_plan import KeptPlan
 from ._loading.load_items import LoadOptions, LoadSource, load_items, world_size
 from ._loading.located import Located
-from ._loading.metadata_reader import read_index, read_metadata
+from ._loading.metadata_reader import read_index, read_metadata, unreadable
 from ._loading.report import LoadClock, LoadReport, Progress, publish
 from ._loading.validate import (
     ReadFrom,
@@ -175,7 +175,7 @@ class TensorizerStorageReader(StorageReader):
 
         DCP swallows what is raised here and asks again for the rank's own. A rank that gets an answer then skips the
         collectives that the other ranks wait in. So a checkpoint of all ranks never answers ``rank=``, and an error is
-        kept for `set_up_storage_reader`, where DCP hands it to every rank.
+        kept for `set_up_storage_reader`, or a planner that looks before: there DCP hands it to every rank.
 
         Raises:
             NotCommitted: there is no metadata of all ranks, and ``rank`` was not given.
@@ -197,7 +197,7 @@ class TensorizerStorageReader(StorageReader):
             self._error = MetadataError(f"{redact(str(self._path))} cannot be read: {type(error).__name__}: {error}")
         else:
             return self._metadata
-        return Metadata({}, planner_data={}, storage_meta=StorageMeta(load_id=self._load_id))
+        return unreadable(self._error, StorageMeta(load_id=self._load_id))
 
     def stored_metadata(self, *, rank: int | None = None) -> Metadata:
         """The checkpoint's metadata with each chunk as it is stored; with ``rank`` that rank's own.

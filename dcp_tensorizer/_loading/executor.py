@@ -28,7 +28,7 @@ from .._threads import ranks_of_node
 from ..errors import CheckpointError, ChecksumMismatch, ReadError
 from .pinned_pool import PinnedPool, Slot, pool_for
 from .read_planner import MAX_SCRATCH_BYTES, ReadLimits, ReadOperation, Segment, plan_reads
-from .read_target import ReadTarget, read_apart
+from .read_target import ReadTarget, in_turns
 from .scatter import scatter
 from .thread_pool import run_all
 
@@ -76,8 +76,8 @@ def fetch(
     """
     if not targets:
         return 0
-    targets = read_apart(targets)
-    operations = plan_reads(targets, limits or limits_of(storage), verify=verify)
+    turns = [plan_reads(turn, limits or limits_of(storage), verify=verify) for turn in in_turns(targets)]
+    operations = [operation for turn in turns for operation in turn]
     total = sum(operation.nbytes for operation in operations)
     pool = pool_for(operations, threads or storage.reads.max_threads, device)
     if page_cache is None:
@@ -85,11 +85,13 @@ def fetch(
     files = _OpenFiles(storage, operations, in_memory)
     executor = _Executor(storage, files, verify, cipher, pool, page_cache=page_cache)
     counting = threading.Lock()
+    is_inference = torch.is_inference_mode_enabled()  # of this thread: others would not write to its tensors
     done = 0
 
     def run(operation: ReadOperation) -> int:
         nonlocal done
-        executor.run(operation)
+        with torch.inference_mode(is_inference):
+            executor.run(operation)
         nbytes = operation.nbytes
         with counting:
             done += nbytes
@@ -98,7 +100,8 @@ def fetch(
 
     try:
         min_threads, max_threads = threads or storage.reads.min_threads, threads or storage.reads.max_threads
-        run_all(operations, run, min_threads=min_threads, max_threads=max_threads)
+        for turn in turns:
+            run_all(turn, run, min_threads=min_threads, max_threads=max_threads)
     finally:
         executor.close()
     return total

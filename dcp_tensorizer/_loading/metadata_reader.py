@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from torch.distributed.checkpoint.metadata import Metadata
+from typing import Any, NoReturn
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from .._format.index import find_index
 from .._format.index_reader import Index
 from .._format.index_rows import Head
 from .._format.layout import metadata_file_name
 from .._storage.base import Storage
-from ..errors import MetadataError
+from ..errors import CheckpointError, MetadataError
 
-__all__ = ["read_head", "read_index", "read_metadata"]
+__all__ = ["read_head", "read_index", "read_metadata", "unreadable"]
 
 
 def read_index(storage: Storage, rank: int | None = None) -> Index | None:
@@ -45,3 +47,24 @@ def read_metadata(storage: Storage, rank: int | None = None) -> Metadata | None:
     """All that the index says, as `Index.stored_metadata` gives it; raises what `read_index` does."""
     index = read_index(storage, rank)
     return None if index is None else index.stored_metadata()
+
+
+def unreadable(error: CheckpointError, meta: StorageMeta | None = None) -> Metadata:
+    """The metadata of a checkpoint that cannot be read: whoever looks into it is told why.
+
+    DCP shows it to the planner, before it lets the storage raise the error.
+    """
+    return Metadata(_Unreadable(error), planner_data={}, storage_meta=meta)
+
+
+class _Unreadable(dict[str, Any]):
+    """Raises an error, whatever is asked."""
+
+    def __init__(self, error: CheckpointError) -> None:
+        super().__init__()
+        self._error = error
+
+    def _raise(self, *arguments: object) -> NoReturn:
+        raise self._error
+
+    __contains__ = __getitem__ = __iter__ = __len__ = get = items = keys = values = _raise

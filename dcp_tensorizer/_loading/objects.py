@@ -87,9 +87,10 @@ def _deliver(planner: LoadPlanner, read_item: ReadItem, content: bytes) -> None:
     if read_item.type == LoadItemType.BYTE_IO:
         planner.load_bytes(read_item, io.BytesIO(content))
         return
-    tensor = torch.load(io.BytesIO(content), weights_only=False)
+    tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)
     for dim, (start, length) in enumerate(zip(read_item.storage_offsets, read_item.lengths, strict=True)):
-        tensor = tensor.narrow(dim, start, length)
+        if length < tensor.size(dim):  # not every class can be narrowed
+            tensor = tensor.narrow(dim, start, length)
     target = planner.resolve_tensor(read_item).detach()
     target.copy_(tensor)
     planner.commit_tensor(read_item, target)

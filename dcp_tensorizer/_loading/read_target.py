@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from .._memory.tensor_bytes import named_dtype
 from ..errors import ReadError
 from .validate import check_length
 
-__all__ = ["ReadTarget", "can_read_in_place", "is_object", "part_of", "read_apart", "targets_of", "wanted_of"]
+__all__ = ["ReadTarget", "can_read_in_place", "in_turns", "is_object", "part_of", "targets_of", "wanted_of"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -176,43 +176,42 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def read_apart(targets: Sequence[ReadTarget]) -> Sequence[ReadTarget]:
-    """The same targets, but none that shares memory with another one, as tied weights do, is read in place.
+def in_turns(targets: Sequence[ReadTarget]) -> Iterator[Sequence[ReadTarget]]:
+    """The targets that are read at the same time, in the order of their turns.
 
-    Two reads into the same memory at the same time would mix: a read could check, or decrypt with its own key and
-    nonce, bytes that the other one has put there.
+    What shares memory with another one, as tied weights do, is read by itself, in the order of the plan. So the last
+    one is there as a whole, as with torch's reader. At the same time, reads would mix what they bring.
     """
-    overlapping = _overlapping(targets)
-    if not overlapping:
-        return targets
-    return [replace(target, in_place=False) if target in overlapping else target for target in targets]
+    shared = _overlapping(targets)
+    alone = [target for target in targets if target not in shared] if shared else targets
+    if alone:
+        yield alone
+    yield from ([target] for target in targets if target in shared)
 
 
 def _overlapping(targets: Sequence[ReadTarget]) -> set[ReadTarget]:
     """The targets whose memory another one's overlaps."""
-    in_host_memory = [target for target in targets if _has_host_memory(target)]
+    placed = ((_memory(target.tensor), target) for target in targets if _has_address(target))
     overlapping: set[ReadTarget] = set()
     furthest: ReadTarget | None = None
-    furthest_stop = -1
-    for (start, stop), target in sorted(
-        ((_addresses(target.tensor), target) for target in in_host_memory), key=lambda pair: pair[0]
-    ):
-        if start < furthest_stop:
+    reached = -1, -1
+    for (device, start, stop), target in sorted(placed, key=lambda pair: pair[0]):
+        if (device, start) < reached:
             assert furthest is not None
             overlapping |= {furthest, target}
-        if stop > furthest_stop:
-            furthest, furthest_stop = target, stop
+        if (device, stop) > reached:
+            furthest, reached = target, (device, stop)
     return overlapping
 
 
-def _has_host_memory(target: ReadTarget) -> bool:
-    return target.in_place or (type(target.tensor) is torch.Tensor and target.tensor.is_cpu)
+def _has_address(target: ReadTarget) -> bool:
+    return target.in_place or type(target.tensor) is torch.Tensor
 
 
-def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
-    """The address of a tensor's first element, and the one after its last element."""
+def _memory(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """The number of a tensor's GPU, or -1; the address of its first element, and the one after its last element."""
     first = tensor.data_ptr()
     if tensor.is_contiguous():
-        return first, first + tensor.nbytes
+        return tensor.get_device(), first, first + tensor.nbytes
     elements = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return first, first + elements * tensor.itemsize
+    return tensor.get_device(), first, first + elements * tensor.itemsize

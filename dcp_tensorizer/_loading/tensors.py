@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from .._format.index_reader import Piece
 from .._memory.garbage import collector_paused
+from .._memory.tensor_bytes import is_wrapper, named_dtype
 from .read_target import ReadTarget
 
 __all__ = ["delivers_at_once", "read_tensors"]
@@ -46,12 +47,25 @@ def read_tensors(
     for batch in _batches(items, planner):
         with collector_paused():
             tensors = [planner.resolve_tensor(read_item).detach() for read_item, _ in batch]
-            targets = [t for item, tensor in zip(batch, tensors, strict=True) for t in targets_of(*item, tensor)]
+            places = [_place_for(tensor, pieces) for tensor, (_, pieces) in zip(tensors, batch, strict=True)]
+            targets = [t for item, place in zip(batch, places, strict=True) for t in targets_of(*item, place)]
         tell = progress if len(batch) == len(items) else _within(progress, done, total)
         done += read(targets, progress=tell)
-        for (read_item, _), tensor in zip(batch, tensors, strict=True):
+        for (read_item, _), tensor, place in zip(batch, tensors, places, strict=True):
+            if place is not tensor:
+                tensor.copy_(place)
             planner.commit_tensor(read_item, tensor)
     return done
+
+
+def _place_for(tensor: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
+    """Where the elements of a tensor are read to: into itself, unless it is made of other tensors.
+
+    Such a one may have any elements in them, as scaled ones. Its class copies plain ones into it, all at once.
+    """
+    if not pieces or not is_wrapper(tensor):
+        return tensor
+    return torch.empty(tensor.shape, dtype=named_dtype(pieces[0].item.dtype), device="cpu")
 
 
 def delivers_at_once(planner: LoadPlanner) -> bool:

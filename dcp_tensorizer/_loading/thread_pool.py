@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 __all__ = ["Usage", "run_all", "thread_usage"]
@@ -82,22 +83,32 @@ def run_all(
                 finished += 1
                 can_grow = remaining and len(workers) < max_threads
                 if can_grow and _is_power_of_two(finished) and _waits_for_storage(began, usage(), nbytes):
-                    workers.append(pool.submit(work))  # noqa: F821  (deleted when no thread runs any more)
+                    start()  # noqa: F821  (deleted when no thread runs any more)
         except BaseException:
             remaining.clear()
             raise
 
+    def start() -> None:
+        with suppress(RuntimeError):  # the system has no more threads: those that there are do all of it
+            workers.append(pool.submit(work))  # noqa: F821  (as above)
+
     try:
         with ThreadPoolExecutor(max_threads, thread_name_prefix="dcp-read") as pool:
             try:
-                workers += [pool.submit(work) for _ in range(min(min_threads, max_threads, len(remaining)))]
+                for _ in range(min(min_threads, max_threads, len(remaining))):
+                    start()
+                if not workers:
+                    work()
                 for worker in workers:  # also those that join meanwhile
                     worker.result()
             except BaseException:  # also a KeyboardInterrupt, which no worker sees
                 remaining.clear()
                 raise
     finally:
-        del work  # it refers to itself, and by `run` to the targets: they would stay until the collector comes
+        del (
+            work,
+            start,
+        )  # they refer to themselves, and by `run` to the targets, which would stay until the collector comes
 
 
 def _is_power_of_two(number: int) -> bool:

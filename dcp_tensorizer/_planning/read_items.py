@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from .._torch_compat import DTensor
+from .._torch_compat import DTensor, has_own_chunks
 
 __all__ = ["has_older_keys", "read_items_of"]
 
@@ -84,7 +84,7 @@ def _layout(value: Any, stored: Any) -> _Layout | None:
         return None
     if type(value) is torch.Tensor:
         return stored.size, value.shape
-    if type(value) is DTensor:
+    if type(value) is DTensor and not has_own_chunks(value):
         return stored.size, value.shape, id(value.device_mesh), value.placements
     return None
 

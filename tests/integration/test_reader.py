@@ -9,7 +9,9 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.testing._internal.two_tensor import TwoTensor
 
 from dcp_tensorizer import (
     CheckpointError,
@@ -21,6 +23,7 @@ from dcp_tensorizer import (
     TensorizerStorageReader,
     TensorizerStorageWriter,
     UntrustedObject,
+    open_reader,
 )
 from dcp_tensorizer._format.chunks import Region
 from dcp_tensorizer._format.metadata import decode
@@ -88,6 +91,50 @@ def test_targets_of_one_element(tmp_path):
     load(tmp_path, {"w": other[3:4, 2]})
     assert other.nonzero().tolist() == [[3, 2]]
     assert other[3, 2] == 4.0
+
+
+def test_targets_that_are_made_of_other_tensors(weights):
+    """Their class copies plain values into them, as with torch's reader; many of them, and of another dtype."""
+    path, expected = weights
+    save(path, {f"w{n}": expected + n for n in range(3)})
+    target = {f"w{n}": TwoTensor(torch.zeros(200, 500), torch.zeros(200, 500)) for n in range(2)}
+    target["w2"] = TwoTensor(torch.zeros(200, 500).double(), torch.zeros(200, 500).double())
+    load(path, target)
+    for number, tensor in enumerate(target.values()):
+        assert torch.equal(tensor.a, (expected + number).to(tensor.dtype))
+        assert torch.equal(tensor.b, tensor.a)
+
+
+def test_in_inference_mode(weights):
+    """Scripts that serve a model load it so; the tensors are those of that mode."""
+    path, expected = weights
+    with torch.inference_mode():
+        target = {"w": torch.zeros(200, 500, dtype=torch.float64)}
+        load(path, target)
+    assert torch.equal(target["w"], expected.double())
+
+
+class LooksFirst(DefaultLoadPlanner):
+    """Asks the metadata for a key before DCP has let the storage raise an error."""
+
+    def set_up_planner(self, state_dict, metadata=None, is_coordinator=False):
+        assert metadata.state_dict_metadata["w"].size == state_dict["w"].shape
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+
+@pytest.mark.parametrize("make", [TensorizerStorageReader, open_reader])
+def test_a_planner_that_looks_into_metadata_that_cannot_be_read(weights, make):
+    """It raises what is wrong with them, and no error of its own."""
+    path, expected = weights
+    target = {"w": torch.zeros(200, 500)}
+    dcp.load(target, storage_reader=make(path), planner=LooksFirst())
+    assert torch.equal(target["w"], expected)
+    content = bytearray((path / ".metadata").read_bytes())
+    content[-1] ^= 1
+    (path / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(target, storage_reader=make(path), planner=LooksFirst())
+    assert isinstance(cause(caught), MetadataError)
 
 
 def test_a_safe_conversion_is_done_and_said(weights, caplog):

@@ -419,15 +419,33 @@ def test_an_unknown_failure_of_the_storage_is_a_read_error(storage: Storage) -> 
 # --- targets that share memory ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(5,), (700_000,)], ids=["small", "large"])
+@pytest.mark.parametrize("shape", [(5,), (5_000_000,)], ids=["small", "of many segments"])
 def test_tied_targets_of_tensors_that_differ(storage: Storage, verify: bool, shape: tuple[int, ...]) -> None:
-    """Saved apart and loaded into one memory, a part of it or all: one of them is there, and nothing is damaged."""
+    """Saved apart and loaded into one memory, a part of it or all: the last one is there as a whole, as with torch."""
     stored = {name: filled(torch.float32, shape, seed) for seed, name in enumerate("abc")}
     items = write_file(storage, "f", stored)
     memory = torch.zeros(2 * shape[0])
     targets = {"a": memory[: shape[0]], "b": memory[: shape[0]], "c": memory[shape[0] :]}
-    for _ in range(5):
+    seen: list[tuple[int, int]] = []
+    for order in ("abc", "bca"):
         memory.zero_()
-        fetch(storage, [target_for(key, items[key], stored[key], t) for key, t in targets.items()], verify=verify)
-        assert same(targets["a"], stored["a"]) or same(targets["a"], stored["b"])
+        wanted = [target_for(key, items[key], stored[key], targets[key]) for key in order]
+        nbytes = fetch(storage, wanted, verify=verify, progress=lambda *counts: seen.append(counts))
+        assert same(targets["a"], stored["b" if order == "abc" else "a"])
         assert same(targets["c"], stored["c"])
+        assert nbytes == sum(tensor.nbytes for tensor in stored.values())
+        assert seen[-1] == (nbytes, nbytes)
+
+
+# --- modes of the calling thread -------------------------------------------------------------------------------------
+
+
+def test_inference_mode_is_that_of_the_thread_that_loads(storage: Storage) -> None:
+    """Its tensors take values in that mode alone, and the threads that read do not inherit it."""
+    stored = torch.arange(2000.0).view(40, 50)
+    (item,) = write_file(storage, "f", {"t": stored}).values()
+    with torch.inference_mode():
+        converted, strided = torch.zeros(40, 50, dtype=torch.float64), torch.zeros(50, 40).t()
+        fetch(storage, [target_for("t", item, stored, tensor) for tensor in (converted, strided)], verify=True)
+    assert torch.equal(converted, stored.double())
+    assert torch.equal(strided, stored)

@@ -204,3 +204,21 @@ def test_a_tensor_that_was_stored_as_an_object_is_copied_to_its_target() -> None
     item = read_item("x", LoadItemType.TENSOR, (1, 1), (2, 3))
     deliver_object("/ckpt", planner, item, saved(torch.arange(20.0).view(4, 5)))
     assert planner.state_dict["x"].tolist() == [[6, 7, 8], [11, 12, 13]]
+
+
+def test_a_tensor_that_was_stored_as_an_object_is_unpickled_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have been on a GPU that is not here; and a class that cannot be narrowed is not, where all is wanted."""
+    places = []
+    load = torch.load
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        places.append(options["map_location"])
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(torch, "load", noted)
+    monkeypatch.setattr(torch.Tensor, "narrow", None)
+    planner = DefaultLoadPlanner()
+    planner.state_dict = {"x": torch.zeros(4, 5)}
+    deliver_object("/ckpt", planner, read_item("x", LoadItemType.TENSOR, (0, 0), (4, 5)), saved(torch.ones(4, 5)))
+    assert planner.state_dict["x"].sum() == 20
+    assert places == ["cpu"]

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from dcp_tensorizer import MetadataError, ReadError
 from dcp_tensorizer._format.chunks import Region
 from dcp_tensorizer._format.index_reader import Piece
-from dcp_tensorizer._loading.read_target import ReadTarget, can_read_in_place, read_apart, targets_of, wanted_of
+from dcp_tensorizer._loading.read_target import ReadTarget, can_read_in_place, in_turns, targets_of, wanted_of
 
 from ...support import stored_item
 
@@ -50,21 +50,24 @@ def test_a_region_is_one_run_of_bytes_or_not() -> None:
         assert ReadTarget.of("t", item, shape, region, torch.empty(region.size, dtype=torch.int16)).run == expected
 
 
-def test_which_targets_share_memory() -> None:
-    """Those that overlap, contiguous or not, are not read in place; those that lie side by side are."""
+def test_what_shares_memory_is_read_in_turns() -> None:
+    """Contiguous or not, in the order of the plan; all that lies side by side is read at the same time."""
     memory = torch.zeros(100)
-    tensors = [
-        memory[:16].view(4, 4),
-        memory[16:32].view(4, 4),
-        memory[31:47].view(4, 4),
-        memory[60:].as_strided((4, 4), (8, 1)),
-        memory[80:96].view(4, 4),
-        torch.zeros(4, 4),
-    ]
+    tensors = {
+        "a": memory[:16].view(4, 4),
+        "b": memory[16:32].view(4, 4),
+        "c": memory[31:47].view(4, 4),
+        "d": memory[60:].as_strided((4, 4), (8, 1)),
+        "e": memory[80:96].view(4, 4),
+        "f": torch.zeros(4, 4),
+    }
     item, region = stored_item(64, dtype="float32"), Region((0, 0), (4, 4))
-    targets = read_apart([ReadTarget.of("t", item, (4, 4), region, tensor) for tensor in tensors])
-    assert [target.in_place for target in targets] == [True, False, False, False, False, True]
-    assert all(target.tensor is tensor for target, tensor in zip(targets, tensors, strict=True))
+    for order in ("abcdef", "edcbaf"):
+        targets = [ReadTarget.of(key, item, (4, 4), region, tensors[key]) for key in order]
+        turns = ["".join(target.key for target in turn) for turn in in_turns(targets)]
+        assert turns == [order[0] + order[-1] if order[0] == "a" else "af", *(k for k in order if k in "bcde")]
+    tied = [ReadTarget.of(key, item, (4, 4), region, tensors["a"]) for key in "xy"]
+    assert [[target.key for target in turn] for turn in in_turns(tied)] == [["x"], ["y"]]
 
 
 # --- from a planner's item -------------------------------------------------------------------------------------------

@@ -15,6 +15,9 @@ from dcp_tensorizer._loading.thread_pool import Usage, run_all, thread_usage
 
 from ...support import forget
 
+clock = itertools.count(1.0)
+"""For threads that wait for all of the time."""
+
 
 def busy_with(disk_bytes: int) -> Callable[[], Usage]:
     """A thread that has spent all its time on a core whenever it looks, and has read so much from a disk since."""
@@ -86,6 +89,26 @@ def test_threads_join_those_that_wait() -> None:
 
     run_all(range(10), run, min_threads=1, max_threads=4, usage=lambda: Usage(float(next(looks)), 0.0, 0))
     assert next(begun) == 11
+
+
+@pytest.mark.parametrize("possible", [0, 1, 3])
+def test_a_system_without_more_threads(possible: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that could be started do all of it, or else the calling thread."""
+    started = 0
+    start = threading.Thread.start
+
+    def bounded(thread: threading.Thread) -> None:
+        nonlocal started
+        started += 1
+        if started > possible:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", bounded)
+    done: list[int] = []
+    run_all(range(100), noted(done), min_threads=2, max_threads=8, usage=lambda: Usage(next(clock), 0.0, 0))
+    assert sorted(done) == list(range(100))
+    assert started > possible
 
 
 def test_no_threads_join_those_that_are_busy() -> None:

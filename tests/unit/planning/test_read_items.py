@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.device_mesh import DeviceMesh
 
 from dcp_tensorizer import LoadPlanner
@@ -168,6 +169,20 @@ MORE = {
     "a dict as one object": {"rng": BytesStorageMetadata()},
     "an empty dict": {"model.c": BytesStorageMetadata()},
 }
+
+
+def test_tensors_that_say_themselves_what_is_here(mesh: DeviceMesh) -> None:
+    """torchrec's tables of one shape may have other parts on each rank: none is planned like another."""
+    parts = {"a": (0, 8), "b": (8, 8), "c": None}
+    state = {}
+    for key, part in parts.items():
+        shards, offsets = ([], []) if part is None else ([torch.rand(part[1], 4)], [(part[0], 0)])
+        local: Any = LocalShardsWrapper(shards, offsets)
+        state[key] = dtensor(mesh, [Replicate(), Shard(0)], local, (16, 4))
+    metadata = Metadata(dict.fromkeys(state, stored((16, 4))))
+    theirs = create_default_local_load_plan(state, metadata).items
+    assert in_full(read_items_of(state, metadata, strict=True)) == in_full(theirs)
+    assert [item.dest_index.fqn for item in theirs] == ["a", "b"]
 
 
 @pytest.mark.parametrize("more", MORE)
