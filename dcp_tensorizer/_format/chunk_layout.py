@@ -173,7 +173,7 @@ class ChunkLayout:
     def _sorted(self) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
         """The dimension that tells most chunks apart, the chunks in its order, where they start, and where the
         furthest one up to each of them stops."""
-        dim = max(range(len(self.shape)), key=lambda d: len(np.unique(self.starts[:, d])))
+        dim = max(range(len(self.shape)), key=lambda d: len(set(self.starts[:, d].tolist())))
         order = np.argsort(self.starts[:, dim], kind="stable")
         starts = self.starts[order, dim]
         return dim, order, starts, np.maximum.accumulate(starts + self.sizes[order, dim])

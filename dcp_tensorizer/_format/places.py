@@ -227,7 +227,8 @@ class PlaceTable:
         return list(zip(*(column.tolist() for column in (*columns, self._digest_ends, self._seal_ends)), strict=True))
 
     def _check(self, count: int) -> None:
-        if len(self.kinds) != count or len(np.unique(self.hashes)) != count:
+        hashes = np.sort(self.hashes)  # `np.unique` imports modules, in as long as a small load takes
+        if len(self.kinds) != count or len(hashes) != count or np.any(hashes[1:] == hashes[:-1]):
             raise ValueError("a table of places has columns of several lengths, or an item twice")
         if not count:
             return
@@ -239,7 +240,7 @@ class PlaceTable:
             raise ValueError("data is in no file")
         if self._dtype_numbers.max() >= len(self._rows.dtypes) or self.kinds.max() >= len(KINDS):
             raise ValueError("a table of places has a dtype, or a kind, that there is not")
-        others = np.unique(self._dtype_numbers[self.kinds > 0])
+        others = set(self._dtype_numbers[self.kinds > 0].tolist())
         if any(self._rows.dtypes[number] != "uint8" for number in others):
             raise ValueError("an object has another dtype than uint8")
         if max((*self._rows.names, *self._rows.keys), default=0) >= count:
