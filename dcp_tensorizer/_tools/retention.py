@@ -174,12 +174,13 @@ def _with_shared(removals: Sequence[Removal]) -> Iterator[Removal]:
 
 
 def _leftovers(folder: Folder, listed: Listed, older_than: float | None) -> Iterator[Removal]:
-    """The leftovers in a directory: those of dead saves, and, apart from them, those that may be somebody's."""
-    if listed.dead:
-        yield Removal(folder, listed.dead, whole=False)
+    """What goes of the leftovers in a directory, at once; and, apart from it, what may be somebody's."""
     others = tuple(file for file in listed.leftovers if file not in listed.dead)
-    if others:
-        yield Removal(folder, others, whole=False, kept="" if _are_old(others, older_than) else _MAY_BE_UNDER_WAY)
+    are_old = _are_old(others, older_than)
+    if files := listed.leftovers if are_old else listed.dead:
+        yield Removal(folder, files, whole=False)
+    if not are_old:
+        yield Removal(folder, others, whole=False, kept=_MAY_BE_UNDER_WAY)
 
 
 def _are_old(files: Sequence[FileInfo], older_than: float | None) -> bool:

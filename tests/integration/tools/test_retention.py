@@ -328,6 +328,26 @@ def test_what_nobody_recorded_goes_by_age_alone(tmp_path: Path, state: str) -> N
     assert names(tmp_path) == {"step-2"}
 
 
+@pytest.mark.parametrize("state", ["alone", "beside a checkpoint"])
+def test_old_leftovers_go_with_proven_ones(tmp_path: Path, state: str) -> None:
+    """In one directory, in one run: what is recorded as of a dead save, and what is old enough."""
+    if state == "beside a checkpoint":
+        make(tmp_path / "step-1", 100)
+    proven = leave(tmp_path / "step-1")
+    old = tmp_path / "step-1" / data_file_name(0, 0, "e" * 32)
+    old.write_bytes(b"x" * 10)
+    (kept,) = [removal for removal in plan_collection(open_storage(tmp_path), None, 3600.0) if removal.kept]
+    assert [file.name for file in kept.files] == [old.name]
+    (removal,) = run(tmp_path, older_than=0)
+    assert (removal.kept, removal.nbytes >= 110, {proven.name, old.name} <= {f.name for f in removal.files}) == (
+        "",
+        True,
+        True,
+    )
+    assert names(tmp_path) == (set() if state == "alone" else {"step-1"})
+    assert not old.exists() and not proven.exists()
+
+
 def test_a_move_from_another_disk_arrives(tmp_path: Path) -> None:
     """``mv`` brings the data first and the metadata last; a collection at any moment leaves all of it."""
     source = make(tmp_path / "source", 100)
