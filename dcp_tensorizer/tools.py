@@ -108,7 +108,8 @@ class Collected:
         files: Their names, below the directory.
         nbytes: Of these files, without those that have names elsewhere, whose space is not free when they are gone.
         kept: Why they are still there; None if they are removed.
-        failed: They are kept because they could not be removed, and not because somebody may need them.
+        failed: They are kept because they could not be removed, or because nobody can tell which ones there are, and
+            not because somebody may need them.
     """
 
     path: str

@@ -43,6 +43,7 @@ class Listed:
         parts: Ranks that have committed, where each saves for itself; 0 where all commit together.
         leftovers: Files of saves that were not committed, as far as a listing shows.
         dead: Those of them that are of dead saves, unless a save is under way there.
+        unknown: Why there may be leftovers beyond those; empty if there are none.
         contents: The same for checkpoints of the same keys; None if it is not committed.
     """
 
@@ -58,6 +59,7 @@ class Listed:
     parts: int = 0
     leftovers: tuple[FileInfo, ...] = ()
     dead: tuple[FileInfo, ...] = ()
+    unknown: str = ""
     contents: int | None = None
 
     @property
@@ -152,7 +154,7 @@ def walk(storage: Storage) -> Folder:
 
 
 def _look_at(storage: Storage, files: list[FileInfo]) -> Listed:
-    left, dead = _leftovers(storage, files)
+    left, dead, unknown = _leftovers(storage, files)
     listed = Listed(
         storage,
         storage.path,
@@ -162,6 +164,7 @@ def _look_at(storage: Storage, files: list[FileInfo]) -> Listed:
         tuple(files),
         leftovers=left,
         dead=dead,
+        unknown=unknown,
     )
     try:
         parts = read_parts(storage)
@@ -170,11 +173,11 @@ def _look_at(storage: Storage, files: list[FileInfo]) -> Listed:
         return listed
     except CheckpointError as error:
         torchs = isinstance(error, UnsupportedFormat) and _is_torchs(storage, files)
-        return replace(listed, state="torch" if torchs else "unreadable", leftovers=(), dead=())
+        return replace(listed, state="torch" if torchs else "unreadable", leftovers=(), dead=(), unknown="")
     named = data_files(parts)
     listed = replace(listed, saved=saved_at(parts))
     if not named.items() <= {(file.name, file.nbytes) for file in files}:
-        return replace(listed, state="incomplete", leftovers=(), dead=())
+        return replace(listed, state="incomplete", leftovers=(), dead=(), unknown="")
     return replace(
         listed,
         state="committed",
@@ -196,19 +199,18 @@ def _is_torchs(storage: Storage, files: Sequence[FileInfo]) -> bool:
     return False
 
 
-def _leftovers(storage: Storage, files: Sequence[FileInfo]) -> tuple[tuple[FileInfo, ...], tuple[FileInfo, ...]]:
-    """The files of saves that were not committed, also those that no listing shows; and those that are of dead saves.
-
-    None if that cannot be told. They are in the order in which they can be removed.
-    """
+def _leftovers(storage: Storage, files: Sequence[FileInfo]) -> tuple[tuple[FileInfo, ...], tuple[FileInfo, ...], str]:
+    """See `Listed`: its leftovers, in the order in which they can be removed, the dead ones, and what is unknown."""
     by_name = {file.name: file for file in files}
+    left, dead, begun = list[FileInfo](), list[FileInfo](), list[FileInfo]()
+    unknown = ""
     try:
         left = [by_name[name] for name in leftovers(storage, list(by_name))]
         dead = [by_name[name] for name in dead_files(storage, list(by_name))]
         begun = [file for file in storage.uploads() if is_data_file_name(file.name)]
-    except CheckpointError:
-        return (), ()
-    return (*begun, *left), tuple(dead)
+    except CheckpointError as error:
+        unknown = f"what saves have left there cannot be told: {error}"
+    return (*begun, *left), tuple(dead), unknown
 
 
 def _name(storage: Storage) -> str:

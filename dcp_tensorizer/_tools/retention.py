@@ -35,7 +35,8 @@ class Removal:
         whole: The checkpoint is removed, and with it its directory, if that is empty then.
         shared: Bytes of those that have names elsewhere, whose space is not free when they are gone.
         kept: Why files are kept that could be removed; empty if they are removed.
-        failed: They are kept because they could not be removed, and not because somebody may need them.
+        failed: They are kept because they could not be removed, or because nobody can tell which ones there are, and
+            not because somebody may need them.
     """
 
     folder: Folder
@@ -181,6 +182,8 @@ def _leftovers(folder: Folder, listed: Listed, older_than: float | None) -> Iter
         yield Removal(folder, files, whole=False)
     if not are_old:
         yield Removal(folder, others, whole=False, kept=_MAY_BE_UNDER_WAY)
+    if listed.unknown:
+        yield Removal(folder, (), whole=False, kept=listed.unknown, failed=True)
 
 
 def _are_old(files: Sequence[FileInfo], older_than: float | None) -> bool:
@@ -195,8 +198,9 @@ def _old_checkpoints(top: Folder, keep: int, older_than: float | None, only_data
         for old in _beyond(group.units, keep):
             if time.time() - old.saved >= (older_than or 0.0):
                 kept = group.objection or _objection(old, linked, older_than)
+                unknown = "" if kept else next((part.unknown for part in old.parts if part.unknown), "")
                 files = (f for f in _files_below(old.folder) if not only_data or is_ours(posixpath.basename(f.name)))
-                yield Removal(old.folder, tuple(files), whole=True, kept=kept)
+                yield Removal(old.folder, tuple(files), whole=True, kept=kept or unknown, failed=bool(unknown))
 
 
 def _objection(unit: Unit, linked: Sequence[str], older_than: float | None) -> str:

@@ -24,6 +24,7 @@ from dcp_tensorizer.errors import NotCommitted
 
 from ...checkpoints import make_checkpoint
 from ...index_edits import edit_index
+from ...proxy import Fault, always, s3_proxy
 from ...servers import S3Server
 from ...support import on_a_page
 
@@ -307,6 +308,33 @@ def test_uploads_of_dead_saves_are_aborted(s3: S3Server) -> None:
     assert collect(removal).kept == ""
     assert storage.uploads() == []
     assert find(open_storage(url, s3.options()))[0].state == "committed"
+
+
+def test_uploads_that_cannot_be_listed(s3: S3Server) -> None:
+    """What a listing shows is removed. A checkpoint stays that may be saved again unseen, and that is a failure."""
+    url = f"s3://{s3.bucket}/{uuid.uuid4().hex}"
+    for step in (1, 2):
+        make_checkpoint(f"{url}/step-{step}", {"w": torch.ones(3)}, options=s3.options())
+    storage = open_storage(f"{url}/step-3", s3.options())
+    storage.put(data_file_name(0, 0, "a" * 32), b"x", sync=True)
+    under_way = open_storage(f"{url}/step-1", s3.options()).create(LEFTOVER, 100 << 20, sync=True)
+    under_way.put_part(0, on_a_page(bytes(under_way.part_bytes)))
+    with s3_proxy(s3.endpoint) as proxy:
+        proxy.rule = always("ListMultipartUploads", Fault(status=403, code="AccessDenied"))
+        planned = plan_collection(open_storage(url, s3.options(proxy.endpoint)), 1, 0.0)
+        removals = [collect(removal) for removal in planned]
+    told = [(removal.folder.name, removal.whole, len(removal.files), removal.failed) for removal in removals]
+    assert told == [
+        ("step-1", True, 2, True),
+        ("step-2", False, 0, True),
+        ("step-3", False, 1, False),
+        ("step-3", False, 0, True),
+    ]
+    for removal in removals:
+        assert removal.failed == ("cannot be told" in removal.kept and "cannot list the uploads" in removal.kept)
+    found = find(open_storage(url, s3.options()))
+    assert [(listed.step, listed.state) for listed in found] == [(2, "committed"), (1, "committed")]
+    under_way.abort()
 
 
 # --- what is not provably of a dead save ------------------------------------------------------------------------------
