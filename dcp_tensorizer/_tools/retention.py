@@ -145,8 +145,8 @@ def _chosen_below(folder: Folder, chosen: Container[str], prefix: str = "") -> I
         yield from _chosen_below(child, chosen, f"{prefix}{child.name}/")
 
 
-def _file_set(top: Folder) -> set[tuple[str, FileInfo]]:
-    """The files in and below a directory, to see whether any has changed.
+def _file_set(top: Folder) -> set[tuple[str, FileInfo, bool]]:
+    """The files in and below a directory, and which of them are leftovers, to see whether any of that has changed.
 
     The time of a data file's last change is left out. It is never written again, and a save that links it, or the end
     of a checkpoint that shares it, changes that time.
@@ -155,8 +155,10 @@ def _file_set(top: Folder) -> set[tuple[str, FileInfo]]:
         (
             folder.storage.path,
             file._replace(shared=None, changed=None if is_data_file_name(file.name) else file.changed),
+            file in left,
         )
         for folder in top.walk()
+        for left in [set(folder.listed.leftovers) if folder.listed is not None else set()]
         for file in folder.files
     }
 
