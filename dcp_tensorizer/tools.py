@@ -77,9 +77,10 @@ class CheckpointInfo:
         step: The last number in the directory's name.
         saved: When it was saved, in UTC: by its own record, which copies keep. Without one, when a file in it was last
             written. None if the storage does not tell.
-        state: ``committed``: whole. ``unfinished``: a save is under way there, or has died. ``incomplete``: data files
-            that its metadata names are missing or of other sizes, as in a copy under way. ``torch``: written by torch's
-            own ``FileSystemWriter``. ``unreadable``: damaged, or of another format.
+        state: ``committed``: whole. ``unfinished``: a save is under way there, or has died. ``unflushed``: it is in a
+            local folder (``local=...``), and not on the remote yet. ``flushed``: the local copy of what the remote has.
+            ``incomplete``: data files that its metadata names are missing or of other sizes, as in a copy under way.
+            ``torch``: written by torch's own ``FileSystemWriter``. ``unreadable``: damaged, or of another format.
         nbytes: Of all files in it.
         shared_nbytes: Of those of them that have names elsewhere, too, and take space once (``reuse_unchanged``).
         ranks, tensors, objects: How many wrote it, and what is in it; None if it is not committed.
@@ -108,7 +109,8 @@ class Collected:
         files: Their names, below the directory.
         nbytes: Of these files, without those that have names elsewhere, whose space is not free when they are gone.
         kept: Why they are still there; None if they are removed.
-        failed: They are kept because they could not be removed, and not because somebody may need them.
+        failed: They are kept because they could not be removed, or because nobody can tell which ones there are, and
+            not because somebody may need them.
     """
 
     path: str

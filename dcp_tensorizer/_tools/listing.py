@@ -5,21 +5,31 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from .._format.index import is_index, looks_like_pickle
-from .._format.layout import data_file_rank, is_data_file_name, is_metadata_file_name, is_ours, metadata_file_name
+from .._format.layout import (
+    data_file_rank,
+    is_data_file_name,
+    is_metadata_file_name,
+    is_ours,
+    metadata_file_name,
+    save_id_in,
+)
 from .._saving.commit import dead_files, leftovers
 from .._storage.base import FileInfo, Storage
+from .._storage.local import LocalStorage
+from .._tiers import queue
 from ..errors import CheckpointError, NotCommitted, UnsupportedFormat
 from .checkpoint_view import data_files, read_parts, saved_at, view_checkpoint
 
 __all__ = ["Folder", "Listed", "State", "find", "step_of", "walk", "where_below"]
 
-State = Literal["committed", "unfinished", "incomplete", "torch", "unreadable"]
+State = Literal["committed", "unfinished", "unflushed", "flushed", "incomplete", "torch", "unreadable"]
 
 _NUMBER = re.compile(r"\d+")
 _TRAILER = 24  # bytes at the end that tell a pickle of ours from torch's
@@ -33,7 +43,8 @@ class Listed:
     Attributes:
         path: Without credentials.
         state: ``committed``; ``incomplete``: data files that its metadata names are missing or of other sizes, as in a
-            copy under way; ``unfinished``; ``torch``: written by torch's own FileSystemWriter; or ``unreadable``:
+            copy under way; ``unfinished``; ``unflushed``: in a local folder, and not on the remote yet; ``flushed``:
+            the local copy of what is there; ``torch``: written by torch's own FileSystemWriter; or ``unreadable``:
             damaged, or of another format.
         step: See `step_of`.
         saved: When it was saved, in seconds since the epoch: by its own record, which copies keep; without one, when a
@@ -41,8 +52,9 @@ class Listed:
         files: All files in it.
         ranks, tensors, objects: What is in it; None if it is not committed.
         parts: Ranks that have committed, where each saves for itself; 0 where all commit together.
-        leftovers: Files of saves that were not committed, as far as a listing shows.
+        leftovers: Files of saves that were not committed, as far as a listing shows, and that no flush knows of.
         dead: Those of them that are of dead saves, unless a save is under way there.
+        unknown: Why there may be leftovers beyond those; empty if there are none.
         contents: The same for checkpoints of the same keys; None if it is not committed.
     """
 
@@ -58,6 +70,7 @@ class Listed:
     parts: int = 0
     leftovers: tuple[FileInfo, ...] = ()
     dead: tuple[FileInfo, ...] = ()
+    unknown: str = ""
     contents: int | None = None
 
     @property
@@ -142,26 +155,46 @@ def walk(storage: Storage) -> Folder:
         NotCommitted: there is no such directory.
         ReadError: it cannot be listed.
     """
+    around: dict[str, str] = {}
+    if isinstance(storage, LocalStorage):
+        for folder in Path(storage.real_path).parents:
+            around |= _local_saves(folder)
+    return _walk(storage, around)
+
+
+def _walk(storage: Storage, saves: Mapping[str, str]) -> Folder:
+    """See `walk`; ``saves``: those in local folders around the directory, see `_local_saves`."""
     files, names = storage.listing()
+    if queue.FOLDER in names and isinstance(storage, LocalStorage):
+        saves = {**saves, **_local_saves(Path(storage.location))}
     folders = []
     for name in names:
         with suppress(CheckpointError):  # a directory that went away, or is not ours to read
-            folders.append(walk(storage.child(name)))
-    listed = _look_at(storage, files) if any(is_ours(file.name) for file in files) else None
+            folders.append(_walk(storage.child(name), saves))
+    listed = _look_at(storage, files, saves) if any(is_ours(file.name) for file in files) else None
     return Folder(storage, _name(storage), tuple(files), tuple(folders), listed)
 
 
-def _look_at(storage: Storage, files: list[FileInfo]) -> Listed:
-    left, dead = _leftovers(storage, files)
+def _local_saves(folder: Path) -> dict[str, str]:
+    """How far each save has come that a local folder has a record of, by its id; none where there are no records.
+
+    Their files are of no dead save, however old they are: the flush removes them when it may.
+    """
+    return {entry.id: entry.state for entry in queue.Queue(folder).entries()}
+
+
+def _look_at(storage: Storage, files: list[FileInfo], saves: Mapping[str, str]) -> Listed:
+    left, dead, unknown = _leftovers(storage, files, saves)
     listed = Listed(
         storage,
         storage.path,
-        "unfinished",
+        _uncommitted(files, saves),
         step_of(_name(storage)),
         _last_written(files),
         tuple(files),
         leftovers=left,
         dead=dead,
+        unknown=unknown,
     )
     try:
         parts = read_parts(storage)
@@ -170,11 +203,11 @@ def _look_at(storage: Storage, files: list[FileInfo]) -> Listed:
         return listed
     except CheckpointError as error:
         torchs = isinstance(error, UnsupportedFormat) and _is_torchs(storage, files)
-        return replace(listed, state="torch" if torchs else "unreadable", leftovers=(), dead=())
+        return replace(listed, state="torch" if torchs else "unreadable", leftovers=(), dead=(), unknown="")
     named = data_files(parts)
     listed = replace(listed, saved=saved_at(parts))
     if not named.items() <= {(file.name, file.nbytes) for file in files}:
-        return replace(listed, state="incomplete", leftovers=(), dead=())
+        return replace(listed, state="incomplete", leftovers=(), dead=(), unknown="")
     return replace(
         listed,
         state="committed",
@@ -196,19 +229,28 @@ def _is_torchs(storage: Storage, files: Sequence[FileInfo]) -> bool:
     return False
 
 
-def _leftovers(storage: Storage, files: Sequence[FileInfo]) -> tuple[tuple[FileInfo, ...], tuple[FileInfo, ...]]:
-    """The files of saves that were not committed, also those that no listing shows; and those that are of dead saves.
+def _uncommitted(files: Sequence[FileInfo], saves: Mapping[str, str]) -> State:
+    """The state of a directory without metadata."""
+    states = {saves.get(save_id_in(file.name)) for file in files if is_data_file_name(file.name)}
+    if states & queue.OPEN:
+        return "unflushed"
+    return "flushed" if queue.REMOTE in states else "unfinished"
 
-    None if that cannot be told. They are in the order in which they can be removed.
-    """
+
+def _leftovers(
+    storage: Storage, files: Sequence[FileInfo], saves: Mapping[str, str]
+) -> tuple[tuple[FileInfo, ...], tuple[FileInfo, ...], str]:
+    """See `Listed`: its leftovers, in the order in which they can be removed, the dead ones, and what is unknown."""
     by_name = {file.name: file for file in files}
+    left, dead, begun = list[FileInfo](), list[FileInfo](), list[FileInfo]()
+    unknown = ""
     try:
-        left = [by_name[name] for name in leftovers(storage, list(by_name))]
-        dead = [by_name[name] for name in dead_files(storage, list(by_name))]
+        left = [by_name[name] for name in leftovers(storage, list(by_name)) if save_id_in(name) not in saves]
+        dead = [by_name[name] for name in dead_files(storage, list(by_name)) if save_id_in(name) not in saves]
         begun = [file for file in storage.uploads() if is_data_file_name(file.name)]
-    except CheckpointError:
-        return (), ()
-    return (*begun, *left), tuple(dead)
+    except CheckpointError as error:
+        unknown = f"what saves have left there cannot be told: {error}"
+    return (*begun, *left), tuple(dead), unknown
 
 
 def _name(storage: Storage) -> str:

@@ -8,9 +8,7 @@ knows how long that is. A directory that may hold the parts of one checkpoint is
 from __future__ import annotations
 
 import posixpath
-import re
 import time
-from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -19,11 +17,11 @@ from .._format.layout import is_data_file_name, is_ours
 from .._saving.removal import remove_files, withdraw
 from .._storage.base import FileInfo, Storage
 from ..errors import describe
+from .arrangement import Unit, arrange
 from .listing import Folder, Listed, walk
 
 __all__ = ["Removal", "collect", "plan_collection"]
 
-_NUMBER = re.compile(r"\d+")
 _MAY_BE_UNDER_WAY = "a save or a copy may be under way there: say with --older-than how long none can take"
 
 
@@ -37,7 +35,8 @@ class Removal:
         whole: The checkpoint is removed, and with it its directory, if that is empty then.
         shared: Bytes of those that have names elsewhere, whose space is not free when they are gone.
         kept: Why files are kept that could be removed; empty if they are removed.
-        failed: They are kept because they could not be removed, and not because somebody may need them.
+        failed: They are kept because they could not be removed, or because nobody can tell which ones there are, and
+            not because somebody may need them.
     """
 
     folder: Folder
@@ -54,42 +53,6 @@ class Removal:
     @property
     def nbytes(self) -> int:
         return sum(file.nbytes for file in self.files) - self.shared
-
-
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """A directory that is one checkpoint: it holds one, or the parts of one."""
-
-    folder: Folder
-
-    @property
-    def name(self) -> str:
-        return self.folder.name
-
-    @property
-    def parts(self) -> list[Listed]:
-        return self.folder.checkpoints
-
-    @property
-    def committed(self) -> bool:
-        return all(part.state == "committed" for part in self.parts)
-
-    @property
-    def contents(self) -> int | None:
-        return hash(frozenset(part.contents for part in self.parts)) if self.committed else None
-
-    @property
-    def saved(self) -> float:
-        return max(part.saved or 0.0 for part in self.parts)
-
-    @property
-    def ranks(self) -> int:
-        """How many ranks have committed, where each saves for itself."""
-        return min(part.parts for part in self.parts)
-
-    @property
-    def step(self) -> int:
-        return int(_numbers(self.name)[-1])
 
 
 def plan_collection(
@@ -182,8 +145,8 @@ def _chosen_below(folder: Folder, chosen: Container[str], prefix: str = "") -> I
         yield from _chosen_below(child, chosen, f"{prefix}{child.name}/")
 
 
-def _file_set(top: Folder) -> set[tuple[str, FileInfo]]:
-    """The files in and below a directory, to see whether any has changed.
+def _file_set(top: Folder) -> set[tuple[str, FileInfo, bool]]:
+    """The files in and below a directory, and which of them are leftovers, to see whether any of that has changed.
 
     The time of a data file's last change is left out. It is never written again, and a save that links it, or the end
     of a checkpoint that shares it, changes that time.
@@ -192,8 +155,10 @@ def _file_set(top: Folder) -> set[tuple[str, FileInfo]]:
         (
             folder.storage.path,
             file._replace(shared=None, changed=None if is_data_file_name(file.name) else file.changed),
+            file in left,
         )
         for folder in top.walk()
+        for left in [set(folder.listed.leftovers) if folder.listed is not None else set()]
         for file in folder.files
     }
 
@@ -212,12 +177,15 @@ def _with_shared(removals: Sequence[Removal]) -> Iterator[Removal]:
 
 
 def _leftovers(folder: Folder, listed: Listed, older_than: float | None) -> Iterator[Removal]:
-    """The leftovers in a directory: those of dead saves, and, apart from them, those that may be somebody's."""
-    if listed.dead:
-        yield Removal(folder, listed.dead, whole=False)
+    """What goes of the leftovers in a directory, at once; and, apart from it, what may be somebody's."""
     others = tuple(file for file in listed.leftovers if file not in listed.dead)
-    if others:
-        yield Removal(folder, others, whole=False, kept="" if _are_old(others, older_than) else _MAY_BE_UNDER_WAY)
+    are_old = _are_old(others, older_than)
+    if files := listed.leftovers if are_old else listed.dead:
+        yield Removal(folder, files, whole=False)
+    if not are_old:
+        yield Removal(folder, others, whole=False, kept=_MAY_BE_UNDER_WAY)
+    if listed.unknown:
+        yield Removal(folder, (), whole=False, kept=listed.unknown, failed=True)
 
 
 def _are_old(files: Sequence[FileInfo], older_than: float | None) -> bool:
@@ -228,16 +196,16 @@ def _are_old(files: Sequence[FileInfo], older_than: float | None) -> bool:
 
 def _old_checkpoints(top: Folder, keep: int, older_than: float | None, only_data: bool) -> Iterator[Removal]:
     linked = [path for folder in top.walk() for path in folder.storage.links()]
-    unit, groups = _arrange(top)
-    for units, objection in groups if unit is None else []:
-        for old in _beyond(units, keep):
+    for group in arrange(top):
+        for old in _beyond(group.units, keep):
             if time.time() - old.saved >= (older_than or 0.0):
-                kept = objection or _objection(old, linked, older_than)
+                kept = group.objection or _objection(old, linked, older_than)
+                unknown = "" if kept else next((part.unknown for part in old.parts if part.unknown), "")
                 files = (f for f in _files_below(old.folder) if not only_data or is_ours(posixpath.basename(f.name)))
-                yield Removal(old.folder, tuple(files), whole=True, kept=kept)
+                yield Removal(old.folder, tuple(files), whole=True, kept=kept or unknown, failed=bool(unknown))
 
 
-def _objection(unit: _Unit, linked: Sequence[str], older_than: float | None) -> str:
+def _objection(unit: Unit, linked: Sequence[str], older_than: float | None) -> str:
     """Why an old checkpoint must stay."""
     real = unit.folder.storage.real_path
     if any(path == real or path.startswith(real + "/") for path in linked):
@@ -253,9 +221,9 @@ def _files_below(folder: Folder, prefix: str = "") -> Iterator[FileInfo]:
         yield from _files_below(child, f"{prefix}{child.name}/")
 
 
-def _beyond(units: Sequence[_Unit], keep: int) -> list[_Unit]:
+def _beyond(units: Sequence[Unit], keep: int) -> list[Unit]:
     """The steps that are neither among the newest nor among the highest."""
-    steps = [unit for unit in units if unit.committed and _numbers(unit.name)]
+    steps = [unit for unit in units if unit.committed and unit.has_number]
     most = max((unit.ranks for unit in steps), default=0)
     steps = [unit for unit in steps if unit.ranks in (0, most)]
     # A job that went back to an earlier step has newer checkpoints with lower steps.
@@ -263,43 +231,3 @@ def _beyond(units: Sequence[_Unit], keep: int) -> list[_Unit]:
     by_step = sorted(steps, key=lambda unit: (unit.step, unit.saved), reverse=True)
     safe = {unit.folder.storage.path for order in (by_time, by_step) for unit in order[:keep]}
     return [unit for unit in by_time if unit.folder.storage.path not in safe]
-
-
-def _arrange(folder: Folder, above: Folder | None = None) -> tuple[_Unit | None, list[tuple[list[_Unit], str]]]:
-    """What a directory is: one checkpoint; or checkpoints by directory, and why none of them may be removed."""
-    if folder.listed is not None:
-        return _Unit(folder), []
-    units = []
-    groups = []
-    for child in folder.folders:
-        unit, below = _arrange(child, folder)
-        units += [] if unit is None else [unit]
-        groups += below
-    arrangement = _arrangement(units)
-    if arrangement == "parts" and above is not None and not groups:
-        return _Unit(folder), []
-    objection = "" if arrangement == "steps" else f"{folder.storage.path} may hold the parts of one checkpoint"
-    return None, [*groups, (units, objection)] if units else groups
-
-
-def _arrangement(units: Sequence[_Unit]) -> str:
-    """Whether the checkpoints in a directory are ``steps`` of one job, or ``parts`` of one checkpoint; or ``unknown``.
-
-    Accelerate saves ``pytorch_model_fsdp_0`` and ``optimizer_0``: the same numbers under each name, of other contents.
-    The names of steps differ by a number, and their contents are the same, but for a step or so.
-    """
-    by_name = defaultdict(list)
-    for unit in units:
-        by_name[_NUMBER.sub("#", unit.name)].append(unit)
-    if len(by_name) > 1 and len({frozenset(_numbers(unit.name) for unit in group) for group in by_name.values()}) == 1:
-        contents: list[set[int | None]] = [{unit.contents for unit in group} - {None} for group in by_name.values()]
-        return "parts" if len(set().union(*contents)) == sum(map(len, contents)) else "unknown"
-    for name, group in by_name.items():
-        known = [unit.contents for unit in group if unit.committed]
-        if "#" in name and (len(group) == 1 == len(units) or len(set(known)) < len(known)):
-            return "steps"
-    return "unknown"
-
-
-def _numbers(name: str) -> tuple[str, ...]:
-    return tuple(_NUMBER.findall(name))

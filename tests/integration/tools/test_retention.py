@@ -24,6 +24,7 @@ from dcp_tensorizer.errors import NotCommitted
 
 from ...checkpoints import make_checkpoint
 from ...index_edits import edit_index
+from ...proxy import Fault, always, s3_proxy
 from ...servers import S3Server
 from ...support import on_a_page
 
@@ -309,6 +310,33 @@ def test_uploads_of_dead_saves_are_aborted(s3: S3Server) -> None:
     assert find(open_storage(url, s3.options()))[0].state == "committed"
 
 
+def test_uploads_that_cannot_be_listed(s3: S3Server) -> None:
+    """What a listing shows is removed. A checkpoint stays that may be saved again unseen, and that is a failure."""
+    url = f"s3://{s3.bucket}/{uuid.uuid4().hex}"
+    for step in (1, 2):
+        make_checkpoint(f"{url}/step-{step}", {"w": torch.ones(3)}, options=s3.options())
+    storage = open_storage(f"{url}/step-3", s3.options())
+    storage.put(data_file_name(0, 0, "a" * 32), b"x", sync=True)
+    under_way = open_storage(f"{url}/step-1", s3.options()).create(LEFTOVER, 100 << 20, sync=True)
+    under_way.put_part(0, on_a_page(bytes(under_way.part_bytes)))
+    with s3_proxy(s3.endpoint) as proxy:
+        proxy.rule = always("ListMultipartUploads", Fault(status=403, code="AccessDenied"))
+        planned = plan_collection(open_storage(url, s3.options(proxy.endpoint)), 1, 0.0)
+        removals = [collect(removal) for removal in planned]
+    told = [(removal.folder.name, removal.whole, len(removal.files), removal.failed) for removal in removals]
+    assert told == [
+        ("step-1", True, 2, True),
+        ("step-2", False, 0, True),
+        ("step-3", False, 1, False),
+        ("step-3", False, 0, True),
+    ]
+    for removal in removals:
+        assert removal.failed == ("cannot be told" in removal.kept and "cannot list the uploads" in removal.kept)
+    found = find(open_storage(url, s3.options()))
+    assert [(listed.step, listed.state) for listed in found] == [(2, "committed"), (1, "committed")]
+    under_way.abort()
+
+
 # --- what is not provably of a dead save ------------------------------------------------------------------------------
 
 
@@ -326,6 +354,26 @@ def test_what_nobody_recorded_goes_by_age_alone(tmp_path: Path, state: str) -> N
         assert LEFTOVER in names(tmp_path / "step-1")
     run(tmp_path, older_than=0)
     assert names(tmp_path) == {"step-2"}
+
+
+@pytest.mark.parametrize("state", ["alone", "beside a checkpoint"])
+def test_old_leftovers_go_with_proven_ones(tmp_path: Path, state: str) -> None:
+    """In one directory, in one run: what is recorded as of a dead save, and what is old enough."""
+    if state == "beside a checkpoint":
+        make(tmp_path / "step-1", 100)
+    proven = leave(tmp_path / "step-1")
+    old = tmp_path / "step-1" / data_file_name(0, 0, "e" * 32)
+    old.write_bytes(b"x" * 10)
+    (kept,) = [removal for removal in plan_collection(open_storage(tmp_path), None, 3600.0) if removal.kept]
+    assert [file.name for file in kept.files] == [old.name]
+    (removal,) = run(tmp_path, older_than=0)
+    assert (removal.kept, removal.nbytes >= 110, {proven.name, old.name} <= {f.name for f in removal.files}) == (
+        "",
+        True,
+        True,
+    )
+    assert names(tmp_path) == (set() if state == "alone" else {"step-1"})
+    assert not old.exists() and not proven.exists()
 
 
 def test_a_move_from_another_disk_arrives(tmp_path: Path) -> None:
@@ -357,7 +405,7 @@ def make_parts(folder: Path, age: float, **parts: str) -> Path:
     for name, key in parts.items():
         make(folder / name, age, key)
     (folder / "rng_state.pth").write_bytes(b"x")
-    (folder / "pretrained").mkdir()
+    (folder / "pretrained").mkdir(exist_ok=True)
     (folder / "pretrained" / "config.json").write_text("{}")
     return folder
 
@@ -392,6 +440,104 @@ def test_what_may_be_steps_or_parts_stays(tmp_path: Path) -> None:
     removals = run(tmp_path, keep=1)
     assert all("may hold the parts of one checkpoint" in removal.kept for removal in removals)
     assert len(find(open_storage(tmp_path))) == 8
+
+
+def make_numbered(folder: Path, *names: str, age: float = 50) -> None:
+    """Checkpoints of the same keys whose names differ by a number, the first one the oldest."""
+    for number, name in enumerate(names):
+        make(folder / name, age - number / 100)
+
+
+def all_below(folder: Path) -> set[str]:
+    """The directories of all checkpoints below a directory."""
+    return {str(path.parent.relative_to(folder)) for path in folder.rglob(".metadata")}
+
+
+RANKS = tuple(f"rank-{rank}" for rank in range(4))
+
+
+@pytest.mark.parametrize("named", ["run", "run/step-10", "run/step-20"])
+@pytest.mark.parametrize("parts", [RANKS, ("0", "1", "2"), ("model-0", "model-1")], ids=lambda parts: parts[0])
+def test_ranks_of_the_same_keys_are_no_steps(tmp_path: Path, parts: tuple[str, ...], named: str) -> None:
+    """Each rank or model in a directory of its own: all stay, whichever directory is named."""
+    for step in (10, 20):
+        make_numbered(tmp_path / f"run/step-{step}", *parts, age=100 - step)
+    there = all_below(tmp_path)
+    removals = run(tmp_path / named, keep=1, older_than=0)
+    assert [removal.kept.partition(" may hold ")[2] for removal in removals] == ["the parts of one checkpoint"] * len(
+        removals
+    )
+    assert len(removals) == (len(parts) - 1) * (2 if named == "run" else 1)
+    assert all_below(tmp_path) == there
+
+
+def test_ranks_of_one_checkpoint_alone(tmp_path: Path) -> None:
+    """A job has saved once, or overwrites: its ranks are no steps, also where no directory says what is a step."""
+    make_numbered(tmp_path / "one" / "step-10", *RANKS)
+    make_numbered(tmp_path / "two" / "final", *RANKS)
+    make_numbered(tmp_path / "flat", *(f"step-10-{name}" for name in RANKS))
+    for folder in (tmp_path, tmp_path / "two" / "final", tmp_path / "flat"):
+        assert {removal.kept == "" for removal in run(folder, keep=1)} == {False}
+    assert len(all_below(tmp_path)) == 12
+
+
+def test_fewer_ranks_than_before(tmp_path: Path) -> None:
+    """The job was started again on half of its ranks: directories that hold other names are not runs for that."""
+    make_numbered(tmp_path / "step-10", *RANKS)
+    make_numbered(tmp_path / "step-20", *RANKS[:2])
+    run(tmp_path, keep=1)
+    assert len(all_below(tmp_path)) == 6
+
+
+def test_steps_in_runs_with_numbers(tmp_path: Path) -> None:
+    """Each run is counted for itself: ``step-10`` says that it is a step, and ``run-1`` does not."""
+    for name in ("run-1", "run-2", "42"):
+        make_numbered(tmp_path / name, "step-10", "step-20", "step-30")
+    make_numbered(tmp_path / "run-3" / "checkpoints", "10", "20", "30")
+    run(tmp_path, keep=1)
+    assert all_below(tmp_path) == {"run-1/step-30", "run-2/step-30", "42/step-30", "run-3/checkpoints/30"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["step-{}", "checkpoint_{}", "epoch={0}-step={0}00.ckpt", "iter_{:07}", "global_step{}", "{:06}", "Model-{}"],
+)
+def test_names_of_steps(tmp_path: Path, name: str) -> None:
+    """As frameworks and people have them: two of three go."""
+    make_numbered(tmp_path / "run", *map(name.format, range(3)))
+    assert [removal.kept for removal in run(tmp_path, keep=1)] == ["", ""]
+    assert all_below(tmp_path) == {f"run/{name.format(2)}"}
+
+
+def test_who_names_a_directory_says_that_it_holds_steps(tmp_path: Path) -> None:
+    """From above, ``model-1`` in ``run-1`` may be a part of it; so may a step in a step."""
+    make_numbered(tmp_path / "run-1", "model-100", "model-200")
+    make_numbered(tmp_path / "epoch-1", "step-100", "step-200")
+    assert {removal.kept == "" for removal in run(tmp_path, keep=1)} == {False}
+    for name in ("run-1", "epoch-1"):
+        run(tmp_path / name, keep=1)
+    assert all_below(tmp_path) == {"run-1/model-200", "epoch-1/step-200"}
+
+
+@pytest.mark.parametrize("steps", [(10,), (10, 20, 30)], ids=["one step", "three steps"])
+def test_a_run_is_no_checkpoint(tmp_path: Path, steps: tuple[int, ...]) -> None:
+    """Two kinds of steps in a directory are not the parts of one checkpoint: no run goes as an old one."""
+    for name in ("run-1", "run-2"):
+        for step in steps:
+            make_parts(tmp_path / name, 100 - step, **{f"model-{step}": "model", f"optim-{step}": "optimizer"})
+    there = all_below(tmp_path)
+    for folder in (tmp_path, tmp_path / "run-1"):
+        assert {removal.kept == "" for removal in run(folder, keep=1)} <= {False}
+    assert all_below(tmp_path) == there
+
+
+def test_a_kind_that_lacks_a_step(tmp_path: Path) -> None:
+    """The job died between the model and the optimizer of a step: the two are not counted as one kind."""
+    for step in (10, 20):
+        make(tmp_path / f"model-{step}", 100 - step, "model")
+    make(tmp_path / "optim-10", 89, "optimizer")
+    run(tmp_path, keep=1)
+    assert names(tmp_path) == {"model-10", "model-20", "optim-10"}
 
 
 def test_a_part_that_is_not_committed(tmp_path: Path) -> None:

@@ -1,0 +1,91 @@
+"""A local folder as ``ls`` and ``gc`` see it: what is not on the remote yet is nobody's leftover."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dcp_tensorizer._format.layout import data_file_name
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._tiers.flusher import Flusher
+from dcp_tensorizer._tools.listing import find
+from dcp_tensorizer._tools.retention import Removal, collect, plan_collection
+from dcp_tensorizer.errors import ReadError
+
+from .support import Run, unlistable
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+def flush(run: Run) -> None:
+    """Brings everything to the remote."""
+    flusher = Flusher(run.target)
+    while flusher.step() is not None:
+        pass
+
+
+def gc(folder: Path) -> list[Removal]:
+    """``gc --older-than 0``."""
+    return [collect(removal) for removal in plan_collection(open_storage(folder), None, 0.0)]
+
+
+def states(folder: Path) -> dict[int | None, str]:
+    return {listed.step: listed.state for listed in find(open_storage(folder))}
+
+
+@pytest.mark.parametrize("named", [".", "local", "local/step-5"])
+def test_what_is_not_flushed_stays(run: Run, named: str) -> None:
+    """However old it is, and whichever directory is named; the next flush brings it to the remote."""
+    run.save_unflushed(4, 5)
+    found = states(run.folder / named)
+    assert gc(run.folder / named) == []
+    assert found == ({5: "unflushed"} if named.endswith("5") else {4: "unflushed", 5: "unflushed"})
+    flush(run)
+    assert (run.load("step-4"), run.load("step-5")) == (4, 5)
+
+
+def test_a_copy_of_what_is_flushed_stays(run: Run) -> None:
+    """The newest is kept for the next load: it is shown as what it is."""
+    run.save_unflushed(4, 5)
+    flush(run)
+    assert states(run.local) == {5: "flushed"}
+    assert gc(run.local) == []
+    assert len(list((run.local / "step-5").iterdir())) == 1
+
+
+def test_what_no_record_is_of_goes(run: Run) -> None:
+    """Beside a checkpoint that is not flushed, and by its age alone."""
+    run.save_unflushed(5)
+    other = run.local / "step-5" / data_file_name(0, 0, "f" * 32)
+    other.write_bytes(b"x")
+    (removal,) = gc(run.local)
+    assert ([file.name for file in removal.files], removal.kept) == ([other.name], "")
+    flush(run)
+    assert run.load("step-5") == 5
+
+
+def test_a_save_whose_record_comes_after_a_look(run: Run) -> None:
+    """Then its files were leftovers when ``gc`` looked, and are none when it would remove them."""
+    run.save_unflushed(5)
+    copied = Run(run.folder / "copied")
+    shutil.copytree(run.local / "step-5", copied.local / "step-5")
+    (removal,) = plan_collection(open_storage(copied.local), None, 0.0)
+    shutil.copytree(run.queue.folder, copied.queue.folder)
+    assert removal.kept == ""
+    assert collect(removal).kept == "something has been saved or changed there in the meantime"
+    assert states(copied.local) == {5: "unflushed"}
+
+
+def test_records_that_cannot_be_listed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then nobody knows what is a leftover: nothing is removed, and it is an error."""
+    run.save_unflushed(5)
+    unlistable(monkeypatch, run)
+    for folder in (run.local, run.local / "step-5"):
+        with pytest.raises(ReadError, match="cannot list"):
+            gc(folder)
+    assert len(list((run.local / "step-5").iterdir())) == 1
