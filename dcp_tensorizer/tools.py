@@ -202,7 +202,7 @@ def verify(
         NotCommitted: there is no checkpoint.
         UnsupportedFormat: it is of another format, or of a newer version.
         MetadataError: its metadata is damaged, so that there is nothing to compare with.
-        ReadError: its metadata cannot be read.
+        ReadError: its metadata cannot be read; or it was replaced or removed while it was verified.
     """
     storage = open_storage(checkpoint, storage_options)
     return _verify.verify(storage, _read_parts(storage), full=full, progress=on_progress)
