@@ -26,11 +26,12 @@ from ._tools import diff as _diff
 from ._tools import listing, retention
 from ._tools import verify as _verify
 from ._tools.atomic_output import beside
-from ._tools.checkpoint_view import data_files, read_parts, unlock_parts, view_checkpoint
+from ._tools.checkpoint_view import data_files, read_parts, unlock_parts
 from ._tools.diff import Change, Difference
 from ._tools.formats.registry import open_all
 from ._tools.inspect import ChunkInfo, DataFileInfo, Inspection, ObjectInfo, TensorInfo, Total, inspect_view
 from ._tools.report.build import build, in_order_of_steps
+from ._tools.stored_values import view_checkpoint
 from ._tools.verify import Damage, Verified
 from .errors import NotCommitted
 

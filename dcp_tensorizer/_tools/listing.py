@@ -15,7 +15,8 @@ from .._format.layout import data_file_rank, is_data_file_name, is_metadata_file
 from .._saving.commit import dead_files, leftovers
 from .._storage.base import FileInfo, Storage
 from ..errors import CheckpointError, NotCommitted, UnsupportedFormat
-from .checkpoint_view import data_files, read_parts, saved_at, view_checkpoint
+from .checkpoint_view import data_files, read_parts, saved_at
+from .stored_values import view_checkpoint
 
 __all__ = ["Folder", "Listed", "State", "find", "step_of", "walk", "where_below"]
 
