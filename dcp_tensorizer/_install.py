@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +28,7 @@ logger = logging.getLogger("dcp_tensorizer")
 
 _UNDERSTOOD = {"path", "sync_files", "overwrite", "thread_count"}
 _IRRELEVANT = {"cache_staged_state_dict", "single_file_per_rank", "per_thread_copy_ahead"}  # how, and not what
+_EXTENSIONS = "_extension_registry"  # how to decode what torch's own writer has encoded
 
 
 def install(
@@ -49,7 +49,7 @@ def install(
 
     Args:
         writer_options: Of `TensorizerStorageWriter`, for all writers. The ``sync_files``, ``overwrite`` and
-            ``thread_count`` that a ``FileSystemWriter(...)`` is given go before.
+            ``thread_count`` that a ``FileSystemWriter(...)`` is given go before, also where they are torch's defaults.
         reader_options: Of `TensorizerStorageReader`, for all readers.
 
     Raises:
@@ -109,21 +109,20 @@ class InstalledWriter(TensorizerStorageWriter, FileSystemWriter):  # type: ignor
     """What ``FileSystemWriter(...)`` makes; takes its arguments."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(FileSystemWriter.__init__).bind(self, *args, **kwargs)
-        defaults = {name: value.default for name, value in given.signature.parameters.items()}
-        changed = {name: value for name, value in given.arguments.items() if value != defaults[name]}
-        _say_ignored(sorted(changed.keys() - _UNDERSTOOD - _IRRELEVANT - {"self"}))
+        given = _given(FileSystemWriter, args, kwargs, _UNDERSTOOD | _IRRELEVANT)
         options = {} if _installation is None else _installation.writer_options
-        super().__init__(**{**options, **{name: value for name, value in changed.items() if name in _UNDERSTOOD}})
-        self.path = given.arguments["path"]
+        super().__init__(**{**options, **{name: value for name, value in given.items() if name in _UNDERSTOOD}})
+        self.path = given["path"]
 
 
 class InstalledReader(AnyFormatReader, FileSystemReader):
     """What ``FileSystemReader(...)`` makes; takes its arguments."""
 
-    def __init__(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        super().__init__(path, **({} if _installation is None else _installation.reader_options))
-        self.path = path
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = _given(FileSystemReader, args, kwargs, {"path", _EXTENSIONS})
+        super().__init__(given["path"], **({} if _installation is None else _installation.reader_options))
+        self.path = given["path"]
+        self._extensions = given.get(_EXTENSIONS)
 
 
 class _Stager(AsyncStager):
@@ -196,9 +195,16 @@ def _replaces(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 _said: set[str] = set()
 
 
-def _say_ignored(names: list[str]) -> None:
-    """Logs once of each argument of torch's that it means nothing here."""
-    for name in names:
-        if name not in _said:
-            _said.add(name)
-            logger.warning("FileSystemWriter(%s=...) means nothing to dcp_tensorizer, and is ignored", name)
+def _given(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], silent: Set[str]) -> dict[str, Any]:
+    """The arguments that one of torch's classes is given, by name.
+
+    Logs once of each that it means nothing here, but for ``silent`` ones and those that ask for what is so anyway.
+    """
+    bound = inspect.signature(vars(cls)["__init__"]).bind(None, *args, **kwargs)
+    _, *given = bound.arguments.items()  # the first is self
+    for name, value in given:
+        said = f"{cls.__name__}({name}=...)"
+        if name not in silent and value != bound.signature.parameters[name].default and said not in _said:
+            _said.add(said)
+            logger.warning("%s means nothing to dcp_tensorizer, and is ignored", said)
+    return dict(given)

@@ -77,6 +77,7 @@ class AnyFormatReader(StorageReader):
         self._storage = Opener(
             path, options.get("storage_options"), options.get("timeout", TIMEOUT), options.get("local")
         )
+        self._extensions: Any = None  # of `install`: decode what torch's own writer has encoded
         self._reader: StorageReader | None = None
         self._error: CheckpointError | None = None
 
@@ -179,7 +180,9 @@ class AnyFormatReader(StorageReader):
             raise DecryptionError(f"{storage.path} is of the format {found}, which is not encrypted: leave the key out")
         is_local = isinstance(self._path, os.PathLike)
         if found == "dcp":
-            return _Torch(self._path) if is_local else _torch_compat.FsspecReader(self._path, **storage_options)
+            if is_local:
+                return _Torch(self._path, self._extensions)
+            return _torch_compat.FsspecReader(self._path, **storage_options)
         if not is_local:
             raise ReadError(
                 f"{storage.path} holds safetensors, which torch reads from local disks only: copy it to one"

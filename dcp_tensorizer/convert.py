@@ -23,7 +23,7 @@ import torch
 from ._format.chunks import Region
 from ._format.encryption import check_decryption
 from ._tools.checkpoint_view import CheckpointView, Path, StoredObject, StoredTensor
-from ._tools.formats.common import Options
+from ._tools.formats.common import Options, check_options
 from ._tools.formats.names import FORMATS, did_you_mean
 from ._tools.formats.registry import TARGETS, open_checkpoint
 from ._tools.formats.renaming import key_of, new_paths
@@ -74,8 +74,8 @@ def convert(
         on_progress: Called with the bytes that were read and the bytes in all; by several threads, one at a time.
 
     Raises:
-        ConversionError: the format cannot hold what there is, which the message names, or there is something at
-            ``target``; nothing was written.
+        ConversionError: the format cannot hold what there is, or does not take an option, which the message names, or
+            there is something at ``target``; nothing was written.
         NotCommitted: there is no checkpoint at ``source``.
         DecryptionError: there is no key, a wrong one, or one too many.
         UntrustedObject: an object would need code to run.
@@ -86,6 +86,7 @@ def convert(
     for name in filter(None, (to, options.source_format)):
         if name not in FORMATS:
             raise ConversionError(f"{name!r} is none of the formats {', '.join(FORMATS)}{did_you_mean(name, FORMATS)}")
+    check_options(options, to, os.fspath(target))
     if encryption is not None:
         check_decryption(encryption)
     view = open_checkpoint(source, storage_options or {}, options.source_format, encryption)

@@ -100,13 +100,14 @@ class _Asynchronous:
         with self._writer.lock():
             return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
 
-    def _start_save(self, path: Path, state: dict[str, Any], meta: dict[str, Any]) -> None:
+    def _start_save(self, path: Path, state: dict[str, Any], meta: dict[str, Any], *, has_buffers: bool) -> None:
         """Has the state copied once the save before is over. It is saved while training goes on. A collective.
 
         Args:
             path: The checkpoint's directory. It is made.
             state: Of the model and the optimizers, on the device.
             meta: All else. Rank 0's is saved: its file is there before the checkpoint is.
+            has_buffers: The state has what the next forward pass may change: it waits until that is copied.
 
         Raises:
             CheckpointException: the save before failed.
@@ -128,6 +129,8 @@ class _Asynchronous:
             raise WriteError(failure)
         saved = async_save(state, storage_writer=self._writer, checkpoint_id=path, process_group=self._group)
         self._save = saved if isinstance(saved, Future) else saved.upload_completion
+        if has_buffers:
+            self._writer.synchronize_staging()
         if self.is_global_zero and replaced.is_file():
             self._when_committed(lambda: replaced.unlink(missing_ok=True))
 
@@ -191,8 +194,9 @@ class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
         """
         _refuse(storage_options=storage_options)
         state = {"state_dict": checkpoint.pop("state_dict")}
+        has_buffers = _has_buffers(self.model, state["state_dict"])
         state |= {f"optimizer_{n}": value for n, value in enumerate(checkpoint.pop("optimizer_states", []))}
-        self._start_save(_local(self.broadcast(filepath)), state, checkpoint)
+        self._start_save(_local(self.broadcast(filepath)), state, checkpoint, has_buffers=has_buffers)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Removes a checkpoint when the save under way is committed."""
@@ -234,7 +238,7 @@ class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
             WriteError: the directory or its ``meta.pt`` could not be written.
         """
         _refuse(storage_options=storage_options, **filtered)
-        _, model = _model_of(state)
+        name, model = _model_of(state)
         saved: dict[str, Any] = {}
         meta: dict[str, Any] = {}
         for key, value in state.items():
@@ -244,7 +248,8 @@ class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
                 saved[key] = get_optimizer_state_dict(model, value)
             else:
                 meta[key] = value.state_dict() if isinstance(value, Stateful) else value
-        self._start_save(_local(self.broadcast(path)), saved, meta)
+        has_buffers = _has_buffers(model, saved[name])
+        self._start_save(_local(self.broadcast(path)), saved, meta, has_buffers=has_buffers)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -291,6 +296,11 @@ def _model_of(state: Mapping[str, Any]) -> tuple[str, nn.Module]:
     if len(models) != 1:
         raise ValueError(f"a checkpoint has one model, and the state has {len(models)}: save each by itself")
     return models[0]
+
+
+def _has_buffers(model: nn.Module, state: Mapping[str, Any]) -> bool:
+    """Whether a model's state has more than parameters, such as what BatchNorm changes in a forward pass."""
+    return not state.keys() <= dict(model.named_parameters(remove_duplicate=False)).keys()
 
 
 def _write_meta(path: Path, meta: dict[str, Any]) -> bytes:

@@ -26,11 +26,12 @@ from ._tools import diff as _diff
 from ._tools import listing, retention
 from ._tools import verify as _verify
 from ._tools.atomic_output import beside
-from ._tools.checkpoint_view import data_files, read_parts, unlock_parts, view_checkpoint
+from ._tools.checkpoint_view import data_files, read_parts, unlock_parts
 from ._tools.diff import Change, Difference
 from ._tools.formats.registry import open_all
 from ._tools.inspect import ChunkInfo, DataFileInfo, Inspection, ObjectInfo, TensorInfo, Total, inspect_view
 from ._tools.report.build import build, in_order_of_steps
+from ._tools.stored_values import view_checkpoint
 from ._tools.verify import Damage, Verified
 from .errors import NotCommitted
 
@@ -204,7 +205,7 @@ def verify(
         NotCommitted: there is no checkpoint.
         UnsupportedFormat: it is of another format, or of a newer version.
         MetadataError: its metadata is damaged, so that there is nothing to compare with.
-        ReadError: its metadata cannot be read.
+        ReadError: its metadata cannot be read; or it was replaced or removed while it was verified.
     """
     storage = open_storage(checkpoint, storage_options)
     return _verify.verify(storage, _read_parts(storage), full=full, progress=on_progress)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.utils._pytree import tree_map
 
-__all__ = ["WAIT", "Gate", "HeldPlanner", "HeldTensor", "hold_memory", "in_thread", "wait_until_inside"]
+__all__ = ["WAIT", "Gate", "HeldPlanner", "HeldTensor", "hold_memory", "in_thread", "save_thread", "wait_until_inside"]
 
 WAIT = 30.0
 """Seconds after which something that should have happened has not."""
@@ -87,6 +87,16 @@ def hold_memory(monkeypatch: pytest.MonkeyPatch, before: Callable[[], object]) -
         allocate(fd, offset, length)
 
     monkeypatch.setattr(os, "posix_fallocate", held)
+
+
+def save_thread(before: set[threading.Thread]) -> threading.Thread:
+    """The thread of the save that `async_save` has begun, which is none of those that were there before."""
+    deadline = time.monotonic() + WAIT
+    while time.monotonic() < deadline:
+        for thread in set(threading.enumerate()) - before:
+            if thread.is_alive() and thread.name.startswith("AsyncCheckpointExecutor"):  # some are not started yet
+                return thread
+    raise AssertionError("there is no save")
 
 
 def in_thread(target: Callable[[], object]) -> threading.Thread:

@@ -210,8 +210,6 @@ class SaveSession:
             )
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[Item], Written, list[WriteResult]]:
-        if self._staged_save is not None:
-            self._staged_save.wait_copied()
         if self._kept is not None and not self._saver.closed:
             self._kept.keep(self._tables.told(plan), self.storage, planner, self._rank)
         omitted = frozenset() if self._staged_save is None else self._staged_save.omitted

@@ -6,14 +6,13 @@ at some moment of that, and ends. The buffer may be written to again when both a
 
 from __future__ import annotations
 
-import concurrent.futures
 import enum
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .._forks import in_child
 from .._memory.shared_buffer import SharedBuffer
@@ -23,7 +22,10 @@ from ..errors import StagingError
 from .stage_times import StageTimes
 from .tensor_copy import Copies
 
-__all__ = ["Progress", "StagedSave", "StagedStateDict", "StagingFuture"]
+if TYPE_CHECKING:
+    from .staged_state_dict import StagedStateDict, StagingFuture
+
+__all__ = ["Progress", "StagedSave"]
 
 _STEP_SECONDS = 0.02  # between two looks at a thread, whose end wakes nobody
 
@@ -270,73 +272,6 @@ class StagedSave:
             else:
                 self.wait_taken(deadline.within(_STEP_SECONDS))
         return True
-
-
-class StagedStateDict(dict[str, Any]):
-    """A staged state dict that knows which thread takes it to save it.
-
-    ``storage_meta()`` gets no arguments: it could not tell the save of a staged state dict from a ``dcp.save`` of
-    another one that runs on another thread with the same writer. ``items()`` is what DCP calls first on the very dict
-    that it saves, on the save's thread and before any collective (PROCESS mode pickles the dict there instead), so it
-    ties save and dict together, and waits until the ones staged before are over.
-
-    So saves run one at a time, in the order in which they were staged, on every rank the same.
-    """
-
-    def __init__(
-        self, content: Mapping[str, Any], staged_save: StagedSave, wait_turn: Callable[[StagedSave], None]
-    ) -> None:
-        super().__init__(content)
-        self.staged_save = staged_save
-        self._wait_turn = wait_turn
-        staged_save.attach(self)
-
-    def items(self) -> Any:
-        self._take()
-        return super().items()
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        self._take()
-        with suppress(StagingError):  # the copy of the writer that travels with it has the error
-            self.staged_save.wait_copied()
-        return dict, (list(super().items()),)
-
-    def _take(self) -> None:
-        if self.staged_save.thread is None:
-            self.staged_save.take()
-            self._wait_turn(self.staged_save)
-
-
-class StagingFuture(concurrent.futures.Future[dict[str, Any]]):
-    """What `stage` returns when it does not wait: done when training may change the state.
-
-    Its result is there before that, its tensors possibly still without their values: so DCP's save plans while they
-    are copied, and what training waits for may even be a part of the save.
-    """
-
-    def __init__(self, staged: StagedStateDict) -> None:
-        super().__init__()
-        self._staged: StagedStateDict | None = staged
-        staged.staged_save.watch(self)
-
-    def result(self, timeout: float | None = None) -> dict[str, Any]:
-        """The staged state dict, until a save takes it; complete when `StagedSave.wait_copied` returns."""
-        staged = self._staged
-        if staged is None:
-            return {}
-        # Until copies are under way, a planner would keep their thread from the interpreter, and training waiting.
-        if not staged.staged_save.wait_built(timeout):
-            raise concurrent.futures.TimeoutError
-        return staged
-
-    def let_go(self) -> None:
-        """Called when a save has taken the staged state dict."""
-        self._staged = None
-
-    def complete(self) -> None:
-        """Training may change the state."""
-        with suppress(concurrent.futures.InvalidStateError):  # cancelled, or done
-            self.set_result({})
 
 
 def _no_future() -> StagingFuture | None:

@@ -21,8 +21,9 @@ from .._memory.shared_buffer import SharedBuffer, aligned
 from .._memory.shared_mappings import SharedMappings, SharedTensors
 from .._threads import Deadline
 from ..errors import StagingError
-from .staged_save import Progress, StagedSave, StagedStateDict, StagingFuture
+from .staged_save import Progress, StagedSave
 from .staged_saves import StagedSaves
+from .staged_state_dict import StagedStateDict, StagingFuture
 from .state_tree import TensorList, copy_structure, fill_tensors
 from .tensor_copy import DEFAULT_LIMITS, Copies, GatherLimits, allocation_order
 
@@ -132,10 +133,11 @@ class Stager:
         """Copies everything into a buffer that no save uses, but for the tensors of ``omitted`` keys.
 
         Never fails for what the state dict holds: one rank that raised here would leave the others waiting in a
-        collective. The result's `StagedSave` keeps the error, and the save raises it where DCP hands errors round.
+        collective. The result's `StagedSave` keeps the error, and any save of it raises that where DCP hands errors
+        round: see `StagedStateDict`.
 
         Returns:
-            The staged copy of the state dict, with its ``staged_save``; empty if it could not be made.
+            The staged copy of the state dict, with its ``staged_save``.
         """
         self.saves.reclaim()
         staged = self._empty(is_kept=is_kept)
@@ -206,7 +208,7 @@ class Stager:
     def _copy(self, snapshot: _Snapshot, staged_save: StagedSave, staged: StagedStateDict) -> None:
         """Copies the tensors and builds the staged state dict; what fails is kept as the staged save's error.
 
-        The staged state dict is built while devices copy, and before anything else is waited for: the save plans then.
+        The staged state dict is built while devices copy, and before anything else is waited for.
         """
         try:
             sources = snapshot.sources

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 from .._format.chunks import Region, regions_of_range
 from .._format.encryption import Cipher, unlock
 from .._format.layout import StoredItem, data_file_rank, is_data_file_name, is_metadata_file_name, metadata_file_name
 from .._loading.metadata_reader import read_metadata
-from .._loading.validate import check_chunks, check_length, not_committed, stored_item
-from .._memory.tensor_bytes import dtype_name, host_bytes, named_dtype
+from .._loading.validate import not_committed
+from .._memory.tensor_bytes import dtype_name
 from .._storage.base import Storage
 from ..errors import MetadataError
 from .chunk_reader import Chunk, read_region, whole
@@ -39,9 +39,9 @@ __all__ = [
     "named_paths",
     "plain_tensor",
     "read_parts",
+    "recorded_path",
     "saved_at",
     "unlock_parts",
-    "view_checkpoint",
 ]
 
 BLOCK = 32 << 20
@@ -201,67 +201,6 @@ def unlock_parts(
     return ciphers
 
 
-def view_checkpoint(
-    storage: Storage,
-    parts: Mapping[int | None, Metadata],
-    ciphers: Mapping[int | None, Cipher | None] | None = None,
-) -> CheckpointView:
-    """What a checkpoint holds; of a value that several ranks saved by themselves, the first one's.
-
-    Args:
-        storage: The checkpoint's directory.
-        parts: See `read_parts`.
-        ciphers: See `unlock_parts`; without them, reading what is encrypted is a `DecryptionError`.
-
-    Raises:
-        MetadataError: the stored chunks of a tensor do not make it up; names the key.
-    """
-    stored: dict[Any, _Value] = {}
-    for rank, metadata in parts.items():
-        cipher = (ciphers or {}).get(rank)
-        for key, entry in metadata.state_dict_metadata.items():
-            value = _Value(metadata.planner_data, entry, _chunks(storage, metadata, key, entry, cipher))
-            first = stored.setdefault(key, value)
-            if first.is_same_tensor(value):
-                first.chunks.update(value.chunks | first.chunks)
-    tensors: dict[str, StoredTensor] = {}
-    objects: dict[str, StoredObject] = {}
-    for stored_key, (key, path) in named_paths({key: value.planner_data for key, value in stored.items()}).items():
-        value = stored[stored_key]
-        chunks = tuple(value.chunks.values())
-        if value.is_tensor:
-            check_chunks(storage.path, key, value.entry.size, [chunk.region for chunk in chunks])
-            dtypes = [chunk.item.dtype for chunk in chunks if chunk.item.length]
-            dtype = named_dtype(dtypes[0]) if dtypes else value.entry.properties.dtype
-            read = functools.partial(read_region, storage, key, dtype, chunks, verify=True)
-            tensors[key] = StoredTensor(key, path, dtype, tuple(value.entry.size), read, chunks)
-        else:
-            nbytes = sum(chunk.item.length for chunk in chunks)
-            read_object = functools.partial(_read_object, storage, key, chunks)
-            objects[key] = StoredObject(key, path, nbytes, read_object, chunks[0].item if chunks else None)
-    return CheckpointView(storage.path, "dcp_tensorizer", tensors, objects, saved_at(parts))
-
-
-@dataclass(frozen=True, slots=True)
-class _Value:
-    """What some ranks have stored of a value; chunks by their place in it."""
-
-    planner_data: Any
-    entry: Any
-    chunks: dict[torch.Size | None, Chunk]
-
-    @property
-    def is_tensor(self) -> bool:
-        kinds = {chunk.item.kind for chunk in self.chunks.values()}
-        return isinstance(self.entry, TensorStorageMetadata) and kinds <= {"tensor"}
-
-    def is_same_tensor(self, other: _Value) -> bool:
-        """Whether another rank may have stored chunks of the same tensor, and not a tensor of its own by this key."""
-        if not isinstance(self.entry, TensorStorageMetadata) or not isinstance(other.entry, TensorStorageMetadata):
-            return False
-        return self.entry.size == other.entry.size
-
-
 def plain_tensor(
     storage: Storage,
     path: Path,
@@ -289,30 +228,6 @@ def plain_tensor(
     return StoredTensor(key, path, dtype, shape, read, (chunk,))
 
 
-def _chunks(
-    storage: Storage, metadata: Metadata, key: Any, entry: Any, cipher: Cipher | None
-) -> dict[torch.Size | None, Chunk]:
-    """The stored parts of a value, by their place in it."""
-    sizes: dict[torch.Size | None, tuple[int, ...]] = {None: ()}
-    if isinstance(entry, TensorStorageMetadata):
-        sizes = {chunk.offsets: tuple(chunk.sizes) for chunk in entry.chunks}
-    chunks: dict[torch.Size | None, Chunk] = {}
-    for offset, size in sizes.items():
-        item = stored_item(storage.path, metadata, MetadataIndex(key, offset))
-        if item.kind == "tensor":
-            check_length(storage.path, key, item, size)
-        chunks[offset] = Chunk(Region(tuple(offset or ()), size), item, cipher=cipher)
-    return chunks
-
-
-def _read_object(storage: Storage, key: str, chunks: Sequence[Chunk]) -> bytes:
-    content = bytearray()
-    for chunk in chunks:
-        chunk = replace(chunk, region=Region((0,), (chunk.item.length,)))
-        content += host_bytes(read_region(storage, key, torch.uint8, [chunk], chunk.region, verify=True))
-    return bytes(content)
-
-
 def named_paths(keys: Mapping[Any, Any]) -> dict[Any, tuple[str, Path]]:
     """The name of each key, and where in the nested state dict its value was, as DCP's planner recorded it.
 
@@ -323,7 +238,7 @@ def named_paths(keys: Mapping[Any, Any]) -> dict[Any, tuple[str, Path]]:
     named: dict[Any, tuple[str, Path]] = {}
     for key, planner_data in keys.items():
         if isinstance(key, str):
-            named[key] = key, _recorded_path(planner_data, key)
+            named[key] = key, recorded_path(planner_data, key)
             continue
         name = str(key)
         while name in taken:
@@ -333,7 +248,8 @@ def named_paths(keys: Mapping[Any, Any]) -> dict[Any, tuple[str, Path]]:
     return named
 
 
-def _recorded_path(planner_data: Any, key: str) -> Path:
+def recorded_path(planner_data: Any, key: str) -> Path:
+    """Where in the nested state dict the value of a key was, as DCP's planner recorded it."""
     path = planner_data.get(key) if isinstance(planner_data, dict) else None
     if not isinstance(path, tuple) or any(
         type(part) is not str and not (type(part) is int and 0 <= part < 2**63) for part in path

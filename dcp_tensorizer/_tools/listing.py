@@ -25,7 +25,8 @@ from .._storage.base import FileInfo, Storage
 from .._storage.local import LocalStorage
 from .._tiers import queue
 from ..errors import CheckpointError, NotCommitted, UnsupportedFormat
-from .checkpoint_view import data_files, read_parts, saved_at, view_checkpoint
+from .checkpoint_view import data_files, read_parts, saved_at
+from .stored_values import view_checkpoint
 
 __all__ = ["Folder", "Listed", "State", "find", "step_of", "walk", "where_below"]
 

@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from .._storage.base import RangeReader, Storage
 from .._threads import cores
-from ..errors import CheckpointError
+from ..errors import CheckpointError, NotCommitted, ReadError
+from .checkpoint_view import data_files, read_parts
 from .file_sections import SECTION_BYTES, Section, block_sections, file_sections, items_by_file
 
 __all__ = ["Damage", "Verified", "verify"]
@@ -85,6 +86,9 @@ def verify(
         parts: Its metadata, of all ranks or rank by rank.
         full: Check every byte of the files and tensorizer's own hashes, and not only the digests of the data.
         progress: Called with the bytes that are done and the bytes in all, by one thread at a time.
+
+    Raises:
+        ReadError: the checkpoint was replaced or removed meanwhile.
     """
     started = time.monotonic()
     files = {name: (nbytes, part) for part in parts.values() for name, nbytes in part.storage_data["files"].items()}
@@ -105,9 +109,20 @@ def verify(
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
         damages += [damage for in_run in pool.map(check.run, runs) for damage in in_run]
     if damages:
+        _check_unreplaced(storage, parts)
         damages = _with_other_names(storage, damages)
     damages.sort(key=lambda damage: (damage.file, damage.key is not None, damage.offset))
     return Verified(len(files), sum(map(len, items.values())), check.done, time.monotonic() - started, tuple(damages))
+
+
+def _check_unreplaced(storage: Storage, parts: Mapping[int | None, Metadata]) -> None:
+    """Fails if another save was committed there meanwhile, which removes the files of this one: that is no damage."""
+    try:
+        files = data_files(read_parts(storage))
+    except NotCommitted:
+        files = {}
+    if files != data_files(parts):  # each save gives its files names of their own
+        raise ReadError(f"{storage.path} was replaced or removed while it was verified: verify it again")
 
 
 def _with_other_names(storage: Storage, damages: Sequence[Damage]) -> list[Damage]:

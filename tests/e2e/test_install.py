@@ -1,13 +1,18 @@
 """torch's own storage replaced on several ranks."""
 
+import threading
+
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _FileSystemWriter  # a StorageWriter that is no AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dcp_tensorizer import installed
+from dcp_tensorizer import StagingError, installed
 from dcp_tensorizer._format.index import is_index
 
 from .ranks import run_ranks
@@ -46,3 +51,26 @@ def test_every_way_to_save_and_load(tmp_path):
         for value, (ours, loaded) in enumerate(results.values(), start=1):
             assert ours
             assert loaded == [([float(value * i) for i in range(10)], value)] * 2
+
+
+def _save_what_one_rank_cannot_stage(rank, folder, options):
+    """By another package's writer; returns which ranks failed, and with what."""
+    state = {"w": torch.ones(3), f"own-{rank.index}": threading.Lock() if rank.index else 0}
+    with installed():
+        future = dcp.async_save(state, storage_writer=_FileSystemWriter(folder), process_group=rank.saves, **options)
+        try:
+            future.result()
+        except CheckpointException as error:
+            return {number: (type(failure[0]), str(failure[0])) for number, failure in error.failures.items()}
+    return {}
+
+
+@pytest.mark.parametrize("kind", [AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS], ids=lambda k: k.name)
+def test_no_rank_waits_for_one_that_could_not_stage(tmp_path, kind):
+    """A writer that is not of this package is given the error where DCP hands it to every rank."""
+    results = run_ranks(WORLD, _save_what_one_rank_cannot_stage, tmp_path, {"async_checkpointer_type": kind})
+    for failures in results:
+        ((failed, (error, words)),) = failures.items()
+        assert (failed, error) == (1, StagingError)
+        assert "'own-1'" in words
+    assert not (tmp_path / ".metadata").exists()

@@ -1,6 +1,7 @@
 """Lightning's Trainer and Fabric by the strategies of `dcp_tensorizer.lightning`."""
 
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,9 +17,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from dcp_tensorizer import WriteError, install
+from dcp_tensorizer._staging.staged_save import StagedSave
 from dcp_tensorizer.lightning import TensorizerFabricStrategy, TensorizerStrategy, _local
 
+from ..checkpoints import tensors_of
 from ..support import workers
+from ..waiting import WAIT, Gate, hold_memory, in_thread, wait_until_inside
 from .jobs import die, digests, is_ours, run_job
 
 
@@ -52,10 +56,20 @@ def _shard(module, mesh):
 
 
 def _fit(world, strategy, *callbacks, path=None, **options):
+    _fit_module(
+        _Module(),
+        strategy(data_parallel_size=world, tensor_parallel_size=1, **options),
+        *callbacks,
+        world=world,
+        path=path,
+    )
+
+
+def _fit_module(module, strategy, *callbacks, world=1, path=None):
     trainer = Trainer(
         accelerator="cpu",
         devices=world,
-        strategy=strategy(data_parallel_size=world, tensor_parallel_size=1, **options),
+        strategy=strategy,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -64,7 +78,7 @@ def _fit(world, strategy, *callbacks, path=None, **options):
         enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
         max_steps=6,
     )
-    trainer.fit(_Module(), ckpt_path=path)
+    trainer.fit(module, ckpt_path=path)
 
 
 class _EachStep(Callback):
@@ -225,6 +239,59 @@ def test_a_killed_fabric_resumes_on_other_numbers_of_ranks(tmp_path):
     shutil.copy(tmp_path / "next" / "meta.pt", tmp_path / "last" / "meta.pt")
     for world in (1, 3):
         assert run_job(world, _resume_fabric, world, tmp_path / "last") == [(3, {"note": "extra"}, saved)] * world
+
+
+def _train_batch_norm(rank, path, kind):
+    """A save whose copy has no memory before somebody waits for it, and a forward pass after it."""
+    del rank
+    options = {"data_parallel_size": 1, "tensor_parallel_size": 1, "writer_options": {"overlap_staging": True}}
+
+    def save_and_train(strategy, save, model):
+        gate, seen = Gate(), model.running_mean.tolist()
+        opening = in_thread(lambda: (wait_until_inside(threading.main_thread(), StagedSave.wait_released), gate.open()))
+        with pytest.MonkeyPatch.context() as patch:
+            hold_memory(patch, gate.pass_through)
+            save()
+        assert gate.opened.is_set()
+        model(torch.rand(4, 8))
+        strategy.wait_for_save()
+        opening.join(WAIT)
+        assert model.running_mean.tolist() != seen
+        return seen
+
+    if kind == "fabric":
+        strategy = TensorizerFabricStrategy(lambda module, mesh: module, **options)
+        fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+        fabric.launch()
+        model = fabric.setup_module(nn.BatchNorm1d(8))
+        return save_and_train(strategy, lambda: fabric.save(path, {"model": model}), model.module)
+    seen = []
+
+    def step(trainer, module):
+        if trainer.global_step == 1:
+            seen.append(save_and_train(trainer.strategy, lambda: trainer.save_checkpoint(path), module.norm))
+
+    _fit_module(_Normed(), TensorizerStrategy(**options), _EachStep(step))
+    return seen[0]
+
+
+class _Normed(_Module):
+    def configure_model(self):
+        if not hasattr(self, "layers"):
+            super().configure_model()
+            self.norm = nn.BatchNorm1d(8)
+
+    def training_step(self, batch):
+        return self.layers(self.norm(batch)).square().sum()
+
+
+@pytest.mark.parametrize("kind", ["trainer", "fabric"])
+def test_buffers_are_saved_as_they_were(tmp_path, kind):
+    """With overlap a save waits for a model that the next forward pass may change."""
+    (seen,) = run_job(1, _train_batch_norm, tmp_path / "saved", kind)
+    found = tensors_of(tmp_path / "saved")
+    (key,) = (key for key in found if key.endswith("running_mean"))
+    assert found[key].tolist() == seen
 
 
 def _bad_fabric(rank, folder):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, HuggingFaceStorageWriter
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter, _install, install, installed, uninstall
@@ -128,6 +131,57 @@ def test_options_reach_all_writers_and_readers(tmp_path: Path) -> None:
         with pytest.raises(TypeError, match="no_such"):
             install(reader_options={"no_such": 1})
         assert not FileSystemWriter(tmp_path)._options.overwrite
+
+
+def test_what_a_framework_says_goes_before_the_options(tmp_path: Path) -> None:
+    """Also where it says what is torch's default."""
+    with installed(writer_options={"sync_files": False, "overwrite": False, "thread_count": 3}):
+        options = FileSystemWriter(tmp_path, sync_files=True, overwrite=True, thread_count=1)._options  # type: ignore[attr-defined]
+        others = FileSystemWriter(tmp_path, True)._options  # type: ignore[attr-defined]
+    assert (options.write.sync, options.overwrite, options.write.threads) == (True, True, 1)
+    assert (others.write.sync, others.overwrite, others.write.threads) == (False, False, 3)
+
+
+class Inverted(StreamTransformExtension):
+    """An encoding of torch's streams that turns every bit."""
+
+    @staticmethod
+    def registry_name() -> str:
+        return "stream.inverted"
+
+    @staticmethod
+    def from_descriptor(version: str) -> Inverted:
+        return Inverted()
+
+    def get_descriptor(self) -> str:
+        return f"{self.registry_name()}/1"
+
+    def transform_to(self, output: IO[bytes]) -> IO[bytes]:
+        return InvertedOutput(output)  # type: ignore[return-value]
+
+    def transform_from(self, input: IO[bytes]) -> IO[bytes]:  # noqa: A002  (torch's name)
+        return io.BytesIO(bytes(byte ^ 0xFF for byte in input.read()))
+
+
+class InvertedOutput(io.RawIOBase):
+    def __init__(self, output: IO[bytes]) -> None:
+        self.output = output
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return self.output.write(bytes(byte ^ 0xFF for byte in bytes(data)))
+
+
+def test_what_torch_has_encoded_is_decoded(tmp_path: Path) -> None:
+    """By the extensions that a FileSystemReader is given, which torch's own reader gets."""
+    dcp.save(state(9), storage_writer=FileSystemWriter(tmp_path, _extensions=[Inverted()]))
+    registry = ExtensionRegistry()
+    registry.register(Inverted)
+    with installed():
+        assert loaded(tmp_path, storage_reader=FileSystemReader(tmp_path, _extension_registry=registry)) == 9
+        assert loaded(tmp_path, storage_reader=FileSystemReader(tmp_path, registry)) == 9
 
 
 @pytest.mark.usefixtures("ours")

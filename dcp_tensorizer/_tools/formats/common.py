@@ -15,14 +15,23 @@ from ..._threads import cores
 from ...errors import ConversionError, ReadError
 from ..checkpoint_view import CheckpointView, StoredTensor
 
-__all__ = ["FileRange", "Options", "by_key", "check_no_objects", "open_file", "read_range", "tensors_at_once"]
+__all__ = [
+    "FileRange",
+    "Options",
+    "by_key",
+    "check_no_objects",
+    "check_options",
+    "open_file",
+    "read_range",
+    "tensors_at_once",
+]
 
 _IN_MEMORY = 512 << 20  # bytes of tensors, unless a single one is larger
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to convert; each format takes what concerns it.
+    """How to convert. What only some format takes is an error with the others.
 
     Attributes:
         select: Patterns, as in a shell, of the keys to convert; ``*`` also matches dots. Empty: all.
@@ -53,6 +62,41 @@ class Options:
     exclude: Sequence[str] = ()
     rename: Mapping[str, str] = field(default_factory=dict)
     add_prefix: str = ""
+
+
+_OF_ONE_FORMAT = {
+    "shard_bytes": ("safetensors", "--shard-size"),
+    "tensor_parallel": ("tensorizer", "--tensor-parallel"),
+    "split": ("tensorizer", "--split"),
+    "buffers": ("tensorizer", "--buffer"),
+}
+
+
+def check_options(options: Options, to: str, path: str) -> None:
+    """Fails for options that would change nothing of what is written.
+
+    Args:
+        options: How to convert.
+        to: The format that is written.
+        path: Where it is written.
+
+    Raises:
+        ConversionError: names the option.
+    """
+    defaults = Options()
+    for name, (of, flag) in _OF_ONE_FORMAT.items():
+        if to != of and getattr(options, name) != getattr(defaults, name):
+            raise ConversionError(f"{name} ({flag}) is an option of {of}, and means nothing to {to}: leave it out")
+    if path.endswith(".safetensors") and options.shard_bytes != defaults.shard_bytes:
+        raise ConversionError(
+            "shard_bytes (--shard-size) means nothing to a single file: leave it out, or name a directory, whose name "
+            "does not end in .safetensors"
+        )
+    if (options.tensor_parallel > 1) != bool(options.split):
+        raise ConversionError(
+            "tensor_parallel (--tensor-parallel N) and split (--split FILE) go together: into how many files to split, "
+            "and along which dimension of which tensors"
+        )
 
 
 class FileRange(io.RawIOBase):

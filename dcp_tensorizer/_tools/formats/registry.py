@@ -14,8 +14,9 @@ from ..._storage.open import open_storage
 from ..._storage.redact import redact
 from ...errors import CheckpointError, ConversionError, DecryptionError, NotCommitted, ReadError
 from ..atomic_output import beside
-from ..checkpoint_view import CheckpointView, read_parts, unlock_parts, view_checkpoint
+from ..checkpoint_view import CheckpointView, read_parts, unlock_parts
 from ..listing import where_below
+from ..stored_values import view_checkpoint
 from . import dcp, dcp_tensorizer, safetensors, tensorizer, torch_file
 from .common import Options, open_file, read_range
 from .names import FORMATS

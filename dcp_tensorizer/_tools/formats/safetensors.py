@@ -86,17 +86,30 @@ def is_directory(storage: Storage) -> bool:
 
 
 def read_directory(storage: Storage) -> CheckpointView:
-    """The tensors of all files in a directory; raises what `read` does."""
-    names = [_SINGLE]
+    """The tensors of all files in a directory, each of the file that the index names.
+
+    Raises:
+        ConversionError: a file is of another kind, or damaged; or it lacks a tensor that the index says to be there.
+        ReadError: one cannot be read.
+    """
+    file_of: dict[str, str] = {}
     if (index := storage.read(_INDEX)) is not None:
         with _damage_translated(f"{storage.path}/{_INDEX}"):
-            names = sorted(set(_decode_index(index).weight_map.values()))
-            if any("/" in name or name.startswith(".") for name in names):
+            file_of = _decode_index(index).weight_map
+            if any("/" in name or name.startswith(".") for name in file_of.values()):
                 raise ValueError("it names files that are not beside it")
-    tensors: dict[str, StoredTensor] = {}
+    names = [_SINGLE] if index is None else sorted(set(file_of.values()))
+    tensors: dict[tuple[str, str], StoredTensor] = {}
     for name in names:
-        tensors.update(read(storage, name).tensors)
-    return CheckpointView(storage.path, "safetensors", tensors)
+        tensors |= {(key, name): tensor for key, tensor in read(storage, name).tensors.items()}
+    for key, name in file_of.items():
+        if (key, name) not in tensors:
+            raise ConversionError(
+                f"{storage.path}/{name} lacks {key!r}, which {_INDEX} says to be there: files were exchanged, or are "
+                f"not all of one model"
+            )
+    chosen = {key: tensor for (key, name), tensor in tensors.items() if file_of.get(key, name) == name}
+    return CheckpointView(storage.path, "safetensors", chosen)
 
 
 def read(storage: Storage, name: str) -> CheckpointView:

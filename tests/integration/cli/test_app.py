@@ -23,10 +23,13 @@ from safetensors.torch import load_file
 from tensorizer import EncryptionParams
 
 import dcp_tensorizer
+from dcp_tensorizer import tools
 from dcp_tensorizer._cli import app
 from dcp_tensorizer._format import encryption
 from dcp_tensorizer._format.encryption import encryption_cipher
+from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._tools import retention
+from dcp_tensorizer._tools.checkpoint_view import read_parts
 from dcp_tensorizer._tools.retention import Removal
 
 from ...checkpoints import ODD, make_checkpoint
@@ -98,6 +101,23 @@ def test_verify(checkpoint: Path) -> None:
     assert found["damages"][0]["file"] == path.name  # type: ignore[index]
 
 
+def test_verifying_what_is_saved_meanwhile(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2, and not 1: the checkpoint that it has begun with is gone, and the new one is whole."""
+
+    def saved_again(storage: Storage) -> object:
+        parts = read_parts(storage)
+        monkeypatch.undo()
+        for path in checkpoint.glob("*.tensors"):
+            path.unlink()
+        make_checkpoint(checkpoint, {"w": torch.ones(2)})
+        return parts
+
+    monkeypatch.setattr(tools, "read_parts", saved_again)
+    code, _, err = run("verify", checkpoint)
+    assert (code, "verify it again" in err) == (2, True)
+    assert run("verify", checkpoint)[0] == 0
+
+
 def test_diff(checkpoint: Path, tmp_path: Path) -> None:
     """0 if they are the same however they are sharded, 1 if not."""
     same = {"model.half": filled(torch.bfloat16, (5, 4)), "model.columns": filled(torch.float32, (5, 4), 1)}
@@ -151,6 +171,9 @@ def test_gc(checkpoint: Path) -> None:
             ["convert", "{checkpoint}", "x", "--to", "tensorizer", "--split", "nowhere.json", "--tensor-parallel", "2"],
             "nowhere.json",
         ),
+        (["convert", "{checkpoint}", "x", "--to", "safetensors", "--tensor-parallel", "4"], "--tensor-parallel"),
+        (["convert", "{checkpoint}", "x", "--to", "dcp", "--shard-size", "1GB"], "--shard-size"),
+        (["convert", "{checkpoint}", "x", "--to", "torch", "--buffer", "*.cos"], "--buffer"),
         (["convert", "{checkpoint}", "memory://x", "--to", "torch"], "names no file in a directory"),
         (["convert", "{checkpoint}", "s3://bucket", "--to", "torch"], "names no file in a directory"),
         (["convert", "{checkpoint}", "memory://x/", "--to", "torch"], "names no file in a directory"),

@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from dcp_tensorizer import StagingError, TensorizerStorageReader, TensorizerStorageWriter
+from dcp_tensorizer._staging.staged_save import StagedSave
 
-from ...waiting import WAIT, Gate, HeldTensor, hold_memory, in_thread, wait_until_inside
+from ...waiting import WAIT, Gate, HeldTensor, hold_memory, in_thread, save_thread, wait_until_inside
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -91,17 +92,12 @@ def test_overlapped_staging_says_when_the_state_may_change(tmp_path):
     assert set(weight.plain.tolist()) == {0.0}
 
 
-class Telling(DefaultSavePlanner):
-    """Says when it has planned."""
-
-    def __init__(self):
-        super().__init__()
-        self.planned = threading.Event()
+class Looking(DefaultSavePlanner):
+    """Looks at a tensor when it plans."""
 
     def create_local_plan(self):
-        plan = super().create_local_plan()
-        self.planned.set()
-        return plan
+        self.seen = set(self.state_dict["w"].tolist())
+        return super().create_local_plan()
 
 
 def test_training_does_not_wait_for_memory(tmp_path, memory):
@@ -183,16 +179,19 @@ def test_no_memory_for_an_overlapped_save_is_its_error(tmp_path, monkeypatch):
     assert loaded(tmp_path) == ({1.0}, {1.0}, 1)
 
 
-def test_planning_overlaps_with_copying(tmp_path):
-    """The plan is made while nothing is copied yet."""
+def test_a_planner_is_shown_what_is_copied(tmp_path):
+    """It may look at the values of tensors when it plans."""
     copying = Gate()
     state = {"w": HeldTensor(torch.ones(1000), copying.pass_through), "b": torch.ones(10), "step": 1}
-    planner = Telling()
+    planner = Looking()
     with TensorizerStorageWriter(tmp_path, overlap_staging=True) as writer:
+        before = set(threading.enumerate())
         response = dcp.async_save(state, storage_writer=writer, planner=planner)
-        assert planner.planned.wait(WAIT)
+        copying.wait_reached()
+        wait_until_inside(save_thread(before), StagedSave.wait_copied)
         copying.open()
         response.upload_completion.result(WAIT)
+    assert planner.seen == {1.0}
     assert loaded(tmp_path) == ({1.0}, {1.0}, 1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from pathlib import Path
 
 import fsspec
@@ -98,6 +99,27 @@ def test_what_cannot_be_done_is_said_first(tmp_path: Path, options: Options, wor
     make_checkpoint(tmp_path / "a", {"a.b": torch.ones(3), "b": torch.ones(3)})
     with pytest.raises(ConversionError, match=words):
         convert(tmp_path / "a", tmp_path / "b", "tensorizer", options=options)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("to", "options", "words"),
+    [
+        ("safetensors", Options(tensor_parallel=4), "tensor_parallel (--tensor-parallel) is an option of tensorizer"),
+        ("torch", Options(split={"*": 0}), "split (--split) is an option of tensorizer, and means nothing to torch"),
+        ("dcp", Options(buffers=("rotary.*",)), "buffers (--buffer) is an option of tensorizer"),
+        ("tensorizer", Options(shard_bytes=1000), "shard_bytes (--shard-size) is an option of safetensors"),
+        ("safetensors", Options(shard_bytes=1000), "shard_bytes (--shard-size) means nothing to a single file"),
+        ("tensorizer", Options(tensor_parallel=4), "(--tensor-parallel N) and split (--split FILE) go together"),
+        ("tensorizer", Options(split={"*": 0}), "(--tensor-parallel N) and split (--split FILE) go together"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_options_that_would_change_nothing_are_refused(tmp_path: Path, to: str, options: Options, words: str) -> None:
+    """Whoever gives one of another format expects that it is obeyed; nothing is written."""
+    make_checkpoint(tmp_path / "a", {"w": torch.ones(4)})
+    with pytest.raises(ConversionError, match=re.escape(words)):
+        convert(tmp_path / "a", tmp_path / "b.safetensors", to, options=options)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 

@@ -13,7 +13,7 @@ from dcp_tensorizer._format.layout import Derivation, StoredItem, data_file_rank
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tools.checkpoint_view import read_parts
 from dcp_tensorizer._tools.verify import Damage, Verified, verify
-from dcp_tensorizer.errors import MetadataError
+from dcp_tensorizer.errors import MetadataError, ReadError
 
 from ...checkpoints import make_checkpoint
 from ...support import filled
@@ -107,6 +107,20 @@ def test_a_missing_file(checkpoint: Path) -> None:
     found = look(checkpoint)
     assert found.damages == (Damage(path.name, None, 0, "is missing, and with it 'b' (1 in all)"),)
     assert found.nbytes > 0
+
+
+@pytest.mark.parametrize("saved_again", [True, False])
+def test_a_checkpoint_that_is_replaced_meanwhile_is_not_damaged(checkpoint: Path, saved_again: bool) -> None:
+    """A save to the same path has removed the files that it replaces; nor is one that somebody has removed."""
+    storage = open_storage(checkpoint)
+    parts, old = read_parts(storage), list(checkpoint.iterdir())
+    if saved_again:
+        make_checkpoint(checkpoint, {"a": torch.zeros(5, 4)}, {"step": 8})
+    for path in old:
+        if not saved_again or path.name != ".metadata":
+            path.unlink()
+    with pytest.raises(ReadError, match="was replaced or removed while it was verified: verify it again"):
+        verify(storage, parts)
 
 
 @pytest.mark.parametrize("full", [False, True])

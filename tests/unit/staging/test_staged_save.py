@@ -74,11 +74,12 @@ def test_a_future_is_done_even_if_its_callback_comes_late(overlapping: Stager) -
 
 
 def test_a_buffer_is_not_free_while_it_is_copied_to(overlapping: Stager) -> None:
-    """A save that fails early, or that nobody begins, does not free a buffer that copies still go to."""
+    """A save that has taken what is staged, and does not go on, does not free a buffer that copies still go to."""
     gate = Gate()
     result = overlapping.stage({"a": HeldTensor(torch.ones(10), gate.pass_through)})
-    in_thread(result.items).join(WAIT)
+    saving = in_thread(result.items)
     gate.wait_reached()
+    wait_until_inside(saving, StagedSave.wait_copied)
     assert not result.staged_save.over()
     assert not overlapping.drain(Deadline(0.05))
     gate.open()

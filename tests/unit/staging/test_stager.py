@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import threading
 import weakref
 from typing import Any
@@ -113,9 +114,10 @@ def test_whoever_waits_for_a_staging_that_is_interrupted_goes_on(stager: Stager)
 
 
 def test_a_refused_staging_is_a_save_that_fails(stager: Stager) -> None:
-    """The save that takes it finds the error in its staged_save."""
+    """The save that takes it finds the error in its staged_save; another writer's, in what it is to save."""
     refused = stager.refuse(StagingError("the writer is closed"))
-    assert list(refused.items()) == []
+    with pytest.raises(StagingError, match="the writer is closed"):
+        pickle.dumps(dict(refused.items()))
     staged_save = stager.begin_save()
     assert staged_save is refused.staged_save
     assert str(staged_save.error) == "the writer is closed"
