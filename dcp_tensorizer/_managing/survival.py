@@ -29,7 +29,7 @@ from ..errors import WriteError, describe
 from ..planner import SavePlanner
 from .agreement import Agreement
 from .place import Choice
-from .predecessors import Predecessors
+from .predecessors import Predecessors, Problem
 from .restoring import Selection
 
 __all__ = ["OnStaged", "Survival"]
@@ -171,14 +171,9 @@ class Survival:
 
     def restore(
         self, state: dict[str, Any], selection: Selection, options: Mapping[str, Any], choice: Choice
-    ) -> SaveRecord | None:
+    ) -> SaveRecord | Problem | None:
         """Loads what a run before has kept: see `Predecessors.restore`."""
         return self._predecessors.restore(state, selection, options, choice) if self._stage is not _Stage.OFF else None
-
-    @property
-    def has_touched(self) -> bool:
-        """See `Predecessors`."""
-        return self._predecessors.has_touched
 
     def discard(self) -> None:
         """Forgets what runs before have kept: it is not wanted."""

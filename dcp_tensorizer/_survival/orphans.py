@@ -24,7 +24,7 @@ from .kept_checkpoint import KeptCheckpoint
 from .messages import Content, KeptHead
 from .runtime_directory import SAVES, identity, location_of, runtime_directory
 
-__all__ = ["KeptInfo", "committed_id", "find_orphan", "holders", "list_kept", "loaded", "reachable"]
+__all__ = ["KeptInfo", "committed_id", "find_orphan", "holders", "list_kept", "loaded", "reachable", "taken"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -117,7 +117,7 @@ def find_orphan(path: str | Path, storage: Storage, rank: int, world_size: int) 
         chosen = _newest(states, storage, rank, world_size)
         if chosen is None:
             return None
-        contents = _taken(holders(found, chosen.id, rank), chosen.id)
+        contents = taken(holders(found, chosen.id, rank), chosen.id)
         checkpoint = KeptCheckpoint(f"{name} (in memory)", contents)
         loaded.add(chosen.id, contents[-1][0].state.nbytes)
     except Exception as error:  # whatever is wrong with what is in memory: storage is there
@@ -187,6 +187,23 @@ def holders(found: Sequence[Visit], number: str, rank: int) -> list[Visit]:
     return [by_rank[other] for other in sorted(by_rank, key=lambda other: (other == rank, other))]
 
 
+def taken(found: Sequence[Visit], number: str) -> list[tuple[Content, int]]:
+    """What each keeper has of a state, with the descriptors of the buffers, which are the caller's to close.
+
+    Raises:
+        ReadError: one of them does not have it any more.
+    """
+    contents: list[tuple[Content, int]] = []
+    try:
+        for visit in found:
+            contents.append(visit.take(number))
+    except BaseException:
+        for _, fd in contents:
+            os.close(fd)
+        raise
+    return contents
+
+
 def _orphans(wanted: Callable[[KeptHead], bool]) -> list[Visit]:
     """Connections to the keepers whose trainers are gone, and that have a state that is wanted."""
     try:
@@ -240,15 +257,3 @@ def _ranks_here(rank: int, world_size: int) -> set[int]:
         return set(range(world_size))
     first = rank - int(position)
     return set(range(first, first + count))
-
-
-def _taken(found: Sequence[Visit], number: str) -> list[tuple[Content, int]]:
-    contents: list[tuple[Content, int]] = []
-    try:
-        for visit in found:
-            contents.append(visit.take(number))
-    except BaseException:
-        for _, fd in contents:
-            os.close(fd)
-        raise
-    return contents

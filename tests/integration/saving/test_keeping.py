@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -22,7 +21,7 @@ from dcp_tensorizer._saving.session import SaveSession
 from dcp_tensorizer._survival import keeper_process, runtime_directory
 from dcp_tensorizer._survival.keeper_process import KeeperProcess
 
-from ...support import keepers_below, run_python
+from ...support import end_keepers, keepers_below, run_python
 from ...waiting import WAIT
 
 
@@ -31,16 +30,6 @@ def keeping_of_process() -> Keeping:
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-@pytest.fixture
-def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The directory of the keepers' sockets; nothing is left in it."""
-    base = tmp_path / "runtime"
-    base.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
-    yield base / "dcp_tensorizer"
-    end_left(base / "dcp_tensorizer")
 
 
 @pytest.fixture
@@ -77,16 +66,6 @@ def loaded(path: Path, **options: Any) -> float:
     dcp.load(target, storage_reader=open_reader(path, **options))
     assert target["w"].unique().tolist() == [float(target["nested"]["step"])]
     return float(target["nested"]["step"])
-
-
-def end_left(sockets: Path) -> None:
-    """Ends the keepers that are left, as their time does; and waits for those that this process has left to others."""
-    for process in keepers_below(sockets):
-        process.kill()
-        process.wait()
-    for child in psutil.Process().children():
-        if child.status() == psutil.STATUS_ZOMBIE:
-            child.wait()
 
 
 def test_a_save_that_was_cut_off(tmp_path: Path, sockets: Path, writer: TensorizerStorageWriter) -> None:
@@ -168,7 +147,7 @@ def test_a_keeper_that_is_killed(
 ) -> None:
     """The save under way goes on without it, and the next one starts another."""
     save(writer, tmp_path / "a", 1)
-    end_left(sockets)
+    end_keepers(sockets)
     with caplog.at_level(logging.WARNING, "dcp_tensorizer"):
         for value in (2, 3, 4):
             save(writer, tmp_path / str(value), value)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
+from dcp_tensorizer import ReadError
 from dcp_tensorizer._format.index_rows import SaveRecord
+from dcp_tensorizer._managing.agreement import Agreement
 from dcp_tensorizer._managing.catalogue import Step
-from dcp_tensorizer._managing.predecessors import _outdated
-from dcp_tensorizer._survival.messages import KeptHead
+from dcp_tensorizer._managing.place import Choice
+from dcp_tensorizer._managing.predecessors import Predecessors, Problem, _outdated
+from dcp_tensorizer._managing.restoring import Selection
+from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._survival.keeper_process import Visit
+from dcp_tensorizer._survival.messages import Content, Found, Keep, KeptHead
+
+from ...support import open_descriptors, quietly
 
 BRANCH = (("b", 0),)
 FOLDER = (1, 2)
@@ -62,3 +73,31 @@ def test_another_folder() -> None:
     assert "folder is another one" in _outdated(kept, None, (1, 3))
     assert "folder is another one" in _outdated(kept, None, None)
     assert _outdated(kept._replace(folder=None), None, (1, 3)) == ""
+
+
+class _Keeper(Visit):
+    """A keeper of a rank, which has a state or has just ended."""
+
+    def __init__(self, rank: int, has_ended: bool) -> None:
+        kept = head(5, None, None)._replace(rank=rank, world_size=2, folder=None)
+        self.found = Found("run", 7, True, (kept,))
+        self.has_ended = has_ended
+
+    def take(self, number: str) -> tuple[Content, int]:
+        if self.has_ended:
+            raise ReadError("a keeper has ended")
+        return Content(Keep(self.found.heads[0], 0, (), b"", b""), ()), os.open("/dev/null", os.O_RDONLY)
+
+
+def test_a_keeper_that_ends_while_others_give_their_states(tmp_path: Path) -> None:
+    """The descriptors that the others gave are closed, and storage is asked."""
+    visits = [_Keeper(1, has_ended=False), _Keeper(0, has_ended=True)]
+    before = open_descriptors()
+    with quietly():
+        problem = Predecessors(LocalStorage(tmp_path), Agreement(None), "next", visits).restore(
+            {}, Selection(), {}, Choice([], [])
+        )
+    assert isinstance(problem, Problem)
+    assert (problem.is_damage, problem.has_touched) == (True, False)
+    assert "a keeper has ended" in str(problem.error)
+    assert open_descriptors() == before

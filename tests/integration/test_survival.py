@@ -1,0 +1,53 @@
+"""Restarts of a manager's job from memory, in one process: what is used, and what stays there."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dcp_tensorizer import CheckpointError, CheckpointManager, MetadataError
+
+from ..waiting import WAIT
+
+
+def manager_of(folder: Path, **options: Any) -> CheckpointManager:
+    return CheckpointManager(folder, **{"stop_signals": (), "survive": WAIT, "survive_every": 1} | options)
+
+
+def state_of(value: int) -> dict[str, Any]:
+    return {"model": {"w": torch.full((1000,), float(value))}, "step": value}
+
+
+def step_of(state: dict[str, Any]) -> int:
+    """The step whose state it is."""
+    assert state["model"]["w"].unique().tolist() == [float(state["step"])]
+    return int(state["step"])
+
+
+def fail(folder: Path, *steps: int, **options: Any) -> None:
+    """Goes on with some steps, of which none is due, and fails: they are left in memory."""
+    with suppress(ZeroDivisionError), manager_of(folder, **{"save_every": 1000} | options) as manager:
+        manager.restore(state_of(0))
+        for step in steps:
+            manager.save(step, state_of(step))
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("stored", [0, 1], ids=["no checkpoint", "an older checkpoint"])
+def test_a_slip_does_not_cost_what_is_in_memory(tmp_path: Path, sockets: Path, stored: int) -> None:
+    """A pattern of no key, and a key that it lacks, are errors; then the state is loaded from memory all the same."""
+    if stored:
+        with manager_of(tmp_path / "run", survive=0, survive_every=None) as manager:
+            manager.save(stored, state_of(stored), wait=True)
+    fail(tmp_path / "run", 8, 9)
+    with manager_of(tmp_path / "run", save_every=1000) as manager:
+        with pytest.raises(MetadataError, match=r"no key of the state matches 'modle\.\*'"):
+            manager.restore(state_of(0), include=["modle.*"])
+        with pytest.raises(CheckpointError, match="other"):
+            manager.restore(state_of(0) | {"other": torch.zeros(3)})
+        state = state_of(0)
+        assert (manager.restore(state), step_of(state)) == (9, 9)
