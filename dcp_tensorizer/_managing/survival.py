@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from pathlib import Path
 from typing import Any
 
 from .._format.index_rows import SaveRecord
@@ -35,6 +36,8 @@ from .restoring import Selection
 __all__ = ["OnStaged", "Survival"]
 
 logger = logging.getLogger("dcp_tensorizer")
+
+_LOOK_SECONDS = 30.0  # whoever does not answer is taken for alive, so that this run is refused
 
 OnStaged = Callable[[StagedStateDict], object]
 
@@ -100,13 +103,14 @@ class Survival:
         if self._stage is not _Stage.READY:
             return
         directory, job = runtime_directory(), job_name(f"{self._folder.real_path} {self._template}")
-        found = visits(directory, job)
+        found, silent = visits(directory, job, _LOOK_SECONDS)
         for visit in found:
             if visit.found.job == self.run:  # another rank was quicker
                 visit.close()
         before = [visit for visit in found if visit.found.job != self.run]
         self._predecessors = Predecessors(self._folder, self._agreement, self.run, before)
-        if problem := next(filter(None, self._agreement.gathered(self._predecessors.claim())), ""):
+        refusal = _stopped(silent[0]) if silent else self._predecessors.claim()
+        if problem := next(filter(None, self._agreement.gathered(refusal)), ""):
             self._predecessors.close()
             raise WriteError(f"{self._folder.path}: {problem}")
         self._stage = _Stage.ON
@@ -274,3 +278,10 @@ class Survival:
         for number in numbers:
             if (buffer := self._kept.pop(number, None)) is not None:
                 buffer.is_kept = False
+
+
+def _stopped(path: Path) -> str:
+    return (
+        f"a run of this job counts as alive, because its keeper does not answer at {path}. If it is stopped, continue "
+        f"it, or kill its processes (that path is in the keeper's command line). Then start again"
+    )

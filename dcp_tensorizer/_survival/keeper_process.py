@@ -148,23 +148,34 @@ class Visit:
         found: What it had when it was looked at.
 
     Raises:
-        ReadError: it has ended.
+        EOFError, OSError: it has ended.
     """
+
+    found: Found
 
     def __init__(self, connection: socket.socket) -> None:
         self._channel = Channel(connection)
         try:
-            self.found = self._look()
+            self._channel.send(Look())  # it fits into the socket: this waits for nobody
         except BaseException:
             self._channel.close()
             raise
+
+    def look(self, timeout: float) -> None:
+        """Takes the answer to the first look.
+
+        Raises:
+            TimeoutError: there is none in time.
+            Exception: it has ended, or is of another version and not understood.
+        """
+        self.found = _found(_receive(self._channel, timeout))
 
     def claim(self, run: str) -> bool:
         """Has it wait for this run of a job alone, as long as this connection is open; whether it does."""
         answer = self._ask(Claim(run))
         holds = isinstance(answer, Claimed) and answer.holds
         if holds:  # it may have got a last one since
-            self.found = self._look()
+            self.found = _found(self._ask(Look()))
         return holds
 
     def forget_all_but(self, number: str) -> None:
@@ -198,11 +209,6 @@ class Visit:
         """Leaves the keeper as it is."""
         self._channel.close()
 
-    def _look(self) -> Found:
-        found = self._ask(Look())
-        assert isinstance(found, Found)
-        return found
-
     def _ask(self, request: Request) -> Answer:
         try:
             self._channel.send(request, timeout=_ANSWER_SECONDS)
@@ -211,15 +217,44 @@ class Visit:
             raise ReadError(f"a keeper has ended: {error}") from error
 
 
-def visits(directory: Path, job: str) -> list[Visit]:
-    """Connections to all keepers of a job on this machine, its own ones among them."""
-    found = []
+def visits(directory: Path, job: str, timeout: float) -> tuple[list[Visit], list[Path]]:
+    """Connections to all keepers of a job on this machine, its own ones among them.
+
+    Args:
+        directory: Of their sockets.
+        job: What those are named by.
+        timeout: Seconds for the answers of all of them together.
+
+    Returns:
+        The connections, and the sockets of keepers that are there and do not answer: they are stopped.
+    """
+    asked, found, silent = dict[Path, Visit](), list[Visit](), list[Path]()
     for path in sockets_of(directory, job):
-        connection = connect(path)
-        if connection is not None:
-            with suppress(Exception):  # it has just ended, or is of another version and not understood
-                found.append(Visit(connection))
-    return found
+        try:
+            connection = connect(path)
+            if connection is not None:
+                asked[path] = Visit(connection)
+        except TimeoutError:
+            silent.append(path)
+        except (EOFError, OSError):  # it has just ended
+            pass
+    deadline = Deadline(timeout)
+    for path, visit in asked.items():
+        try:
+            visit.look(deadline.within(timeout))
+        except Exception as error:
+            visit.close()
+            if isinstance(error, TimeoutError):
+                silent.append(path)
+        else:
+            found.append(visit)
+    return found, silent
+
+
+def _found(answer: Answer) -> Found:
+    if not isinstance(answer, Found):
+        raise ReadError("a keeper is of another version, and is not understood")
+    return answer
 
 
 def _receive(channel: Channel, timeout: float) -> Answer:

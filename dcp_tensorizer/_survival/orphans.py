@@ -22,11 +22,13 @@ from ..errors import CheckpointError, describe
 from .keeper_process import Visit, visits
 from .kept_checkpoint import KeptCheckpoint
 from .messages import Content, KeptHead
-from .runtime_directory import SAVES, identity, location_of, runtime_directory
+from .runtime_directory import SAVES, identity, job_name, location_of, runtime_directory
 
 __all__ = ["KeptInfo", "committed_id", "find_orphan", "holders", "list_kept", "loaded", "reachable", "taken"]
 
 logger = logging.getLogger("dcp_tensorizer")
+
+_LOOK_SECONDS = 5.0  # a keeper answers in a millisecond, where it has a core
 
 
 @dataclass(frozen=True)
@@ -207,9 +209,11 @@ def taken(found: Sequence[Visit], number: str) -> list[tuple[Content, int]]:
 def _orphans(wanted: Callable[[KeptHead], bool]) -> list[Visit]:
     """Connections to the keepers whose trainers are gone, and that have a state that is wanted."""
     try:
-        found = visits(runtime_directory(), SAVES)
+        found, silent = visits(runtime_directory(), job_name(SAVES), _LOOK_SECONDS)
     except OSError:  # there is not even a directory for temporary files
         return []
+    for path in silent:
+        logger.warning("what a keeper has in memory is not looked at: it does not answer at %s, so it is stopped", path)
     orphans = [visit for visit in found if visit.found.is_orphaned and any(map(wanted, visit.found.heads))]
     for visit in found:
         if visit not in orphans:

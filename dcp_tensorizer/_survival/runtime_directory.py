@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 SAVES = "saves"
-"""What the sockets of keepers are named by that have the states of saves, which have paths of their own."""
+"""In the place of a job's location, for keepers that have the states of saves, which have paths of their own."""
 
 _CONNECT_SECONDS = 5.0
 _BACKLOG = 64
@@ -134,7 +134,11 @@ def sockets_of(directory: Path, job: str) -> list[Path]:
 
 
 def connect(path: Path) -> socket.socket | None:
-    """A connection to a keeper; None if nobody is there any more, or somebody who is not this user."""
+    """A connection to a keeper; None if nobody is there any more, or somebody who is not this user.
+
+    Raises:
+        TimeoutError: it is there, and takes no more connections: it is stopped.
+    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(_CONNECT_SECONDS)
@@ -146,6 +150,9 @@ def connect(path: Path) -> socket.socket | None:
     except ConnectionRefusedError:  # it was killed, and could not remove it
         with suppress(OSError):
             path.unlink()
+    except (BlockingIOError, TimeoutError) as error:
+        connection.close()
+        raise TimeoutError(f"{path} takes no more connections") from error
     except OSError:
         pass
     connection.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_tensorizer import CheckpointError, CheckpointManager, MetadataError
+from dcp_tensorizer import CheckpointError, CheckpointManager, MetadataError, WriteError
+from dcp_tensorizer._managing import survival
 
+from ..support import keepers_below
 from ..waiting import WAIT
 
 
@@ -50,4 +53,22 @@ def test_a_slip_does_not_cost_what_is_in_memory(tmp_path: Path, sockets: Path, s
         with pytest.raises(CheckpointError, match="other"):
             manager.restore(state_of(0) | {"other": torch.zeros(3)})
         state = state_of(0)
+        assert (manager.restore(state), step_of(state)) == (9, 9)
+
+
+def test_a_run_that_is_suspended_counts_as_alive(
+    tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its keeper does not answer. A second run is refused, and told where; when the keeper goes on, it is asked."""
+    fail(tmp_path / "run", 8, 9)
+    (keeper,) = keepers_below(sockets)
+    keeper.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(survival, "_LOOK_SECONDS", 0.1)
+    state = state_of(0)
+    with manager_of(tmp_path / "run", save_every=1000) as manager:
+        with pytest.raises(WriteError, match=f"its keeper does not answer at {sockets}/"):
+            manager.restore(state)
+        monkeypatch.undo()
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(sockets.parent))
+        keeper.send_signal(signal.SIGCONT)
         assert (manager.restore(state), step_of(state)) == (9, 9)

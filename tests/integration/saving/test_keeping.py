@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from dcp_tensorizer._memory.shared_buffer import SharedBuffer
 from dcp_tensorizer._saving.engine import engine_of_process
 from dcp_tensorizer._saving.keeping import Keeping
 from dcp_tensorizer._saving.session import SaveSession
-from dcp_tensorizer._survival import keeper_process, runtime_directory
+from dcp_tensorizer._survival import keeper_process, orphans, runtime_directory
 from dcp_tensorizer._survival.keeper_process import KeeperProcess
 
 from ...support import end_keepers, keepers_below, run_python
@@ -257,6 +258,38 @@ def test_a_process_that_ends_without_closing(tmp_path: Path, sockets: Path, end:
     """Frameworks never close: what is on storage is not kept any more, and what is not waits for the next run."""
     run_python(_SCRIPT, tmp_path / "a", end)
     assert [kept.path for kept in tools.list_kept(tmp_path)] == [str(tmp_path / "a")] * (end == "fails")
+
+
+def test_keepers_that_are_stopped(
+    tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All are waited for at once, for a moment: the others are found, and the log names them."""
+    for value in (1, 2, 3):
+        with TensorizerStorageWriter(survive=WAIT) as writer:
+            cut_off(writer, tmp_path / str(value), value)
+            if value < 3:
+                for keeper in keepers_below(sockets):
+                    keeper.send_signal(signal.SIGSTOP)
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "dcp_tensorizer"):
+        patch.setattr(orphans, "_LOOK_SECONDS", 0.1)
+        assert [kept.path for kept in tools.list_kept(tmp_path)] == [str(tmp_path / "3")]
+    assert len([m for m in caplog.messages if "it does not answer at" in m]) == 2
+    for keeper in keepers_below(sockets):
+        keeper.send_signal(signal.SIGCONT)
+    assert [loaded(tmp_path / str(value)) for value in (1, 2, 3)] == [1, 2, 3]
+
+
+def test_the_keepers_of_another_machine(tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where machines share a directory for temporary files: nobody listens here at their sockets, and they stay."""
+    with TensorizerStorageWriter(survive=WAIT) as writer:
+        cut_off(writer, tmp_path / "a", 1)
+    (socket,) = sockets.iterdir()
+    end_keepers(sockets)
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime_directory, "boot_id", lambda: "of another machine")
+        assert tools.list_kept(tmp_path) == ()
+    assert list(sockets.iterdir()) == [socket]
+    assert (tools.list_kept(tmp_path), list(sockets.iterdir())) == ((), [])
 
 
 def test_a_block_that_fails(tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
