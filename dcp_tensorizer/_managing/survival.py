@@ -24,7 +24,7 @@ from .._staging.stager import StagedStateDict
 from .._storage.base import Storage
 from .._survival.keeper_process import KeeperDied, KeeperProcess, visits
 from .._survival.messages import KeptHead
-from .._survival.runtime_directory import identity, job_name, runtime_directory
+from .._survival.runtime_directory import identity, job_name
 from .._threads import NEVER, Deadline, in_background
 from ..errors import WriteError, describe
 from ..planner import SavePlanner
@@ -102,8 +102,8 @@ class Survival:
         """
         if self._stage is not _Stage.READY:
             return
-        directory, job = runtime_directory(), job_name(f"{self._folder.real_path} {self._template}")
-        found, silent = visits(directory, job, _LOOK_SECONDS)
+        job = job_name(f"{self._folder.real_path} {self._template}")
+        found, silent = visits(job, _LOOK_SECONDS)
         for visit in found:
             if visit.found.job == self.run:  # another rank was quicker
                 visit.close()
@@ -116,7 +116,7 @@ class Survival:
         self._stage = _Stage.ON
         self._saver.engine.saves.spare_buffers = self._spares
         try:
-            self._process = KeeperProcess(directory, job, self.run, self._seconds)
+            self._process = KeeperProcess(job, self.run, self._seconds)
         except WriteError as error:
             self._stop_keeping(str(error))
 

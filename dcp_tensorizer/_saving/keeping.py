@@ -34,7 +34,7 @@ from .._survival.keeper_process import KeeperDied, KeeperProcess
 from .._survival.kept_state import KeptItem
 from .._survival.messages import Extent, Keep, KeptHead
 from .._survival.orphans import committed_id, loaded
-from .._survival.runtime_directory import SAVES, identity, job_name, location_of, runtime_directory
+from .._survival.runtime_directory import SAVES, identity, job_name, location_of
 from .._threads import NEVER, Deadline, in_background
 from ..errors import describe
 from .write_items import resolve
@@ -210,7 +210,7 @@ class Keeping:
     def _started(self, seconds: float) -> KeeperProcess:
         with self._starting:
             if self._process is None:
-                self._process = KeeperProcess(runtime_directory(), job_name(SAVES), self.run, seconds)
+                self._process = KeeperProcess(job_name(SAVES), self.run, seconds)
             if not self._ends_at_exit:
                 self._ends_at_exit = True
                 # `atexit` is not called where multiprocessing ends a process.

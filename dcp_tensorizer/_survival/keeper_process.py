@@ -18,7 +18,7 @@ from .._writer_process.channel import Channel
 from .._writer_process.child import kill, said_by, start
 from ..errors import CheckpointError, ReadError, WriteError
 from .messages import Answer, Claim, Claimed, Content, End, Forget, Found, Keep, Look, Missing, Request, Take
-from .runtime_directory import connect, remove, socket_path, sockets_of
+from .runtime_directory import connect, remove, runtime_directory, socket_path, sockets_of
 
 if TYPE_CHECKING:
     from .._memory.shared_buffer import SharedBuffer
@@ -39,8 +39,7 @@ class KeeperProcess:
     """A keeper, started at once.
 
     Args:
-        directory: Of its socket.
-        job: What that is named by.
+        job: What its socket is named by.
         run: The run of the job.
         seconds: How long it waits for a successor when this process is gone.
 
@@ -48,10 +47,10 @@ class KeeperProcess:
         WriteError: it cannot be started.
     """
 
-    def __init__(self, directory: Path, job: str, run: str, seconds: float) -> None:
+    def __init__(self, job: str, run: str, seconds: float) -> None:
         self._lock = threading.Lock()
-        self._path = socket_path(directory, job)
         try:
+            self._path = socket_path(runtime_directory(), job)
             with ExitStack() as undo:
                 self._output = Descriptor(anonymous_file("keeper"))
                 undo.callback(self._output.close)
@@ -217,19 +216,18 @@ class Visit:
             raise ReadError(f"a keeper has ended: {error}") from error
 
 
-def visits(directory: Path, job: str, timeout: float) -> tuple[list[Visit], list[Path]]:
+def visits(job: str, timeout: float) -> tuple[list[Visit], list[Path]]:
     """Connections to all keepers of a job on this machine, its own ones among them.
 
     Args:
-        directory: Of their sockets.
-        job: What those are named by.
+        job: What their sockets are named by.
         timeout: Seconds for the answers of all of them together.
 
     Returns:
         The connections, and the sockets of keepers that are there and do not answer: they are stopped.
     """
     asked, found, silent = dict[Path, Visit](), list[Visit](), list[Path]()
-    for path in sockets_of(directory, job):
+    for path in _sockets(job):
         try:
             connection = connect(path)
             if connection is not None:
@@ -249,6 +247,12 @@ def visits(directory: Path, job: str, timeout: float) -> tuple[list[Visit], list
         else:
             found.append(visit)
     return found, silent
+
+
+def _sockets(job: str) -> list[Path]:
+    with suppress(OSError):  # there is not even a directory for temporary files
+        return sockets_of(runtime_directory(), job)
+    return []
 
 
 def _found(answer: Answer) -> Found:

@@ -22,7 +22,7 @@ from ..errors import CheckpointError, describe
 from .keeper_process import Visit, visits
 from .kept_checkpoint import KeptCheckpoint
 from .messages import Content, KeptHead
-from .runtime_directory import SAVES, identity, job_name, location_of, runtime_directory
+from .runtime_directory import SAVES, identity, job_name, location_of
 
 __all__ = ["KeptInfo", "committed_id", "find_orphan", "holders", "list_kept", "loaded", "reachable", "taken"]
 
@@ -208,10 +208,7 @@ def taken(found: Sequence[Visit], number: str) -> list[tuple[Content, int]]:
 
 def _orphans(wanted: Callable[[KeptHead], bool]) -> list[Visit]:
     """Connections to the keepers whose trainers are gone, and that have a state that is wanted."""
-    try:
-        found, silent = visits(runtime_directory(), job_name(SAVES), _LOOK_SECONDS)
-    except OSError:  # there is not even a directory for temporary files
-        return []
+    found, silent = visits(job_name(SAVES), _LOOK_SECONDS)
     for path in silent:
         logger.warning("what a keeper has in memory is not looked at: it does not answer at %s, so it is stopped", path)
     orphans = [visit for visit in found if visit.found.is_orphaned and any(map(wanted, visit.found.heads))]

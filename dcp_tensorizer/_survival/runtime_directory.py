@@ -44,7 +44,11 @@ _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 def runtime_directory() -> Path:
-    """The directory: below ``XDG_RUNTIME_DIR``, or else below that of temporary files."""
+    """The directory: below ``XDG_RUNTIME_DIR``, or else below that of temporary files.
+
+    Raises:
+        OSError: there is not even a directory for temporary files.
+    """
     base = os.environ.get("XDG_RUNTIME_DIR")
     if base and os.path.isabs(base) and os.access(base, os.W_OK):
         return Path(base, "dcp_tensorizer")

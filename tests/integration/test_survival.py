@@ -12,6 +12,7 @@ import torch
 
 from dcp_tensorizer import CheckpointError, CheckpointManager, MetadataError, WriteError
 from dcp_tensorizer._managing import survival
+from dcp_tensorizer._survival import runtime_directory
 
 from ..support import keepers_below
 from ..waiting import WAIT
@@ -72,3 +73,21 @@ def test_a_run_that_is_suspended_counts_as_alive(
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(sockets.parent))
         keeper.send_signal(signal.SIGCONT)
         assert (manager.restore(state), step_of(state)) == (9, 9)
+
+
+def test_a_machine_without_any_directory_for_sockets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is kept, and the log says why; steps are saved and restored from storage."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(runtime_directory.tempfile, "gettempdir", _no_directory)
+    for before, step in ((None, 1), (1, 2)):
+        with manager_of(tmp_path / "run", save_every=1) as manager:
+            assert manager.restore(state_of(0)) == before
+            manager.save(step, state_of(step), wait=True)
+            assert manager.latest() == step
+    assert len([m for m in caplog.messages if "survive=30 is off" in m and "No usable temporary" in m]) == 2
+
+
+def _no_directory() -> str:
+    raise FileNotFoundError("No usable temporary directory found")
