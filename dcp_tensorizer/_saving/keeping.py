@@ -10,7 +10,6 @@ The coordinator gives the state its id, beside the plans that it sends back. So 
 from __future__ import annotations
 
 import logging
-import pickle
 import threading
 import time
 import uuid
@@ -31,7 +30,7 @@ from .._staging.staged_saves import StagedSaves
 from .._staging.stager import StagedSave
 from .._storage.base import Storage
 from .._survival.keeper_process import KeeperDied, KeeperProcess
-from .._survival.kept_state import KeptItem
+from .._survival.kept_state import KeptItem, KeptPlan
 from .._survival.messages import Extent, Keep, KeptHead
 from .._survival.orphans import committed_id, loaded
 from .._survival.runtime_directory import SAVES, identity, job_name, location_of
@@ -297,5 +296,5 @@ def described(head: KeptHead, plan: SavePlan, planner: SavePlanner, buffer: Shar
             if offset is None:
                 inline += host_bytes(item.tensor)
         items.append(KeptItem(planned, item.name, item.kind, item.dtype, number))
-    description = pickle.dumps(items, protocol=pickle.HIGHEST_PROTOCOL)
+    description = KeptPlan(items, plan.planner_data).pickled()
     return Keep(head, buffer.nbytes, tuple(extents), description, bytes(inline))

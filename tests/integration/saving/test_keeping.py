@@ -127,8 +127,9 @@ def test_what_is_kept_is_what_the_planner_saves(
     planner = make()
     save(writer, tmp_path / "a", 1, planner)
     cut_off(writer, tmp_path / "b", 2, planner)
-    keys = set(open_reader(tmp_path / "b").read_metadata().state_dict_metadata)
-    assert keys == set(open_reader(tmp_path / "a").read_metadata().state_dict_metadata)
+    there, here = (open_reader(tmp_path / name).read_metadata() for name in "ab")
+    assert set(here.state_dict_metadata) == set(there.state_dict_metadata)
+    assert here.planner_data == there.planner_data
 
 
 def test_a_planner_that_hides_its_plan(
