@@ -114,7 +114,7 @@ class Survival:
             self._predecessors.close()
             raise WriteError(f"{self._folder.path}: {problem}")
         self._stage = _Stage.ON
-        self._saver.engine.saves.spare_buffers = self._spares
+        self._saver.engine.saves.spares[self] = self._spares
         try:
             self._process = KeeperProcess(job, self.run, self._seconds)
         except WriteError as error:
@@ -206,7 +206,7 @@ class Survival:
         if process is not None:
             process.end(deadline)
         self._release(list(self._kept))
-        self._saver.engine.saves.spare_buffers = 1
+        self._saver.engine.saves.spares.pop(self, None)
 
     def leave(self, deadline: Deadline = NEVER) -> None:
         """Leaves what is kept to a later run: this one has failed. Idempotent; takes what `end` takes."""
@@ -227,7 +227,8 @@ class Survival:
             assert buffer is not None and self._process is not None
             planner = SavePlanner(enable_plan_caching=False)
             planner.set_up_planner(dict(staged))  # not `items`, which ties it to a save
-            self._process.keep(described(head, planner.create_local_plan(), planner, buffer), buffer)
+            what = head, planner.create_local_plan(), planner, buffer, self._seconds
+            self._process.keep(described(*what), buffer)
         except BaseException as error:
             if (buffer := staged_save.buffer) is not None:
                 if isinstance(error, KeeperDied) and self._process is not None:
@@ -265,7 +266,7 @@ class Survival:
             return
         try:
             if self._process is not None:
-                self._process.forget_all_but(kept)
+                self._process.forget(forgotten)
         except WriteError as error:  # also one that does not answer: what it has is to be overwritten
             if self._process is not None:
                 self._process.kill()

@@ -163,7 +163,7 @@ class Keeping:
         assert buffer is not None
         buffer.is_kept = True
         try:
-            self._started(seconds).keep(described(head, plan, planner, buffer), buffer)
+            self._started(seconds).keep(described(head, plan, planner, buffer, seconds), buffer)
             self._kept.append(_Kept(head.id, staged_save, buffer, storage))
         except BaseException as error:
             is_interrupted = not isinstance(error, Exception)
@@ -223,7 +223,7 @@ class Keeping:
                 self._kept.remove(kept)
         try:
             if self._process is not None:
-                self._process.forget_all_but([kept.id for kept in list(self._kept)])
+                self._process.forget([kept.id for kept in over])
         except BaseException as error:
             self._lose(error)
             if not isinstance(error, Exception):  # a KeyboardInterrupt
@@ -273,7 +273,7 @@ def lack_of_room(saves: StagedSaves, nbytes: int) -> str:
 
 
 @collector_paused()
-def described(head: KeptHead, plan: SavePlan, planner: SavePlanner, buffer: SharedBuffer) -> Keep:
+def described(head: KeptHead, plan: SavePlan, planner: SavePlanner, buffer: SharedBuffer, seconds: float) -> Keep:
     """What a keeper is told of a staged state dict.
 
     Args:
@@ -281,6 +281,7 @@ def described(head: KeptHead, plan: SavePlan, planner: SavePlanner, buffer: Shar
         plan: What this rank could write of it, by itself.
         planner: Gives the data.
         buffer: What it is in.
+        seconds: How long it is kept when this process is gone.
 
     Raises:
         CheckpointError: an item cannot be saved; names its key.
@@ -297,4 +298,4 @@ def described(head: KeptHead, plan: SavePlan, planner: SavePlanner, buffer: Shar
                 inline += host_bytes(item.tensor)
         items.append(KeptItem(planned, item.name, item.kind, item.dtype, number))
     description = KeptPlan(items, plan.planner_data).pickled()
-    return Keep(head, buffer.nbytes, tuple(extents), description, bytes(inline))
+    return Keep(head, buffer.nbytes, tuple(extents), description, bytes(inline), seconds)

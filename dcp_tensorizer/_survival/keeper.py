@@ -103,7 +103,7 @@ class Keeper:
     Args:
         job: The run of the job.
         trainer: The process id of the trainer.
-        seconds: How long it waits for a successor.
+        seconds: How long it waits for a successor, as long as it has no state; else as long as those say.
     """
 
     def __init__(self, job: str, trainer: int, seconds: float) -> None:
@@ -152,15 +152,16 @@ class Keeper:
     def _wait_anew(self) -> None:
         """The time for a successor begins, unless one is there."""
         if self._is_orphaned:
-            self._deadline = None if self._claims else time.monotonic() + self._seconds
+            seconds = max((kept.state.seconds for kept in self._kept.values()), default=self._seconds)
+            self._deadline = None if self._claims else time.monotonic() + seconds
             self._changed.notify_all()
 
     def _answer(self, request: Request, fds: list[int], channel: Channel) -> tuple[Answer, list[int]]:
         match request:
             case Keep():
                 return self._keep(request, fds[0]), []
-            case Forget(kept):
-                self._forget_all_but(kept)
+            case Forget(ids):
+                self._forget(ids)
                 return Done(), []
             case Look():
                 with self._changed:
@@ -184,12 +185,14 @@ class Keeper:
             return Missing(f"the staging buffer cannot be read: {error}")
         with self._changed:
             self._kept[state.head.id] = kept
+            self._wait_anew()
         self._digesting.submit(kept.take_digests)
         return Done()
 
-    def _forget_all_but(self, numbers: Sequence[str]) -> None:
+    def _forget(self, numbers: Sequence[str]) -> None:
         with self._changed:
-            forgotten = [self._kept.pop(number) for number in list(self._kept) if number not in numbers]
+            forgotten = [self._kept.pop(number) for number in numbers if number in self._kept]
+            self._wait_anew()
         for kept in forgotten:
             kept.forget()
             self._digesting.submit(kept.close)

@@ -41,7 +41,7 @@ class KeeperProcess:
     Args:
         job: What its socket is named by.
         run: The run of the job.
-        seconds: How long it waits for a successor when this process is gone.
+        seconds: How long it waits for a successor when this process is gone, and has left no state; see `Keep`.
 
     Raises:
         WriteError: it cannot be started.
@@ -77,9 +77,9 @@ class KeeperProcess:
         """Has a state kept; raises `WriteError`, and `KeeperDied` if no other will be."""
         self._ask(state, [buffer.fd])
 
-    def forget_all_but(self, kept: Sequence[str]) -> None:
-        """Has all other states forgotten: their buffers may be written to now. Raises `KeeperDied`."""
-        self._ask(Forget(tuple(kept)))
+    def forget(self, ids: Sequence[str]) -> None:
+        """Has states forgotten: their buffers may be written to now. Raises `KeeperDied`."""
+        self._ask(Forget(tuple(ids)))
 
     def end(self, deadline: Deadline = NEVER) -> None:
         """Ends it, and gives its memory back; kills it, if it does not end in time. Idempotent.
@@ -180,7 +180,7 @@ class Visit:
     def forget_all_but(self, number: str) -> None:
         """Has all other states forgotten. A keeper that has ended has done so."""
         with suppress(CheckpointError):
-            self._ask(Forget((number,)))
+            self._ask(Forget(tuple(head.id for head in self.found.heads if head.id != number)))
 
     def take(self, number: str) -> tuple[Content, int]:
         """A state, and the descriptor of its buffer, which is the caller's to close.

@@ -84,6 +84,7 @@ class Keep:
         extents: Of all that is in it, for their digests.
         description: What is where, for whoever loads it. A keeper does not look into it.
         inline: The bytes of what is not in the buffer.
+        seconds: How long it is kept when the trainer is gone.
     """
 
     head: KeptHead
@@ -91,13 +92,14 @@ class Keep:
     extents: tuple[Extent, ...]
     description: bytes
     inline: bytes
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Keep none but these states. The trainer writes to the buffers of the others when this is answered."""
+    """Keep these states no more. The trainer writes to their buffers when this is answered."""
 
-    kept: tuple[str, ...]
+    ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import torch
 
 from dcp_tensorizer import CheckpointError, CheckpointManager, MetadataError, WriteError
 from dcp_tensorizer._managing import survival
+from dcp_tensorizer._saving.engine import engine_of_process
 from dcp_tensorizer._survival import runtime_directory
 
 from ..support import keepers_below
@@ -91,3 +92,15 @@ def test_a_machine_without_any_directory_for_sockets(
 
 def _no_directory() -> str:
     raise FileNotFoundError("No usable temporary directory found")
+
+
+def test_managers_side_by_side(tmp_path: Path, sockets: Path) -> None:
+    """One that closes leaves the other one the staging buffers that it needs."""
+    saves = engine_of_process(devices=False).saves
+    with manager_of(tmp_path / "a", buffers=3) as manager:
+        manager.save(1, state_of(1), wait=True)
+        for options in ({"survive": 0, "survive_every": None}, {"buffers": 2, "survive_every": None}):
+            with manager_of(tmp_path / "b", **options) as other:
+                other.save(1, state_of(1), force=True)
+            assert list(saves.spares.values()) == [2]
+    assert list(saves.spares.values()) == []

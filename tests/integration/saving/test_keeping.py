@@ -211,7 +211,7 @@ def test_a_keeper_that_refuses_to_forget(
     save(writer, tmp_path / "a", 1)
     (first,) = keepers_below(sockets)
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "dcp_tensorizer"):
-        patch.setattr(KeeperProcess, "forget_all_but", refuses)
+        patch.setattr(KeeperProcess, "forget", refuses)
         save(writer, tmp_path / "b", 2)
     assert len([m for m in caplog.messages if m == "what was kept in memory is lost: the keeper is busy"]) == 1
     (second,) = keepers_below(sockets)

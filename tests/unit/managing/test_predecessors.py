@@ -86,7 +86,7 @@ class _Keeper(Visit):
     def take(self, number: str) -> tuple[Content, int]:
         if self.has_ended:
             raise ReadError("a keeper has ended")
-        return Content(Keep(self.found.heads[0], 0, (), b"", b""), ()), os.open("/dev/null", os.O_RDONLY)
+        return Content(Keep(self.found.heads[0], 0, (), b"", b"", 60.0), ()), os.open("/dev/null", os.O_RDONLY)
 
 
 def test_a_keeper_that_ends_while_others_give_their_states(tmp_path: Path) -> None:

@@ -33,10 +33,10 @@ from dcp_tensorizer._writer_process.channel import Channel
 SIZE = 4096
 
 
-def state(number: str) -> Keep:
+def state(number: str, seconds: float = 60.0) -> Keep:
     head = KeptHead(number, 1, "run", 0, 1, SaveRecord(1, None, (), {}))
     extents = (Extent(is_inline=False, offset=64, nbytes=100), Extent(is_inline=True, offset=0, nbytes=3))
-    return Keep(head, SIZE, extents, b"what is where", b"abc")
+    return Keep(head, SIZE, extents, b"what is where", b"abc", seconds)
 
 
 @contextmanager
@@ -90,12 +90,12 @@ def test_a_state_is_given_with_its_digests(buffer: int) -> None:
 
 
 def test_what_is_forgotten_is_gone(buffer: int) -> None:
-    """And only that."""
+    """And only that: also a state that came when this was on its way stays."""
     keeper = Keeper("run", 7, 60.0)
     with connected(keeper, is_trainer=True) as trainer:
         for number in "abc":
             ask(trainer, state(number), (buffer,))
-        assert ask(trainer, Forget(("b", "c"))) == Done()
+        assert ask(trainer, Forget(("a", "unknown"))) == Done()
         found = ask(trainer, Look())
         assert isinstance(found, Found)
         assert [head.id for head in found.heads] == ["b", "c"]
@@ -130,6 +130,21 @@ def test_it_ends_when_it_is_told_to() -> None:
     with connected(keeper) as visitor:
         assert ask(visitor, End()) == Done()
         keeper.wait_for_end()
+
+
+def test_how_long_it_waits(buffer: int) -> None:
+    """As long as that of its states says that is to be kept longest."""
+    keeper = Keeper("run", 7, 600.0)
+    waiting = threading.Thread(target=keeper.wait_for_end)
+    waiting.start()
+    with connected(keeper) as visitor:
+        with connected(keeper, is_trainer=True) as trainer:
+            ask(trainer, state("a", 0.01), (buffer,))
+            ask(trainer, state("b", 600.0), (buffer,))
+        assert isinstance(ask(visitor, Take("b")), Content)
+        assert waiting.is_alive()
+        ask(visitor, Forget(("b",)))
+        waiting.join()
 
 
 def test_it_ends_when_nobody_comes() -> None:

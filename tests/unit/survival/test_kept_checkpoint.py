@@ -32,7 +32,7 @@ def kept(state: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> tuple[
     head = KeptHead("0" * 32, 1, "run", rank, world_size, SaveRecord(1, None, (), {}))
     planner = SavePlanner(enable_plan_caching=False)
     planner.set_up_planner(dict(staged))
-    held = _Kept(described(head, planner.create_local_plan(), planner, buffer), os.dup(buffer.fd))
+    held = _Kept(described(head, planner.create_local_plan(), planner, buffer, 60.0), os.dup(buffer.fd))
     held.take_digests()
     content = Content(held.state, held.digests.result())
     fd = os.dup(held.fd)
