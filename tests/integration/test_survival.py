@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_tensorizer import CheckpointError, CheckpointManager, MetadataError, WriteError
+from dcp_tensorizer import CheckpointError, CheckpointManager, MetadataError, WriteError, open_reader
 from dcp_tensorizer._managing import survival
 from dcp_tensorizer._saving.engine import engine_of_process
+from dcp_tensorizer._saving.session import SaveSession
+from dcp_tensorizer._saving.write_items import Item
+from dcp_tensorizer._saving.writer_client import Written
 from dcp_tensorizer._survival import runtime_directory
 
 from ..support import keepers_below
-from ..waiting import WAIT
+from ..waiting import WAIT, Gate
 
 
 def manager_of(folder: Path, **options: Any) -> CheckpointManager:
@@ -104,3 +107,23 @@ def test_managers_side_by_side(tmp_path: Path, sockets: Path) -> None:
                 other.save(1, state_of(1), force=True)
             assert list(saves.spares.values()) == [2]
     assert list(saves.spares.values()) == []
+
+
+def test_a_part_is_saved_when_the_job_goes_back(tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where that writes a step that was held in memory: of both no more than the part."""
+    gate, write_files = Gate(), SaveSession._write_files
+
+    def waits(session: SaveSession, items: list[Item]) -> Written:
+        gate.pass_through()
+        return write_files(session, items)
+
+    monkeypatch.setattr(SaveSession, "_write_files", waits)
+    with manager_of(tmp_path / "run", save_every=1) as manager:
+        manager.save(5, state_of(5))
+        gate.wait_reached()
+        assert manager.save(6, state_of(6), exclude=["step"]) is None
+        gate.open()
+        manager.save(3, state_of(3), exclude=["model.*"], wait=True)
+        paths = {step: manager.path(step) for step in (5, 6, 3)}
+    keys = {step: set(open_reader(path).read_metadata().state_dict_metadata) for step, path in paths.items()}
+    assert keys == {5: {"model.w", "step"}, 6: {"model.w"}, 3: {"step"}}
