@@ -86,7 +86,8 @@ class KeptSave:
     def begin(self, storage: Storage, save_id: str, world_size: int) -> KeptState:
         """On the coordinator: what all ranks are told."""
         replaces = committed_id(storage)
-        self._state = KeptState(save_id, time.time_ns(), world_size, replaces, loaded.is_replaced)
+        number = max(time.time_ns(), loaded.last_number + 1)  # the clock may have been set back since
+        self._state = KeptState(save_id, number, world_size, replaces, loaded.is_replaced)
         return self._state
 
     def keep(self, told: KeptState | None, storage: Storage, planner: SavePlanner, rank: int) -> None:

@@ -121,7 +121,7 @@ def find_orphan(path: str | Path, storage: Storage, rank: int, world_size: int) 
             return None
         contents = taken(holders(found, chosen.id, rank), chosen.id)
         checkpoint = KeptCheckpoint(f"{name} (in memory)", contents)
-        loaded.add(chosen.id, contents[-1][0].state.nbytes)
+        loaded.add(chosen, contents[-1][0].state.nbytes)
     except Exception as error:  # whatever is wrong with what is in memory: storage is there
         logger.warning("%s is in memory, and cannot be loaded from there: %s", name, describe(error))
         return None
@@ -137,10 +137,12 @@ class Loaded:
 
     Attributes:
         is_replaced: On the coordinator: a save has been committed since.
+        last_number: The largest of their numbers; 0 if there is none.
     """
 
     def __init__(self) -> None:
         self.is_replaced = False
+        self.last_number = 0
         self._sizes: dict[str, int] = {}
 
     @property
@@ -148,10 +150,11 @@ class Loaded:
         """Of the largest one; 0 if there is none."""
         return max(self._sizes.values(), default=0)
 
-    def add(self, number: str, nbytes: int) -> None:
+    def add(self, head: KeptHead, nbytes: int) -> None:
         """One more has been loaded."""
         self.is_replaced = False
-        self._sizes[number] = nbytes
+        self.last_number = max(self.last_number, head.number)
+        self._sizes[head.id] = nbytes
 
     def release(self) -> None:
         """Gives their memory back: nobody needs it any more."""

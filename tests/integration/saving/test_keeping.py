@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_tensorizer import SavePlanner, StagingError, TensorizerStorageWriter, WriteError, open_reader, tools
 from dcp_tensorizer._memory.shared_buffer import SharedBuffer
+from dcp_tensorizer._saving import keeping
 from dcp_tensorizer._saving.engine import engine_of_process
 from dcp_tensorizer._saving.keeping import Keeping
 from dcp_tensorizer._saving.session import SaveSession
@@ -315,6 +316,18 @@ def test_what_was_loaded_is_given_back_when_the_job_has_saved(tmp_path: Path, so
         assert [kept.path for kept in tools.list_kept(tmp_path)] == [str(tmp_path / "a")]
         save(writer, tmp_path / "d", 4)
         assert tools.list_kept(tmp_path) == ()
+
+
+def test_a_clock_that_was_set_back(tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that goes on from what was loaded is newer than that."""
+    with TensorizerStorageWriter(survive=WAIT) as writer:
+        cut_off(writer, tmp_path / "a", 1)
+    assert loaded(tmp_path / "a") == 1
+    monkeypatch.setattr(keeping.time, "time_ns", lambda: 10**18)  # 2001
+    with TensorizerStorageWriter(survive=WAIT) as writer:
+        cut_off(writer, tmp_path / "a", 2)
+    assert len(tools.list_kept(tmp_path)) == 2
+    assert loaded(tmp_path / "a") == 2
 
 
 def test_several_paths_at_once(tmp_path: Path, sockets: Path) -> None:
