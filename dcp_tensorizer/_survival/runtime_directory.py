@@ -32,6 +32,7 @@ __all__ = [
     "runtime_directory",
     "socket_path",
     "sockets_of",
+    "touch",
 ]
 
 SAVES = "saves"
@@ -127,6 +128,13 @@ def remove(path: Path) -> None:
     with suppress(OSError):
         path.unlink(missing_ok=True)
         path.parent.rmdir()
+
+
+def touch(path: Path) -> None:
+    """Says of a socket and its directory that they are in use, to those who remove old temporary files."""
+    with suppress(OSError):
+        os.utime(path)
+        os.utime(path.parent)
 
 
 def sockets_of(directory: Path, job: str) -> list[Path]:

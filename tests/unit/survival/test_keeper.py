@@ -7,11 +7,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from dcp_tensorizer._descriptor import anonymous_file
 from dcp_tensorizer._format.index_rows import SaveRecord
+from dcp_tensorizer._survival import keeper as keeper_module
 from dcp_tensorizer._survival.keeper import Keeper
 from dcp_tensorizer._survival.messages import (
     Claim,
@@ -28,9 +30,11 @@ from dcp_tensorizer._survival.messages import (
     Missing,
     Take,
 )
+from dcp_tensorizer._survival.runtime_directory import listen
 from dcp_tensorizer._writer_process.channel import Channel
 
 SIZE = 4096
+NOWHERE = Path("/nonexistent/socket")
 
 
 def state(number: str, seconds: float = 60.0) -> Keep:
@@ -129,13 +133,13 @@ def test_it_ends_when_it_is_told_to() -> None:
     keeper = Keeper("run", 7, 60.0)
     with connected(keeper) as visitor:
         assert ask(visitor, End()) == Done()
-        keeper.wait_for_end()
+        keeper.wait_for_end(NOWHERE)
 
 
 def test_how_long_it_waits(buffer: int) -> None:
     """As long as that of its states says that is to be kept longest."""
     keeper = Keeper("run", 7, 600.0)
-    waiting = threading.Thread(target=keeper.wait_for_end)
+    waiting = threading.Thread(target=keeper.wait_for_end, args=(NOWHERE,))
     waiting.start()
     with connected(keeper) as visitor:
         with connected(keeper, is_trainer=True) as trainer:
@@ -150,9 +154,22 @@ def test_how_long_it_waits(buffer: int) -> None:
 def test_it_ends_when_nobody_comes() -> None:
     """Some seconds after the trainer's death, and not while somebody has claimed it."""
     keeper = Keeper("run", 7, 0.01)
-    waiting = threading.Thread(target=keeper.wait_for_end)
+    waiting = threading.Thread(target=keeper.wait_for_end, args=(NOWHERE,))
     waiting.start()
     with connected(keeper, is_trainer=True), connected(keeper) as visitor:
         assert ask(visitor, Claim("next")) == Claimed(holds=False)
         assert waiting.is_alive()
     waiting.join()
+
+
+def test_its_socket_does_not_grow_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as it waits: systemd removes from /tmp what nobody has touched for days."""
+    path = tmp_path / "directory" / "socket"
+    listen(path).close()
+    for old in (path, path.parent):
+        os.utime(old, (0, 0))
+    monkeypatch.setattr(keeper_module, "_TOUCH_SECONDS", 0.001)
+    keeper = Keeper("run", 7, 0.01)
+    keeper.orphan()
+    keeper.wait_for_end(path)
+    assert min(touched.stat().st_mtime for touched in (path, path.parent)) > 0
