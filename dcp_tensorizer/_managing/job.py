@@ -16,7 +16,7 @@ from .branches import leave
 from .catalogue import Step
 from .decision import Action, Decision, Vote, decide
 from .names import StepNames
-from .place import Choice, Place, begin, choose, read_members
+from .place import Choice, Place, begin, choose, newest_of, read_members
 from .predecessors import Problem
 from .restoring import Selection, load_first
 from .saves import Saves
@@ -197,9 +197,9 @@ class Job:
             self._schedule.mark(step)
         if self._memory_schedule is not None:
             self._memory_schedule.mark(step)
-        name, tip = self.place.name_of(step, self._names), self.place.tip
+        name = self.place.name_of(step, self._names)
         record = self.place.record(step, metrics, self._survival.run)
-        keep = self._survival.next_state(record, None if tip is None else tip.number)
+        keep = self._survival.next_state(record, self.place.tip, self.place.left)
         what = self._folder.child(name), name, state, record
         if action is Action.SAVE:
             return self.saves.start(*what, keep)
@@ -234,5 +234,4 @@ class Job:
 
 def _place_of(record: SaveRecord, found: Choice) -> Place:
     """Where a job stands that has loaded a state from memory."""
-    tip = found.candidates[0][0] if found.candidates else None
-    return Place.at(record.branch, tip, found.steps)
+    return Place.at(record.branch, newest_of(found.steps, record.branch), found.steps)

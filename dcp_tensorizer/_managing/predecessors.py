@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -150,7 +150,8 @@ class Predecessors:
         # What the first rank's keeper says of it counts.
         head = max((everywhere[0][number] for number in common), key=lambda h: (h.step, h.number, h.id))
         tip = choice.candidates[0][0] if choice.candidates else None
-        refusal = self._agreement.decided(lambda: _outdated(head, tip, identity(self._folder.location)))
+        folder, ids = identity(self._folder.location), {step.save_id for step in choice.steps}
+        refusal = self._agreement.decided(lambda: _outdated(head, tip, folder, ids))
         if refusal:
             logger.warning("%s: step %d is in memory, and %s", self._folder.path, head.step, refusal)
             return None
@@ -204,13 +205,14 @@ def _joint(problems: Sequence[Problem | None]) -> Problem | None:
     return found[0]._replace(is_damage=is_damage, has_touched=has_touched)
 
 
-def _outdated(head: KeptHead, tip: Step | None, folder: tuple[int, int] | None) -> str:
+def _outdated(head: KeptHead, tip: Step | None, folder: tuple[int, int] | None, ids: Collection[str] = ()) -> str:
     """Why a state does not go on from the newest checkpoint; empty if it does.
 
     Args:
         head: The state.
         tip: The newest checkpoint.
         folder: The identity of the job's folder.
+        ids: Of all checkpoints that are there.
     """
     record = head.record
     assert record is not None
@@ -218,6 +220,8 @@ def _outdated(head: KeptHead, tip: Step | None, folder: tuple[int, int] | None) 
         return "the job's folder is another one now: it is not used"
     if tip is None:
         return "" if record.parent is None else "the checkpoint that it goes on from is gone: it is not used"
+    if head.left == tip.save_id and (record.parent is None or record.parent in ids):
+        return ""  # the job has gone back to before that one, and nobody has saved since
     if record.parent != tip.save_id and not _has_saved(head, tip):
         return f"another job has saved step {tip.number} since, or removed checkpoints: it is not used"
     return "" if record.step >= tip.number else f"step {tip.number} is on storage: it is not used"

@@ -29,6 +29,7 @@ from .._threads import NEVER, Deadline, in_background
 from ..errors import WriteError, describe
 from ..planner import SavePlanner
 from .agreement import Agreement
+from .catalogue import Step
 from .place import Choice
 from .predecessors import Predecessors, Problem
 from .restoring import Selection
@@ -154,19 +155,21 @@ class Survival:
             self._forget_all_but([newest])
             self._predecessors.end()
 
-    def next_state(self, record: SaveRecord, parent_step: int | None) -> OnStaged | None:
+    def next_state(self, record: SaveRecord, parent: Step | None, left: Step | None) -> OnStaged | None:
         """What is to be done with the next staged copy, to keep it; None if it is not kept.
 
         Args:
             record: What the index would say of it.
-            parent_step: The step of the checkpoint that it goes on from.
+            parent: The checkpoint that it goes on from.
+            left: See `Place`.
         """
         if self._stage is _Stage.OFF:  # it is so on all ranks; this one alone may have lost its keeper just now
             return None
         self._count += 1
         number = self._newest = hashlib.blake2b(f"{self.run} {self._count}".encode(), digest_size=16).hexdigest()
         where = self._agreement.rank, self._agreement.size
-        head = KeptHead(number, self._count, self.run, *where, record, parent_step, identity(self._folder.location))
+        steps = None if parent is None else parent.number, (left.save_id or None) if left else None
+        head = KeptHead(number, self._count, self.run, *where, record, *steps, identity(self._folder.location))
 
         def keep(staged: StagedStateDict) -> None:
             self._keeping = in_background(lambda: self._keep(head, staged), name="keep")

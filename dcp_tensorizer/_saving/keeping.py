@@ -112,8 +112,8 @@ class KeptSave:
             return
         if state.has_saved:
             loaded.release()
-        where = state.world_size, None, None, identity(Path(self._path).parent), self._path, state.replaces
-        head = KeptHead(state.id, state.number, self._keeping.run, rank, *where)
+        where = None, None, None, identity(Path(self._path).parent), self._path, state.replaces
+        head = KeptHead(state.id, state.number, self._keeping.run, rank, state.world_size, *where)
         self._keeping.keep(head, plan, planner, self._staged_save, storage, self._seconds)
 
     def committed(self) -> None:

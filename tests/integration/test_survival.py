@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from dcp_tensorizer import CheckpointError, CheckpointManager, MetadataError, WriteError, open_reader
+from dcp_tensorizer._loading.metadata_reader import read_head
 from dcp_tensorizer._managing import survival
 from dcp_tensorizer._saving.engine import engine_of_process
 from dcp_tensorizer._saving.session import SaveSession
 from dcp_tensorizer._saving.write_items import Item
 from dcp_tensorizer._saving.writer_client import Written
+from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._survival import runtime_directory
 
 from ..support import keepers_below
@@ -127,3 +129,23 @@ def test_a_part_is_saved_when_the_job_goes_back(tmp_path: Path, sockets: Path, m
         paths = {step: manager.path(step) for step in (5, 6, 3)}
     keys = {step: set(open_reader(path).read_metadata().state_dict_metadata) for step, path in paths.items()}
     assert keys == {5: {"model.w", "step"}, 6: {"model.w"}, 3: {"step"}}
+
+
+def test_a_job_that_has_gone_back_and_dies(tmp_path: Path, sockets: Path) -> None:
+    """The next run goes on from memory, on the branch that this began; and so does the one after that."""
+    with manager_of(tmp_path / "run", save_every=5) as manager:
+        for step in range(1, 11):
+            manager.save(step, state_of(step), wait=True)
+    with suppress(ZeroDivisionError), manager_of(tmp_path / "run", save_every=1000) as manager:
+        assert manager.restore(state_of(0), step=5) == 5
+        manager.save(6, state_of(60))
+        raise ZeroDivisionError
+    fail(tmp_path / "run", 7)
+    with manager_of(tmp_path / "run", save_every=1000) as manager:
+        assert (manager.restore(state_of(0)), manager.steps()) == (7, [5])
+        manager.save(8, state_of(8), force=True, wait=True)
+        assert manager.steps() == [5, 8]
+    record = read_head(LocalStorage(tmp_path / "run" / "step-8"))
+    parent = read_head(LocalStorage(tmp_path / "run" / "step-5"))
+    assert record is not None and record.record is not None and parent is not None
+    assert record.record.parent == parent.save_id

@@ -26,7 +26,7 @@ FOLDER = (1, 2)
 
 def head(step: int, parent: str | None, parent_step: int | None) -> KeptHead:
     record = SaveRecord(step, parent, BRANCH, {}, "run")
-    return KeptHead("0" * 32, 1, "run", 0, 1, record, parent_step, FOLDER)
+    return KeptHead("0" * 32, 1, "run", 0, 1, record, parent_step, folder=FOLDER)
 
 
 def saved(step: int, save_id: str, job: str = "run", branch: tuple[tuple[str, int], ...] = BRANCH) -> Step:
@@ -101,3 +101,14 @@ def test_a_keeper_that_ends_while_others_give_their_states(tmp_path: Path) -> No
     assert (problem.is_damage, problem.has_touched) == (True, False)
     assert "a keeper has ended" in str(problem.error)
     assert open_descriptors() == before
+
+
+def test_a_job_that_had_gone_back() -> None:
+    """It is used where the checkpoint that it left is still the newest one, and the one that it went to is there."""
+    left = head(5, "four", 4)._replace(left="nine")
+    nine = saved(9, "nine", branch=(("a", 0),))
+    assert _outdated(left, nine, FOLDER, {"four", "nine"}) == ""
+    assert "or removed checkpoints" in _outdated(left, nine, FOLDER, {"nine"})
+    ten = saved(10, "ten", job="another")
+    assert "another job has saved step 10 since" in _outdated(left, ten, FOLDER, {"four", "nine", "ten"})
+    assert _outdated(left, saved(4, "four"), FOLDER, {"four"}) == ""
