@@ -6,6 +6,7 @@ import logging
 import time
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -167,7 +168,7 @@ class Predecessors:
         try:
             plain = StatePart().of(state)
             checkpoint, is_whole = self._opened(head, path)
-            with warnings.catch_warnings():
+            with closing(checkpoint), warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # torch's, that one process loads by itself
                 dcp_load(
                     plain,
@@ -201,8 +202,8 @@ def _joint(problems: Sequence[Problem | None]) -> Problem | None:
         raise misfit.error
     if not found:
         return None
-    is_damage, has_touched = (any(getattr(problem, name) for problem in found) for name in ("is_damage", "has_touched"))
-    return found[0]._replace(is_damage=is_damage, has_touched=has_touched)
+    has_touched = any(problem is None or problem.has_touched for problem in problems)  # also where it was loaded
+    return found[0]._replace(is_damage=any(problem.is_damage for problem in found), has_touched=has_touched)
 
 
 def _outdated(head: KeptHead, tip: Step | None, folder: tuple[int, int] | None, ids: Collection[str] = ()) -> str:

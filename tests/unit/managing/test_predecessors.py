@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from dcp_tensorizer import ReadError
+from dcp_tensorizer import MetadataError, ReadError
 from dcp_tensorizer._format.index_rows import SaveRecord
 from dcp_tensorizer._managing.agreement import Agreement
 from dcp_tensorizer._managing.catalogue import Step
 from dcp_tensorizer._managing.place import Choice
-from dcp_tensorizer._managing.predecessors import Predecessors, Problem, _outdated
+from dcp_tensorizer._managing.predecessors import Predecessors, Problem, _joint, _outdated
 from dcp_tensorizer._managing.restoring import Selection
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._survival.keeper_process import Visit
@@ -112,3 +112,16 @@ def test_a_job_that_had_gone_back() -> None:
     ten = saved(10, "ten", job="another")
     assert "another job has saved step 10 since" in _outdated(left, ten, FOLDER, {"four", "nine", "ten"})
     assert _outdated(left, saved(4, "four"), FOLDER, {"four"}) == ""
+
+
+def test_what_has_come_of_all_ranks_loads() -> None:
+    """A state that is whole and does not fit is raised; where another rank has loaded its own, targets have changed."""
+    misfit = Problem(MetadataError("no such key"), is_damage=False, is_whole=True, has_touched=False)
+    damage = Problem(ReadError("it is gone"), is_damage=True, is_whole=False, has_touched=False)
+    with pytest.raises(MetadataError, match="no such key"):
+        _joint([None, damage, misfit])
+    part = misfit._replace(is_whole=False)
+    assert _joint([part, part]) == part
+    assert _joint([part, damage]) == part._replace(is_damage=True)
+    assert _joint([None, damage]) == damage._replace(has_touched=True)
+    assert _joint([None, None]) is None
