@@ -270,6 +270,16 @@ def keepers_below(folder: Path) -> list[psutil.Process]:
     return [p for p in processes if any(word.startswith(f"{folder}/") for word in p.info["cmdline"] or ())]
 
 
+def end_keepers(folder: Path) -> None:
+    """Ends those that are left, as their time does; and waits for those that this process has left to others."""
+    for process in keepers_below(folder):
+        process.kill()
+        process.wait()
+    for child in psutil.Process().children():
+        if child.status() == psutil.STATUS_ZOMBIE:
+            child.wait()
+
+
 def _command(process: psutil.Process) -> list[str]:
     """A process' command line. One that has just been started has none for a moment, and one that has died, no more."""
     deadline = time.monotonic() + 1.0

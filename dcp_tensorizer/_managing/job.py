@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
+from .._format.index_rows import SaveRecord
 from .._saving.flushing import Flushing
 from .._storage.base import Storage
 from ..errors import ReadError
@@ -15,7 +16,8 @@ from .branches import leave
 from .catalogue import Step
 from .decision import Action, Decision, Vote, decide
 from .names import StepNames
-from .place import Choice, Place, begin, choose, read_members
+from .place import Choice, Place, begin, choose, newest_of, read_members
+from .predecessors import Problem
 from .restoring import Selection, load_first
 from .saves import Saves
 from .schedule import Schedule
@@ -122,16 +124,11 @@ class Job:
         self._survival.begin()
         self._survival.forget()
         found = self._agreement.decided(lambda: choose(self._folder, self._names, step, fallback=fallback))
-        place = None if step is not None else self._restore_from_memory(state, selection, found)
-        if place is None:
-            place = self._restore_from_storage(state, selection, found)
-            has_touched = self._survival.has_touched
-            self._survival.discard()
-            if has_touched and (place is None or not selection.strict):
-                raise ReadError(
-                    f"{self._folder.path}: the state in memory could not be loaded, and storage does not have all of "
-                    f"it. What is in the state now is of neither: make it anew, and restore again"
-                )
+        kept = None if step is not None else self._survival.restore(state, selection, self._reader_options, found)
+        if isinstance(kept, SaveRecord):
+            place: tuple[Place, int] | None = (_place_of(kept, found), kept.step)
+        else:
+            place = self._restore_from_storage(state, selection, found, kept)
         if place is None:
             return None
         self.place, self._last_step = place
@@ -200,9 +197,9 @@ class Job:
             self._schedule.mark(step)
         if self._memory_schedule is not None:
             self._memory_schedule.mark(step)
-        name, tip = self.place.name_of(step, self._names), self.place.tip
+        name = self.place.name_of(step, self._names)
         record = self.place.record(step, metrics, self._survival.run)
-        keep = self._survival.next_state(record, None if tip is None else tip.number)
+        keep = self._survival.next_state(record, self.place.tip, self.place.left)
         what = self._folder.child(name), name, state, record
         if action is Action.SAVE:
             return self.saves.start(*what, keep)
@@ -210,20 +207,31 @@ class Job:
             self.saves.hold(*what, keep, is_due=decision.is_due)
         return None
 
-    def _restore_from_memory(
-        self, state: dict[str, Any], selection: Selection, found: Choice
-    ) -> tuple[Place, int] | None:
-        """Loads the newest state that is in memory; where the job stands then, and its step."""
-        record = self._survival.restore(state, selection, self._reader_options, found)
-        if record is None:
-            return None
-        tip = found.candidates[0][0] if found.candidates else None
-        return Place.at(record.branch, tip, found.steps), record.step
-
     def _restore_from_storage(
-        self, state: dict[str, Any], selection: Selection, found: Choice
+        self, state: dict[str, Any], selection: Selection, found: Choice, problem: Problem | None
     ) -> tuple[Place, int] | None:
-        """Loads the first checkpoint that is not damaged; where the job stands then, and its step."""
+        """Loads the first checkpoint that is not damaged; where the job stands then, and its step.
+
+        What is in memory is given back when storage has been loaded, or memory is of no use: it may be all that there
+        is.
+
+        Args:
+            state, selection: As in `restore`.
+            found: What is on storage.
+            problem: Why what is in memory was not loaded, if there is something.
+        """
         steps = [step for step, _ in found.candidates]
         number = load_first(self._folder, steps, state, selection, self.saves.group, self._reader_options)
+        if number is not None or (problem is not None and problem.is_damage):
+            self._survival.discard()
+        if problem is not None and (number is None or (problem.has_touched and not selection.strict)):
+            raise ReadError(
+                f"{self._folder.path}: the state in memory could not be loaded, and storage does not have all of it. "
+                f"What is in the state now may be of neither: make it anew, and restore again. {problem.error}"
+            )
         return None if number is None else (found.place(number), steps[number].number)
+
+
+def _place_of(record: SaveRecord, found: Choice) -> Place:
+    """Where a job stands that has loaded a state from memory."""
+    return Place.at(record.branch, newest_of(found.steps, record.branch), found.steps)

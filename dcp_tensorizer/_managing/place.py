@@ -10,12 +10,12 @@ from typing import NamedTuple
 from .._format.index_rows import SaveRecord
 from .._storage.base import Storage
 from ..errors import MetadataError, NotCommitted
-from .branches import TRUNK, Branch, current_branch, leave, members
+from .branches import TRUNK, Branch, belongs, current_branch, leave, members
 from .catalogue import Step, read_steps, unknown_checkpoints
 from .deletion import clean_up
 from .names import StepNames
 
-__all__ = ["Choice", "Place", "begin", "choose", "read_members", "sound"]
+__all__ = ["Choice", "Place", "begin", "choose", "newest_of", "read_members", "sound"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -32,6 +32,7 @@ class Place:
         numbers: The steps of the branch that are there.
         names: Of the directories of all steps, whatever branch they are on.
         others: The names of those of other branches.
+        left: The newest checkpoint, if the job has gone back to before it, and has saved nothing since.
     """
 
     branch: Branch
@@ -39,23 +40,26 @@ class Place:
     numbers: set[int]
     names: dict[int, str]
     others: list[str]
+    left: Step | None
 
     @classmethod
     def at(cls, branch: Branch, tip: Step | None, steps: Sequence[Step]) -> Place:
         """On a branch, among all checkpoints of a folder."""
+        newest = newest_of(steps)
+        left = None if newest is None or belongs(newest, branch) else newest
         numbers = {step.number for step in members(sound(steps), branch)}
         others = [step.name for step in steps if step.number not in numbers]
-        return cls(branch, tip, numbers, {step.number: step.name for step in steps}, others)
+        return cls(branch, tip, numbers, {step.number: step.name for step in steps}, others, left)
 
     def begin_anew(self, branch: Branch) -> None:
         """The job goes on from something else than its last checkpoint, and nobody knows from what: on a new branch."""
         self.others = sorted(set(self.others) | {name for step, name in self.names.items() if step in self.numbers})
-        self.branch, self.tip, self.numbers = branch, None, set()
+        self.branch, self.tip, self.numbers, self.left = branch, None, set(), self.tip or self.left
 
     def advance(self, saved: Step | None) -> None:
         """The last save is over; None if it failed."""
         if saved is not None:
-            self.tip = saved
+            self.tip, self.left = saved, None
             self.numbers.add(saved.number)
             self.names[saved.number] = saved.name
 
@@ -76,6 +80,13 @@ class Place:
                 path,
                 _listed(self.others),
             )
+
+
+def newest_of(steps: Sequence[Step], branch: Branch | None = None) -> Step | None:
+    """The newest checkpoint that can be read, of a branch or of the current one; None if there is none."""
+    readable = sound(steps)
+    branch = branch or current_branch(readable)
+    return next(reversed(members(readable, branch)), None) if branch else None
 
 
 def sound(steps: Sequence[Step]) -> list[Step]:

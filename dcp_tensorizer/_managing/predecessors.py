@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -17,22 +18,38 @@ from .._storage.base import Storage
 from .._survival.keeper_process import Visit
 from .._survival.kept_checkpoint import KeptCheckpoint
 from .._survival.messages import KeptHead
-from .._survival.orphans import holders, reachable
+from .._survival.orphans import holders, reachable, taken
 from .._survival.runtime_directory import identity
 from ..any_format import KeptReader
-from ..errors import ReadError, describe, unwrap
+from ..errors import CheckpointError, ReadError, describe
 from .agreement import Agreement
 from .catalogue import Step
 from .place import Choice
-from .restoring import Selection, SelectivePlanner
+from .restoring import Selection, SelectivePlanner, error_of_load
 from .state_part import StatePart
 
-__all__ = ["Predecessors"]
+__all__ = ["Predecessors", "Problem"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
 _DEATH_SECONDS = 5.0  # until a keeper has seen that its trainer is gone
 _LOOK_SECONDS = 0.05
+
+
+class Problem(NamedTuple):
+    """Why a state in memory could not be loaded.
+
+    Attributes:
+        error: Says it.
+        is_damage: The state is of no use; otherwise it does not fit what was asked for.
+        is_whole: All of it is on this machine; otherwise what does not fit a part of it may fit the whole.
+        has_touched: Some of the target may have been overwritten.
+    """
+
+    error: CheckpointError
+    is_damage: bool
+    is_whole: bool
+    has_touched: bool
 
 
 class Predecessors:
@@ -46,7 +63,6 @@ class Predecessors:
 
     Attributes:
         nbytes: Of the buffer that this rank has loaded from; 0 if there is none.
-        has_touched: A load has failed when some of the state may have been overwritten.
     """
 
     def __init__(self, folder: Storage, agreement: Agreement, run: str, visits: Sequence[Visit]) -> None:
@@ -54,7 +70,6 @@ class Predecessors:
         self._agreement = agreement
         self._run = run
         self.nbytes = 0
-        self.has_touched = False
         self._visits = list(visits)
 
     def claim(self) -> str:
@@ -77,7 +92,7 @@ class Predecessors:
 
     def restore(
         self, state: dict[str, Any], selection: Selection, options: Mapping[str, Any], choice: Choice
-    ) -> SaveRecord | None:
+    ) -> SaveRecord | Problem | None:
         """Loads the newest state that all ranks can reach in memory, if it goes on from the newest checkpoint.
 
         Args:
@@ -87,21 +102,20 @@ class Predecessors:
             choice: What is on storage.
 
         Returns:
-            What was recorded with it; None if the state is to be loaded from storage. The log says why.
+            What was recorded with it. None, or why it could not be loaded: the state is to be loaded from storage.
+            The log says why.
 
         Raises:
-            WriteError: a rank is gone.
+            CheckpointError: it is whole and does not fit, as `load_first` says, or a rank is gone; on all ranks.
         """
-        self.has_touched = False
         head = self._chosen(choice)
         if head is None:
             return None
         started = time.perf_counter()
-        loaded, problem = self._load(head, state, selection, options)
-        if problems := [text for text in self._agreement.gathered(problem) if text]:
-            logger.error("the state in memory, of step %d, cannot be loaded: %s", head.step, problems[0])
-            self.has_touched = True
-            return None
+        loaded, own = self._load(head, state, selection, options)
+        if problem := _joint(self._agreement.gathered(own)):
+            logger.error("the state in memory, of step %d, cannot be loaded: %s", head.step, problem.error)
+            return problem
         for visit in self._visits:
             visit.forget_all_but(head.id)
         for key, value in loaded.items():
@@ -115,7 +129,7 @@ class Predecessors:
 
     def end(self) -> None:
         """Ends them, and gives their memory back: what they have is not wanted any more. Idempotent."""
-        self.nbytes, self.has_touched = 0, False
+        self.nbytes = 0
         visits, self._visits = self._visits, []
         for visit in visits:
             visit.end()
@@ -137,7 +151,8 @@ class Predecessors:
         # What the first rank's keeper says of it counts.
         head = max((everywhere[0][number] for number in common), key=lambda h: (h.step, h.number, h.id))
         tip = choice.candidates[0][0] if choice.candidates else None
-        refusal = self._agreement.decided(lambda: _outdated(head, tip, identity(self._folder.location)))
+        folder, ids = identity(self._folder.location), {step.save_id for step in choice.steps}
+        refusal = self._agreement.decided(lambda: _outdated(head, tip, folder, ids))
         if refusal:
             logger.warning("%s: step %d is in memory, and %s", self._folder.path, head.step, refusal)
             return None
@@ -145,34 +160,60 @@ class Predecessors:
 
     def _load(
         self, head: KeptHead, state: dict[str, Any], selection: Selection, options: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], str]:
+    ) -> tuple[dict[str, Any], Problem | None]:
         """Loads a state, on this rank by itself; what was loaded, and why it could not be."""
-        path = f"the memory of step {head.step}"
+        path = f"the memory of step {head.step} on rank {self._agreement.rank}"
+        planner = SelectivePlanner(path, selection)
+        is_whole = True
         try:
             plain = StatePart().of(state)
-            states = [visit.take(head.id) for visit in holders(self._visits, head.id, self._agreement.rank)]
-            self.nbytes = states[-1][0].state.nbytes
-            checkpoint = KeptCheckpoint(path, states)
-            with warnings.catch_warnings():
+            checkpoint, is_whole = self._opened(head, path)
+            with closing(checkpoint), warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # torch's, that one process loads by itself
                 dcp_load(
                     plain,
                     storage_reader=KeptReader(checkpoint, options),
-                    planner=SelectivePlanner(path, selection),
+                    planner=planner,
                     no_dist=True,
                 )
         except (Exception, CheckpointException) as error:
-            return {}, f"rank {self._agreement.rank}: {describe(unwrap(error))}"
-        return plain, ""
+            cause = error_of_load(path, error)
+            return {}, Problem(cause, isinstance(cause, ReadError), is_whole, planner.has_begun)
+        return plain, None
+
+    def _opened(self, head: KeptHead, path: str) -> tuple[KeptCheckpoint, bool]:
+        """A state as a checkpoint, and whether this machine has all of it; raises `ReadError`."""
+        try:
+            states = taken(holders(self._visits, head.id, self._agreement.rank), head.id)
+            self.nbytes = states[-1][0].state.nbytes
+            return KeptCheckpoint(path, states), len(states) == head.world_size
+        except Exception as error:  # it is of another release, say
+            raise ReadError(f"{path} cannot be read: {describe(error)}") from error
 
 
-def _outdated(head: KeptHead, tip: Step | None, folder: tuple[int, int] | None) -> str:
+def _joint(problems: Sequence[Problem | None]) -> Problem | None:
+    """What has come of all ranks' loads.
+
+    Raises:
+        CheckpointError: a rank's state is whole, and does not fit.
+    """
+    found = [problem for problem in problems if problem is not None]
+    if misfit := next((problem for problem in found if problem.is_whole and not problem.is_damage), None):
+        raise misfit.error
+    if not found:
+        return None
+    has_touched = any(problem is None or problem.has_touched for problem in problems)  # also where it was loaded
+    return found[0]._replace(is_damage=any(problem.is_damage for problem in found), has_touched=has_touched)
+
+
+def _outdated(head: KeptHead, tip: Step | None, folder: tuple[int, int] | None, ids: Collection[str] = ()) -> str:
     """Why a state does not go on from the newest checkpoint; empty if it does.
 
     Args:
         head: The state.
         tip: The newest checkpoint.
         folder: The identity of the job's folder.
+        ids: Of all checkpoints that are there.
     """
     record = head.record
     assert record is not None
@@ -180,6 +221,8 @@ def _outdated(head: KeptHead, tip: Step | None, folder: tuple[int, int] | None) 
         return "the job's folder is another one now: it is not used"
     if tip is None:
         return "" if record.parent is None else "the checkpoint that it goes on from is gone: it is not used"
+    if head.left == tip.save_id and (record.parent is None or record.parent in ids):
+        return ""  # the job has gone back to before that one, and nobody has saved since
     if record.parent != tip.save_id and not _has_saved(head, tip):
         return f"another job has saved step {tip.number} since, or removed checkpoints: it is not used"
     return "" if record.step >= tip.number else f"step {tip.number} is on storage: it is not used"

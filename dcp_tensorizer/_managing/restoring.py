@@ -31,7 +31,7 @@ from ..errors import (
 from ..planner import LoadPlanner
 from .catalogue import Step
 
-__all__ = ["Selection", "SelectivePlanner", "load_first"]
+__all__ = ["Selection", "SelectivePlanner", "error_of_load", "load_first"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -133,10 +133,18 @@ def _load(
                 process_group=group,
             )
         except CheckpointException as error:
-            cause = unwrap(error)
-            if isinstance(cause, CheckpointError):
-                raise cause from None
-            raise _DoesNotFit(f"{storage.path} cannot be loaded: {describe(cause)}") from cause
+            failure = error_of_load(storage.path, error)
+            raise failure from failure.__cause__
+
+
+def error_of_load(path: str, error: BaseException) -> CheckpointError:
+    """What a load has raised, as an error of this package."""
+    cause = unwrap(error)
+    if isinstance(cause, CheckpointError):
+        return cause
+    misfit = _DoesNotFit(f"{path} cannot be loaded: {describe(cause)}")
+    misfit.__cause__ = cause
+    return misfit
 
 
 @contextmanager

@@ -135,9 +135,8 @@ class Saves:
         state: Mapping[str, Any],
         record: SaveRecord,
         on_staged: OnStaged | None = None,
-        refusal: StagingError | None = None,
     ) -> Future[str]:
-        """Stages the state, and returns while it is saved.
+        """Stages the part of the state that is saved, and returns while it is.
 
         Raises what a ``state_dict`` raises, when the save has begun: it fails on the other ranks, which would wait for
         this one.
@@ -148,15 +147,29 @@ class Saves:
             state: What to save.
             record: What the index will say of it.
             on_staged: See `NextSave`.
-            refusal: Why there is no state, if that is known.
         """
-        since, before, self._is_warm, self._held = self._clock.now(), self._last, True, None
+        since = self._clock.now()
         collected, error = _collected(state, self.part)
-        refusal = refusal or _refusal(error)
+        future = self._start((storage, name), collected, record, since, _refusal(error), on_staged)
+        if error is not None:
+            raise error
+        return future
+
+    def _start(
+        self,
+        where: tuple[Storage, str],
+        collected: dict[str, Any],
+        record: SaveRecord,
+        since: float,
+        refusal: StagingError | None,
+        on_staged: OnStaged | None = None,
+    ) -> Future[str]:
+        """Saves what has been collected, or fails by ``refusal``, as the save does on the other ranks."""
+        (storage, name), before, self._is_warm, self._held = where, self._last, True, None
         omitted = frozenset[str]()
         if self._replicas is not None:
             follows = before is not None and before.saved is not None
-            omitted = self._replicas.omitted(None if error else collected, follows=follows)
+            omitted = self._replicas.omitted(None if refusal else collected, follows=follows)
         self._writer.saver.describe(NextSave(record, self._must_change, refusal, omitted, on_staged))
         response = async_save(
             collected,
@@ -168,8 +181,6 @@ class Saves:
         done = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
         save = self._last = _Save(record.step, storage, name, record, since)
         in_background(lambda: self._follow(save, done, before), name="checkpoint-manager")
-        if error is not None:
-            raise error
         return save.future
 
     def hold(
@@ -197,7 +208,7 @@ class Saves:
 
     def write_held(self) -> None:
         """Begins the save of the newest step, if that is in memory alone and a save of it was due."""
-        held, self.part = self._held, StatePart()
+        held = self._held
         if held is None or not held.is_due:
             return
         refusal, state = held.refusal, dict[str, Any]()
@@ -207,7 +218,7 @@ class Saves:
                 state = dict(held.staged)  # not `items`, which ties it to a save
             except StagingError as error:
                 refusal = error
-        self.start(*held.where, state, held.record, refusal=refusal)
+        self._start(held.where, state, held.record, self._clock.now(), refusal)
 
     @property
     def held_step(self) -> int | None:

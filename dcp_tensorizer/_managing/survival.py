@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from pathlib import Path
 from typing import Any
 
 from .._format.index_rows import SaveRecord
@@ -23,18 +24,21 @@ from .._staging.stager import StagedStateDict
 from .._storage.base import Storage
 from .._survival.keeper_process import KeeperDied, KeeperProcess, visits
 from .._survival.messages import KeptHead
-from .._survival.runtime_directory import identity, job_name, runtime_directory
+from .._survival.runtime_directory import identity, job_name
 from .._threads import NEVER, Deadline, in_background
 from ..errors import WriteError, describe
 from ..planner import SavePlanner
 from .agreement import Agreement
+from .catalogue import Step
 from .place import Choice
-from .predecessors import Predecessors
+from .predecessors import Predecessors, Problem
 from .restoring import Selection
 
 __all__ = ["OnStaged", "Survival"]
 
 logger = logging.getLogger("dcp_tensorizer")
+
+_LOOK_SECONDS = 30.0  # whoever does not answer is taken for alive, so that this run is refused
 
 OnStaged = Callable[[StagedStateDict], object]
 
@@ -99,20 +103,21 @@ class Survival:
         """
         if self._stage is not _Stage.READY:
             return
-        directory, job = runtime_directory(), job_name(f"{self._folder.real_path} {self._template}")
-        found = visits(directory, job)
+        job = job_name(f"{self._folder.real_path} {self._template}")
+        found, silent = visits(job, _LOOK_SECONDS)
         for visit in found:
             if visit.found.job == self.run:  # another rank was quicker
                 visit.close()
         before = [visit for visit in found if visit.found.job != self.run]
         self._predecessors = Predecessors(self._folder, self._agreement, self.run, before)
-        if problem := next(filter(None, self._agreement.gathered(self._predecessors.claim())), ""):
+        refusal = _stopped(silent[0]) if silent else self._predecessors.claim()
+        if problem := next(filter(None, self._agreement.gathered(refusal)), ""):
             self._predecessors.close()
             raise WriteError(f"{self._folder.path}: {problem}")
         self._stage = _Stage.ON
-        self._saver.engine.saves.spare_buffers = self._spares
+        self._saver.engine.saves.spares[self] = self._spares
         try:
-            self._process = KeeperProcess(directory, job, self.run, self._seconds)
+            self._process = KeeperProcess(job, self.run, self._seconds)
         except WriteError as error:
             self._stop_keeping(str(error))
 
@@ -150,19 +155,21 @@ class Survival:
             self._forget_all_but([newest])
             self._predecessors.end()
 
-    def next_state(self, record: SaveRecord, parent_step: int | None) -> OnStaged | None:
+    def next_state(self, record: SaveRecord, parent: Step | None, left: Step | None) -> OnStaged | None:
         """What is to be done with the next staged copy, to keep it; None if it is not kept.
 
         Args:
             record: What the index would say of it.
-            parent_step: The step of the checkpoint that it goes on from.
+            parent: The checkpoint that it goes on from.
+            left: See `Place`.
         """
         if self._stage is _Stage.OFF:  # it is so on all ranks; this one alone may have lost its keeper just now
             return None
         self._count += 1
         number = self._newest = hashlib.blake2b(f"{self.run} {self._count}".encode(), digest_size=16).hexdigest()
         where = self._agreement.rank, self._agreement.size
-        head = KeptHead(number, self._count, self.run, *where, record, parent_step, identity(self._folder.location))
+        steps = None if parent is None else parent.number, (left.save_id or None) if left else None
+        head = KeptHead(number, self._count, self.run, *where, record, *steps, identity(self._folder.location))
 
         def keep(staged: StagedStateDict) -> None:
             self._keeping = in_background(lambda: self._keep(head, staged), name="keep")
@@ -171,14 +178,9 @@ class Survival:
 
     def restore(
         self, state: dict[str, Any], selection: Selection, options: Mapping[str, Any], choice: Choice
-    ) -> SaveRecord | None:
+    ) -> SaveRecord | Problem | None:
         """Loads what a run before has kept: see `Predecessors.restore`."""
         return self._predecessors.restore(state, selection, options, choice) if self._stage is not _Stage.OFF else None
-
-    @property
-    def has_touched(self) -> bool:
-        """See `Predecessors`."""
-        return self._predecessors.has_touched
 
     def discard(self) -> None:
         """Forgets what runs before have kept: it is not wanted."""
@@ -207,7 +209,7 @@ class Survival:
         if process is not None:
             process.end(deadline)
         self._release(list(self._kept))
-        self._saver.engine.saves.spare_buffers = 1
+        self._saver.engine.saves.spares.pop(self, None)
 
     def leave(self, deadline: Deadline = NEVER) -> None:
         """Leaves what is kept to a later run: this one has failed. Idempotent; takes what `end` takes."""
@@ -228,7 +230,8 @@ class Survival:
             assert buffer is not None and self._process is not None
             planner = SavePlanner(enable_plan_caching=False)
             planner.set_up_planner(dict(staged))  # not `items`, which ties it to a save
-            self._process.keep(described(head, planner.create_local_plan(), planner, buffer), buffer)
+            what = head, planner.create_local_plan(), planner, buffer, self._seconds
+            self._process.keep(described(*what), buffer)
         except BaseException as error:
             if (buffer := staged_save.buffer) is not None:
                 if isinstance(error, KeeperDied) and self._process is not None:
@@ -266,7 +269,7 @@ class Survival:
             return
         try:
             if self._process is not None:
-                self._process.forget_all_but(kept)
+                self._process.forget(forgotten)
         except WriteError as error:  # also one that does not answer: what it has is to be overwritten
             if self._process is not None:
                 self._process.kill()
@@ -279,3 +282,10 @@ class Survival:
         for number in numbers:
             if (buffer := self._kept.pop(number, None)) is not None:
                 buffer.is_kept = False
+
+
+def _stopped(path: Path) -> str:
+    return (
+        f"a run of this job counts as alive, because its keeper does not answer at {path}. If it is stopped, continue "
+        f"it, or kill its processes (that path is in the keeper's command line). Then start again"
+    )

@@ -10,7 +10,6 @@ The coordinator gives the state its id, beside the plans that it sends back. So 
 from __future__ import annotations
 
 import logging
-import pickle
 import threading
 import time
 import uuid
@@ -31,10 +30,10 @@ from .._staging.staged_saves import StagedSaves
 from .._staging.stager import StagedSave
 from .._storage.base import Storage
 from .._survival.keeper_process import KeeperDied, KeeperProcess
-from .._survival.kept_state import KeptItem
+from .._survival.kept_state import KeptItem, KeptPlan
 from .._survival.messages import Extent, Keep, KeptHead
 from .._survival.orphans import committed_id, loaded
-from .._survival.runtime_directory import SAVES, identity, location_of, runtime_directory
+from .._survival.runtime_directory import SAVES, identity, job_name, location_of
 from .._threads import NEVER, Deadline, in_background
 from ..errors import describe
 from .write_items import resolve
@@ -87,7 +86,8 @@ class KeptSave:
     def begin(self, storage: Storage, save_id: str, world_size: int) -> KeptState:
         """On the coordinator: what all ranks are told."""
         replaces = committed_id(storage)
-        self._state = KeptState(save_id, time.time_ns(), world_size, replaces, loaded.is_replaced)
+        number = max(time.time_ns(), loaded.last_number + 1)  # the clock may have been set back since
+        self._state = KeptState(save_id, number, world_size, replaces, loaded.is_replaced)
         return self._state
 
     def keep(self, told: KeptState | None, storage: Storage, planner: SavePlanner, rank: int) -> None:
@@ -112,8 +112,8 @@ class KeptSave:
             return
         if state.has_saved:
             loaded.release()
-        where = state.world_size, None, None, identity(Path(self._path).parent), self._path, state.replaces
-        head = KeptHead(state.id, state.number, self._keeping.run, rank, *where)
+        where = None, None, None, identity(Path(self._path).parent), self._path, state.replaces
+        head = KeptHead(state.id, state.number, self._keeping.run, rank, state.world_size, *where)
         self._keeping.keep(head, plan, planner, self._staged_save, storage, self._seconds)
 
     def committed(self) -> None:
@@ -164,7 +164,7 @@ class Keeping:
         assert buffer is not None
         buffer.is_kept = True
         try:
-            self._started(seconds).keep(described(head, plan, planner, buffer), buffer)
+            self._started(seconds).keep(described(head, plan, planner, buffer, seconds), buffer)
             self._kept.append(_Kept(head.id, staged_save, buffer, storage))
         except BaseException as error:
             is_interrupted = not isinstance(error, Exception)
@@ -210,7 +210,7 @@ class Keeping:
     def _started(self, seconds: float) -> KeeperProcess:
         with self._starting:
             if self._process is None:
-                self._process = KeeperProcess(runtime_directory(), SAVES, self.run, seconds)
+                self._process = KeeperProcess(job_name(SAVES), self.run, seconds)
             if not self._ends_at_exit:
                 self._ends_at_exit = True
                 # `atexit` is not called where multiprocessing ends a process.
@@ -224,7 +224,7 @@ class Keeping:
                 self._kept.remove(kept)
         try:
             if self._process is not None:
-                self._process.forget_all_but([kept.id for kept in list(self._kept)])
+                self._process.forget([kept.id for kept in over])
         except BaseException as error:
             self._lose(error)
             if not isinstance(error, Exception):  # a KeyboardInterrupt
@@ -274,7 +274,7 @@ def lack_of_room(saves: StagedSaves, nbytes: int) -> str:
 
 
 @collector_paused()
-def described(head: KeptHead, plan: SavePlan, planner: SavePlanner, buffer: SharedBuffer) -> Keep:
+def described(head: KeptHead, plan: SavePlan, planner: SavePlanner, buffer: SharedBuffer, seconds: float) -> Keep:
     """What a keeper is told of a staged state dict.
 
     Args:
@@ -282,6 +282,7 @@ def described(head: KeptHead, plan: SavePlan, planner: SavePlanner, buffer: Shar
         plan: What this rank could write of it, by itself.
         planner: Gives the data.
         buffer: What it is in.
+        seconds: How long it is kept when this process is gone.
 
     Raises:
         CheckpointError: an item cannot be saved; names its key.
@@ -297,5 +298,5 @@ def described(head: KeptHead, plan: SavePlan, planner: SavePlanner, buffer: Shar
             if offset is None:
                 inline += host_bytes(item.tensor)
         items.append(KeptItem(planned, item.name, item.kind, item.dtype, number))
-    description = pickle.dumps(items, protocol=pickle.HIGHEST_PROTOCOL)
-    return Keep(head, buffer.nbytes, tuple(extents), description, bytes(inline))
+    description = KeptPlan(items, plan.planner_data).pickled()
+    return Keep(head, buffer.nbytes, tuple(extents), description, bytes(inline), seconds)

@@ -6,6 +6,7 @@ A buffer is kept when its save is over, and used for a later one, whichever writ
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -34,14 +35,14 @@ class StagedSaves:
     Attributes:
         take_seconds: How long a save is waited for that has not taken what was staged for it.
         start_seconds: How long a later save waits for that, once.
-        spare_buffers: How many buffers are kept for later saves.
+        spares: How many buffers are kept for later saves, as each that needs more than one says.
     """
 
     def __init__(self) -> None:
         self.take_seconds = _TAKE_SECONDS
         self.start_seconds = _START_SECONDS
         self._saves: list[StagedSave] = []
-        self.spare_buffers = 1
+        self.spares = weakref.WeakKeyDictionary[object, int]()
         self._idle: list[SharedBuffer] = []
         self._kept: list[SharedBuffer] = []  # no save uses them, and what is in them may be asked for
         self._prewarming: Future[SharedBuffer] | None = None
@@ -162,8 +163,9 @@ class StagedSaves:
             self._idle += [buffer for buffer in self._kept if not buffer.is_kept]
             self._kept = [buffer for buffer in self._kept if buffer.is_kept]
             self._idle.sort(key=lambda buffer: -buffer.nbytes)
-            unused += self._idle[self.spare_buffers :]
-            del self._idle[self.spare_buffers :]
+            spares = max(list(self.spares.values()), default=1)
+            unused += self._idle[spares:]
+            del self._idle[spares:]
         for buffer in unused:
             buffer.close()
 

@@ -38,12 +38,13 @@ from .messages import (
     Request,
     Take,
 )
-from .runtime_directory import is_own_peer, listen, remove
+from .runtime_directory import is_own_peer, listen, remove, touch
 
 __all__ = ["Keeper", "main"]
 
 _NICENESS = 10  # as the writer process
 _SLICE = 1 << 20  # what is read is hashed while it is in the processor's cache
+_TOUCH_SECONDS = 6 * 3600.0  # systemd removes from /tmp what is 10 days old; a connection changes no times
 _DIGEST_SECONDS = 600.0  # at the lowest priority, beside a job that needs all cores
 
 
@@ -103,7 +104,7 @@ class Keeper:
     Args:
         job: The run of the job.
         trainer: The process id of the trainer.
-        seconds: How long it waits for a successor.
+        seconds: How long it waits for a successor, as long as it has no state; else as long as those say.
     """
 
     def __init__(self, job: str, trainer: int, seconds: float) -> None:
@@ -140,27 +141,33 @@ class Keeper:
                 self._is_orphaned = True
                 self._wait_anew()
 
-    def wait_for_end(self) -> None:
-        """Returns when it has been told to end, or nobody has come in time."""
+    def wait_for_end(self, path: Path) -> None:
+        """Returns when it has been told to end, or nobody has come in time; meanwhile its socket stays in use.
+
+        Args:
+            path: Of the socket.
+        """
         with self._changed:
             while not self._is_over:
-                left = None if self._deadline is None else self._deadline - time.monotonic()
-                if left is not None and left <= 0:
+                left = _TOUCH_SECONDS if self._deadline is None else self._deadline - time.monotonic()
+                if left <= 0:
                     return
-                self._changed.wait(left)
+                if not self._changed.wait(min(left, _TOUCH_SECONDS)):
+                    touch(path)
 
     def _wait_anew(self) -> None:
         """The time for a successor begins, unless one is there."""
         if self._is_orphaned:
-            self._deadline = None if self._claims else time.monotonic() + self._seconds
+            seconds = max((kept.state.seconds for kept in self._kept.values()), default=self._seconds)
+            self._deadline = None if self._claims else time.monotonic() + seconds
             self._changed.notify_all()
 
     def _answer(self, request: Request, fds: list[int], channel: Channel) -> tuple[Answer, list[int]]:
         match request:
             case Keep():
                 return self._keep(request, fds[0]), []
-            case Forget(kept):
-                self._forget_all_but(kept)
+            case Forget(ids):
+                self._forget(ids)
                 return Done(), []
             case Look():
                 with self._changed:
@@ -184,12 +191,14 @@ class Keeper:
             return Missing(f"the staging buffer cannot be read: {error}")
         with self._changed:
             self._kept[state.head.id] = kept
+            self._wait_anew()
         self._digesting.submit(kept.take_digests)
         return Done()
 
-    def _forget_all_but(self, numbers: Sequence[str]) -> None:
+    def _forget(self, numbers: Sequence[str]) -> None:
         with self._changed:
-            forgotten = [self._kept.pop(number) for number in list(self._kept) if number not in numbers]
+            forgotten = [self._kept.pop(number) for number in numbers if number in self._kept]
+            self._wait_anew()
         for kept in forgotten:
             kept.forget()
             self._digesting.submit(kept.close)
@@ -253,7 +262,7 @@ def main(arguments: Sequence[str]) -> None:
         threading.Thread(target=_accept, args=(listener, keeper), daemon=True).start()
         if pidfd >= 0:
             threading.Thread(target=_watch, args=(pidfd, keeper), daemon=True).start()
-        keeper.wait_for_end()
+        keeper.wait_for_end(path)
     finally:
         remove(path)
         os._exit(0)  # whatever a thread is doing: all that it has is memory

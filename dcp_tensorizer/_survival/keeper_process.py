@@ -18,7 +18,7 @@ from .._writer_process.channel import Channel
 from .._writer_process.child import kill, said_by, start
 from ..errors import CheckpointError, ReadError, WriteError
 from .messages import Answer, Claim, Claimed, Content, End, Forget, Found, Keep, Look, Missing, Request, Take
-from .runtime_directory import connect, remove, socket_path, sockets_of
+from .runtime_directory import connect, remove, runtime_directory, socket_path, sockets_of
 
 if TYPE_CHECKING:
     from .._memory.shared_buffer import SharedBuffer
@@ -39,19 +39,18 @@ class KeeperProcess:
     """A keeper, started at once.
 
     Args:
-        directory: Of its socket.
-        job: What that is named by.
+        job: What its socket is named by.
         run: The run of the job.
-        seconds: How long it waits for a successor when this process is gone.
+        seconds: How long it waits for a successor when this process is gone, and has left no state; see `Keep`.
 
     Raises:
         WriteError: it cannot be started.
     """
 
-    def __init__(self, directory: Path, job: str, run: str, seconds: float) -> None:
+    def __init__(self, job: str, run: str, seconds: float) -> None:
         self._lock = threading.Lock()
-        self._path = socket_path(directory, job)
         try:
+            self._path = socket_path(runtime_directory(), job)
             with ExitStack() as undo:
                 self._output = Descriptor(anonymous_file("keeper"))
                 undo.callback(self._output.close)
@@ -78,9 +77,9 @@ class KeeperProcess:
         """Has a state kept; raises `WriteError`, and `KeeperDied` if no other will be."""
         self._ask(state, [buffer.fd])
 
-    def forget_all_but(self, kept: Sequence[str]) -> None:
-        """Has all other states forgotten: their buffers may be written to now. Raises `KeeperDied`."""
-        self._ask(Forget(tuple(kept)))
+    def forget(self, ids: Sequence[str]) -> None:
+        """Has states forgotten: their buffers may be written to now. Raises `KeeperDied`."""
+        self._ask(Forget(tuple(ids)))
 
     def end(self, deadline: Deadline = NEVER) -> None:
         """Ends it, and gives its memory back; kills it, if it does not end in time. Idempotent.
@@ -148,29 +147,40 @@ class Visit:
         found: What it had when it was looked at.
 
     Raises:
-        ReadError: it has ended.
+        EOFError, OSError: it has ended.
     """
+
+    found: Found
 
     def __init__(self, connection: socket.socket) -> None:
         self._channel = Channel(connection)
         try:
-            self.found = self._look()
+            self._channel.send(Look())  # it fits into the socket: this waits for nobody
         except BaseException:
             self._channel.close()
             raise
+
+    def look(self, timeout: float) -> None:
+        """Takes the answer to the first look.
+
+        Raises:
+            TimeoutError: there is none in time.
+            Exception: it has ended, or is of another version and not understood.
+        """
+        self.found = _found(_receive(self._channel, timeout))
 
     def claim(self, run: str) -> bool:
         """Has it wait for this run of a job alone, as long as this connection is open; whether it does."""
         answer = self._ask(Claim(run))
         holds = isinstance(answer, Claimed) and answer.holds
         if holds:  # it may have got a last one since
-            self.found = self._look()
+            self.found = _found(self._ask(Look()))
         return holds
 
     def forget_all_but(self, number: str) -> None:
         """Has all other states forgotten. A keeper that has ended has done so."""
         with suppress(CheckpointError):
-            self._ask(Forget((number,)))
+            self._ask(Forget(tuple(head.id for head in self.found.heads if head.id != number)))
 
     def take(self, number: str) -> tuple[Content, int]:
         """A state, and the descriptor of its buffer, which is the caller's to close.
@@ -198,11 +208,6 @@ class Visit:
         """Leaves the keeper as it is."""
         self._channel.close()
 
-    def _look(self) -> Found:
-        found = self._ask(Look())
-        assert isinstance(found, Found)
-        return found
-
     def _ask(self, request: Request) -> Answer:
         try:
             self._channel.send(request, timeout=_ANSWER_SECONDS)
@@ -211,15 +216,49 @@ class Visit:
             raise ReadError(f"a keeper has ended: {error}") from error
 
 
-def visits(directory: Path, job: str) -> list[Visit]:
-    """Connections to all keepers of a job on this machine, its own ones among them."""
-    found = []
-    for path in sockets_of(directory, job):
-        connection = connect(path)
-        if connection is not None:
-            with suppress(Exception):  # it has just ended, or is of another version and not understood
-                found.append(Visit(connection))
-    return found
+def visits(job: str, timeout: float) -> tuple[list[Visit], list[Path]]:
+    """Connections to all keepers of a job on this machine, its own ones among them.
+
+    Args:
+        job: What their sockets are named by.
+        timeout: Seconds for the answers of all of them together.
+
+    Returns:
+        The connections, and the sockets of keepers that are there and do not answer: they are stopped.
+    """
+    asked, found, silent = dict[Path, Visit](), list[Visit](), list[Path]()
+    for path in _sockets(job):
+        try:
+            connection = connect(path)
+            if connection is not None:
+                asked[path] = Visit(connection)
+        except TimeoutError:
+            silent.append(path)
+        except (EOFError, OSError):  # it has just ended
+            pass
+    deadline = Deadline(timeout)
+    for path, visit in asked.items():
+        try:
+            visit.look(deadline.within(timeout))
+        except Exception as error:
+            visit.close()
+            if isinstance(error, TimeoutError):
+                silent.append(path)
+        else:
+            found.append(visit)
+    return found, silent
+
+
+def _sockets(job: str) -> list[Path]:
+    with suppress(OSError):  # there is not even a directory for temporary files
+        return sockets_of(runtime_directory(), job)
+    return []
+
+
+def _found(answer: Answer) -> Found:
+    if not isinstance(answer, Found):
+        raise ReadError("a keeper is of another version, and is not understood")
+    return answer
 
 
 def _receive(channel: Channel, timeout: float) -> Answer:

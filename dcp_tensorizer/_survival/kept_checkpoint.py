@@ -25,7 +25,7 @@ from .._storage.local_read import read_into
 from .._storage.memory_read import MemoryReader
 from .._threads import cores
 from ..errors import WriteError
-from .kept_state import KeptItem, kept_items
+from .kept_state import KeptItem, KeptPlan, kept_plan
 from .messages import Content
 
 __all__ = ["KeptCheckpoint"]
@@ -50,8 +50,11 @@ class KeptCheckpoint(Storage):
         self.reads = ReadTuning(max_threads=cores(), min_threads=cores(), slice_bytes=_SLICE)
         self._files: dict[str, memoryview] = {}
         self._buffers = {_names(content)[0]: _Buffer(fd, content.state.nbytes) for content, fd in states}
-        metadata = Metadata({}, storage_meta=StorageMeta(save_id=states[0][0].state.head.id))
-        parts = [self._add(content, metadata.state_dict_metadata) for content, _ in states]
+        plans = [kept_plan(content.state) for content, _ in states]
+        meta = StorageMeta(save_id=states[0][0].state.head.id)
+        metadata = Metadata({}, planner_data=_merged(plans), storage_meta=meta)
+        described = metadata.state_dict_metadata
+        parts = [self._add(content, plan, described) for (content, _), plan in zip(states, plans, strict=True)]
         record = states[0][0].state.head.record
         self._files[metadata_file_name()] = memoryview(encode(metadata, parts, record=record))
 
@@ -60,13 +63,13 @@ class KeptCheckpoint(Storage):
         for buffer in self._buffers.values():
             buffer.let_go()
 
-    def _add(self, content: Content, known: dict[str, Any]) -> RankPlaces:
+    def _add(self, content: Content, plan: KeptPlan, known: dict[str, Any]) -> RankPlaces:
         """Adds a rank's state; returns where everything is."""
         state, head = content.state, content.state.head
         names = _names(content)
         self._files[names[1]] = memoryview(state.inline)
         places = {}
-        for item in kept_items(state):
+        for item in plan.items:
             _describe(item, known)
             places[item_key(item.plan.index)] = _place(item, names, content)
         return RankPlaces.of(head.rank, places, {names[0]: state.nbytes, names[1]: len(state.inline)})
@@ -124,6 +127,13 @@ def _names(content: Content) -> list[str]:
     """The files that a rank's state is in: its buffer, and what is not in that."""
     head = content.state.head
     return [data_file_name(head.rank, number, head.id) for number in (0, 1)]
+
+
+def _merged(plans: Sequence[KeptPlan]) -> Any:
+    """The paths of keys of all ranks, as torch's planner merges them; None where planners have something else."""
+    if not all(isinstance(plan.planner_data, dict) for plan in plans):
+        return None
+    return {key: path for plan in reversed(plans) for key, path in plan.planner_data.items()}
 
 
 def _describe(item: KeptItem, known: dict[str, Any]) -> None:

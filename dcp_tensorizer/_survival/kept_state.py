@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.planner import WriteItem
 
 from .messages import Keep
 
-__all__ = ["KeptItem", "kept_items"]
+__all__ = ["KeptItem", "KeptPlan", "kept_plan"]
 
 
 class KeptItem(NamedTuple):
@@ -29,7 +29,23 @@ class KeptItem(NamedTuple):
     extent: int | None
 
 
-def kept_items(state: Keep) -> Sequence[KeptItem]:
-    """The items of a kept state. It was kept by a process of this user, or else nobody would have connected to it."""
-    items: list[KeptItem] = pickle.loads(state.description)
-    return items
+class KeptPlan(NamedTuple):
+    """What a kept state has.
+
+    Attributes:
+        items: All of them.
+        planner_data: As in the rank's ``SavePlan``.
+    """
+
+    items: Sequence[KeptItem]
+    planner_data: Any
+
+    def pickled(self) -> bytes:
+        """As a keeper is given it."""
+        return pickle.dumps(self, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def kept_plan(state: Keep) -> KeptPlan:
+    """What a kept state has. It was kept by a process of this user, or else nobody would have connected to it."""
+    plan: KeptPlan = pickle.loads(state.description)
+    return plan

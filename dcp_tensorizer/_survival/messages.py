@@ -51,6 +51,7 @@ class KeptHead(NamedTuple):
         world_size: How many ranks the job had.
         record: What the index would say of the save; None for nothing.
         parent_step: The step of the checkpoint that it goes on from; None if there is none.
+        left: The id of the checkpoint that was the newest when the job went back to before it; None if it did not.
         folder: The device and the inode of the job's folder; None where it has none, or had not been made yet.
         path: Where it was being saved; empty if that is for a manager to say.
         replaces: The id of the checkpoint that was at the path; None if there was none.
@@ -63,6 +64,7 @@ class KeptHead(NamedTuple):
     world_size: int
     record: SaveRecord | None
     parent_step: int | None = None
+    left: str | None = None
     folder: tuple[int, int] | None = None
     path: str = ""
     replaces: str | None = None
@@ -84,6 +86,7 @@ class Keep:
         extents: Of all that is in it, for their digests.
         description: What is where, for whoever loads it. A keeper does not look into it.
         inline: The bytes of what is not in the buffer.
+        seconds: How long it is kept when the trainer is gone.
     """
 
     head: KeptHead
@@ -91,13 +94,14 @@ class Keep:
     extents: tuple[Extent, ...]
     description: bytes
     inline: bytes
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Keep none but these states. The trainer writes to the buffers of the others when this is answered."""
+    """Keep these states no more. The trainer writes to their buffers when this is answered."""
 
-    kept: tuple[str, ...]
+    ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,13 @@ from ..errors import CheckpointError, describe
 from .keeper_process import Visit, visits
 from .kept_checkpoint import KeptCheckpoint
 from .messages import Content, KeptHead
-from .runtime_directory import SAVES, identity, location_of, runtime_directory
+from .runtime_directory import SAVES, identity, job_name, location_of
 
-__all__ = ["KeptInfo", "committed_id", "find_orphan", "holders", "list_kept", "loaded", "reachable"]
+__all__ = ["KeptInfo", "committed_id", "find_orphan", "holders", "list_kept", "loaded", "reachable", "taken"]
 
 logger = logging.getLogger("dcp_tensorizer")
+
+_LOOK_SECONDS = 5.0  # a keeper answers in a millisecond, where it has a core
 
 
 @dataclass(frozen=True)
@@ -117,9 +119,9 @@ def find_orphan(path: str | Path, storage: Storage, rank: int, world_size: int) 
         chosen = _newest(states, storage, rank, world_size)
         if chosen is None:
             return None
-        contents = _taken(holders(found, chosen.id, rank), chosen.id)
+        contents = taken(holders(found, chosen.id, rank), chosen.id)
         checkpoint = KeptCheckpoint(f"{name} (in memory)", contents)
-        loaded.add(chosen.id, contents[-1][0].state.nbytes)
+        loaded.add(chosen, contents[-1][0].state.nbytes)
     except Exception as error:  # whatever is wrong with what is in memory: storage is there
         logger.warning("%s is in memory, and cannot be loaded from there: %s", name, describe(error))
         return None
@@ -135,10 +137,12 @@ class Loaded:
 
     Attributes:
         is_replaced: On the coordinator: a save has been committed since.
+        last_number: The largest of their numbers; 0 if there is none.
     """
 
     def __init__(self) -> None:
         self.is_replaced = False
+        self.last_number = 0
         self._sizes: dict[str, int] = {}
 
     @property
@@ -146,10 +150,11 @@ class Loaded:
         """Of the largest one; 0 if there is none."""
         return max(self._sizes.values(), default=0)
 
-    def add(self, number: str, nbytes: int) -> None:
+    def add(self, head: KeptHead, nbytes: int) -> None:
         """One more has been loaded."""
         self.is_replaced = False
-        self._sizes[number] = nbytes
+        self.last_number = max(self.last_number, head.number)
+        self._sizes[head.id] = nbytes
 
     def release(self) -> None:
         """Gives their memory back: nobody needs it any more."""
@@ -187,12 +192,28 @@ def holders(found: Sequence[Visit], number: str, rank: int) -> list[Visit]:
     return [by_rank[other] for other in sorted(by_rank, key=lambda other: (other == rank, other))]
 
 
+def taken(found: Sequence[Visit], number: str) -> list[tuple[Content, int]]:
+    """What each keeper has of a state, with the descriptors of the buffers, which are the caller's to close.
+
+    Raises:
+        ReadError: one of them does not have it any more.
+    """
+    contents: list[tuple[Content, int]] = []
+    try:
+        for visit in found:
+            contents.append(visit.take(number))
+    except BaseException:
+        for _, fd in contents:
+            os.close(fd)
+        raise
+    return contents
+
+
 def _orphans(wanted: Callable[[KeptHead], bool]) -> list[Visit]:
     """Connections to the keepers whose trainers are gone, and that have a state that is wanted."""
-    try:
-        found = visits(runtime_directory(), SAVES)
-    except OSError:  # there is not even a directory for temporary files
-        return []
+    found, silent = visits(job_name(SAVES), _LOOK_SECONDS)
+    for path in silent:
+        logger.warning("what a keeper has in memory is not looked at: it does not answer at %s, so it is stopped", path)
     orphans = [visit for visit in found if visit.found.is_orphaned and any(map(wanted, visit.found.heads))]
     for visit in found:
         if visit not in orphans:
@@ -240,15 +261,3 @@ def _ranks_here(rank: int, world_size: int) -> set[int]:
         return set(range(world_size))
     first = rank - int(position)
     return set(range(first, first + count))
-
-
-def _taken(found: Sequence[Visit], number: str) -> list[tuple[Content, int]]:
-    contents: list[tuple[Content, int]] = []
-    try:
-        for visit in found:
-            contents.append(visit.take(number))
-    except BaseException:
-        for _, fd in contents:
-            os.close(fd)
-        raise
-    return contents

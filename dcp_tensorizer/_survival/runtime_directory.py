@@ -32,10 +32,11 @@ __all__ = [
     "runtime_directory",
     "socket_path",
     "sockets_of",
+    "touch",
 ]
 
 SAVES = "saves"
-"""What the sockets of keepers are named by that have the states of saves, which have paths of their own."""
+"""In the place of a job's location, for keepers that have the states of saves, which have paths of their own."""
 
 _CONNECT_SECONDS = 5.0
 _BACKLOG = 64
@@ -44,7 +45,11 @@ _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 def runtime_directory() -> Path:
-    """The directory: below ``XDG_RUNTIME_DIR``, or else below that of temporary files."""
+    """The directory: below ``XDG_RUNTIME_DIR``, or else below that of temporary files.
+
+    Raises:
+        OSError: there is not even a directory for temporary files.
+    """
     base = os.environ.get("XDG_RUNTIME_DIR")
     if base and os.path.isabs(base) and os.access(base, os.W_OK):
         return Path(base, "dcp_tensorizer")
@@ -125,6 +130,13 @@ def remove(path: Path) -> None:
         path.parent.rmdir()
 
 
+def touch(path: Path) -> None:
+    """Says of a socket and its directory that they are in use, to those who remove old temporary files."""
+    with suppress(OSError):
+        os.utime(path)
+        os.utime(path.parent)
+
+
 def sockets_of(directory: Path, job: str) -> list[Path]:
     """The sockets of a job; none if the directory is not there, or not the user's own."""
     with suppress(OSError, WriteError):
@@ -134,7 +146,11 @@ def sockets_of(directory: Path, job: str) -> list[Path]:
 
 
 def connect(path: Path) -> socket.socket | None:
-    """A connection to a keeper; None if nobody is there any more, or somebody who is not this user."""
+    """A connection to a keeper; None if nobody is there any more, or somebody who is not this user.
+
+    Raises:
+        TimeoutError: it is there, and takes no more connections: it is stopped.
+    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(_CONNECT_SECONDS)
@@ -146,6 +162,9 @@ def connect(path: Path) -> socket.socket | None:
     except ConnectionRefusedError:  # it was killed, and could not remove it
         with suppress(OSError):
             path.unlink()
+    except (BlockingIOError, TimeoutError) as error:
+        connection.close()
+        raise TimeoutError(f"{path} takes no more connections") from error
     except OSError:
         pass
     connection.close()

@@ -1,5 +1,23 @@
 """These tests run in one process and leave nothing behind: each module is checked for that."""
 
-from ..leak_check import nothing_left_behind, temporary_directory
+from __future__ import annotations
 
-__all__ = ["nothing_left_behind", "temporary_directory"]
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ..leak_check import nothing_left_behind, temporary_directory
+from ..support import end_keepers
+
+__all__ = ["nothing_left_behind", "sockets", "temporary_directory"]
+
+
+@pytest.fixture
+def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The directory of the keepers' sockets; nothing is left in it."""
+    base = tmp_path / "runtime"
+    base.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
+    yield base / "dcp_tensorizer"
+    end_keepers(base / "dcp_tensorizer")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -16,13 +16,14 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_tensorizer import SavePlanner, StagingError, TensorizerStorageWriter, WriteError, open_reader, tools
 from dcp_tensorizer._memory.shared_buffer import SharedBuffer
+from dcp_tensorizer._saving import keeping
 from dcp_tensorizer._saving.engine import engine_of_process
 from dcp_tensorizer._saving.keeping import Keeping
 from dcp_tensorizer._saving.session import SaveSession
-from dcp_tensorizer._survival import keeper_process, runtime_directory
+from dcp_tensorizer._survival import keeper_process, orphans, runtime_directory
 from dcp_tensorizer._survival.keeper_process import KeeperProcess
 
-from ...support import keepers_below, run_python
+from ...support import end_keepers, keepers_below, run_python
 from ...waiting import WAIT
 
 
@@ -31,16 +32,6 @@ def keeping_of_process() -> Keeping:
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-@pytest.fixture
-def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The directory of the keepers' sockets; nothing is left in it."""
-    base = tmp_path / "runtime"
-    base.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
-    yield base / "dcp_tensorizer"
-    end_left(base / "dcp_tensorizer")
 
 
 @pytest.fixture
@@ -77,16 +68,6 @@ def loaded(path: Path, **options: Any) -> float:
     dcp.load(target, storage_reader=open_reader(path, **options))
     assert target["w"].unique().tolist() == [float(target["nested"]["step"])]
     return float(target["nested"]["step"])
-
-
-def end_left(sockets: Path) -> None:
-    """Ends the keepers that are left, as their time does; and waits for those that this process has left to others."""
-    for process in keepers_below(sockets):
-        process.kill()
-        process.wait()
-    for child in psutil.Process().children():
-        if child.status() == psutil.STATUS_ZOMBIE:
-            child.wait()
 
 
 def test_a_save_that_was_cut_off(tmp_path: Path, sockets: Path, writer: TensorizerStorageWriter) -> None:
@@ -147,8 +128,9 @@ def test_what_is_kept_is_what_the_planner_saves(
     planner = make()
     save(writer, tmp_path / "a", 1, planner)
     cut_off(writer, tmp_path / "b", 2, planner)
-    keys = set(open_reader(tmp_path / "b").read_metadata().state_dict_metadata)
-    assert keys == set(open_reader(tmp_path / "a").read_metadata().state_dict_metadata)
+    there, here = (open_reader(tmp_path / name).read_metadata() for name in "ab")
+    assert set(here.state_dict_metadata) == set(there.state_dict_metadata)
+    assert here.planner_data == there.planner_data
 
 
 def test_a_planner_that_hides_its_plan(
@@ -168,7 +150,7 @@ def test_a_keeper_that_is_killed(
 ) -> None:
     """The save under way goes on without it, and the next one starts another."""
     save(writer, tmp_path / "a", 1)
-    end_left(sockets)
+    end_keepers(sockets)
     with caplog.at_level(logging.WARNING, "dcp_tensorizer"):
         for value in (2, 3, 4):
             save(writer, tmp_path / str(value), value)
@@ -230,7 +212,7 @@ def test_a_keeper_that_refuses_to_forget(
     save(writer, tmp_path / "a", 1)
     (first,) = keepers_below(sockets)
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "dcp_tensorizer"):
-        patch.setattr(KeeperProcess, "forget_all_but", refuses)
+        patch.setattr(KeeperProcess, "forget", refuses)
         save(writer, tmp_path / "b", 2)
     assert len([m for m in caplog.messages if m == "what was kept in memory is lost: the keeper is busy"]) == 1
     (second,) = keepers_below(sockets)
@@ -280,6 +262,38 @@ def test_a_process_that_ends_without_closing(tmp_path: Path, sockets: Path, end:
     assert [kept.path for kept in tools.list_kept(tmp_path)] == [str(tmp_path / "a")] * (end == "fails")
 
 
+def test_keepers_that_are_stopped(
+    tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All are waited for at once, for a moment: the others are found, and the log names them."""
+    for value in (1, 2, 3):
+        with TensorizerStorageWriter(survive=WAIT) as writer:
+            cut_off(writer, tmp_path / str(value), value)
+            if value < 3:
+                for keeper in keepers_below(sockets):
+                    keeper.send_signal(signal.SIGSTOP)
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "dcp_tensorizer"):
+        patch.setattr(orphans, "_LOOK_SECONDS", 0.1)
+        assert [kept.path for kept in tools.list_kept(tmp_path)] == [str(tmp_path / "3")]
+    assert len([m for m in caplog.messages if "it does not answer at" in m]) == 2
+    for keeper in keepers_below(sockets):
+        keeper.send_signal(signal.SIGCONT)
+    assert [loaded(tmp_path / str(value)) for value in (1, 2, 3)] == [1, 2, 3]
+
+
+def test_the_keepers_of_another_machine(tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where machines share a directory for temporary files: nobody listens here at their sockets, and they stay."""
+    with TensorizerStorageWriter(survive=WAIT) as writer:
+        cut_off(writer, tmp_path / "a", 1)
+    (socket,) = sockets.iterdir()
+    end_keepers(sockets)
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime_directory, "boot_id", lambda: "of another machine")
+        assert tools.list_kept(tmp_path) == ()
+    assert list(sockets.iterdir()) == [socket]
+    assert (tools.list_kept(tmp_path), list(sockets.iterdir())) == ((), [])
+
+
 def test_a_block_that_fails(tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its save has failed as well: closing the writer leaves what is in memory."""
     monkeypatch.setattr(SaveSession, "_write_files", _dies)
@@ -302,6 +316,18 @@ def test_what_was_loaded_is_given_back_when_the_job_has_saved(tmp_path: Path, so
         assert [kept.path for kept in tools.list_kept(tmp_path)] == [str(tmp_path / "a")]
         save(writer, tmp_path / "d", 4)
         assert tools.list_kept(tmp_path) == ()
+
+
+def test_a_clock_that_was_set_back(tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that goes on from what was loaded is newer than that."""
+    with TensorizerStorageWriter(survive=WAIT) as writer:
+        cut_off(writer, tmp_path / "a", 1)
+    assert loaded(tmp_path / "a") == 1
+    monkeypatch.setattr(keeping.time, "time_ns", lambda: 10**18)  # 2001
+    with TensorizerStorageWriter(survive=WAIT) as writer:
+        cut_off(writer, tmp_path / "a", 2)
+    assert len(tools.list_kept(tmp_path)) == 2
+    assert loaded(tmp_path / "a") == 2
 
 
 def test_several_paths_at_once(tmp_path: Path, sockets: Path) -> None:

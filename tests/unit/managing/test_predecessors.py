@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
+from dcp_tensorizer import MetadataError, ReadError
 from dcp_tensorizer._format.index_rows import SaveRecord
+from dcp_tensorizer._managing.agreement import Agreement
 from dcp_tensorizer._managing.catalogue import Step
-from dcp_tensorizer._managing.predecessors import _outdated
-from dcp_tensorizer._survival.messages import KeptHead
+from dcp_tensorizer._managing.place import Choice
+from dcp_tensorizer._managing.predecessors import Predecessors, Problem, _joint, _outdated
+from dcp_tensorizer._managing.restoring import Selection
+from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._survival.keeper_process import Visit
+from dcp_tensorizer._survival.messages import Content, Found, Keep, KeptHead
+
+from ...support import open_descriptors, quietly
 
 BRANCH = (("b", 0),)
 FOLDER = (1, 2)
@@ -15,7 +26,7 @@ FOLDER = (1, 2)
 
 def head(step: int, parent: str | None, parent_step: int | None) -> KeptHead:
     record = SaveRecord(step, parent, BRANCH, {}, "run")
-    return KeptHead("0" * 32, 1, "run", 0, 1, record, parent_step, FOLDER)
+    return KeptHead("0" * 32, 1, "run", 0, 1, record, parent_step, folder=FOLDER)
 
 
 def saved(step: int, save_id: str, job: str = "run", branch: tuple[tuple[str, int], ...] = BRANCH) -> Step:
@@ -62,3 +73,55 @@ def test_another_folder() -> None:
     assert "folder is another one" in _outdated(kept, None, (1, 3))
     assert "folder is another one" in _outdated(kept, None, None)
     assert _outdated(kept._replace(folder=None), None, (1, 3)) == ""
+
+
+class _Keeper(Visit):
+    """A keeper of a rank, which has a state or has just ended."""
+
+    def __init__(self, rank: int, has_ended: bool) -> None:
+        kept = head(5, None, None)._replace(rank=rank, world_size=2, folder=None)
+        self.found = Found("run", 7, True, (kept,))
+        self.has_ended = has_ended
+
+    def take(self, number: str) -> tuple[Content, int]:
+        if self.has_ended:
+            raise ReadError("a keeper has ended")
+        return Content(Keep(self.found.heads[0], 0, (), b"", b"", 60.0), ()), os.open("/dev/null", os.O_RDONLY)
+
+
+def test_a_keeper_that_ends_while_others_give_their_states(tmp_path: Path) -> None:
+    """The descriptors that the others gave are closed, and storage is asked."""
+    visits = [_Keeper(1, has_ended=False), _Keeper(0, has_ended=True)]
+    before = open_descriptors()
+    with quietly():
+        problem = Predecessors(LocalStorage(tmp_path), Agreement(None), "next", visits).restore(
+            {}, Selection(), {}, Choice([], [])
+        )
+    assert isinstance(problem, Problem)
+    assert (problem.is_damage, problem.has_touched) == (True, False)
+    assert "a keeper has ended" in str(problem.error)
+    assert open_descriptors() == before
+
+
+def test_a_job_that_had_gone_back() -> None:
+    """It is used where the checkpoint that it left is still the newest one, and the one that it went to is there."""
+    left = head(5, "four", 4)._replace(left="nine")
+    nine = saved(9, "nine", branch=(("a", 0),))
+    assert _outdated(left, nine, FOLDER, {"four", "nine"}) == ""
+    assert "or removed checkpoints" in _outdated(left, nine, FOLDER, {"nine"})
+    ten = saved(10, "ten", job="another")
+    assert "another job has saved step 10 since" in _outdated(left, ten, FOLDER, {"four", "nine", "ten"})
+    assert _outdated(left, saved(4, "four"), FOLDER, {"four"}) == ""
+
+
+def test_what_has_come_of_all_ranks_loads() -> None:
+    """A state that is whole and does not fit is raised; where another rank has loaded its own, targets have changed."""
+    misfit = Problem(MetadataError("no such key"), is_damage=False, is_whole=True, has_touched=False)
+    damage = Problem(ReadError("it is gone"), is_damage=True, is_whole=False, has_touched=False)
+    with pytest.raises(MetadataError, match="no such key"):
+        _joint([None, damage, misfit])
+    part = misfit._replace(is_whole=False)
+    assert _joint([part, part]) == part
+    assert _joint([part, damage]) == part._replace(is_damage=True)
+    assert _joint([None, damage]) == damage._replace(has_touched=True)
+    assert _joint([None, None]) is None

@@ -256,6 +256,6 @@ def test_a_buffer_that_is_kept_is_not_written_to(stager: Stager) -> None:
     other = inode(second)
     assert other != number
     del second
-    buffer.is_kept, stager.saves.spare_buffers = False, 2
+    buffer.is_kept, stager.saves.spares[stager] = False, 2
     staged = [stager.stage({"a": torch.ones(4)}) for _ in range(2)]
     assert {inode(copy) for copy in staged} == {number, other}

@@ -7,11 +7,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from dcp_tensorizer._descriptor import anonymous_file
 from dcp_tensorizer._format.index_rows import SaveRecord
+from dcp_tensorizer._survival import keeper as keeper_module
 from dcp_tensorizer._survival.keeper import Keeper
 from dcp_tensorizer._survival.messages import (
     Claim,
@@ -28,15 +30,17 @@ from dcp_tensorizer._survival.messages import (
     Missing,
     Take,
 )
+from dcp_tensorizer._survival.runtime_directory import listen
 from dcp_tensorizer._writer_process.channel import Channel
 
 SIZE = 4096
+NOWHERE = Path("/nonexistent/socket")
 
 
-def state(number: str) -> Keep:
+def state(number: str, seconds: float = 60.0) -> Keep:
     head = KeptHead(number, 1, "run", 0, 1, SaveRecord(1, None, (), {}))
     extents = (Extent(is_inline=False, offset=64, nbytes=100), Extent(is_inline=True, offset=0, nbytes=3))
-    return Keep(head, SIZE, extents, b"what is where", b"abc")
+    return Keep(head, SIZE, extents, b"what is where", b"abc", seconds)
 
 
 @contextmanager
@@ -90,12 +94,12 @@ def test_a_state_is_given_with_its_digests(buffer: int) -> None:
 
 
 def test_what_is_forgotten_is_gone(buffer: int) -> None:
-    """And only that."""
+    """And only that: also a state that came when this was on its way stays."""
     keeper = Keeper("run", 7, 60.0)
     with connected(keeper, is_trainer=True) as trainer:
         for number in "abc":
             ask(trainer, state(number), (buffer,))
-        assert ask(trainer, Forget(("b", "c"))) == Done()
+        assert ask(trainer, Forget(("a", "unknown"))) == Done()
         found = ask(trainer, Look())
         assert isinstance(found, Found)
         assert [head.id for head in found.heads] == ["b", "c"]
@@ -129,15 +133,43 @@ def test_it_ends_when_it_is_told_to() -> None:
     keeper = Keeper("run", 7, 60.0)
     with connected(keeper) as visitor:
         assert ask(visitor, End()) == Done()
-        keeper.wait_for_end()
+        keeper.wait_for_end(NOWHERE)
+
+
+def test_how_long_it_waits(buffer: int) -> None:
+    """As long as that of its states says that is to be kept longest."""
+    keeper = Keeper("run", 7, 600.0)
+    waiting = threading.Thread(target=keeper.wait_for_end, args=(NOWHERE,))
+    waiting.start()
+    with connected(keeper) as visitor:
+        with connected(keeper, is_trainer=True) as trainer:
+            ask(trainer, state("a", 0.01), (buffer,))
+            ask(trainer, state("b", 600.0), (buffer,))
+        assert isinstance(ask(visitor, Take("b")), Content)
+        assert waiting.is_alive()
+        ask(visitor, Forget(("b",)))
+        waiting.join()
 
 
 def test_it_ends_when_nobody_comes() -> None:
     """Some seconds after the trainer's death, and not while somebody has claimed it."""
     keeper = Keeper("run", 7, 0.01)
-    waiting = threading.Thread(target=keeper.wait_for_end)
+    waiting = threading.Thread(target=keeper.wait_for_end, args=(NOWHERE,))
     waiting.start()
     with connected(keeper, is_trainer=True), connected(keeper) as visitor:
         assert ask(visitor, Claim("next")) == Claimed(holds=False)
         assert waiting.is_alive()
     waiting.join()
+
+
+def test_its_socket_does_not_grow_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as it waits: systemd removes from /tmp what nobody has touched for days."""
+    path = tmp_path / "directory" / "socket"
+    listen(path).close()
+    for old in (path, path.parent):
+        os.utime(old, (0, 0))
+    monkeypatch.setattr(keeper_module, "_TOUCH_SECONDS", 0.001)
+    keeper = Keeper("run", 7, 0.01)
+    keeper.orphan()
+    keeper.wait_for_end(path)
+    assert min(touched.stat().st_mtime for touched in (path, path.parent)) > 0

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from dcp_tensorizer import ChecksumMismatch, MetadataError, SavePlanner, unwrap
 from dcp_tensorizer._format.index_rows import SaveRecord
@@ -30,7 +32,7 @@ def kept(state: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> tuple[
     head = KeptHead("0" * 32, 1, "run", rank, world_size, SaveRecord(1, None, (), {}))
     planner = SavePlanner(enable_plan_caching=False)
     planner.set_up_planner(dict(staged))
-    held = _Kept(described(head, planner.create_local_plan(), planner, buffer), os.dup(buffer.fd))
+    held = _Kept(described(head, planner.create_local_plan(), planner, buffer, 60.0), os.dup(buffer.fd))
     held.take_digests()
     content = Content(held.state, held.digests.result())
     fd = os.dup(held.fd)
@@ -72,6 +74,19 @@ def test_of_what_several_ranks_have_the_last_one_counts() -> None:
     loaded = {"a": torch.zeros(3), "rank": -1}
     load(loaded, kept({"a": torch.ones(3), "rank": 0}, 0, 2), kept({"a": torch.full((3,), 2.0), "rank": 1}, 1, 2))
     assert (loaded["a"].tolist(), loaded["rank"]) == ([2.0] * 3, 1)
+
+
+def test_a_load_without_a_template() -> None:
+    """It gives the structure that was saved, with the keys of all ranks, as from storage."""
+    first = {"model": {"w": torch.ones(3)}, "list": [torch.zeros(1), 5], "a.b": 1}
+    second = {"model": {"w": torch.ones(3), "v": torch.full((2,), 2.0)}}
+    loaded = dict[str, Any]()
+    reader = KeptReader(KeptCheckpoint("memory", [kept(first, 0, 2), kept(second, 1, 2)]), {})
+    _load_state_dict(loaded, reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    assert loaded["model"]["w"].tolist() == [1.0] * 3
+    assert loaded["model"]["v"].tolist() == [2.0] * 2
+    assert [loaded["list"][0].tolist(), *loaded["list"][1:], loaded["a.b"]] == [[0.0], 5, 1]
+    assert set(loaded) == {"model", "list", "a.b"}
 
 
 def test_memory_that_has_changed_is_an_error() -> None:

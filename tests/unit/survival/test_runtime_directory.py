@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,21 @@ def test_a_socket_of_a_keeper_that_was_killed_goes(tmp_path: Path) -> None:
     assert connect(path) is None
     assert not path.exists()
     assert connect(path) is None
+
+
+def test_a_keeper_that_takes_no_more_connections(tmp_path: Path) -> None:
+    """It is stopped: it is there, and its socket stays."""
+    path = socket_path(tmp_path / "d", "job")
+    with listen(path), ExitStack() as taken, pytest.raises(TimeoutError, match="takes no more connections"):
+        _connect_often(path, taken)
+    assert path.exists()
+
+
+def _connect_often(path: Path, taken: ExitStack) -> None:
+    for _ in range(1000):
+        connection = connect(path)
+        assert connection is not None
+        taken.enter_context(connection)
 
 
 def test_a_directory_that_others_can_write_to(tmp_path: Path) -> None:

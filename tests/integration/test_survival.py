@@ -1,0 +1,151 @@
+"""Restarts of a manager's job from memory, in one process: what is used, and what stays there."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dcp_tensorizer import CheckpointError, CheckpointManager, MetadataError, WriteError, open_reader
+from dcp_tensorizer._loading.metadata_reader import read_head
+from dcp_tensorizer._managing import survival
+from dcp_tensorizer._saving.engine import engine_of_process
+from dcp_tensorizer._saving.session import SaveSession
+from dcp_tensorizer._saving.write_items import Item
+from dcp_tensorizer._saving.writer_client import Written
+from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._survival import runtime_directory
+
+from ..support import keepers_below
+from ..waiting import WAIT, Gate
+
+
+def manager_of(folder: Path, **options: Any) -> CheckpointManager:
+    return CheckpointManager(folder, **{"stop_signals": (), "survive": WAIT, "survive_every": 1} | options)
+
+
+def state_of(value: int) -> dict[str, Any]:
+    return {"model": {"w": torch.full((1000,), float(value))}, "step": value}
+
+
+def step_of(state: dict[str, Any]) -> int:
+    """The step whose state it is."""
+    assert state["model"]["w"].unique().tolist() == [float(state["step"])]
+    return int(state["step"])
+
+
+def fail(folder: Path, *steps: int, **options: Any) -> None:
+    """Goes on with some steps, of which none is due, and fails: they are left in memory."""
+    with suppress(ZeroDivisionError), manager_of(folder, **{"save_every": 1000} | options) as manager:
+        manager.restore(state_of(0))
+        for step in steps:
+            manager.save(step, state_of(step))
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("stored", [0, 1], ids=["no checkpoint", "an older checkpoint"])
+def test_a_slip_does_not_cost_what_is_in_memory(tmp_path: Path, sockets: Path, stored: int) -> None:
+    """A pattern of no key, and a key that it lacks, are errors; then the state is loaded from memory all the same."""
+    if stored:
+        with manager_of(tmp_path / "run", survive=0, survive_every=None) as manager:
+            manager.save(stored, state_of(stored), wait=True)
+    fail(tmp_path / "run", 8, 9)
+    with manager_of(tmp_path / "run", save_every=1000) as manager:
+        with pytest.raises(MetadataError, match=r"no key of the state matches 'modle\.\*'"):
+            manager.restore(state_of(0), include=["modle.*"])
+        with pytest.raises(CheckpointError, match="other"):
+            manager.restore(state_of(0) | {"other": torch.zeros(3)})
+        state = state_of(0)
+        assert (manager.restore(state), step_of(state)) == (9, 9)
+
+
+def test_a_run_that_is_suspended_counts_as_alive(
+    tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its keeper does not answer. A second run is refused, and told where; when the keeper goes on, it is asked."""
+    fail(tmp_path / "run", 8, 9)
+    (keeper,) = keepers_below(sockets)
+    keeper.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(survival, "_LOOK_SECONDS", 0.1)
+    state = state_of(0)
+    with manager_of(tmp_path / "run", save_every=1000) as manager:
+        with pytest.raises(WriteError, match=f"its keeper does not answer at {sockets}/"):
+            manager.restore(state)
+        monkeypatch.undo()
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(sockets.parent))
+        keeper.send_signal(signal.SIGCONT)
+        assert (manager.restore(state), step_of(state)) == (9, 9)
+
+
+def test_a_machine_without_any_directory_for_sockets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is kept, and the log says why; steps are saved and restored from storage."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(runtime_directory.tempfile, "gettempdir", _no_directory)
+    for before, step in ((None, 1), (1, 2)):
+        with manager_of(tmp_path / "run", save_every=1) as manager:
+            assert manager.restore(state_of(0)) == before
+            manager.save(step, state_of(step), wait=True)
+            assert manager.latest() == step
+    assert len([m for m in caplog.messages if "survive=30 is off" in m and "No usable temporary" in m]) == 2
+
+
+def _no_directory() -> str:
+    raise FileNotFoundError("No usable temporary directory found")
+
+
+def test_managers_side_by_side(tmp_path: Path, sockets: Path) -> None:
+    """One that closes leaves the other one the staging buffers that it needs."""
+    saves = engine_of_process(devices=False).saves
+    with manager_of(tmp_path / "a", buffers=3) as manager:
+        manager.save(1, state_of(1), wait=True)
+        for options in ({"survive": 0, "survive_every": None}, {"buffers": 2, "survive_every": None}):
+            with manager_of(tmp_path / "b", **options) as other:
+                other.save(1, state_of(1), force=True)
+            assert list(saves.spares.values()) == [2]
+    assert list(saves.spares.values()) == []
+
+
+def test_a_part_is_saved_when_the_job_goes_back(tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where that writes a step that was held in memory: of both no more than the part."""
+    gate, write_files = Gate(), SaveSession._write_files
+
+    def waits(session: SaveSession, items: list[Item]) -> Written:
+        gate.pass_through()
+        return write_files(session, items)
+
+    monkeypatch.setattr(SaveSession, "_write_files", waits)
+    with manager_of(tmp_path / "run", save_every=1) as manager:
+        manager.save(5, state_of(5))
+        gate.wait_reached()
+        assert manager.save(6, state_of(6), exclude=["step"]) is None
+        gate.open()
+        manager.save(3, state_of(3), exclude=["model.*"], wait=True)
+        paths = {step: manager.path(step) for step in (5, 6, 3)}
+    keys = {step: set(open_reader(path).read_metadata().state_dict_metadata) for step, path in paths.items()}
+    assert keys == {5: {"model.w", "step"}, 6: {"model.w"}, 3: {"step"}}
+
+
+def test_a_job_that_has_gone_back_and_dies(tmp_path: Path, sockets: Path) -> None:
+    """The next run goes on from memory, on the branch that this began; and so does the one after that."""
+    with manager_of(tmp_path / "run", save_every=5) as manager:
+        for step in range(1, 11):
+            manager.save(step, state_of(step), wait=True)
+    with suppress(ZeroDivisionError), manager_of(tmp_path / "run", save_every=1000) as manager:
+        assert manager.restore(state_of(0), step=5) == 5
+        manager.save(6, state_of(60))
+        raise ZeroDivisionError
+    fail(tmp_path / "run", 7)
+    with manager_of(tmp_path / "run", save_every=1000) as manager:
+        assert (manager.restore(state_of(0)), manager.steps()) == (7, [5])
+        manager.save(8, state_of(8), force=True, wait=True)
+        assert manager.steps() == [5, 8]
+    record = read_head(LocalStorage(tmp_path / "run" / "step-8"))
+    parent = read_head(LocalStorage(tmp_path / "run" / "step-5"))
+    assert record is not None and record.record is not None and parent is not None
+    assert record.record.parent == parent.save_id
