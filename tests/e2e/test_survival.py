@@ -152,17 +152,18 @@ def test_a_run_that_ends_with_an_error_leaves_its_memory(tmp_path, keepers):
 
 def _refuses(rank, folder):
     with CheckpointManager(folder, survive=SECONDS) as manager:
-        manager.save(1, sharded_state(rank, 1), wait=True)
+        for step in (1, 2):  # the second save waits until the first state is kept: the keeper listens by then
+            manager.save(step, sharded_state(rank, step), wait=True)
         with quietly(), CheckpointManager(folder, survive=SECONDS) as other, pytest.raises(WriteError) as caught:
             other.restore(sharded_state(rank, 0))
         assert "another run of this job is alive" in str(caught.value)
-        manager.save(2, sharded_state(rank, 2), wait=True)
+        manager.save(3, sharded_state(rank, 3), wait=True)
         return manager.steps()
 
 
 def test_a_second_run_of_a_job_that_lives_is_refused(tmp_path, keepers):
     """On all ranks; the first one goes on."""
-    assert run_ranks(2, _refuses, tmp_path / "run") == [[1, 2]] * 2
+    assert run_ranks(2, _refuses, tmp_path / "run") == [[1, 2, 3]] * 2
 
 
 def _holds(rank, folder):
