@@ -218,6 +218,33 @@ def test_another_process_sees_the_bytes() -> None:
     buffer.close()
 
 
+@pytest.mark.parametrize("setting", ["always within_size [advise] never deny force", "always advise [never]", None])
+def test_huge_pages_for_those_who_ask(setting: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for where the system says that it has them; all is allocated and of its size, whatever it gives."""
+    advices: list[int] = []
+    advise = shared_buffer._advise
+
+    def noted(address: int, nbytes: int, advice: int) -> None:
+        advices.append(advice)
+        advise(address, nbytes, advice)
+
+    monkeypatch.setattr(shared_buffer, "_SHARED_HUGE_PAGES", tmp_path / "shmem_enabled")
+    monkeypatch.setattr(shared_buffer, "_advise", noted)
+    monkeypatch.setattr(shared_buffer, "_STEP", 1 << 20)
+    if setting is not None:
+        (tmp_path / "shmem_enabled").write_text(f"{setting}\n")
+    buffer = SharedBuffer((4 << 20) + 1)
+    try:
+        status = os.fstat(buffer.fd)
+        assert status.st_size == buffer.nbytes == (4 << 20) + 4096
+        assert status.st_blocks * 512 >= buffer.nbytes
+        assert advices == [14] * (setting is not None and "[advise]" in setting) + [23] * 5
+        buffer.allocate(torch.uint8, (buffer.nbytes,)).fill_(7)
+        assert os.pread(buffer.fd, 1, buffer.nbytes - 1) == b"\7"
+    finally:
+        buffer.close()
+
+
 # --- memory that is short --------------------------------------------------------------------------------------------
 
 
