@@ -107,6 +107,8 @@ from tests.frameworks.test_accelerate import _Job
 job = _Job()
 job.train(1)
 job.accelerator.save_state(sys.argv[1])
+job.accelerator.wait_for_everyone()  # or else a thread of gloo may end the process: see the FAQ
+job.accelerator.end_training()
 """
 
 
