@@ -56,7 +56,7 @@ __all__ = [
     "cpu_placement",
     "flatten_state_dict",
     "group_devices",
-    "has_own_chunks",
+    "layout_of",
     "local_elements",
     "negated_view",
     "pickle_of",
@@ -181,18 +181,25 @@ def rebuild_dtensor(like: DTensor, local: torch.Tensor) -> DTensor:
     return DTensor(local, like._spec, requires_grad=like.requires_grad)
 
 
-def plain_local(tensor: DTensor) -> torch.Tensor | None:
-    """The local tensor of a DTensor, if ``to_local`` gives no more than that; None if it may.
+def plain_local(value: object) -> torch.Tensor | None:
+    """The local tensor of a DTensor, if ``to_local`` gives no more than that; None if it may, or there is no DTensor.
 
     ``to_local`` records an operation for autograd, which takes ten times as long as all else that is asked here.
     """
-    local = tensor._local_tensor
-    return local if type(local) is torch.Tensor and not tensor.requires_grad else None
+    if type(value) is not DTensor:
+        return None
+    local = value._local_tensor
+    return local if type(local) is torch.Tensor and not value.requires_grad else None
 
 
-def has_own_chunks(tensor: DTensor) -> bool:
-    """Whether the local tensor of a DTensor says which parts of it are here, and not mesh and placements."""
-    return hasattr(tensor._local_tensor, "__create_chunk_list__")
+def layout_of(value: object) -> tuple[Any, ...] | None:
+    """What says which part of a DTensor is here: the same for all of one layout.
+
+    None if the local tensor says that, and for what is no DTensor.
+    """
+    if type(value) is not DTensor or hasattr(value._local_tensor, "__create_chunk_list__"):
+        return None
+    return value.shape, id(value.device_mesh), value.placements
 
 
 def local_elements(target: Any) -> int:

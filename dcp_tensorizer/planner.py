@@ -30,7 +30,7 @@ from ._planning.plan import Answer, CompactPlan, Items, Reference
 from ._planning.read_items import has_older_keys, read_items_of
 from ._planning.rows import rows_of
 from ._planning.wire import Encoded
-from ._torch_compat import DTensor, plain_local
+from ._torch_compat import plain_local
 
 __all__ = ["LoadPlanner", "SavePlanner"]
 
@@ -145,7 +145,7 @@ class SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         """What the state dict has of an item."""
         value = self.state_dict.get(index.fqn)
-        local = plain_local(value) if type(value) is DTensor else None
+        local = plain_local(value)
         return super().lookup_object(index) if local is None else local
 
     def _may_refer(self) -> bool:
@@ -229,7 +229,7 @@ class LoadPlanner(DefaultLoadPlanner):
         value = self.state_dict.get(index.fqn)
         if type(value) is torch.Tensor and not any(index.offset or ()):
             return value
-        local = plain_local(value) if type(value) is DTensor else None
+        local = plain_local(value)
         return super().lookup_tensor(index) if local is None else local
 
 

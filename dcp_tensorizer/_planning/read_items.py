@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from .._torch_compat import DTensor, has_own_chunks
+from .._torch_compat import layout_of
 
 __all__ = ["has_older_keys", "read_items_of"]
 
@@ -84,9 +84,8 @@ def _layout(value: Any, stored: Any) -> _Layout | None:
         return None
     if type(value) is torch.Tensor:
         return stored.size, value.shape
-    if type(value) is DTensor and not has_own_chunks(value):
-        return stored.size, value.shape, id(value.device_mesh), value.placements
-    return None
+    layout = layout_of(value)
+    return None if layout is None else (stored.size, *layout)
 
 
 def _renamed(item: ReadItem, key: str) -> ReadItem:
