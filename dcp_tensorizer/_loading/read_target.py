@@ -16,6 +16,7 @@ from .._format.chunks import Region
 from .._format.index_reader import Piece
 from .._format.layout import StoredItem
 from .._memory.tensor_bytes import named_dtype
+from .._torch_compat import is_plain
 from ..errors import ReadError
 from .validate import check_length
 
@@ -81,13 +82,7 @@ class ReadTarget:
 
 def can_read_in_place(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether stored elements of ``dtype`` can be read into a tensor's memory as they are."""
-    return (
-        tensor.device.type == "cpu"
-        and tensor.dtype == dtype
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
+    return tensor.device.type == "cpu" and tensor.dtype == dtype and is_plain(tensor)
 
 
 def wanted_of(read_item: ReadItem) -> tuple[Any, tuple[int, ...] | None, Region | None]:

@@ -24,6 +24,7 @@ import torch
 
 from .._descriptor import Descriptor, anonymous_file
 from .._forks import in_child
+from .._torch_compat import is_plain
 from ..errors import StagingError
 from .device import Device
 from .memory_limit import check_headroom
@@ -161,8 +162,7 @@ class SharedBuffer:
         """Offset of a tensor's bytes in the buffer; None if they are not in it, or are not its values in C order."""
         offset = tensor.data_ptr() - self._base
         inside = offset >= 0 and offset + tensor.nbytes <= self.nbytes
-        plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-        return offset if inside and plain else None
+        return offset if inside and is_plain(tensor) else None
 
     def close(self) -> None:
         """Gives the memory back, as soon as no tensor made by `allocate` is left. Idempotent."""

@@ -6,6 +6,7 @@ import concurrent.futures
 import functools
 import logging
 import multiprocessing
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +23,7 @@ from .._format.layout import StoredItem, metadata_file_name, save_id_in
 from .._format.places import RankPlaces
 from .._staging.stager import StagedSave
 from .._storage.base import DirectoryLock, Storage
+from .._switching import QuickTurns
 from .._threads import in_background
 from .._torch_compat import DCP_VERSION
 from ..errors import CheckpointError, WriteError
@@ -72,6 +74,8 @@ class SaveSession:
         self._use_collectives = True
         self._lock: DirectoryLock | None = None
         self._report: SaveReport | None = None
+        on_own_thread = staged_save is not None and staged_save.staged_on is not threading.current_thread()
+        self._turns = QuickTurns() if on_own_thread else None
         self._tables = SaveTables(saver.engine.tables, save_id)
         self._replaced: concurrent.futures.Future[set[str]] | None = None
 
@@ -150,6 +154,7 @@ class SaveSession:
         )
         self._wrote()
         if not self._commits:
+            self._end_turns()
             saver.reports.publish(self._report)
         return results
 
@@ -184,8 +189,13 @@ class SaveSession:
 
     def end(self) -> None:
         """Lets others clean up where it was saved. Idempotent."""
+        self._end_turns()
         if self._lock is not None:
             self._lock.release()
+
+    def _end_turns(self) -> None:
+        if self._turns is not None:
+            self._turns.end()
 
     def _open(self) -> None:
         """Makes the directory ready; raises `WriteError`."""

@@ -228,7 +228,7 @@ def _resolve(item: WriteItem, planner: SavePlanner, lasts: Callable[[torch.Tenso
             return "wrapper", _blob(pickled)
         check_supported(key, data)
         _check_shape(item, data)
-        return "tensor", data.detach() if lasts(data) else _copy(data)
+        return "tensor", _detached(data) if lasts(data) else _copy(data)
     except CheckpointError:
         raise
     except Exception as error:
@@ -243,6 +243,11 @@ def _check_shape(item: WriteItem, tensor: torch.Tensor) -> None:
             f"{item.index.fqn!r}: the planner planned a part of shape {tuple(planned)} and its resolve_data gave one "
             f"of {tuple(tensor.shape)}"
         )
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its history. What has none is not asked: `Tensor.detach` lets the interpreter go."""
+    return tensor if type(tensor) is torch.Tensor and not tensor.requires_grad else tensor.detach()
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

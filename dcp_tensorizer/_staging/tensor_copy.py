@@ -20,7 +20,7 @@ import torch
 from .._memory.device import Device, Event, SideStream, SideStreams
 from .._memory.shared_buffer import aligned
 from .._threads import in_background
-from .._torch_compat import copy_all
+from .._torch_compat import copy_all, is_plain
 
 __all__ = [
     "DEFAULT_LIMITS",
@@ -146,8 +146,8 @@ def queue_on_device(pairs: Sequence[Pair], stream: SideStream, limits: GatherLim
     """
     small = sorted((pair for pair in pairs if limits.is_small(pair[1])), key=lambda pair: pair[0].data_ptr())
     large = [pair for pair in pairs if not limits.is_small(pair[1])]
-    plain = [pair for pair in large if _is_plain(pair[1])]
-    strided = [pair for pair in large if not _is_plain(pair[1])]
+    plain = [pair for pair in large if is_plain(pair[1])]
+    strided = [pair for pair in large if not is_plain(pair[1])]
     if plain:
         stream.copy(*zip(*plain, strict=True))
     if small or strided:
@@ -170,11 +170,6 @@ def _gathering_buffer(stream: SideStream, limits: GatherLimits) -> torch.Tensor:
         except torch.OutOfMemoryError:
             nbytes //= 2
     return stream.buffer(nbytes)
-
-
-def _is_plain(source: torch.Tensor) -> bool:
-    """Whether a tensor's memory is its values in C order."""
-    return source.is_contiguous() and not source.is_conj() and not source.is_neg()
 
 
 def _batches(pairs: Iterable[Pair], nbytes: int) -> Iterator[list[Pair]]:
@@ -203,12 +198,12 @@ def _gather(batch: Sequence[Pair], buffer: torch.Tensor, stream: SideStream) -> 
     sizes = [n // unit.itemsize for staged, _ in batch for n in (staged.nbytes, aligned(staged.nbytes) - staged.nbytes)]
     slots = buffer[:total].view(unit).split_with_sizes(sizes)[::2]
     plain = [
-        (slot, source.view(-1).view(unit)) for slot, (_, source) in zip(slots, batch, strict=True) if _is_plain(source)
+        (slot, source.view(-1).view(unit)) for slot, (_, source) in zip(slots, batch, strict=True) if is_plain(source)
     ]
     if plain:
         stream.copy(*zip(*plain, strict=True))
     for slot, (staged, source) in zip(slots, batch, strict=True):
-        if not _is_plain(source):
+        if not is_plain(source):
             stream.copy([slot.view(staged.dtype).view(staged.shape)], [source])
     stream.copy([_memory(batch[0][0], total)], [buffer[:total]])
 

@@ -59,7 +59,7 @@ class LocalStorage(Storage):
 
     @property
     def locks_are_visible(self) -> bool:  # type: ignore[override]
-        return self._is_local()
+        return self._is_local
 
     def child(self, name: str) -> Storage:
         return LocalStorage(self._root / name, local_types=self._local_types)
@@ -80,7 +80,7 @@ class LocalStorage(Storage):
             raise WriteError(f"cannot create the checkpoint directory {self.path}: {error}") from error
 
     def create(self, name: str, nbytes: int, *, sync: bool) -> LocalSink:
-        return LocalSink(self._root / name, nbytes, sync=sync, preallocate=self._is_local())
+        return LocalSink(self._root / name, nbytes, sync=sync, preallocate=self._is_local)
 
     def sync_directory(self) -> None:
         _sync_directory(self._root)
@@ -121,7 +121,7 @@ class LocalStorage(Storage):
             with suppress(ReadError):
                 if self.read(name) == data:
                     return
-            if error.errno in _UNANSWERED and not self._is_local():
+            if error.errno in _UNANSWERED and not self._is_local:
                 raise WriteError(f"{self._root / name} may be in place, now or later: {error}") from error
             raise
 
@@ -203,7 +203,9 @@ class LocalStorage(Storage):
             return isinstance(error, FileNotFoundError)
         return True
 
+    @functools.cached_property
     def _is_local(self) -> bool:
+        """Whether only this machine uses the file system. The list of mounts is long, and a save asks nine times."""
         return file_system(self._root) in self._local_types
 
 

@@ -5,6 +5,7 @@ import gc
 import os
 import pickle
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -22,7 +23,7 @@ from dcp_tensorizer import SaveLimits, StagingError, TensorizerStorageReader, Te
 from dcp_tensorizer._saving.writer_client import WriterClient
 
 from ..support import kill, memory_files, writer_process
-from ..waiting import Gate
+from ..waiting import WAIT, Gate, HeldPlanner, save_thread
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -88,6 +89,39 @@ def test_overlapping_saves_keep_their_own_values(tmp_path):
             state["step"] = step
             dcp.async_save(state, storage_writer=writer, checkpoint_id=tmp_path / str(step))
     assert [loaded(tmp_path / str(step)) for step in range(8)] == [(float(s), s) for s in range(8)]
+
+
+class NotingPlanner(HeldPlanner):
+    """Notes Python's switch interval on the thread that plans, and fails if it is told to."""
+
+    def __init__(self, gate, fails=False):
+        super().__init__(gate)
+        self.fails = fails
+        self.noted = []
+
+    def create_local_plan(self):
+        self.noted.append(sys.getswitchinterval())
+        plan = super().create_local_plan()
+        if self.fails:
+            raise RuntimeError("no plan")
+        return plan
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_threads_take_turns_more_often_while_a_save_runs(tmp_path, fails):
+    """A save that fails between the hooks leaves the interval as it was; one that training waits for never sets it."""
+    before, threads, gate = sys.getswitchinterval(), set(threading.enumerate()), Gate()
+    planner, synchronous = NotingPlanner(gate, fails), NotingPlanner(gate)
+    with TensorizerStorageWriter(tmp_path) as writer:
+        future = dcp.async_save(state_of(1), storage_writer=writer, planner=planner)
+        thread = save_thread(threads)
+        gate.open()
+        error = future.exception()
+        thread.join(WAIT)
+        assert (type(error), planner.noted) == (CheckpointException if fails else type(None), [0.0005])
+        assert sys.getswitchinterval() == before
+        dcp.save(state_of(2), storage_writer=writer, planner=synchronous)
+        assert synchronous.noted == [before]
 
 
 def test_an_overwrite_removes_what_it_replaced(tmp_path):

@@ -58,6 +58,15 @@ def test_tensors_are_taken_as_they_are_and_objects_as_what_torch_saves() -> None
     assert (unpacked(items["step"].tensor), unpacked(items["text"].tensor)) == (7, "x")
 
 
+def test_a_tensor_without_history_is_taken_itself() -> None:
+    """A view of each would let the interpreter go each time: the save waits for training then, item by item."""
+    plain, trained = torch.arange(6.0), torch.nn.Parameter(torch.arange(6.0))
+    plan, planner = planned({"plain": plain, "trained": trained})
+    items = {item.index.fqn: item.tensor for item in resolve(plan, planner)}
+    assert items["plain"] is plain
+    assert (type(items["trained"]), items["trained"].data_ptr()) == (torch.Tensor, trained.data_ptr())
+
+
 class Flattening(DefaultSavePlanner):
     """Gives its tensors as vectors."""
 
