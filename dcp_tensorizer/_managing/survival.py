@@ -7,6 +7,7 @@ state is loaded, or that none is, all ranks decide together.
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 import logging
 import uuid
@@ -91,6 +92,7 @@ class Survival:
         self._keeping: Future[None] | None = None
         self._count = 0
         self._kept: dict[str, SharedBuffer] = {}
+        self._written_last: tuple[str, Mapping[tuple[int, int], bytes]] = "", {}  # and its digests
         self._newest: str | None = None  # the state that came last, until it is known of all ranks whether they keep it
 
     # --- keeping ----------------------------------------------------------------------------------------------------
@@ -172,6 +174,8 @@ class Survival:
         head = KeptHead(number, self._count, self.run, *where, record, *steps, identity(self._folder.location))
 
         def keep(staged: StagedStateDict) -> None:
+            if not staged.staged_save.abandoned:  # a save writes it
+                staged.staged_save.on_written = functools.partial(self._written, number)
             self._keeping = in_background(lambda: self._keep(head, staged), name="keep")
 
         return keep
@@ -231,7 +235,7 @@ class Survival:
             planner = SavePlanner(enable_plan_caching=False)
             planner.set_up_planner(dict(staged))  # not `items`, which ties it to a save
             what = head, planner.create_local_plan(), planner, buffer, self._seconds
-            self._process.keep(described(*what), buffer)
+            self._process.keep(described(*what, digests_follow=staged_save.on_written is not None), buffer)
         except BaseException as error:
             if (buffer := staged_save.buffer) is not None:
                 if isinstance(error, KeeperDied) and self._process is not None:
@@ -239,6 +243,20 @@ class Survival:
                 buffer.is_kept = False
             raise
         self._kept[head.id] = buffer
+        self._tell_digests(head.id)
+
+    def _written(self, number: str, known: Mapping[tuple[int, int], bytes]) -> None:
+        """A save has written a state, and taken these digests, before or after the keeper has been told of it."""
+        self._written_last = number, known
+        if number in self._kept:
+            self._tell_digests(number)
+
+    def _tell_digests(self, number: str) -> None:
+        """If it has been written. Both threads may come here at once: to be told twice is nothing to the keeper."""
+        (written, known), process = self._written_last, self._process
+        if written == number and process is not None:
+            process.written(number, known)
+            self._written_last = "", {}
 
     def _look_for_room(self) -> None:
         """Keeps no more, if another state cannot be staged without the memory of those that are kept."""

@@ -9,6 +9,7 @@ The coordinator gives the state its id, beside the plans that it sends back. So 
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -164,8 +165,10 @@ class Keeping:
         assert buffer is not None
         buffer.is_kept = True
         try:
-            self._started(seconds).keep(described(head, plan, planner, buffer, seconds), buffer)
+            process = self._started(seconds)
+            process.keep(described(head, plan, planner, buffer, seconds, digests_follow=True), buffer)
             self._kept.append(_Kept(head.id, staged_save, buffer, storage))
+            staged_save.on_written = functools.partial(process.written, head.id)
         except BaseException as error:
             is_interrupted = not isinstance(error, Exception)
             if is_interrupted or isinstance(error, KeeperDied):  # it may have got the state
@@ -274,7 +277,15 @@ def lack_of_room(saves: StagedSaves, nbytes: int) -> str:
 
 
 @collector_paused()
-def described(head: KeptHead, plan: SavePlan, planner: SavePlanner, buffer: SharedBuffer, seconds: float) -> Keep:
+def described(
+    head: KeptHead,
+    plan: SavePlan,
+    planner: SavePlanner,
+    buffer: SharedBuffer,
+    seconds: float,
+    *,
+    digests_follow: bool = False,
+) -> Keep:
     """What a keeper is told of a staged state dict.
 
     Args:
@@ -283,6 +294,7 @@ def described(head: KeptHead, plan: SavePlan, planner: SavePlanner, buffer: Shar
         planner: Gives the data.
         buffer: What it is in.
         seconds: How long it is kept when this process is gone.
+        digests_follow: See `Keep`.
 
     Raises:
         CheckpointError: an item cannot be saved; names its key.
@@ -299,4 +311,4 @@ def described(head: KeptHead, plan: SavePlan, planner: SavePlanner, buffer: Shar
                 inline += host_bytes(item.tensor)
         items.append(KeptItem(planned, item.name, item.kind, item.dtype, number))
     description = KeptPlan(items, plan.planner_data).pickled()
-    return Keep(head, buffer.nbytes, tuple(extents), description, bytes(inline), seconds)
+    return Keep(head, buffer.nbytes, tuple(extents), description, bytes(inline), seconds, digests_follow)

@@ -225,6 +225,7 @@ class SaveSession:
         omitted = frozenset() if self._staged_save is None else self._staged_save.omitted
         items = resolve(plan, planner, self._is_staged, omitted)
         written = self._write_files(items)
+        self._tell_digests(items, written)
         try:
             cipher = self._saver.options.write.cipher
             results = write_results(items, written.done, self._rank, planner, cipher, self._compare)
@@ -234,6 +235,19 @@ class SaveSession:
             remove(self.storage, [file.name for file in written.done.files])
             raise
         return items, written, results
+
+    def _tell_digests(self, items: list[Item], written: Written) -> None:
+        """Tells them to whoever keeps the staged state, who need not take them again."""
+        save = self._staged_save
+        if save is None or save.on_written is None or save.buffer is None:
+            return
+        known = dict[tuple[int, int], bytes]()
+        if self._saver.options.write.cipher is None:
+            stored = written.done.places()
+            for item in items:
+                if item.has_bytes and (offset := save.buffer.locate(item.tensor)) is not None:
+                    known[offset, item.tensor.nbytes] = stored[item.name][0].digests
+        save.on_written(known)
 
     def _write_files(self, items: list[Item]) -> Written:
         """Writes the items, and makes them durable; raises `WriteError`."""

@@ -10,7 +10,7 @@ import enum
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +74,8 @@ class StagedSave:
         times: When it was staged.
         record: What the checkpoint's index will say of the save; None for nothing.
         omitted: The keys of tensors that are not staged, because other ranks write them.
+        on_written: Called when the save has written it, with the digests of what it wrote, by offset and size in the
+            buffer. Empty where files have other digests: those of encrypted tensors.
     """
 
     def __init__(self, owner: object = None, *, keeps_buffer: bool = True, is_kept: bool = False) -> None:
@@ -94,6 +96,7 @@ class StagedSave:
         self.times = StageTimes()
         self.record: Any = None
         self.omitted: frozenset[str] = frozenset()
+        self.on_written: Callable[[Mapping[tuple[int, int], bytes]], object] | None = None
         # All waiting is on this condition. Its lock may be taken twice by one thread: a signal's handler that closes
         # the writer, and the collector that drops a staged state dict, may interrupt whoever holds it.
         self._changed = threading.Condition(threading.RLock())

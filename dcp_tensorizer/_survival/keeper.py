@@ -1,8 +1,9 @@
 """The keeper: a process of its own beside each trainer, which outlives it and holds its newest states in memory.
 
-It has the descriptors of the trainer's staging buffers, and no copies. It takes their digests, so that a successor sees
-whether what it copies is what was kept. When the trainer is gone, it waits for a successor, and ends after some
-seconds. It neither reads nor writes storage.
+It has the descriptors of the trainer's staging buffers, and no copies. It has their digests, so that a successor sees
+whether what it copies is what was kept. They are those that the writer process has taken. The keeper itself digests
+what no save is to write, and what no save had written when the trainer was gone. Then it waits for a successor, and
+ends after some seconds. It neither reads nor writes storage.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
 from .._format.checksums import Digester
 from .._format.layout import block_size
@@ -27,6 +29,7 @@ from .messages import (
     Claim,
     Claimed,
     Content,
+    Digests,
     Done,
     End,
     Extent,
@@ -45,6 +48,7 @@ __all__ = ["Keeper", "main"]
 _NICENESS = 10  # as the writer process
 _SLICE = 1 << 20  # what is read is hashed while it is in the processor's cache
 _TOUCH_SECONDS = 6 * 3600.0  # systemd removes from /tmp what is 10 days old; a connection changes no times
+_NONE: Mapping[tuple[int, int], bytes] = MappingProxyType({})
 _DIGEST_SECONDS = 600.0  # at the lowest priority, beside a job that needs all cores
 
 
@@ -60,21 +64,23 @@ class _Kept:
             raise ValueError(f"it has not the {state.nbytes:,} bytes that it should have")
         self.state = state
         self.fd = fd
-        self.is_forgotten = False
+        self.is_forgotten = self.is_digested = False
         self.digests: Future[tuple[bytes, ...]] = Future()
 
-    def take_digests(self) -> None:
-        """Takes the digests of all that is in it, unless it is forgotten meanwhile."""
+    def take_digests(self, known: Mapping[tuple[int, int], bytes] = _NONE) -> None:
+        """Takes the digests of all that is in it, but for those that are known, unless it is forgotten meanwhile."""
         read = memoryview(bytearray(_SLICE))
         try:
-            digests = tuple(self._digests(extent, read) for extent in self.state.extents)
+            digests = tuple(self._digests(extent, read, known) for extent in self.state.extents)
         except (OSError, EOFError, CancelledError):
             self.digests.cancel()
             return
         with suppress(InvalidStateError):  # it has just been forgotten
             self.digests.set_result(digests)
 
-    def _digests(self, extent: Extent, read: memoryview) -> bytes:
+    def _digests(self, extent: Extent, read: memoryview, known: Mapping[tuple[int, int], bytes]) -> bytes:
+        if not extent.is_inline and (digests := known.get((extent.offset, extent.nbytes))):
+            return digests
         digester = Digester(block_size(extent.nbytes))
         stop = extent.offset + extent.nbytes
         if extent.is_inline:
@@ -140,6 +146,8 @@ class Keeper:
             if not self._is_orphaned:
                 self._is_orphaned = True
                 self._wait_anew()
+                for kept in self._kept.values():
+                    self._digest(kept)
 
     def wait_for_end(self, path: Path) -> None:
         """Returns when it has been told to end, or nobody has come in time; meanwhile its socket stays in use.
@@ -166,6 +174,11 @@ class Keeper:
         match request:
             case Keep():
                 return self._keep(request, fds[0]), []
+            case Digests(number, known):
+                with self._changed:
+                    if number in self._kept:
+                        self._digest(self._kept[number], known)
+                return Done(), []
             case Forget(ids):
                 self._forget(ids)
                 return Done(), []
@@ -192,8 +205,15 @@ class Keeper:
         with self._changed:
             self._kept[state.head.id] = kept
             self._wait_anew()
-        self._digesting.submit(kept.take_digests)
+            if self._is_orphaned or not state.digests_follow:
+                self._digest(kept)
         return Done()
+
+    def _digest(self, kept: _Kept, known: Mapping[tuple[int, int], bytes] = _NONE) -> None:
+        """Has the digests taken, once."""
+        if not kept.is_digested:
+            kept.is_digested = True
+            self._digesting.submit(kept.take_digests, known)
 
     def _forget(self, numbers: Sequence[str]) -> None:
         with self._changed:
@@ -214,6 +234,8 @@ class Keeper:
     def _take(self, number: str) -> tuple[Answer, list[int]]:
         with self._changed:
             kept = self._kept.get(number)
+            if kept is not None:
+                self._digest(kept)
         if kept is None:
             return Missing("it is not kept any more"), []
         try:

@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from .._threads import NEVER, Deadline
 from .._writer_process.channel import Channel
 from .._writer_process.child import kill, said_by, start
 from ..errors import CheckpointError, ReadError, WriteError
-from .messages import Answer, Claim, Claimed, Content, End, Forget, Found, Keep, Look, Missing, Request, Take
+from .messages import Answer, Claim, Claimed, Content, Digests, End, Forget, Found, Keep, Look, Missing, Request, Take
 from .runtime_directory import connect, remove, runtime_directory, socket_path, sockets_of
 
 if TYPE_CHECKING:
@@ -76,6 +76,11 @@ class KeeperProcess:
     def keep(self, state: Keep, buffer: SharedBuffer) -> None:
         """Has a state kept; raises `WriteError`, and `KeeperDied` if no other will be."""
         self._ask(state, [buffer.fd])
+
+    def written(self, number: str, known: Mapping[tuple[int, int], bytes]) -> None:
+        """A state has been written; see `Digests`. If the keeper has died, the next request says so."""
+        with suppress(WriteError):
+            self._ask(Digests(number, known))
 
     def forget(self, ids: Sequence[str]) -> None:
         """Has states forgotten: their buffers may be written to now. Raises `KeeperDied`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ __all__ = [
     "Claim",
     "Claimed",
     "Content",
+    "Digests",
     "Done",
     "End",
     "Extent",
@@ -87,6 +89,7 @@ class Keep:
         description: What is where, for whoever loads it. A keeper does not look into it.
         inline: The bytes of what is not in the buffer.
         seconds: How long it is kept when the trainer is gone.
+        digests_follow: A save writes it, and takes its digests: they come when it is written.
     """
 
     head: KeptHead
@@ -95,6 +98,20 @@ class Keep:
     description: bytes
     inline: bytes
     seconds: float
+    digests_follow: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """From the trainer: a state has been written, and these are the digests of what was written of it.
+
+    Attributes:
+        id: Of the state.
+        known: As in `StoredItem`, by offset and size in the buffer. Other ranks may have written the rest.
+    """
+
+    id: str
+    known: Mapping[tuple[int, int], bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,5 +189,5 @@ class Missing:
     why: str
 
 
-Request = Keep | Forget | Look | Claim | Take | End
+Request = Keep | Digests | Forget | Look | Claim | Take | End
 Answer = Done | Found | Claimed | Content | Missing

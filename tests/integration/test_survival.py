@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import signal
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from tensorizer import EncryptionParams
 
-from dcp_tensorizer import CheckpointError, CheckpointManager, MetadataError, WriteError, open_reader
+from dcp_tensorizer import (
+    CheckpointError,
+    CheckpointManager,
+    MetadataError,
+    TensorizerStorageWriter,
+    WriteError,
+    open_reader,
+)
+from dcp_tensorizer._format.checksums import Digester
+from dcp_tensorizer._format.layout import block_size
 from dcp_tensorizer._loading.metadata_reader import read_head
 from dcp_tensorizer._managing import survival
 from dcp_tensorizer._saving.engine import engine_of_process
@@ -19,6 +31,8 @@ from dcp_tensorizer._saving.write_items import Item
 from dcp_tensorizer._saving.writer_client import Written
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._survival import runtime_directory
+from dcp_tensorizer._survival.keeper_process import KeeperProcess, Visit
+from dcp_tensorizer._survival.messages import Content, Extent
 
 from ..support import keepers_below
 from ..waiting import WAIT, Gate
@@ -149,3 +163,57 @@ def test_a_job_that_has_gone_back_and_dies(tmp_path: Path, sockets: Path) -> Non
     parent = read_head(LocalStorage(tmp_path / "run" / "step-5"))
     assert record is not None and record.record is not None and parent is not None
     assert record.record.parent == parent.save_id
+
+
+def mixed_state() -> dict[str, Any]:
+    """Tensors of several blocks, of one, of an element and of none, two in one storage, and an object."""
+    large, pair = torch.rand(2_000_000), torch.rand(100)
+    small = {"half": torch.rand(77).bfloat16(), "scalar": torch.tensor(3), "empty": torch.empty(0)}
+    return {"large": large, **small, "pair": pair, "first": pair[:10], "text": "some", "step": 1}
+
+
+@pytest.mark.parametrize("by", ["manager", "writer", "encrypting writer"])
+def test_the_digests_of_a_save_are_those_that_the_keeper_would_take(
+    tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """Of all that is in the buffer; of an encrypted save there are none, and the keeper takes its own."""
+    told: list[tuple[str, Any]] = []
+    tell = KeeperProcess.written
+
+    def written(process: KeeperProcess, number: str, known: Any) -> None:
+        told.append((number, known))
+        tell(process, number, known)
+
+    monkeypatch.setattr(KeeperProcess, "written", written)
+    if by == "manager":
+        saved: Any = manager_of(tmp_path / "run", survive_every=None)
+        saved.save(1, mixed_state(), wait=True)
+        saved._survival.settle()  # the keeper may be told of it when it has been written
+    else:
+        key = EncryptionParams.random() if by == "encrypting writer" else None
+        saved = TensorizerStorageWriter(tmp_path / "run", survive=WAIT, encryption=key)
+        dcp.async_save(mixed_state(), storage_writer=saved).result()
+    with saved:
+        ((number, known),) = told
+        content, digests = taken_from(sockets, number)
+        expected = {(extent.offset, extent.nbytes): own for extent, own in digests.items() if not extent.is_inline}
+        assert len(expected) == 5 and known == ({} if by == "encrypting writer" else expected)
+        assert dict(zip(content.state.extents, content.digests, strict=True)) == digests
+
+
+def taken_from(sockets: Path, number: str) -> tuple[Content, dict[Extent, bytes]]:
+    """What a keeper gives of a state, and the digests of what is there."""
+    (path,) = sockets.iterdir()
+    connection = runtime_directory.connect(path)
+    assert connection is not None
+    with closing(Visit(connection)) as visit:
+        visit.look(WAIT)
+        content, fd = visit.take(number)
+    digests = {}
+    for extent in content.state.extents:
+        digester = Digester(block_size(extent.nbytes))
+        inline = content.state.inline[extent.offset :][: extent.nbytes]
+        digester.update(memoryview(inline if extent.is_inline else os.pread(fd, extent.nbytes, extent.offset)))
+        digests[extent] = digester.digests()
+    os.close(fd)
+    return content, digests

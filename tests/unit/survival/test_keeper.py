@@ -7,11 +7,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dcp_tensorizer._descriptor import anonymous_file
+from dcp_tensorizer._format.checksums import digests_of
 from dcp_tensorizer._format.index_rows import SaveRecord
 from dcp_tensorizer._survival import keeper as keeper_module
 from dcp_tensorizer._survival.keeper import Keeper
@@ -19,6 +21,7 @@ from dcp_tensorizer._survival.messages import (
     Claim,
     Claimed,
     Content,
+    Digests,
     Done,
     End,
     Extent,
@@ -72,6 +75,30 @@ def buffer() -> Iterator[int]:
     os.pwrite(fd, b"x" * 100, 64)
     yield fd
     os.close(fd)
+
+
+def test_what_a_save_has_digested_is_not_digested_again(buffer: int) -> None:
+    """The trainer says what the writer process has found, of what this rank wrote; the rest is the keeper's to do."""
+    keeper, awaited = Keeper("run", 7, 60.0), replace(state("a"), digests_follow=True)
+    with connected(keeper, is_trainer=True) as trainer, connected(keeper) as visitor:
+        assert ask(trainer, awaited, (buffer,)) == Done()
+        assert ask(trainer, Digests("a", {(64, 100): b"of a save"})) == Done()
+        assert ask(trainer, Digests("a", {(64, 100): b"too late"})) == Done()
+        assert ask(trainer, Digests("gone", {})) == Done()
+        assert ask(visitor, Take("a")) == Content(awaited, (b"of a save", digests_of(b"abc")))
+
+
+@pytest.mark.parametrize("dies", ["before it is told", "afterwards"])
+def test_what_no_save_has_written_is_digested_when_the_trainer_is_gone(buffer: int, dies: str) -> None:
+    """The digests that were to follow will not come."""
+    keeper, awaited = Keeper("run", 7, 60.0), replace(state("a"), digests_follow=True)
+    with connected(keeper, is_trainer=True) as trainer, connected(keeper) as visitor:
+        if dies == "before it is told":
+            keeper.orphan()
+        assert ask(trainer, awaited, (buffer,)) == Done()
+        keeper.orphan()
+        assert ask(trainer, Digests("a", {(64, 100): b"too late"})) == Done()
+        assert ask(visitor, Take("a")) == Content(awaited, (digests_of(b"x" * 100), digests_of(b"abc")))
 
 
 def test_a_state_is_given_with_its_digests(buffer: int) -> None:
