@@ -1,6 +1,6 @@
 """Restarts from memory: how long they take, what they cost while nothing fails, and how many steps a crash loses.
 
-``python -m benchmarks.restarts`` (about 13 minutes). Each figure beside its peers of the same run: a plain copy of the
+``python -m benchmarks.restarts`` (about 6 minutes). Each figure beside its peers of the same run: a plain copy of the
 same bytes, verified loads from the disk and from the page cache, and the same job without ``survive``.
 """
 
@@ -54,7 +54,7 @@ _WHAT = (
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.restarts", description=__doc__)
     parser.add_argument("--gib", type=float, default=2.0, help="of the state that is restored, and saved")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--folder", help="where to save; the temporary directory otherwise")
     parser.add_argument("--redraw", action="store_true", help="the page from the stored results, without measuring")
     options = parser.parse_args()

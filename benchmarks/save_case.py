@@ -25,7 +25,7 @@ from .ranks import leave_results, left_results
 from .savers import SAVERS, State, discard
 from .workloads import SETTINGS, nbytes
 
-_IDLE_SECONDS = 2.0
+_IDLE_SECONDS = 1.0
 _MATRIX = 192
 _TMPFS = "/dev/shm"
 BESIDE = "loop beside a busy core"
