@@ -10,7 +10,8 @@ speed of the loop. Beside small matrix products the longest gap in a save of 5,0
 With 0.1 ms such a loop loses a fifth of its speed to the switching.
 
 The interval is the whole process's, and so the trainer's. It is short while a save works on a thread of its own, and
-is the trainer's again afterwards. One that somebody sets meanwhile stays.
+is the trainer's again afterwards. One that somebody sets meanwhile stays. So does the short one where somebody reads
+it meanwhile, and sets it again later.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ._forks import in_child
 __all__ = ["QuickTurns"]
 
 _SECONDS = 0.0005
+_RESOLUTION = 2e-6  # Python keeps whole microseconds
 
 
 class _Interval:
@@ -34,7 +36,6 @@ class _Interval:
         self._lock = threading.RLock()
         self._users: set[int] = set()
         self._before: float | None = None  # the trainer's, while it is short
-        self._short = 0.0  # as Python gives it back
         in_child(self, _Interval._let_go)
 
     def _let_go(self) -> None:
@@ -50,7 +51,6 @@ class _Interval:
             if self._before is None and before > _SECONDS:
                 self._before = before
                 sys.setswitchinterval(_SECONDS)
-                self._short = sys.getswitchinterval()
 
     def leave(self, user: int) -> None:
         """The last user's end is the end of it."""
@@ -61,7 +61,8 @@ class _Interval:
 
     def _restore(self) -> None:
         before, self._before = self._before, None
-        if before is not None and sys.getswitchinterval() == self._short:  # else somebody has set another one
+        is_ours = abs(sys.getswitchinterval() - _SECONDS) < _RESOLUTION  # else somebody has set another one
+        if before is not None and is_ours:
             sys.setswitchinterval(before)
 
 

@@ -1,7 +1,7 @@
 """Keeping states in memory while they are saved, for processes that are started again before the save is committed.
 
 stage() ──▶ forgets the states whose saves are over: their buffers are free
-write() ──▶ tells the keeper what is where in the buffer, and then writes it
+write() ──▶ tells the keeper what is where in the buffer, writes it, and tells the digests that were taken then
 close() ──▶ ends the keeper, unless what it has is not on storage
 
 The coordinator gives the state its id, beside the plans that it sends back. So it is the same on all ranks.

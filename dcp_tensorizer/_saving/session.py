@@ -140,6 +140,7 @@ class SaveSession:
             raise type(error)(f"rank {self._rank}: {error}") from error
         finally:
             if self._staged_save is not None:
+                self._staged_save.on_written = None  # it refers to whoever keeps the state
                 self._staged_save.release()
                 saver.stager.written(self._staged_save)
             if not saver.options.cache:
@@ -190,6 +191,10 @@ class SaveSession:
     def end(self) -> None:
         """Lets others clean up where it was saved. Idempotent."""
         self._end_turns()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Lets go of the directory. Idempotent."""
         if self._lock is not None:
             self._lock.release()
 
@@ -225,8 +230,8 @@ class SaveSession:
         omitted = frozenset() if self._staged_save is None else self._staged_save.omitted
         items = resolve(plan, planner, self._is_staged, omitted)
         written = self._write_files(items)
-        self._tell_digests(items, written)
         try:
+            self._tell_digests(items, written)
             cipher = self._saver.options.write.cipher
             results = write_results(items, written.done, self._rank, planner, cipher, self._compare)
             if not self._commits:

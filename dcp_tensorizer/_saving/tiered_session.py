@@ -76,9 +76,9 @@ class TieredSession(SaveSession):
         super().finish(metadata, results)
         self._follow()
 
-    def end(self) -> None:
-        """Also removes what this rank has written here, unless the flush has it. Idempotent."""
-        super().end()
+    def _let_go(self) -> None:
+        """Also removes what this rank has written here, unless the flush has it."""
+        super()._let_go()
         if self._writing is not None:
             undo(self._writing)
 
@@ -147,7 +147,7 @@ class TieredSession(SaveSession):
             "rank %d: %s is not used, and this save goes to %s directly, which takes longer: %s",
             *(self._rank, self.storage.path, self.path, describe(error)),
         )
-        self.end()
+        self._let_go()
         self._writing, self._local_files = None, {}
         self.storage = self._flushing.target.open(self._place)
         self.storage.make_directory()

@@ -50,6 +50,7 @@ class LocalStorage(Storage):
     def __init__(self, root: Path, *, local_types: Collection[str] = _LOCAL_TYPES) -> None:
         self._root = root
         self._local_types = local_types
+        self._is_local_known: bool | None = None
         self.path = self.location = str(root)
         self.reads = ReadTuning(
             max_threads=min(8, 4 * cores()),
@@ -203,10 +204,15 @@ class LocalStorage(Storage):
             return isinstance(error, FileNotFoundError)
         return True
 
-    @functools.cached_property
+    @property
     def _is_local(self) -> bool:
-        """Whether only this machine uses the file system. The list of mounts is long, and a save asks nine times."""
-        return file_system(self._root) in self._local_types
+        """Whether only this machine uses the file system. The list of mounts is long, and a save asks nine times.
+
+        Not a cached property: up to Python 3.11 a lock is held meanwhile, by which all would wait for a hung mount.
+        """
+        if self._is_local_known is None:
+            self._is_local_known = file_system(self._root) in self._local_types
+        return self._is_local_known
 
 
 class _FileLock(DirectoryLock):

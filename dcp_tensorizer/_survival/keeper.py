@@ -146,7 +146,7 @@ class Keeper:
             if not self._is_orphaned:
                 self._is_orphaned = True
                 self._wait_anew()
-                for kept in self._kept.values():
+                for kept in reversed(list(self._kept.values())):  # the newest one is wanted first
                     self._digest(kept)
 
     def wait_for_end(self, path: Path) -> None:

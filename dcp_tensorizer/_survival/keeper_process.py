@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from .._descriptor import Descriptor, anonymous_file
 from .._forks import in_child
-from .._threads import NEVER, Deadline
+from .._threads import NEVER, Deadline, in_background
 from .._writer_process.channel import Channel
 from .._writer_process.child import kill, said_by, start
 from ..errors import CheckpointError, ReadError, WriteError
@@ -67,7 +67,7 @@ class KeeperProcess:
             raise WriteError(f"the keeper of states in memory cannot be started: {error}") from error
         self._channel = Channel(ours)
         in_child(self, KeeperProcess._let_go)
-        self._started = False
+        self._started = self._is_left = False
 
     def _let_go(self) -> None:
         """In a forked child: the process is its parent's."""
@@ -78,9 +78,22 @@ class KeeperProcess:
         self._ask(state, [buffer.fd])
 
     def written(self, number: str, known: Mapping[tuple[int, int], bytes]) -> None:
-        """A state has been written; see `Digests`. If the keeper has died, the next request says so."""
-        with suppress(WriteError):
-            self._ask(Digests(number, known))
+        """A state has been written; see `Digests`.
+
+        It returns at once: a keeper that is stopped must not hold up a commit. One that does not answer is ended, for
+        a late answer would be taken for that to the next request.
+        """
+
+        def tell() -> None:
+            try:
+                self._ask(Digests(number, known))
+            except KeeperDied:
+                if not self._is_left:
+                    self.kill()
+            except WriteError:  # it is busy, and takes the digests itself when they are wanted
+                pass
+
+        in_background(tell, name="digests", daemon=True)
 
     def forget(self, ids: Sequence[str]) -> None:
         """Has states forgotten: their buffers may be written to now. Raises `KeeperDied`."""
@@ -111,6 +124,7 @@ class KeeperProcess:
 
     def leave(self, deadline: Deadline = NEVER) -> None:
         """Leaves it to a successor, as this process's death would; from then on, one finds it. Idempotent."""
+        self._is_left = True
         self._popen.returncode = 0  # nobody waits for it: it outlives this process
         self._channel.hang_up(deadline.within(_END_SECONDS))
         self._close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,16 @@ from dcp_tensorizer._format.checksums import Digester
 from dcp_tensorizer._format.layout import block_size
 from dcp_tensorizer._loading.metadata_reader import read_head
 from dcp_tensorizer._managing import survival
+from dcp_tensorizer._memory.shared_buffer import SharedBuffer
 from dcp_tensorizer._saving.engine import engine_of_process
 from dcp_tensorizer._saving.session import SaveSession
 from dcp_tensorizer._saving.write_items import Item
 from dcp_tensorizer._saving.writer_client import Written
 from dcp_tensorizer._storage.local import LocalStorage
-from dcp_tensorizer._survival import runtime_directory
-from dcp_tensorizer._survival.keeper_process import KeeperProcess, Visit
-from dcp_tensorizer._survival.messages import Content, Extent
+from dcp_tensorizer._survival import keeper_process, runtime_directory
+from dcp_tensorizer._survival.keeper_process import KeeperProcess, Visit, visits
+from dcp_tensorizer._survival.messages import Content, Extent, Keep, KeptHead
+from dcp_tensorizer._threads import Deadline
 
 from ..support import keepers_below
 from ..waiting import WAIT, Gate
@@ -217,3 +220,49 @@ def taken_from(sockets: Path, number: str) -> tuple[Content, dict[Extent, bytes]
         digests[extent] = digester.digests()
     os.close(fd)
     return content, digests
+
+
+def test_a_keeper_that_is_stopped_holds_up_no_save(
+    tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not answer when it is told the digests: the save is committed, and the keeper is ended."""
+    stopped = []
+    write = SaveSession._write_files
+
+    def stop_and_write(session: SaveSession, items: list[Item]) -> Written:
+        (keeper,) = keepers_below(sockets)
+        keeper.send_signal(signal.SIGSTOP)
+        stopped.append(keeper)
+        monkeypatch.setattr(keeper_process, "_ANSWER_SECONDS", 0.5)
+        return write(session, items)
+
+    monkeypatch.setattr(SaveSession, "_write_files", stop_and_write)
+    with TensorizerStorageWriter(tmp_path / "run", survive=WAIT) as writer:
+        dcp.async_save(state_of(1), storage_writer=writer).result()
+        stopped[0].wait(WAIT)
+    loaded = state_of(0)
+    dcp.load(loaded, storage_reader=open_reader(tmp_path / "run"))
+    assert step_of(loaded) == 1
+
+
+@pytest.mark.parametrize("goes_on", ["before it is left", "afterwards"])
+def test_a_keeper_is_left_while_it_is_told_digests(sockets: Path, goes_on: str) -> None:
+    """It lives on with what it has: that its trainer cannot reach it any more is no reason to end it."""
+    head = KeptHead("a", 1, "run", 0, 1, None)
+    with closing(SharedBuffer(4096)) as buffer:
+        process = KeeperProcess("job", "run", WAIT)
+        process.keep(Keep(head, buffer.nbytes, (Extent(False, 0, 100),), b"", b"", WAIT, digests_follow=True), buffer)
+        (keeper,) = keepers_below(sockets)
+        if goes_on == "afterwards":
+            keeper.send_signal(signal.SIGSTOP)
+        process.written("a", {(0, 100): b"of a save"})
+        process.leave(Deadline(0.1))
+        keeper.send_signal(signal.SIGCONT)
+        for thread in threading.enumerate():
+            if thread.name == "digests":
+                thread.join(WAIT)
+        (visit,), silent = visits("job", WAIT)
+        with closing(visit):
+            assert (visit.found.heads, silent) == ((head,), [])
+            visit.end()
+        keeper.wait(WAIT)
