@@ -228,6 +228,7 @@ def test_huge_pages_for_those_who_ask(setting: str | None, tmp_path: Path, monke
         advices.append(advice)
         advise(address, nbytes, advice)
 
+    monkeypatch.setattr(shared_buffer, "cores", lambda: 1)
     monkeypatch.setattr(shared_buffer, "_SHARED_HUGE_PAGES", tmp_path / "shmem_enabled")
     monkeypatch.setattr(shared_buffer, "_advise", noted)
     monkeypatch.setattr(shared_buffer, "_STEP", 1 << 20)
@@ -241,6 +242,34 @@ def test_huge_pages_for_those_who_ask(setting: str | None, tmp_path: Path, monke
         assert advices == [14] * (setting is not None and "[advise]" in setting) + [23] * 5
         buffer.allocate(torch.uint8, (buffer.nbytes,)).fill_(7)
         assert os.pread(buffer.fd, 1, buffer.nbytes - 1) == b"\7"
+    finally:
+        buffer.close()
+
+
+@pytest.mark.parametrize("threads", ["are there", "are short"])
+def test_several_threads_make_the_pages(threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each its share of a step, in whole huge pages; what they do not make is made without them."""
+    made: list[tuple[int, int]] = []
+    advise = shared_buffer._advise
+
+    def noted(address: int, nbytes: int, advice: int) -> None:
+        made.append((address, nbytes))
+        advise(address, nbytes, advice)
+
+    def short(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(shared_buffer, "_advise", noted)
+    monkeypatch.setattr(shared_buffer, "_STEP", 12 << 20)
+    monkeypatch.setattr(shared_buffer, "cores", lambda: 3)
+    if threads == "are short":
+        monkeypatch.setattr(shared_buffer, "in_threads", short)
+    buffer = SharedBuffer(17 << 20)
+    try:
+        assert os.fstat(buffer.fd).st_blocks * 512 >= buffer.nbytes
+        shares = [(0, 4), (4, 4), (8, 4), (12, 2), (14, 2), (16, 1)]
+        expected = [(buffer._base + (start << 20), length << 20) for start, length in shares]
+        assert sorted(made) == ([] if threads == "are short" else expected)
     finally:
         buffer.close()
 
