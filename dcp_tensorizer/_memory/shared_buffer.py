@@ -41,7 +41,6 @@ _PAGE = mmap.PAGESIZE
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14, <asm-generic/mman-common.h>; not named in the mmap module
 _STEP = 256 << 20  # of what takes long
-_PIECE = 16 << 20
 _HUGE_PAGE = 2 << 20
 _MAX_THREADS = 4
 _SHARED_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -245,14 +244,7 @@ def _populate(address: int, nbytes: int, threads: int) -> None:
     share = -(-share // _HUGE_PAGE) * _HUGE_PAGE
     parts = [(address + start, min(share, nbytes - start)) for start in range(0, nbytes, share)]
     with suppress(RuntimeError):  # the system has no more threads, or the interpreter is ending
-        in_threads(_make_pages, parts)
-
-
-def _make_pages(part: tuple[int, int]) -> None:
-    """Piece by piece: whoever wants to map other memory waits for one, a hundredth of a second."""
-    address, nbytes = part
-    for start in range(0, nbytes, _PIECE):
-        _advise(address + start, min(_PIECE, nbytes - start), _MADV_POPULATE_WRITE)
+        in_threads(lambda part: _advise(*part, _MADV_POPULATE_WRITE), parts)
 
 
 def _has_huge_pages() -> bool:
