@@ -1,4 +1,4 @@
-"""The save benchmark: `python -m benchmarks.save` (about 13 minutes; `--quick` for a smaller one, not to be quoted).
+"""The save benchmark: `python -m benchmarks.save` (about 16 minutes; `--quick` for a smaller one, not to be quoted).
 
 `--redraw` makes the page and the picture again from the stored results, and measures nothing.
 """

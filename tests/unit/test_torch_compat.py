@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dcp_tensorizer._torch_compat import is_plain
+from dcp_tensorizer._torch_compat import is_plain, negated_view
 
 COMPLEX = torch.arange(6).to(torch.complex64).view(2, 3)
 REAL = torch.arange(6.0).view(2, 3)
@@ -19,7 +19,7 @@ REAL = torch.arange(6.0).view(2, 3)
         REAL.T,
         REAL[:, 1:],
         REAL[1:],
-        torch._neg_view(REAL),
+        negated_view(REAL),
         COMPLEX,
         COMPLEX.conj(),
         COMPLEX.conj().imag,
