@@ -107,20 +107,37 @@ def measure(options: argparse.Namespace, name: str) -> dict[str, Any]:
         sizes = {options.only: tuple(options.sizes or sizes[options.only])}
     rounds = options.rounds or (3 if options.large else 1)
     here = machine(options.folder)
-    known = stored(name) if options.only and (RESULTS / f"{name}.json").exists() else {"results": [], "measured": {}}
+    known = stored(name) if options.only and (RESULTS / f"{name}.json").exists() else {"results": []}
     with tempfile.TemporaryDirectory(dir=options.folder or Path.cwd()) as folder:
         results = [result for part in sizes for result in _PARTS[part](sizes[part], rounds, folder)]
+    for result in results:
+        result["of"] = f"{here['date']}, commit {here['commit']}"
     measured = {(part, size) for part in sizes for size in sizes[part]}
     results += [old for old in known["results"] if (old["case"]["kind"], old["case"]["size"]) not in measured]
     summary = summarise(results)
     return {
         "machine": here,
-        "measured": known["measured"] | dict.fromkeys(sizes, f"{here['date']}, commit {here['commit']}"),
+        "measured": _measured(results),
         "plotted": any(result["case"]["kind"] == "worlds" for result in results) and not options.quick,
         "ratios": ratios(summary),
         "summary": summary,
         "results": results,
     }
+
+
+def _measured(results: list[dict[str, Any]]) -> dict[str, str]:
+    """When each part was measured; size by size, where that was not at once."""
+    parts: dict[str, dict[str, set[int]]] = {}
+    for result in results:
+        parts.setdefault(result["case"]["kind"], {}).setdefault(result["of"], set()).add(result["case"]["size"])
+    return {part: _shown(moments) for part, moments in parts.items()}
+
+
+def _shown(moments: dict[str, set[int]]) -> str:
+    if len(moments) == 1:
+        return next(iter(moments))
+    sizes = {when: ", ".join(f"{size:,}" for size in sorted(of)) for when, of in moments.items()}
+    return "; ".join(f"{when}: {sizes[when]}" for when in sorted(sizes))
 
 
 if __name__ == "__main__":
