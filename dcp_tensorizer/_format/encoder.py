@@ -20,13 +20,13 @@ import xxhash
 
 from .checksums import Digester, TensorHashes, crc32_of, digests_of
 from .layout import NONCE_BYTES, StoredItem, block_size
-from .part_buffer import Parts, PartSink
+from .part_buffer import PartMemory, Parts, PartSink
 from .tensorizer_file import END, Entry, FileLayout, T
 
 if TYPE_CHECKING:
     from .encryption import Cipher
 
-__all__ = ["BUFFER_BYTES", "encode"]
+__all__ = ["BUFFER_BYTES", "Encoded", "encode", "encode_ahead"]
 
 BUFFER_BYTES = 256 << 20
 
@@ -34,6 +34,15 @@ BUFFER_BYTES = 256 << 20
 _PIECE = 512 << 10
 
 _MIN_PARTS = 6  # five that one thread fills, and one that is being written
+
+
+class Encoded(NamedTuple):
+    """A file that is encoded, whose last parts may still be on their way to the sink."""
+
+    items: list[StoredItem]
+    """Its tensors as they are stored, in file order."""
+    parts: Parts
+    """To be finished before the sink is completed."""
 
 
 def encode(
@@ -45,9 +54,30 @@ def encode(
     *,
     file: str = "",
     piece_bytes: int = _PIECE,
-    complete: bool = True,
 ) -> list[StoredItem]:
-    """Writes a complete tensorizer file and closes the sink.
+    """Writes a complete tensorizer file, closes the sink, and returns what is in it: see `encode_ahead`."""
+    items, parts = encode_ahead(layout, contents, sink, threads, buffer_bytes, file=file, piece_bytes=piece_bytes)
+    try:
+        parts.finish()
+        sink.complete()
+    except BaseException:
+        sink.abort()
+        raise
+    return items
+
+
+def encode_ahead(
+    layout: FileLayout[T],
+    contents: Callable[[T], memoryview],
+    sink: PartSink,
+    threads: int,
+    buffer_bytes: int = BUFFER_BYTES,
+    memory: PartMemory | None = None,
+    *,
+    file: str = "",
+    piece_bytes: int = _PIECE,
+) -> Encoded:
+    """Encodes a tensorizer file, and returns while its last parts are on their way to the sink.
 
     Holds ``3 * threads + sink.concurrency + 2`` parts in memory at most, a block a thread if it encrypts, and what is
     asked of ``contents``: one tensor's bytes a thread. A sink that takes parts in their order only costs another pass
@@ -61,12 +91,9 @@ def encode(
         threads: Hashing threads.
         buffer_bytes: Memory for parts, of which six are the least. Where more do not fit, fewer threads hash, and
             fewer parts are written at once.
+        memory: That of the parts, which the next file may share.
         file: The file's name, for the items.
         piece_bytes: Bytes that are hashed and copied at once.
-        complete: Complete the sink; otherwise the caller does.
-
-    Returns:
-        The tensors as they are stored, in file order.
 
     Raises:
         OSError: the sink failed.
@@ -74,19 +101,18 @@ def encode(
     room = max(_MIN_PARTS, buffer_bytes // sink.part_bytes)
     threads = max(1, min(threads, (room - 3) // 3))
     filling = 3 * threads + 2
-    writing = min(sink.concurrency, room - filling)
     try:
-        with ThreadPoolExecutor(writing, thread_name_prefix="parts") as io:
-            parts = Parts(layout.nbytes, sink, io, filling + writing)
+        writing = min(sink.concurrency, room - filling)
+        parts = Parts(layout.nbytes, sink, filling=filling, writing=writing, memory=memory)
+        try:
             encoding = _Encoding(layout, contents, parts, threads, file, piece_bytes)
-            items = encoding.run_in_order() if sink.in_order else encoding.run()
-            parts.finish()
-        if complete:
-            sink.complete()
+            return Encoded(encoding.run_in_order() if sink.in_order else encoding.run(), parts)
+        except BaseException as error:
+            parts.abandon(error)
+            raise
     except BaseException:
         sink.abort()
         raise
-    return items
 
 
 class _Encoding(Generic[T]):

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-__all__ = ["PartSink", "Parts"]
+__all__ = ["PartMemory", "PartSink", "Parts"]
 
 
 class PartSink(Protocol):
@@ -38,23 +38,75 @@ class PartSink(Protocol):
         """Drops the file."""
 
 
+class PartMemory:
+    """Memory for the parts of one file after the other: what a part leaves when it is written, another one gets.
+
+    Fresh memory costs as much as a copy of its size.
+
+    Attributes:
+        changed: Held to take memory, and told when some comes back.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self._free: list[np.ndarray] = []
+        self._part_bytes = 0
+        self._allowed = 0
+        self._made = 0
+
+    def allow(self, part_bytes: int, count: int) -> None:
+        """Has ``take`` give parts of this size, so many at once; what is left of another size is dropped."""
+        with self.changed:
+            if part_bytes != self._part_bytes:
+                self._made -= sum(buffer.nbytes for buffer in self._free)
+                self._free.clear()
+            self._part_bytes, self._allowed = part_bytes, part_bytes * count
+
+    def take(self) -> np.ndarray | None:
+        """Memory of a part, for who holds ``changed``; None while others have all of it."""
+        if self._free:
+            return self._free.pop()
+        if self._made + self._part_bytes > self._allowed:
+            return None
+        self._made += self._part_bytes
+        return _new_buffer(self._part_bytes)
+
+    def give_back(self, buffer: np.ndarray) -> None:
+        """Lets others have it."""
+        with self.changed:
+            if buffer.nbytes == self._part_bytes:
+                self._free.append(buffer)
+            else:
+                self._made -= buffer.nbytes
+            self.changed.notify_all()
+
+
 class Parts:
     """The parts of a file that are being filled, by several threads and in any order.
 
     The memory is bounded, and filling waits for it. It cannot wait for ever as long as tensors are begun in file
     order: a part that is incomplete is one that a tensor in hand begins, ends or has got to, or the last one begun.
+
+    Args:
+        nbytes: Of the file.
+        sink: Takes the parts.
+        filling: How many are filled at once, at most.
+        writing: How many are written at once, at most.
+        memory: Theirs, which other files may share.
     """
 
-    def __init__(self, nbytes: int, sink: PartSink, io: ThreadPoolExecutor, buffers: int) -> None:
+    def __init__(
+        self, nbytes: int, sink: PartSink, *, filling: int, writing: int, memory: PartMemory | None = None
+    ) -> None:
         self._nbytes = nbytes
         self._sink = sink
-        self._io = io
-        self._free: list[np.ndarray] = []
-        self._unmade = buffers
+        self._io = ThreadPoolExecutor(writing, thread_name_prefix="parts")
+        self._memory = memory or PartMemory()
+        self._memory.allow(sink.part_bytes, filling + writing)
         self._filling: dict[int, np.ndarray] = {}
         self._missing: dict[int, int] = {}
         self._error: BaseException | None = None
-        self._changed = threading.Condition()
+        self._changed = self._memory.changed
 
     def fill(self, offset: int, data: np.ndarray) -> None:
         """Copies bytes to their place in the file; whatever part they complete leaves for the sink."""
@@ -95,6 +147,13 @@ class Parts:
             raise self._error
         assert not self._filling, "a part was never completed"
 
+    def abandon(self, error: BaseException) -> None:
+        """Returns when the sink gets no more parts, for who fills no more either: the file is lost."""
+        self.fail(error)
+        self._io.shutdown()
+        while self._filling:
+            self._memory.give_back(self._filling.popitem()[1])
+
     def fail(self, error: BaseException) -> None:
         """Stops every thread that fills: the file is lost."""
         with self._changed:
@@ -110,32 +169,24 @@ class Parts:
             while number not in self._filling:
                 if self._error is not None:
                     raise self._error
-                if self._free or self._unmade:
-                    self._filling[number] = self._buffer()
+                buffer = self._memory.take()
+                if buffer is None:
+                    self._changed.wait()
+                else:
+                    self._filling[number] = buffer
                     start = number * self._sink.part_bytes
                     self._missing[number] = min(self._sink.part_bytes, self._nbytes - start)
-                else:
-                    self._changed.wait()
             return self._filling[number]
 
-    def _buffer(self) -> np.ndarray:
-        if self._free:
-            return self._free.pop()
-        self._unmade -= 1
-        return _new_buffer(self._sink.part_bytes)
-
     def _put(self, number: int, buffer: np.ndarray) -> None:
-        if self._error is not None:
-            return
         try:
-            count = min(self._sink.part_bytes, self._nbytes - number * self._sink.part_bytes)
-            self._sink.put_part(number, buffer[:count].data)
+            if self._error is None:
+                count = min(self._sink.part_bytes, self._nbytes - number * self._sink.part_bytes)
+                self._sink.put_part(number, buffer[:count].data)
         except BaseException as error:
             self.fail(error)
-            return
-        with self._changed:
-            self._free.append(buffer)
-            self._changed.notify_all()
+        finally:
+            self._memory.give_back(buffer)  # also after a failure: the next file may wait for it
 
 
 def _new_buffer(nbytes: int) -> np.ndarray:

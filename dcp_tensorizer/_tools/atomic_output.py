@@ -7,7 +7,6 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -117,25 +116,24 @@ def written_file(storage: Storage, name: str, nbytes: int) -> Iterator[Callable[
         sink = storage.create(name, nbytes, sync=True)
     except OSError as error:
         raise WriteError(storage.scrub(f"cannot create {storage.path}/{name}: {error}")) from error
+    parts = Parts(nbytes, sink, filling=2, writing=sink.concurrency)
+    offset = 0
+
+    def write_piece(piece: memoryview) -> None:
+        nonlocal offset
+        if piece.nbytes:
+            parts.fill(offset, np.frombuffer(piece, dtype=np.uint8))
+            offset += piece.nbytes
+
     try:
-        with ThreadPoolExecutor(sink.concurrency, thread_name_prefix="parts") as io:
-            parts = Parts(nbytes, sink, io, sink.concurrency + 2)
-            offset = 0
-
-            def write_piece(piece: memoryview) -> None:
-                nonlocal offset
-                if piece.nbytes:
-                    parts.fill(offset, np.frombuffer(piece, dtype=np.uint8))
-                    offset += piece.nbytes
-
-            yield write_piece
-            parts.finish()
+        yield write_piece
+        parts.finish()
         sink.complete()
-    except OSError as error:
+    except BaseException as error:
+        parts.abandon(error)
         sink.abort()
-        raise WriteError(storage.scrub(f"cannot write {storage.path}/{name}: {error}")) from error
-    except BaseException:
-        sink.abort()
+        if isinstance(error, OSError):
+            raise WriteError(storage.scrub(f"cannot write {storage.path}/{name}: {error}")) from error
         raise
 
 

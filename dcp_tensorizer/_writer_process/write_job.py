@@ -11,7 +11,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from .._format.encoder import BUFFER_BYTES, encode
+from .._format.encoder import BUFFER_BYTES, encode_ahead
+from .._format.part_buffer import PartMemory, Parts
 from .._format.tensorizer_file import lay_out
 from .._storage.base import TIMEOUT, Sink, Storage
 from .._storage.open import open_storage
@@ -76,6 +77,7 @@ class FileJob:
         self._adopted_bytes = 0
         self._refusals = 0
         self._sinks: list[Sink] = []
+        self._memory = PartMemory()
         self._abandoned = False
         self._completing = threading.Lock()
 
@@ -125,8 +127,8 @@ class FileJob:
                 completions: list[Future[None]] = []
                 for file in written:
                     name = file.name
-                    results[name] = self._write(file)
-                    completions.append(pool.submit(self._complete, self._sinks[-1]))
+                    results[name], parts = self._write(file)
+                    completions.append(pool.submit(self._complete, self._sinks[-1], parts))
                 hash_seconds = time.perf_counter() - started
                 for file, completion in zip(written, completions, strict=True):
                     name = file.name
@@ -179,17 +181,19 @@ class FileJob:
         with self._completing:
             self.remove()
 
-    def _write(self, file: FileRequest) -> FileResult:
+    def _write(self, file: FileRequest) -> tuple[FileResult, Parts]:
+        """Encodes a file, whose last parts may still be on their way."""
         layout = lay_out(file.tensors, self._cipher, sha256=self._sha256)
         sink = self._storage.create(file.name, layout.nbytes, sync=self._sync)
         self._sinks.append(sink)
-        written = encode(
-            layout, self._contents, sink, self._threads, self._buffer_bytes, file=file.name, complete=False
+        encoded = encode_ahead(
+            layout, self._contents, sink, self._threads, self._buffer_bytes, self._memory, file=file.name
         )
-        return FileResult(file.name, layout.nbytes, tuple(written))
+        return FileResult(file.name, layout.nbytes, tuple(encoded.items)), encoded.parts
 
-    def _complete(self, sink: Sink) -> None:
+    def _complete(self, sink: Sink, parts: Parts) -> None:
         try:
+            parts.finish()
             with self._completing:
                 if self._abandoned:
                     raise WriteError("nobody waits for this file any more")

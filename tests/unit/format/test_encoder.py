@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from tensorizer import TensorDeserializer, TensorSerializer
 from tensorizer.serialization import HashMismatchError
 
-from dcp_tensorizer._format.encoder import encode
+from dcp_tensorizer._format.encoder import encode, encode_ahead
 from dcp_tensorizer._format.layout import StoredItem
+from dcp_tensorizer._format.part_buffer import PartMemory
 from dcp_tensorizer._format.tensorizer_file import ALIGNMENT, lay_out
 from dcp_tensorizer._memory.tensor_bytes import host_bytes
 from dcp_tensorizer._writer_process.messages import TensorSource
@@ -307,3 +308,46 @@ def test_nothing_more_is_sent_when_a_part_has_failed() -> None:
     with pytest.raises(OSError, match="no"):
         encode(lay_out(sources([("t", tensor)])), bytes_of([("t", tensor)]), sink, threads=2)
     assert (sink.puts, sink.aborted) == (1, True)
+
+
+def test_the_next_file_is_begun_with_the_memory_that_the_last_one_leaves() -> None:
+    """A file's last parts are on their way meanwhile. All files of a save together have memory as one has it."""
+    tensors = [(f"{n}", filled(torch.uint8, (20_000,))) for n in range(10)]
+    layout, memory, may_put = lay_out(sources(tensors)), PartMemory(), threading.Event()
+
+    class Waiting(AddressSink):
+        def put_part(self, number: int, data: memoryview) -> None:
+            assert number < layout.nbytes // 4096 - 5 or may_put.wait(60)
+            super().put_part(number, data)
+
+    first, second = Waiting(4096), AddressSink(4096)
+    ahead = encode_ahead(layout, bytes_of(tensors), first, 2, memory=memory)
+    assert len(first.parts) < layout.nbytes // 4096
+    files = []
+    other = threading.Thread(
+        target=lambda: files.append(encode_ahead(layout, bytes_of(tensors), second, 2, memory=memory))
+    )
+    other.start()
+    may_put.set()
+    other.join()
+    for encoded_file in (ahead, *files):
+        encoded_file.parts.finish()
+    assert first.content == second.content
+    assert len(first.addresses | second.addresses) <= 3 * 2 + BufferSink.concurrency + 2
+
+
+@pytest.mark.parametrize("part_bytes", [1 << 12, 1 << 16])
+def test_a_file_that_fails_leaves_its_memory_to_the_next(part_bytes: int) -> None:
+    """Also where the next one's parts are of another size; else that would wait for ever."""
+    memory = PartMemory()
+    tensors = [(f"{n}", filled(torch.uint8, (20_000,))) for n in range(10)]
+    layout = lay_out(sources(tensors))
+    for limit in (0, 100_000, 150_000):
+        failing = FailingSink(limit, in_order=False)
+        with pytest.raises(OSError, match="No space left"):
+            encode_ahead(layout, bytes_of(tensors), failing, 2, memory=memory).parts.finish()
+    sink = BufferSink(part_bytes)
+    encode_ahead(layout, bytes_of(tensors), sink, 2, memory=memory).parts.finish()
+    expected = BufferSink(part_bytes)
+    encode(layout, bytes_of(tensors), expected, 1)
+    assert sink.content == expected.content
