@@ -144,7 +144,7 @@ class Cuda:
     """GPUs, as torch gives them: NVIDIA's, or in its ROCm builds AMD's."""
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
-        return tensor.device.index if tensor.device.type == "cuda" else None
+        return tensor.device.index if tensor.is_cuda else None
 
     def side_stream(self, index: int) -> SideStream:
         return _CudaStream(index)

@@ -159,7 +159,9 @@ class SharedBuffer:
         if self._used > self.nbytes:
             raise StagingError(f"the staging buffer of {self.nbytes:,} bytes is full")
         flat = torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset)
-        return flat if len(shape) == 1 else flat.view(shape)
+        if len(shape) == 1:
+            return flat
+        return flat.view(*shape) if shape else flat.view(())  # one argument takes twice as long
 
     def locate(self, tensor: torch.Tensor) -> int | None:
         """Offset of a tensor's bytes in the buffer; None if they are not in it, or are not its values in C order."""

@@ -19,6 +19,8 @@ _SUB_BYTE = {
     if isinstance(dtype := getattr(torch, name, None), torch.dtype)
 }
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # the classes of nearly all tensors; both have a storage of their own
+
 
 def check_supported(key: str, tensor: torch.Tensor) -> None:
     """Checks that the elements of a tensor are plain bytes.
@@ -45,7 +47,7 @@ def _fault(tensor: torch.Tensor) -> str | None:
         )
     if tensor.dtype in _SUB_BYTE:
         return f"of dtype {tensor.dtype}, which DCP cannot plan. Save what its view(torch.uint8) gives"
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and tensor.numel() and not _has_memory(tensor):
+    if type(tensor) not in _PLAIN and tensor.numel() and not _has_memory(tensor):
         return _opaque(tensor)
     return None
 
@@ -71,7 +73,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a subclass that has no storage of its own but is made of other tensors."""
-    return type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__")
+    return type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__")
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:

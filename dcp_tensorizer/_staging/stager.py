@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from .._memory.shared_buffer import SharedBuffer, aligned
 from .._memory.shared_mappings import SharedMappings, SharedTensors
 from .._threads import Deadline
 from ..errors import StagingError
+from .host_copies import Pair
 from .staged_save import Progress, StagedSave
 from .staged_saves import StagedSaves
 from .staged_state_dict import StagedStateDict, StagingFuture
@@ -42,6 +43,8 @@ class _Snapshot:
         in_place: The numbers of those that are written from where they are, in shared memory.
         omitted: The numbers of those that other ranks write. In their places are tensors without memory.
         shared: Those that are written from where they are; None if there are none.
+        sources: What is copied.
+        devices: Where those are that are not in host memory.
     """
 
     structure: dict[str, Any]
@@ -49,12 +52,8 @@ class _Snapshot:
     in_place: set[int]
     omitted: set[int]
     shared: SharedTensors | None
-
-    @property
-    def sources(self) -> list[torch.Tensor]:
-        """What is copied."""
-        elsewhere = self.in_place | self.omitted
-        return [tensor for number, tensor in enumerate(self.tensors) if number not in elsewhere]
+    sources: list[torch.Tensor]
+    devices: list[int]
 
     @collector_paused()
     def fill(self, copied: Iterable[torch.Tensor]) -> dict[str, Any]:
@@ -115,9 +114,9 @@ class Stager:
             StagingError: memory is short, or a tensor is of a kind that cannot be saved; names the key.
         """
         self.saves.reclaim()
-        sources = self._snapshot(state_dict).sources
-        pin_for = self._pin_for(sources)
-        self.saves.prewarm(_nbytes(sources), lambda nbytes: _new_buffer(nbytes, self._device, pin_for))
+        snapshot = self._snapshot(state_dict)
+        pin_for = self._pin_for(snapshot.devices)
+        self.saves.prewarm(_nbytes(snapshot.sources), lambda nbytes: _new_buffer(nbytes, self._device, pin_for))
 
     def wait_turn(self, before: StagedSave | None = None) -> None:
         """Waits until the saves that were staged earlier, all or those before a given one, are over."""
@@ -148,7 +147,8 @@ class Stager:
             staged_save.omitted = omitted
             snapshot = self._snapshot(state_dict, omitted)
             staged_save.shared = snapshot.shared
-            self._streams.follow(snapshot.sources)
+            if snapshot.devices:
+                self._streams.follow(snapshot.sources)
             if self._overlap:
                 if staged_save.shared is not None:  # its save may end without having written anything
                     threading.Thread(target=staged_save.wait_released, name="release", daemon=True).start()
@@ -211,13 +211,11 @@ class Stager:
         The staged state dict is built while devices copy, and before anything else is waited for.
         """
         try:
-            sources = snapshot.sources
-            buffer = staged_save.buffer = self.saves.take_buffer(_nbytes(sources))
+            buffer = staged_save.buffer = self.saves.take_buffer(_nbytes(snapshot.sources))
             buffer.is_kept = staged_save.is_kept
-            if (index := self._pin_for(sources)) is not None:
+            if (index := self._pin_for(snapshot.devices)) is not None:
                 buffer.pin(self._device, index)
-            tensors = self._allocate(sources, buffer)
-            copies = Copies(zip(tensors, sources, strict=True), self._streams, self._threads, self._limits)
+            tensors, copies = self._begin_copies(snapshot, buffer)
             staged_save.copies = copies
             copy_from_devices = self._copy_from_devices if copies.on_device else None
             if copy_from_devices is None:
@@ -240,12 +238,22 @@ class Stager:
             staged.clear()
 
     @collector_paused()
-    def _allocate(self, sources: Sequence[torch.Tensor], buffer: SharedBuffer) -> list[torch.Tensor]:
-        """Memory for a copy of each."""
+    def _begin_copies(self, snapshot: _Snapshot, buffer: SharedBuffer) -> tuple[list[torch.Tensor], Copies]:
+        """Makes a staged tensor for each source, and begins to copy what is in host memory."""
+        sources, index_of = snapshot.sources, self._device.index_of
+        is_on_host = not snapshot.devices  # all of them
         tensors: dict[int, torch.Tensor] = {}
-        for number in allocation_order(sources, self._device, self._limits):
-            tensors[number] = buffer.allocate(sources[number].dtype, sources[number].shape)
-        return [tensors[number] for number in range(len(sources))]
+
+        def pairs() -> Iterator[Pair]:
+            numbers = range(len(sources))
+            for number in numbers if is_on_host else allocation_order(sources, self._device, self._limits):
+                source = sources[number]
+                tensors[number] = staged = buffer.allocate(source.dtype, source.shape)
+                yield staged, source
+
+        host_bytes = sum(source.nbytes for source in sources if is_on_host or index_of(source) is None)
+        copies = Copies(pairs(), self._streams, self._threads, self._limits, host_bytes)
+        return [tensors[number] for number in range(len(sources))], copies
 
     @collector_paused()
     @torch.no_grad()
@@ -253,17 +261,20 @@ class Stager:
         tensors = TensorList(omitted)
         structure = {key: copy_structure(value, str(key), tensors) for key, value in state_dict.items()}
         mappings = SharedMappings() if self._in_place else None
-        in_place = {n for n, t in enumerate(tensors) if mappings is not None and mappings.locate(t) is not None}
         omitted_tensors = tensors.omitted
-        in_place -= omitted_tensors
+        in_place = set[int]()
+        if mappings is not None:
+            in_place = {n for n, t in enumerate(tensors) if mappings.locate(t) is not None} - omitted_tensors
         shared = SharedTensors(mappings, [tensors[n] for n in in_place]) if mappings is not None and in_place else None
-        return _Snapshot(structure, tensors, in_place, omitted_tensors, shared)
+        elsewhere = in_place | omitted_tensors
+        sources = [t for n, t in enumerate(tensors) if n not in elsewhere]
+        places = dict.fromkeys(map(self._device.index_of, sources))
+        devices = [index for index in places if index is not None]
+        return _Snapshot(structure, tensors, in_place, omitted_tensors, shared, sources, devices)
 
-    def _pin_for(self, sources: Sequence[torch.Tensor]) -> int | None:
-        """The first device that any of these are copied from, by this process."""
-        if self._copy_from_devices is not None:
-            return None
-        return next((index for tensor in sources if (index := self._device.index_of(tensor)) is not None), None)
+    def _pin_for(self, devices: Sequence[int]) -> int | None:
+        """The first device that anything is copied from, by this process."""
+        return None if self._copy_from_devices is not None or not devices else devices[0]
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -147,21 +147,19 @@ def _cannot_be_copied(key: str, value: object, why: str) -> StagingError:
     )
 
 
-def _inner_tensors(tensor: torch.Tensor, key: str) -> Iterator[torch.Tensor]:
+def _inner_tensors(tensor: torch.Tensor, key: str) -> list[torch.Tensor]:
     if isinstance(tensor, ShardedTensor):
-        for shard in tensor.local_shards():
-            yield from _inner_tensors(shard.tensor, key)
+        parts = [shard.tensor for shard in tensor.local_shards()]
     elif is_wrapper(tensor) and not tensor.is_nested:
         if hasattr(tensor, "trigger_wait"):  # a collective's result that may still be on its way
             tensor.trigger_wait()
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        for name in names:
-            inner = getattr(tensor, name)
-            if isinstance(inner, torch.Tensor):
-                yield from _inner_tensors(inner, key)
+        members = [getattr(tensor, name) for name in names]
+        parts = [member for member in members if isinstance(member, torch.Tensor)]
     else:
         check_supported(key, tensor)
-        yield tensor.detach()
+        return [tensor.detach()]
+    return [inner for part in parts for inner in _inner_tensors(part, key)]
 
 
 def fill_tensors(structure: Any, staged: Iterable[torch.Tensor]) -> Any:

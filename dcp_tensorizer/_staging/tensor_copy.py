@@ -8,9 +8,7 @@ lie side by side: see `allocation_order`.
 
 from __future__ import annotations
 
-import concurrent.futures
 import ctypes
-import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,21 +17,16 @@ import torch
 
 from .._memory.device import Device, Event, SideStream, SideStreams
 from .._memory.shared_buffer import aligned
-from .._threads import in_background
-from .._torch_compat import copy_all, is_plain
+from .._torch_compat import is_plain
+from .host_copies import HostCopies, Pair
 
 __all__ = [
     "DEFAULT_LIMITS",
     "Copies",
     "GatherLimits",
-    "Pair",
     "allocation_order",
-    "copy_on_host",
     "queue_on_device",
 ]
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""A staged tensor, and the tensor whose elements it gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +50,19 @@ class GatherLimits:
 DEFAULT_LIMITS = GatherLimits()
 _BATCH = 1024  # tensors that are gathered in one call
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-_COPY_PIECE = 32 << 20
-_SHARED_COPY = 8 << 20  # below it, starting a thread costs more than it saves
 
 
 class Copies:
     """Copies of a state dict's tensors: begun by one thread, and waited for by any.
+
+    What is in host memory is copied from the start, while the pairs are still being made.
 
     Args:
         pairs: Staged tensors, and the tensors that they are copies of.
         streams: The copies from devices are queued on these, after `SideStreams.follow`.
         threads: How many copy on the host.
         limits: What is gathered on a device.
+        host_bytes: How many bytes of them are in host memory.
     """
 
     def __init__(
@@ -77,15 +71,22 @@ class Copies:
         streams: SideStreams,
         threads: int,
         limits: GatherLimits = DEFAULT_LIMITS,
+        host_bytes: int = 0,
     ) -> None:
-        self._threads = threads
         self._limits = limits
-        self._on_host: list[Pair] = []
+        self._on_host = HostCopies(host_bytes, threads)
         self._on_device: dict[int, list[Pair]] = defaultdict(list)
-        for staged, source in pairs:
-            if source.numel():
-                index = streams.device.index_of(source)
-                (self._on_host if index is None else self._on_device[index]).append((staged, source))
+        index_of = streams.device.index_of
+        try:
+            for staged, source in pairs:
+                if (index := index_of(source)) is not None:
+                    if source.numel():
+                        self._on_device[index].append((staged, source))
+                elif source.numel():
+                    self._on_host.add(staged, source)
+        except BaseException:
+            self._on_host.wait()
+            raise
         self.streams = {index: streams[index] for index in self._on_device}
         self._marks: list[Event] = []
 
@@ -109,10 +110,11 @@ class Copies:
 
     def copy_from_host(self) -> None:
         """Copies what is in host memory, and returns when that is done."""
-        copy_on_host(self._on_host, self._threads)
+        self._on_host.finish()
 
     def wait(self) -> None:
-        """Returns when everything is copied."""
+        """Returns when everything is copied that has been begun."""
+        self._on_host.wait()
         for mark in self._marks:
             mark.synchronize()
 
@@ -130,12 +132,11 @@ def allocation_order(
     Gathered together are the small ones of one device and one element size.
     """
 
-    def rank(number: int) -> tuple[int, int, int]:
-        source = sources[number]
-        index = device.index_of(source) if limits.is_small(source) else None
-        return (1, 0, 0) if index is None else (0, index, source.itemsize)
-
-    return sorted(range(len(sources)), key=rank)
+    gathered: dict[int, tuple[int, int]] = {}
+    for number, source in enumerate(sources):
+        if (index := device.index_of(source)) is not None and limits.is_small(source):
+            gathered[number] = index, source.itemsize
+    return [*sorted(gathered, key=gathered.__getitem__), *(n for n in range(len(sources)) if n not in gathered)]
 
 
 def queue_on_device(pairs: Sequence[Pair], stream: SideStream, limits: GatherLimits = DEFAULT_LIMITS) -> None:
@@ -226,44 +227,3 @@ def _pieces_within(staged: torch.Tensor, source: torch.Tensor, nbytes: int) -> I
     for start in range(0, len(staged), nbytes // row):
         rows = slice(start, start + nbytes // row)
         yield staged[rows], source[rows]
-
-
-def copy_on_host(pairs: Sequence[Pair], threads: int) -> None:
-    """Copies tensors in host memory: with torch's threads, or where it has only one, with as many of ours."""
-    total = sum(staged.nbytes for staged, _ in pairs)
-    if threads == 1 or torch.get_num_threads() > 1 or total < _SHARED_COPY:
-        _copy_some(pairs)
-        return
-    first, *others = _shares([piece for pair in pairs for piece in _pieces(pair)], total, threads)
-    copies = [in_background(functools.partial(_copy_some, share)) for share in others]
-    try:
-        _copy_some(first)
-    finally:
-        concurrent.futures.wait(copies)  # nothing is written to the staged tensors any more
-    for copied in copies:
-        copied.result()
-
-
-def _copy_some(pairs: Sequence[Pair]) -> None:
-    if pairs:
-        with torch.no_grad():  # of its own in each thread
-            copy_all([staged for staged, _ in pairs], [source for _, source in pairs])
-
-
-def _pieces(pair: Pair) -> list[Pair]:
-    """A large tensor in pieces that several threads can share."""
-    staged, source = pair
-    count = -(-staged.nbytes // _COPY_PIECE)
-    if count < 2 or not source.is_contiguous():
-        return [pair]
-    return list(zip(staged.view(-1).tensor_split(count), source.view(-1).tensor_split(count), strict=True))
-
-
-def _shares(pairs: Sequence[Pair], total: int, count: int) -> list[list[Pair]]:
-    """Divides pairs among threads: about as many bytes for each."""
-    shares: list[list[Pair]] = [[] for _ in range(count)]
-    done = 0
-    for pair in pairs:
-        shares[min(count - 1, done * count // total)].append(pair)
-        done += pair[0].nbytes
-    return [share for share in shares if share]

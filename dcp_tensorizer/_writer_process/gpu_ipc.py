@@ -17,7 +17,8 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from .._memory.device import CUDA, Device, SideStream, SideStreams
 from .._memory.tensor_bytes import dtype_name, named_dtype
-from .._staging.tensor_copy import Copies, Pair
+from .._staging.host_copies import Pair
+from .._staging.tensor_copy import Copies
 from .._torch_compat import negated_view, release_ipc_counter
 from ..errors import StagingError, WriteError
 from .messages import DeviceTensor, SnapshotRequest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures.thread
 from collections.abc import Sequence
 
 import pytest
@@ -15,7 +14,6 @@ from dcp_tensorizer._staging.tensor_copy import (
     Copies,
     GatherLimits,
     allocation_order,
-    copy_on_host,
 )
 
 from ...simulated import SimulatedDevice
@@ -164,27 +162,3 @@ def test_what_is_changed_without_holding_is_torn() -> None:
     device.run(training_first=True)
     copies.wait()
     assert set(tensor.tolist()) == {2.0}
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_host_tensors_are_copied_by_any_number_of_threads(threads: int) -> None:
-    """Large and small ones, contiguous or not, with torch's threads or ours."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        sources = [torch.arange(10_000_000, dtype=torch.int32), torch.arange(12).view(3, 4).t(), torch.tensor(5)]
-        staged = [torch.empty(source.shape, dtype=source.dtype) for source in sources]
-        copy_on_host(list(zip(staged, sources, strict=True)), threads)
-        assert all(torch.equal(a, b) for a, b in zip(staged, sources, strict=True))
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_copies_while_the_interpreter_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When there are no more threads to be had, this one copies everything: a save that is under way is finished."""
-    sources = [filled(torch.float32, (1000, 1500), seed) for seed in range(3)]
-    staged = [torch.zeros(1000, 1500) for _ in sources]
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr(concurrent.futures.thread, "_shutdown", True)
-    copy_on_host(list(zip(staged, sources, strict=True)), 3)
-    assert all(same(tensor, source) for tensor, source in zip(staged, sources, strict=True))

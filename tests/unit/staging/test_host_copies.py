@@ -1,0 +1,115 @@
+"""Copies in host memory: what is in them, which threads make them, and when."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import concurrent.futures.thread
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+
+from dcp_tensorizer._memory.device import SideStreams
+from dcp_tensorizer._staging import host_copies
+from dcp_tensorizer._staging.host_copies import HostCopies
+from dcp_tensorizer._staging.tensor_copy import Copies
+
+from ...simulated import SimulatedDevice
+from ...support import filled, same
+
+_MEGABYTE = 1 << 18  # elements of float32
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As ``torchrun`` sets it: torch itself copies with one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def copied(sources: Sequence[torch.Tensor], threads: int) -> list[torch.Tensor]:
+    """Copies of tensors."""
+    staged = [torch.zeros(source.shape, dtype=source.dtype) for source in sources]
+    copies = HostCopies(sum(source.nbytes for source in sources), threads)
+    for pair in zip(staged, sources, strict=True):
+        copies.add(*pair)
+    copies.finish()
+    return staged
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+def test_tensors_are_copied_by_any_number_of_threads(threads: int) -> None:
+    """Large and small ones, contiguous or not."""
+    sources = [torch.arange(10_000_000, dtype=torch.int32), torch.arange(12).view(3, 4).t(), torch.tensor(5)]
+    sources += [torch.full((n, 1000), float(n)) for n in range(1, 200)]
+    assert [same(a, b) for a, b in zip(copied(sources, threads), sources, strict=True)] == [True] * len(sources)
+
+
+def test_copies_while_the_interpreter_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When there are no more threads to be had, this one copies everything: a save that is under way is finished."""
+    sources = [filled(torch.float32, (1000, 1500), seed) for seed in range(3)]
+    monkeypatch.setattr(concurrent.futures.thread, "_shutdown", True)
+    assert [same(a, b) for a, b in zip(copied(sources, 3), sources, strict=True)] == [True] * 3
+
+
+def at_once(operation: Callable[[], None]) -> concurrent.futures.Future[None]:
+    """In place of a thread: what would run beside this one is done when it is begun."""
+    done = concurrent.futures.Future[None]()
+    try:
+        done.set_result(operation())
+    except Exception as error:
+        done.set_exception(error)
+    return done
+
+
+def test_a_share_is_copied_as_soon_as_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others copy theirs before the last is complete; that one waits for `finish`, which this thread does."""
+    monkeypatch.setattr(host_copies, "in_background", at_once)
+    sources = [torch.ones(3 * _MEGABYTE) for _ in range(8)]
+    staged = [torch.zeros(3 * _MEGABYTE) for _ in sources]
+    copies = HostCopies(24 << 20, 4)
+    seen = []
+    for pair in zip(staged, sources, strict=True):
+        copies.add(*pair)
+        seen.append(sum(int(tensor[0]) for tensor in staged))
+    assert seen == [0, 2, 2, 4, 4, 6, 6, 6]
+    copies.finish()
+    assert [tensor.mean().item() for tensor in staged] == [1.0] * 8
+
+
+@pytest.mark.parametrize(("nbytes", "threads", "of_torch"), [(24 << 20, 1, 1), (1 << 20, 4, 1), (24 << 20, 4, 2)])
+def test_nobody_helps(monkeypatch: pytest.MonkeyPatch, nbytes: int, threads: int, of_torch: int) -> None:
+    """With one thread, with little to copy, and where torch itself copies with several."""
+    torch.set_num_threads(of_torch)
+    monkeypatch.setattr(host_copies, "in_background", None)
+    source = filled(torch.uint8, (nbytes,))
+    assert same(copied([source], threads)[0], source)
+
+
+def test_an_error_of_another_thread_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever share has failed: no staged state dict may hold half of the state."""
+    monkeypatch.setattr(host_copies, "in_background", at_once)
+    copies = HostCopies(24 << 20, 2)
+    copies.add(torch.zeros(4 * _MEGABYTE), torch.zeros(3 * _MEGABYTE))  # of another size
+    copies.add(torch.zeros(2 * _MEGABYTE), torch.zeros(2 * _MEGABYTE))
+    with pytest.raises(RuntimeError, match="size"):
+        copies.finish()
+
+
+def test_copies_that_have_begun_are_waited_for_when_the_rest_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffer is another save's then: nothing may be written to it any more."""
+    begun: list[concurrent.futures.Future[None]] = []
+    begin = host_copies.in_background
+    monkeypatch.setattr(host_copies, "in_background", lambda operation: begun.append(begin(operation)) or begun[-1])
+    source, staged = torch.ones(8 * _MEGABYTE), torch.zeros(8 * _MEGABYTE)
+
+    def pairs() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        yield staged, source
+        raise MemoryError("no more")
+
+    with pytest.raises(MemoryError, match="no more"):
+        Copies(pairs(), SideStreams(SimulatedDevice()), 2, host_bytes=16 << 20)
+    assert [future.done() for future in begun] == [True]
+    assert staged.mean().item() == 1.0
