@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import weakref
 
 from ._forks import in_child
@@ -25,6 +26,7 @@ from ._forks import in_child
 __all__ = ["QuickTurns"]
 
 _SECONDS = 0.0005
+_FIRST_TURN = 0.0001  # for the other thread to wake up
 _RESOLUTION = 2e-6  # Python keeps whole microseconds
 
 
@@ -70,11 +72,16 @@ _interval = _Interval()
 
 
 class QuickTurns:
-    """From its making to its end, the process's threads take turns more often. It also ends with this object."""
+    """From its making to its end, the process's threads take turns more often. It also ends with this object.
+
+    Whoever waits already does so for the interval from before: the calling thread lets that one have its turn first. It
+    may be training, which has just started this thread.
+    """
 
     def __init__(self) -> None:
         _interval.shorten(id(self))
         self._end = weakref.finalize(self, _interval.leave, id(self))
+        time.sleep(_FIRST_TURN)
 
     def end(self) -> None:
         """Idempotent."""
