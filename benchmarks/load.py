@@ -34,7 +34,7 @@ _RESHARDS = {
 
 
 def plan(folder: str, quick: bool) -> list[tuple[list[dict[str, Any]], int]]:
-    base = {"scale": 0.1 if quick else 1.0, "warm": 5, "cold": 3, "folder": folder}
+    base = {"scale": 0.1 if quick else 1.0, "warm": 5, "cold": 2, "folder": folder}
     whole = [
         {"format": f, "workload": w, "limits": f == _OURS, **base}
         for w in WORKLOADS
@@ -42,9 +42,9 @@ def plan(folder: str, quick: bool) -> list[tuple[list[dict[str, Any]], int]]:
         if w == _MAIN or f != _ENCRYPTED
     ]
     reshard = [
-        {"loader": c, "workload": _MAIN, "reshard": name, "saved": saved, "loaded": loaded, **base}
+        {"loaders": loaders, "workload": _MAIN, "reshard": name, "saved": saved, "loaded": loaded, **base}
         for name, (saved, loaded) in _RESHARDS.items()
-        for c in (_OURS, _UNVERIFIED, _TORCH)
+        for loaders in ([_OURS, _UNVERIFIED], [_TORCH])
     ]
     return [(whole, 1), (reshard, 1)]
 
@@ -54,7 +54,11 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     for result in (result for result in results if "error" not in result):
         case = result["case"]
         if "reshard" in case:
-            groups.setdefault(f"{case['loader']} | {case['workload']} | {case['reshard']}", []).append(result)
+            for loader in case["loaders"]:
+                ranks = [rank[loader] for rank in result["ranks"]]
+                groups.setdefault(f"{loader} | {case['workload']} | {case['reshard']}", []).append(
+                    {**result, "ranks": ranks}
+                )
             continue
         (measured,) = result["ranks"]
         for name, load in measured["loads"].items():

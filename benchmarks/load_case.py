@@ -106,7 +106,7 @@ def _reshard_rank(rank: int, case: dict[str, Any], folder: str, part: str) -> No
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (world,))
     path = f"{folder}/checkpoint"
-    ours = case["loader"].startswith("dcp_tensorizer")
+    ours = case["loaders"][0].startswith("dcp_tensorizer")
     full = WORKLOADS[case["workload"]](case["scale"])
     if part == "saved":
         state = {key: distribute_tensor(full.pop(key), mesh, [Shard(dim)]) for key in list(full)}
@@ -114,21 +114,23 @@ def _reshard_rank(rank: int, case: dict[str, Any], folder: str, part: str) -> No
             dcp.save(nested(state), storage_writer=writer if ours else FileSystemWriter(path), checkpoint_id=path)
     else:
         state = {key: zeros(full.pop(key).shape, device_mesh=mesh, placements=[Shard(dim)]) for key in list(full)}
-        results = []
-        for _ in range(case["warm"] + 1):
-            moved: list[int] = []
-            reader: Any = FileSystemReader(path)
-            if ours:
-                verify = "verify=False" not in case["loader"]
-                reader = TensorizerStorageReader(path, verify=verify, on_progress=_keep_total(moved))
-            if rank == 0:
-                fill_cache(Path(path))
-            dist.barrier()
-            started = time.perf_counter()
-            dcp.load(nested(state), storage_reader=reader)
-            results.append(time.perf_counter() - started)
         needed = sum(tensor.to_local().nbytes for tensor in state.values())
-        mine = {"warm": results[1:], "moved": moved[0] if moved else 0, "needed": needed}
+        mine: dict[str, dict[str, Any]] = {loader: {"warm": [], "needed": needed} for loader in case["loaders"]}
+        for number in range(case["warm"] + 1):
+            for loader, measured in mine.items():
+                moved: list[int] = []
+                reader: Any = FileSystemReader(path)
+                if ours:
+                    verify = "verify=False" not in loader
+                    reader = TensorizerStorageReader(path, verify=verify, on_progress=_keep_total(moved))
+                if rank == 0:
+                    fill_cache(Path(path))
+                dist.barrier()
+                started = time.perf_counter()
+                dcp.load(nested(state), storage_reader=reader)
+                measured["moved"] = moved[0] if moved else 0
+                if number:  # the first one allocates
+                    measured["warm"].append(time.perf_counter() - started)
         leave_results(folder, mine)
     dist.barrier()
     dist.destroy_process_group()

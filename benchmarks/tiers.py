@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=2.0, help="seconds between two saves")
     parser.add_argument("--remote", type=float, default=0.05, help="GB/s that the remote takes")
     parser.add_argument("--saves", type=int, default=15)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--folder", help="where to save; the temporary directory otherwise")
     parser.add_argument("--redraw", action="store_true", help="the page from the stored results, without measuring")
     options = parser.parse_args()
