@@ -94,6 +94,17 @@ def test_the_figures_of_the_readme_are_measured() -> None:
         assert [figure for figure in _figures(measured) if figure not in results] == []
 
 
+def test_what_the_figures_say_is_measured() -> None:
+    """Each figure with a decimal point on the page of figures stands in a file of results."""
+    said = (DOCS / "figures" / "index.md").read_text(encoding="utf-8").partition("## What they say")[2]
+    figures = re.findall(r"\d[\d,]*\.\d+", said)
+    assert len(figures) >= 12
+    results = set[str]()
+    for path in RESULTS.glob("*.md"):
+        results.update(re.findall(r"\d[\d,]*\.\d+", path.read_text(encoding="utf-8")))
+    assert [figure for figure in figures if figure not in results] == []
+
+
 @pytest.mark.parametrize(
     ("page", "begins", "ends"),
     [(DOCS / "failures.md", "## How this is tested", "`python -m"), (ROOT / "README.md", "`make soak`", "([results]")],
