@@ -60,7 +60,8 @@ def encode(
     try:
         parts.finish()
         sink.complete()
-    except BaseException:
+    except BaseException as error:
+        parts.abandon(error)  # a KeyboardInterrupt comes while others write
         sink.abort()
         raise
     return items

@@ -57,10 +57,14 @@ class PartMemory:
     def allow(self, part_bytes: int, count: int) -> None:
         """Has ``take`` give parts of this size, so many at once; what is left of another size is dropped."""
         with self.changed:
-            if part_bytes != self._part_bytes:
-                self._made -= sum(buffer.nbytes for buffer in self._free)
-                self._free.clear()
             self._part_bytes, self._allowed = part_bytes, part_bytes * count
+            free, self._free = self._free, []
+            for buffer in free:
+                self._keep(buffer)
+
+    def clear(self) -> None:
+        """Drops what nobody has, and later what is given back."""
+        self.allow(0, 0)
 
     def take(self) -> np.ndarray | None:
         """Memory of a part, for who holds ``changed``; None while others have all of it."""
@@ -74,11 +78,14 @@ class PartMemory:
     def give_back(self, buffer: np.ndarray) -> None:
         """Lets others have it."""
         with self.changed:
-            if buffer.nbytes == self._part_bytes:
-                self._free.append(buffer)
-            else:
-                self._made -= buffer.nbytes
+            self._keep(buffer)
             self.changed.notify_all()
+
+    def _keep(self, buffer: np.ndarray) -> None:
+        if buffer.nbytes == self._part_bytes and self._made <= self._allowed:
+            self._free.append(buffer)
+        else:
+            self._made -= buffer.nbytes
 
 
 class Parts:
@@ -105,6 +112,7 @@ class Parts:
         self._memory.allow(sink.part_bytes, filling + writing)
         self._filling: dict[int, np.ndarray] = {}
         self._missing: dict[int, int] = {}
+        self._left = -(-nbytes // sink.part_bytes)
         self._error: BaseException | None = None
         self._changed = self._memory.changed
 
@@ -139,6 +147,9 @@ class Parts:
             if not self._missing[number]:
                 del self._missing[number]
                 self._io.submit(self._put, number, self._filling.pop(number))
+                self._left -= 1
+                if not self._left:
+                    self._io.shutdown(wait=False)  # its threads end with the last part, whenever it is finished
 
     def finish(self) -> None:
         """Waits until the sink has every part; raises what kept it from getting one."""

@@ -215,12 +215,12 @@ class Stager:
             buffer.is_kept = staged_save.is_kept
             if (index := self._pin_for(snapshot.devices)) is not None:
                 buffer.pin(self._device, index)
-            tensors, copies = self._begin_copies(snapshot, buffer)
-            staged_save.copies = copies
+            tensors: dict[int, torch.Tensor] = {}
+            copies = staged_save.copies = self._begin_copies(snapshot, buffer, tensors)
             copy_from_devices = self._copy_from_devices if copies.on_device else None
             if copy_from_devices is None:
                 copies.queue_from_devices()
-            staged.update(snapshot.fill(tensors))
+            staged.update(snapshot.fill(tensors[number] for number in range(len(tensors))))
             staged_save.reach(Progress.BUILT)
             if copy_from_devices is not None and not copy_from_devices(buffer, copies):
                 copies.queue_from_devices()
@@ -238,11 +238,10 @@ class Stager:
             staged.clear()
 
     @collector_paused()
-    def _begin_copies(self, snapshot: _Snapshot, buffer: SharedBuffer) -> tuple[list[torch.Tensor], Copies]:
-        """Makes a staged tensor for each source, and begins to copy what is in host memory."""
+    def _begin_copies(self, snapshot: _Snapshot, buffer: SharedBuffer, tensors: dict[int, torch.Tensor]) -> Copies:
+        """Makes a staged tensor for each source, into ``tensors``, and begins to copy what is in host memory."""
         sources, index_of = snapshot.sources, self._device.index_of
         is_on_host = not snapshot.devices  # all of them
-        tensors: dict[int, torch.Tensor] = {}
 
         def pairs() -> Iterator[Pair]:
             numbers = range(len(sources))
@@ -252,8 +251,7 @@ class Stager:
                 yield staged, source
 
         host_bytes = sum(source.nbytes for source in sources if is_on_host or index_of(source) is None)
-        copies = Copies(pairs(), self._streams, self._threads, self._limits, host_bytes)
-        return [tensors[number] for number in range(len(sources))], copies
+        return Copies(pairs(), self._streams, self._threads, self._limits, host_bytes)
 
     @collector_paused()
     @torch.no_grad()

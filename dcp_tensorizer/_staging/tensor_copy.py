@@ -84,10 +84,10 @@ class Copies:
                         self._on_device[index].append((staged, source))
                 elif source.numel():
                     self._on_host.add(staged, source)
+            self.streams = {index: streams[index] for index in self._on_device}
         except BaseException:
             self._on_host.wait()
             raise
-        self.streams = {index: streams[index] for index in self._on_device}
         self._marks: list[Event] = []
 
     @property

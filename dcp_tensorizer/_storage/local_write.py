@@ -35,7 +35,7 @@ class LocalSink(Sink):
     """
 
     part_bytes = 4 << 20  # 1 to 8 MiB are equally fast; a larger one costs less Python a byte, and more memory
-    concurrency = 2
+    concurrency = 6  # 4,000 files of 215 kB in one: 10% faster than with 2, as with 8
 
     def __init__(self, path: Path, nbytes: int, *, sync: bool, preallocate: bool = True) -> None:
         super().__init__()

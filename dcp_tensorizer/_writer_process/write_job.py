@@ -126,11 +126,13 @@ class FileJob:
             with ThreadPoolExecutor(1, thread_name_prefix="complete") as pool:
                 completions: list[Future[None]] = []
                 for file in written:
+                    if any(completion.done() and completion.exception() for completion in completions):
+                        break  # what follows is lost as well
                     name = file.name
                     results[name], parts = self._write(file)
                     completions.append(pool.submit(self._complete, self._sinks[-1], parts))
                 hash_seconds = time.perf_counter() - started
-                for file, completion in zip(written, completions, strict=True):
+                for file, completion in zip(written, completions, strict=False):
                     name = file.name
                     completion.result()
                     if self._identify:
@@ -144,6 +146,8 @@ class FileJob:
             self.remove()
             message = f"cannot write {self._storage.path}/{name}: {describe(error)}"
             raise WriteError(self._storage.scrub(message)) from self._storage.cause(error)
+        finally:
+            self._memory.clear()  # others may have this job for a while: its error, or what reports on it
 
     def remove(self) -> None:
         """Removes the files of this job, as far as there are any."""

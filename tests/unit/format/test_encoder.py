@@ -19,7 +19,7 @@ from tensorizer.serialization import HashMismatchError
 
 from dcp_tensorizer._format.encoder import encode, encode_ahead
 from dcp_tensorizer._format.layout import StoredItem
-from dcp_tensorizer._format.part_buffer import PartMemory
+from dcp_tensorizer._format.part_buffer import PartMemory, Parts
 from dcp_tensorizer._format.tensorizer_file import ALIGNMENT, lay_out
 from dcp_tensorizer._memory.tensor_bytes import host_bytes
 from dcp_tensorizer._writer_process.messages import TensorSource
@@ -310,30 +310,81 @@ def test_nothing_more_is_sent_when_a_part_has_failed() -> None:
     assert (sink.puts, sink.aborted) == (1, True)
 
 
-def test_the_next_file_is_begun_with_the_memory_that_the_last_one_leaves() -> None:
-    """A file's last parts are on their way meanwhile. All files of a save together have memory as one has it."""
+@pytest.mark.parametrize("part_bytes", [1 << 12, 1 << 16])
+def test_the_next_file_is_written_while_the_last_parts_of_one_are_on_their_way(part_bytes: int) -> None:
+    """Also where its parts are of another size. All files of a save together have memory as one has it."""
     tensors = [(f"{n}", filled(torch.uint8, (20_000,))) for n in range(10)]
     layout, memory, may_put = lay_out(sources(tensors)), PartMemory(), threading.Event()
+    last = layout.nbytes // 4096
 
     class Waiting(AddressSink):
         def put_part(self, number: int, data: memoryview) -> None:
-            assert number < layout.nbytes // 4096 - 5 or may_put.wait(60)
+            assert number < last - 1 or may_put.wait(60)
             super().put_part(number, data)
 
-    first, second = Waiting(4096), AddressSink(4096)
+    first, second = Waiting(4096), AddressSink(part_bytes)
     ahead = encode_ahead(layout, bytes_of(tensors), first, 2, memory=memory)
-    assert len(first.parts) < layout.nbytes // 4096
-    files = []
-    other = threading.Thread(
-        target=lambda: files.append(encode_ahead(layout, bytes_of(tensors), second, 2, memory=memory))
-    )
-    other.start()
+    encode_ahead(layout, bytes_of(tensors), second, 2, memory=memory).parts.finish()
+    assert not {last - 1, last} & first.parts.keys()
     may_put.set()
-    other.join()
-    for encoded_file in (ahead, *files):
-        encoded_file.parts.finish()
+    ahead.parts.finish()
     assert first.content == second.content
-    assert len(first.addresses | second.addresses) <= 3 * 2 + BufferSink.concurrency + 2
+    most = 3 * 2 + BufferSink.concurrency + 2
+    assert len(first.addresses | second.addresses) <= (most if part_bytes == 4096 else 2 * most)
+
+
+def test_memory_that_fewer_parts_need_is_dropped() -> None:
+    """Whether it is free when they are said to be fewer, or comes back later."""
+    memory = PartMemory()
+    memory.allow(4096, 5)
+    first = [memory.take() for _ in range(5)]
+    assert memory.take() is None
+    for buffer in first[:3]:
+        memory.give_back(buffer)
+    memory.allow(4096, 3)
+    assert memory.take() is not None  # two are still in use
+    assert memory.take() is None
+    memory.clear()
+    assert memory.take() is None
+
+
+def test_threads_that_write_parts_end_with_the_last_part() -> None:
+    """Also while nobody has finished the file: many files may wait for that."""
+    tensors = [("t", filled(torch.uint8, (100_000,)))]
+    threads: set[threading.Thread] = set()
+
+    class Noting(BufferSink):
+        def put_part(self, number: int, data: memoryview) -> None:
+            threads.add(threading.current_thread())
+            super().put_part(number, data)
+
+    ahead = encode_ahead(lay_out(sources(tensors)), bytes_of(tensors), Noting(4096), 1)
+    for thread in [*threads]:
+        thread.join(60)
+    assert [thread.is_alive() for thread in threads] == [False] * len(threads)
+    ahead.parts.finish()
+
+
+def test_a_file_that_is_given_up_gets_no_more_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes while this thread waits and others write: none may write when the file is dropped."""
+    is_putting, may_put, seen = threading.Event(), threading.Event(), []
+
+    class Slow(BufferSink):
+        def put_part(self, number: int, data: memoryview) -> None:
+            is_putting.set()
+            assert may_put.wait(60)
+            seen.append(self.aborted)
+
+    def interrupt(parts: Parts) -> None:
+        assert is_putting.wait(60)
+        threading.Timer(0, may_put.set).start()
+        raise KeyboardInterrupt
+
+    sink, tensors = Slow(1 << 20), [("t", filled(torch.uint8, (3000,)))]
+    monkeypatch.setattr(Parts, "finish", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        encode(lay_out(sources(tensors)), bytes_of(tensors), sink, 1)
+    assert (seen, sink.aborted) == ([False], True)
 
 
 @pytest.mark.parametrize("part_bytes", [1 << 12, 1 << 16])

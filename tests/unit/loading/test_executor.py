@@ -68,21 +68,18 @@ def reads_of(storage: Storage, targets: list[ReadTarget], **options: Any) -> lis
 
 
 def test_reads_are_cut_for_the_cache(storage: Storage, verify: bool) -> None:
-    """Large tensors into slices, runs of small ones, gaps included, between them."""
+    """Large tensors into slices, runs of small ones, gaps included, between them; not where nothing is hashed."""
     sizes = {"a": 300_000, "gap": 10_000, "b": 400_000, "c": 300_000, "large": (2 << 20) + 100}
     tensors = {key: filled(torch.uint8, (size,), seed=size) for key, size in sizes.items()}
     items = write_file(storage, "f", tensors)
     targets = [target_for(k, items[k], t, torch.empty_like(t)) for k, t in tensors.items() if k != "gap"]
     reads = reads_of(storage, targets, threads=1, verify=verify)
-    gaps = [items[b].offset - items[a].offset - items[a].length for a, b in [("a", "b"), ("b", "c")]]
-    assert [nbytes for _, _, nbytes in reads] == [
-        [300_000, gaps[0], 400_000, *([gaps[1]] if gaps[1] else []), 300_000],
-        [1 << 20],
-        [1 << 20],
-        [100],
-    ]
-    large = items["large"].offset
-    assert [offset for _, offset, _ in reads] == [items["a"].offset, large, large + (1 << 20), large + (2 << 20)]
+    pairs = [("a", "b"), ("b", "c"), ("c", "large")]
+    gaps = [[gap] if (gap := items[b].offset - items[a].offset - items[a].length) else [] for a, b in pairs]
+    run, start, large = [300_000, *gaps[0], 400_000, *gaps[1], 300_000], items["a"].offset, items["large"].offset
+    slices = [(start, run), (large, [1 << 20]), (large + (1 << 20), [1 << 20]), (large + (2 << 20), [100])]
+    whole = [(start, [*run, *gaps[2], sizes["large"]])]
+    assert [read[1:] for read in reads] == (slices if verify else whole)
     for target in targets:
         assert torch.equal(target.tensor, tensors[target.key])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
-import concurrent.futures.thread
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -50,8 +50,15 @@ def test_tensors_are_copied_by_any_number_of_threads(threads: int) -> None:
 def test_copies_while_the_interpreter_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """When there are no more threads to be had, this one copies everything: a save that is under way is finished."""
     sources = [filled(torch.float32, (1000, 1500), seed) for seed in range(3)]
-    monkeypatch.setattr(concurrent.futures.thread, "_shutdown", True)
+    started = []
+
+    def start(thread: threading.Thread) -> None:
+        started.append(thread)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
     assert [same(a, b) for a, b in zip(copied(sources, 3), sources, strict=True)] == [True] * 3
+    assert len(started) == 2
 
 
 def at_once(operation: Callable[[], None]) -> concurrent.futures.Future[None]:

@@ -7,8 +7,11 @@ import io
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +25,7 @@ from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.local_write import LocalSink
 from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._writer_process import write_job
 from dcp_tensorizer._writer_process.messages import FileRequest, FileResult, Home, TensorSource
 from dcp_tensorizer._writer_process.write_job import FileJob
 
@@ -172,7 +176,7 @@ def test_the_next_file_is_begun_while_one_is_completed(tmp_path: Path, monkeypat
 
 
 def test_a_file_that_cannot_be_completed_fails_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is named, and nothing is left, although the files behind it are whole."""
+    """It is named, and nothing is left, although the file behind it may be whole."""
     storage = open_storage(tmp_path)
     complete = LocalSink._complete
     completed: list[LocalSink] = []
@@ -186,8 +190,37 @@ def test_a_file_that_cannot_be_completed_fails_all(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(LocalSink, "_complete", fail_first)
     with pytest.raises(WriteError, match=rf"cannot write .*/{re.escape(NAMES[0])}: .*Input/output error"):
         job(storage, {name: {name: filled(torch.float32, (5,))} for name in NAMES}).run()
-    assert len(completed) == len(NAMES)
     assert os.listdir(tmp_path) == []
+
+
+def at_once(operation: Callable[..., None], *arguments: object) -> Future[None]:
+    """In place of a thread: what is submitted is done at once."""
+    future = Future[None]()
+    try:
+        future.set_result(operation(*arguments))
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
+def test_nothing_is_written_behind_a_file_that_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All files of the job are lost then: who waits for it learns of it soon."""
+    begun, create = [], LocalStorage.create
+
+    def fail(sink: LocalSink) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def begin(own: LocalStorage, name: str, nbytes: int, *, sync: bool) -> Any:
+        begun.append(name)
+        return create(own, name, nbytes, sync=sync)
+
+    monkeypatch.setattr(LocalSink, "_complete", fail)
+    monkeypatch.setattr(LocalStorage, "create", begin)
+    failing = job(open_storage(tmp_path), {name: {name: filled(torch.float32, (5,))} for name in NAMES})
+    monkeypatch.setattr(write_job, "ThreadPoolExecutor", lambda *_, **__: nullcontext(SimpleNamespace(submit=at_once)))
+    with pytest.raises(WriteError, match=rf"cannot write .*/{re.escape(NAMES[0])}: .*Input/output error"):
+        failing.run()
+    assert begun == NAMES[:1]
 
 
 def test_no_file_is_completed_once_the_job_is_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
