@@ -21,11 +21,12 @@ def plan(folder: str, quick: bool) -> list[tuple[list[dict[str, Any]], int]]:
     scale = 0.1 if quick else 1.0
     base = {"ranks": 1, "scale": scale, "saves": 3, "quiet": 2, "folder": folder}
     limits = [{"saver": "limits", "workload": workload, **base} for workload in WORKLOADS]
-    main = {saver: {"saver": saver, "workload": MAIN, **base} for saver in SAVERS}
+    main = {saver: {"saver": saver, "workload": MAIN, **base, "yardsticks": saver == OURS} for saver in SAVERS}
     few, fewer = (OURS, THREAD, PROCESS, CHECKPOINTING), (OURS, THREAD)
     compared = [main.pop(saver) for saver in (*few, ENCRYPTED)]  # with figures that are wanted
-    others = [{"saver": saver, "workload": "5,000 small", **base} for saver in few]
-    others += [{"saver": saver, "workload": name, **base} for name in ("one 2 GB", "tmpfs") for saver in fewer]
+    others = [{"saver": s, "workload": "5,000 small", **base, "yardsticks": s == OURS} for s in few]
+    others += [{"saver": s, "workload": "one 2 GB", **base, "yardsticks": s == OURS} for s in fewer]
+    others += [{"saver": s, "workload": "tmpfs", **base} for s in fewer]
     # Beside that loop a save of torch's takes half a minute.
     others += [{"saver": saver, "workload": "python", **base, "saves": 2, "quiet": 1} for saver in fewer]
     many = [{"saver": s, "workload": MAIN, **base, "ranks": n, "saves": 2, "quiet": 1} for n in (2, 4) for s in few]
@@ -42,7 +43,13 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         if "error" not in result:
             kind = "memory" if case.get("memory") else case["saver"]
             groups.setdefault(f"{kind} | {case['workload']} | {case['ranks']}", []).append(result)
-    return {name: _summary(runs) for name, runs in groups.items()}
+    summary = {name: _summary(runs) for name, runs in groups.items()}
+    for name, runs in groups.items():
+        taken = [yardsticks for run in runs for rank in run["ranks"] for yardsticks in rank.get("yardsticks", ())]
+        if taken:  # between this contender's saves: they count for its workload
+            limits = summary.setdefault(name.replace(OURS, "limits"), {"bytes": summary[name]["bytes"]})
+            limits |= {key: spread(of[key] for of in taken) for key in taken[0]}
+    return summary
 
 
 def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -78,6 +78,8 @@ def measure(case: dict[str, Any], group: dist.ProcessGroup | None, state: State,
     result: dict[str, Any] = {"idle": idle, "saves": [], "quiet": []}
     for number in range(case["saves"]):
         result["saves"].append(_save(saver, state, folder / f"loop{number}", group, loop))
+        if case.get("yardsticks") and number:
+            result.setdefault("yardsticks", []).append(yardsticks(state, folder))
     for number in range(case["quiet"]):
         result["quiet"].append(_save(saver, state, folder / f"quiet{number}", group, None))
     result["trainer_bytes"] = psutil.Process().memory_info().rss - base
@@ -156,14 +158,17 @@ def _anonymous_bytes(process: psutil.Process) -> int:
     raise KeyError("RssAnon")
 
 
+def yardsticks(state: State, folder: Path) -> dict[str, float]:
+    """What a save is compared with. Measured after each, because disk and memory change their speed within a run."""
+    return {"copy": copy_seconds(state), "O_DIRECT write": direct_write_seconds(folder, nbytes(state))}
+
+
 def _limits(state: State, folder: Path) -> dict[str, float]:
-    size = nbytes(state)
     torch.set_num_threads(1)
     return {
-        "copy": copy_seconds(state),
+        **yardsticks(state, folder),
         "hashes, 1 core": hash_seconds(state, 1),
         "hashes, 2 cores": hash_seconds(state, 2),
-        "O_DIRECT write": direct_write_seconds(folder, size),
         BESIDE: _beside_a_busy_core(),
     }
 

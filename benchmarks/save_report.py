@@ -148,7 +148,7 @@ def _megabytes(nbytes: float) -> str:
 def _limits(limits: dict[str, Any]) -> str:
     rows = [(title, cell(rates(limits[key], limits["bytes"]), "{:.2f}".format)) for key, title in _LIMITS.items()]
     beside = ("training speed beside a process that keeps one core busy", cell(limits[BESIDE], "{:.0%}".format))
-    return table(("what the machine itself did in the same run", ""), [*rows, beside])
+    return table(("what the machine itself did in the same run, in turns with the saves", ""), [*rows, beside])
 
 
 def comparisons(summary: Summary) -> list[Comparison]:
