@@ -9,7 +9,7 @@ import xxhash
 from isal.isal_zlib import crc32  # ten times as fast as zlib's
 
 from ..errors import ChecksumMismatch
-from .layout import StoredItem
+from .layout import StoredItem, block_size
 
 __all__ = ["DigestCheck", "Digester", "TensorHashes", "check_digests", "crc32_of", "digests_of"]
 
@@ -93,8 +93,13 @@ def crc32_of(header: bytes, data: memoryview) -> int:
 
 
 def digests_of(data: bytes | memoryview) -> bytes:
-    """`StoredItem.digests` of data of one block."""
-    return xxhash.xxh3_64_digest(data)
+    """`StoredItem.digests` of data that comes at once."""
+    whole, block = xxhash.xxh3_64_digest(data), block_size(len(data))
+    if len(data) <= block:
+        return whole
+    view = memoryview(data)
+    blocks = [xxhash.xxh3_64_digest(view[start : start + block]) for start in range(0, len(view), block)]
+    return b"".join((*blocks, whole))
 
 
 class DigestCheck:

@@ -33,6 +33,8 @@ BUFFER_BYTES = 256 << 20
 # Half or a quarter of a core's second-level cache. From there CRC-32 and XXH3 run at twice their speed from memory.
 _PIECE = 512 << 10
 
+_SMALL = _PIECE  # bytes of a tensor
+
 _MIN_PARTS = 6  # five that one thread fills, and one that is being written
 
 
@@ -142,11 +144,13 @@ class _Encoding(Generic[T]):
         entries = self._layout.entries
         self._parts.fill(0, np.frombuffer(self._layout.head, dtype=np.uint8))
         numbers = iter(range(len(entries)))
+        # What is small is encoded under the interpreter lock: a second thread would only take turns with the first.
+        at_once = sum(not self._is_small(entry) for entry in entries) + 1
         with ThreadPoolExecutor(self._threads, thread_name_prefix="hash") as pool:
             if len(entries) < self._threads:
                 self._helpers = pool
             # Each takes the next tensor when it has done one: in file order, so that few parts are incomplete.
-            workers = [pool.submit(self._work, numbers) for _ in range(min(self._threads, len(entries)))]
+            workers = [pool.submit(self._work, numbers) for _ in range(min(self._threads, at_once, len(entries)))]
             for worker in workers:
                 worker.result()
         return self._end()
@@ -176,7 +180,7 @@ class _Encoding(Generic[T]):
         try:
             while (number := next(numbers, None)) is not None:
                 entry = self._layout.entries[number]
-                if entry.is_small and self._layout.cipher is None:
+                if self._is_small(entry):
                     self._encode_small(number, entry)
                 else:
                     header = self._encode(number, fill=True)
@@ -185,8 +189,11 @@ class _Encoding(Generic[T]):
             self._parts.fail(error)
             raise
 
+    def _is_small(self, entry: Entry[T]) -> bool:
+        return entry.length <= _SMALL and not entry.has_sha256 and self._layout.cipher is None
+
     def _encode_small(self, number: int, entry: Entry[T]) -> None:
-        """Hashes a tensor of one block, and fills its parts: thousands of them must not cost much more than bytes."""
+        """Hashes a tensor at once, and fills its parts: thousands of them must not cost much more than bytes."""
         data = self._contents(entry.tensor)
         assert data.nbytes == entry.length
         self._items[number] = self._item(entry, digests_of(data))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Protocol
 
 import numpy as np
+
+from .._direct_memory import direct_memory
 
 __all__ = ["PartMemory", "PartSink", "Parts"]
 
@@ -41,13 +41,17 @@ class PartSink(Protocol):
 class PartMemory:
     """Memory for the parts of one file after the other: what a part leaves when it is written, another one gets.
 
-    Fresh memory costs as much as a copy of its size.
+    Fresh memory costs as much as a copy of its size, and several times that where a hypervisor must provide it.
+
+    Args:
+        kept_bytes: How much of it `clear` keeps, for the next file.
 
     Attributes:
         changed: Held to take memory, and told when some comes back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept_bytes: int = 0) -> None:
+        self._kept_bytes = kept_bytes
         self.changed = threading.Condition()
         self._free: list[np.ndarray] = []
         self._part_bytes = 0
@@ -63,8 +67,8 @@ class PartMemory:
                 self._keep(buffer)
 
     def clear(self) -> None:
-        """Drops what nobody has, and later what is given back."""
-        self.allow(0, 0)
+        """Drops what nobody has, and later what is given back, but for what is kept."""
+        self.allow(self._part_bytes, self._kept_bytes // max(1, self._part_bytes))
 
     def take(self) -> np.ndarray | None:
         """Memory of a part, for who holds ``changed``; None while others have all of it."""
@@ -73,7 +77,7 @@ class PartMemory:
         if self._made + self._part_bytes > self._allowed:
             return None
         self._made += self._part_bytes
-        return _new_buffer(self._part_bytes)
+        return np.frombuffer(direct_memory(self._part_bytes), dtype=np.uint8)
 
     def give_back(self, buffer: np.ndarray) -> None:
         """Lets others have it."""
@@ -198,12 +202,3 @@ class Parts:
             self.fail(error)
         finally:
             self._memory.give_back(buffer)  # also after a failure: the next file may wait for it
-
-
-def _new_buffer(nbytes: int) -> np.ndarray:
-    """Memory that begins on a page, as O_DIRECT wants it."""
-    memory = mmap.mmap(-1, nbytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, dtype=np.uint8)

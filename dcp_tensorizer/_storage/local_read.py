@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from .._direct_memory import direct_memory
 from .base import RangeReader, rest_of
 from .local_write import BLOCK, open_direct
 from .memory_read import MemoryReader
@@ -111,10 +111,10 @@ _bounce = threading.local()
 
 
 def _bounce_buffer(nbytes: int) -> memoryview:
-    """This thread's buffer, which begins on a page. It is replaced when it is too small."""
+    """This thread's buffer. It is replaced when it is too small."""
     if len(getattr(_bounce, "buffer", b"")) < nbytes:
-        _bounce.buffer = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return memoryview(_bounce.buffer)[:nbytes]
+        _bounce.buffer = direct_memory(nbytes)
+    return _bounce.buffer[:nbytes]  # type: ignore[no-any-return]
 
 
 class UncachedFile(LocalFile):

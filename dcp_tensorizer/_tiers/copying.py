@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import mmap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from .._direct_memory import direct_memory
 from .._storage.base import RangeReader, Sink, Storage, temporary_file_name
 from .._storage.local import LocalStorage
 from ..errors import WriteError
@@ -89,7 +89,7 @@ def _copy_parts(reader: _Source, sink: Sink, nbytes: int, gate: Callable[[], Non
 
     def work() -> None:
         nonlocal stopped
-        memory = memoryview(mmap.mmap(-1, min(sink.part_bytes, nbytes)))
+        memory = direct_memory(min(sink.part_bytes, nbytes))
         try:
             for number, start in iter(lambda: next(numbers, None), None):
                 gate()

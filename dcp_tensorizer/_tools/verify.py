@@ -8,7 +8,6 @@ nothing that a load can ask for.
 
 from __future__ import annotations
 
-import mmap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from .._direct_memory import direct_memory
 from .._storage.base import RangeReader, Storage
 from .._threads import cores
 from ..errors import CheckpointError, NotCommitted, ReadError
@@ -231,5 +231,5 @@ class _Check:
 
     def _buffer(self) -> memoryview:
         if not hasattr(self._buffers, "memory"):
-            self._buffers.memory = memoryview(mmap.mmap(-1, _READ))
+            self._buffers.memory = direct_memory(_READ)
         return self._buffers.memory  # type: ignore[no-any-return]

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from .._format.part_buffer import PartMemory
 from .._memory.shared_mappings import SharedFile, attach, map_shared
 from .._storage.open import open_storage
 from ..errors import describe
@@ -61,6 +62,9 @@ _MIN_SPARE_CORES = 0.75  # idle, or used by this process: two threads get less t
 _SAMPLE_SECONDS = 0.1
 _MIN_SAMPLES = 3  # in a row: where two trainers keep two cores busy, one sample in some hundreds sees an idle core
 _PROGRESS_SECONDS = 1.0
+# Of the parts' memory, between saves: all of it with two threads and a local disk. A save in the writer process gets
+# 3-15% faster by it.
+_KEPT_BYTES = 64 << 20
 _ABANDON_SECONDS = 20.0  # for removing what was written, while a whole staged state is kept in memory for nobody
 
 
@@ -107,6 +111,7 @@ class _Worker:
         self._buffers: dict[int, mmap.mmap] = {}
         self._shared: dict[SharedFile, mmap.mmap] = {}
         self._mapping = threading.Lock()
+        self._part_memory = PartMemory(_KEPT_BYTES)
         self._job: FileJob | DigestJob | None = None
         self._connection: object = None
         self._flushes: FlushThread | None = None
@@ -174,7 +179,7 @@ class _Worker:
         options = request.options
         storage = open_storage(request.path, options.storage_options, options.timeout)
         self._connection = storage.connection
-        return self._run(FileJob.of(storage, request.files, self._bytes, options))
+        return self._run(FileJob.of(storage, request.files, self._bytes, options, self._part_memory))
 
     def _run(self, job: FileJob | DigestJob) -> Answer:
         self._job = job

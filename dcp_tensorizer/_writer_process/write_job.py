@@ -40,6 +40,7 @@ class FileJob:
         cipher: Encrypts everything.
         sha256: Put a SHA-256 of each tensor into the files, beside the CRC-32.
         identify: Say what each file will be known again by, for later saves to adopt it.
+        memory: That of the parts; cleared at the end.
         patience: Seconds in which no file could be adopted, after which no other is tried: all of them are written.
         open_home: Opens a directory that files may be adopted from.
         clock: Of the `time` module, or a test's.
@@ -57,6 +58,7 @@ class FileJob:
         cipher: Cipher | None = None,
         sha256: bool = False,
         identify: bool = False,
+        memory: PartMemory | None = None,
         patience: float = patience_of(TIMEOUT),
         open_home: Callable[[str], Storage] = open_storage,
         clock: Callable[[], float] = time.monotonic,
@@ -77,7 +79,7 @@ class FileJob:
         self._adopted_bytes = 0
         self._refusals = 0
         self._sinks: list[Sink] = []
-        self._memory = PartMemory()
+        self._memory = memory or PartMemory()
         self._abandoned = False
         self._completing = threading.Lock()
 
@@ -88,6 +90,7 @@ class FileJob:
         files: Sequence[FileRequest],
         contents: Callable[[TensorSource], memoryview],
         options: WriteOptions,
+        memory: PartMemory | None = None,
     ) -> FileJob:
         """A job with the options of a save."""
         return cls(
@@ -100,6 +103,7 @@ class FileJob:
             cipher=options.cipher,
             sha256=options.sha256,
             identify=options.reuse,
+            memory=memory,
             patience=patience_of(options.timeout),
             open_home=lambda location: open_storage(location, options.storage_options, options.timeout),
         )
