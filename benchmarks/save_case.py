@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from .limits import copy_seconds, direct_write_seconds, hash_seconds
+from .limits import cipher_seconds, copy_seconds, direct_write_seconds, hash_seconds
 from .ranks import leave_results, left_results
 from .savers import SAVERS, State, discard
 from .workloads import SETTINGS, nbytes
@@ -169,6 +169,7 @@ def _limits(state: State, folder: Path) -> dict[str, float]:
         **yardsticks(state, folder),
         "hashes, 1 core": hash_seconds(state, 1),
         "hashes, 2 cores": hash_seconds(state, 2),
+        "cipher": cipher_seconds(state),
         BESIDE: _beside_a_busy_core(),
     }
 

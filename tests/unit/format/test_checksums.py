@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_tensorizer import ChecksumMismatch
+from dcp_tensorizer._format import checksums
 from dcp_tensorizer._format.checksums import DigestCheck, Digester, check_digests
 from dcp_tensorizer._format.layout import StoredItem, block_size
 
@@ -36,6 +37,13 @@ def test_digests_are_those_of_the_blocks() -> None:
     assert [n for (n,) in struct.iter_unpack(">Q", digests_of(data))] == expected
     assert digests_of(b"") == b""
     assert digests_of(b"one block") == xxhash.xxh3_64_digest(b"one block")
+
+
+@pytest.mark.parametrize("nbytes", [1, 65_536, 65_537, 200_000])
+def test_digests_of_data_that_comes_at_once_are_those_of_pieces(nbytes: int) -> None:
+    """Of one block, and of several with a shorter last one; of bytes, and of a view."""
+    content = filled(torch.uint8, (nbytes,)).numpy().tobytes()
+    assert checksums.digests_of(content) == checksums.digests_of(memoryview(content)) == digests_of(content)
 
 
 class SmallBlocks(StoredItem):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tensorizer import TensorDeserializer, TensorSerializer
 from tensorizer.serialization import HashMismatchError
 
-from dcp_tensorizer._format.encoder import encode, encode_ahead
+from dcp_tensorizer._format.encoder import _Encoding, encode, encode_ahead
 from dcp_tensorizer._format.layout import StoredItem
 from dcp_tensorizer._format.part_buffer import PartMemory, Parts
 from dcp_tensorizer._format.tensorizer_file import ALIGNMENT, lay_out
@@ -90,6 +90,35 @@ def check_file(tensors: Tensors, folder: Path, threads: int = 1) -> None:
     with TensorDeserializer(path, device="cpu", verify_hash=True) as loaded:
         assert list(loaded.keys()) == [name for name, _ in tensors]
         assert [name for name, tensor in tensors if not same(loaded[name], tensor)] == []
+
+
+def test_tensors_that_are_hashed_at_once_are_as_those_in_pieces(tmp_path: Path) -> None:
+    """On both sides of a block's size, and of the size from which on tensors are hashed piece by piece."""
+    sizes = [1, (64 << 10) - 1, 64 << 10, (64 << 10) + 1, (512 << 10) - 1, 512 << 10, (512 << 10) + 1]
+    tensors = [(f"{size}", filled(torch.uint8, (size,), seed=size)) for size in sizes]
+    path = tmp_path / "file"
+    path.write_bytes(encoded(tensors, sha256=False))
+    assert encoded(tensors, threads=3, sha256=False) == path.read_bytes()
+    with TensorDeserializer(path, device="cpu", verify_hash=True) as loaded:
+        assert [name for name, tensor in tensors if not same(loaded[name], tensor)] == []
+
+
+def test_small_tensors_are_encoded_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More would only take turns for the interpreter. Each larger tensor may have a thread."""
+    began: list[int] = []
+    work = _Encoding._work
+
+    def counted(encoding: Any, numbers: Any) -> None:
+        began[-1] += 1
+        work(encoding, numbers)
+
+    monkeypatch.setattr(_Encoding, "_work", counted)
+    small = [(f"small {n}", filled(torch.uint8, (1000,))) for n in range(5)]
+    large = [(f"large {n}", filled(torch.uint8, (513 << 10,))) for n in range(5)]
+    for tensors in (small, small + large[:1], small + large):
+        began.append(0)
+        encoded(tensors, threads=4, sha256=False)
+    assert began == [1, 2, 4]
 
 
 @pytest.mark.parametrize("sha256", [False, True])
@@ -346,6 +375,22 @@ def test_memory_that_fewer_parts_need_is_dropped() -> None:
     assert memory.take() is None
     memory.clear()
     assert memory.take() is None
+
+
+def test_some_memory_is_kept_for_the_next_file() -> None:
+    """As many whole parts as the bound has room for; those of another size are dropped when they are not wanted."""
+    memory = PartMemory(kept_bytes=3 * 4096 + 100)
+    memory.allow(4096, 5)
+    taken = [buffer for _ in range(5) if (buffer := memory.take()) is not None]
+    for buffer in taken:
+        memory.give_back(buffer)
+    memory.clear()
+    kept = {buffer.ctypes.data for _ in range(3) if (buffer := memory.take()) is not None}
+    assert len(kept) == 3
+    assert kept <= {buffer.ctypes.data for buffer in taken}
+    assert memory.take() is None
+    memory.allow(8192, 1)
+    assert (memory.take(), len(memory._free)) == (None, 0)  # three of the other size are still in use
 
 
 def test_threads_that_write_parts_end_with_the_last_part() -> None:

@@ -20,6 +20,7 @@ from tensorizer import TensorDeserializer
 
 from dcp_tensorizer import WriteError
 from dcp_tensorizer._format.layout import data_file_name
+from dcp_tensorizer._format.part_buffer import PartMemory
 from dcp_tensorizer._memory.tensor_bytes import host_bytes
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.local import LocalStorage
@@ -62,6 +63,38 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]
     yield storage
     for name in NAMES:
         storage.remove(name)
+
+
+def test_jobs_may_share_what_they_keep_of_the_memory_for_parts(storage: Storage) -> None:
+    """The second one takes no fresh memory, whether the first succeeds or fails. Without a bound nothing is kept."""
+    memory, made = PartMemory(kept_bytes=64 << 20), []
+    allocate = memory.take
+    memory.take = lambda: made.append(allocate()) or made[-1]  # type: ignore[func-returns-value, method-assign]
+    files = {NAMES[0]: {"a": filled(torch.uint8, (100_000,))}}
+    addresses = []
+    for _ in range(2):
+        work = job(storage, files, memory=memory)
+        work.run()
+        addresses.append({buffer.ctypes.data for buffer in made if buffer is not None})
+        work.remove()
+    assert addresses[0] == addresses[1]
+    with pytest.raises(WriteError):
+        FileJob(
+            storage,
+            [FileRequest(NAMES[0], sources([("a", torch.ones(9))]))],
+            _gone,
+            sync=True,
+            threads=1,
+            memory=memory,
+        ).run()
+    assert memory._made == sum(buffer.nbytes for buffer in memory._free)
+    unkept = PartMemory()
+    job(storage, files, memory=unkept).run()
+    assert (unkept._made, unkept._free) == (0, [])
+
+
+def _gone(source: TensorSource) -> memoryview:
+    raise OSError(errno.EIO, f"{source.name} is gone")
 
 
 @pytest.mark.parametrize("sync", [True, False])
