@@ -42,7 +42,7 @@ def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     loads: dict[str, dict[str, Any]] = {}
     for name, load in loaders.items():
         intact = _loads_intact(load, folder, target, state)
-        loads[name] = {"intact": intact, "warm": [], "cold": [], "peak_bytes": []}
+        loads[name] = {"intact": intact, "warm": [], "cold": [], "cpu": [], "peak_bytes": []}
     size = nbytes(state)
     del state
     limits: dict[str, list[float]] = {"warm": [], "cold": []}
@@ -53,9 +53,11 @@ def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             limits[kind].append(_raw_seconds(kind, folder, target))
             return
         before = _reset_peak()
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.process_time()
         loaders[name](target, folder)
         loads[name][kind].append(time.perf_counter() - started)
+        if kind == "cold":
+            loads[name]["cpu"].append(time.process_time() - cpu)
         loads[name]["peak_bytes"].append(_peak() - before)
 
     names = [*loaders, *(["raw"] if case["limits"] else [])]

@@ -42,6 +42,10 @@ def _load_ours_unverified(state: State, folder: Path) -> None:
     dcp.load(nested(state), storage_reader=TensorizerStorageReader(str(folder), verify=False))
 
 
+def _load_past_cache(state: State, folder: Path) -> None:
+    dcp.load(nested(state), storage_reader=TensorizerStorageReader(str(folder), page_cache=False))
+
+
 def _write_encrypted(state: State, folder: Path) -> None:
     with TensorizerStorageWriter(encryption=EncryptionParams(bytes(32))) as writer:
         dcp.save(nested(state), storage_writer=writer, checkpoint_id=str(folder))
@@ -121,6 +125,7 @@ FORMATS: dict[str, tuple[Write, dict[str, Load]]] = {
             "dcp_tensorizer": _load_ours,
             "dcp_tensorizer, LoadPlanner": _load_planned,
             "dcp_tensorizer, verify=False": _load_ours_unverified,
+            "dcp_tensorizer, page_cache=False": _load_past_cache,
         },
     ),
     "dcp_tensorizer, encrypted": (_write_encrypted, {"dcp_tensorizer, encrypted": _load_encrypted}),
