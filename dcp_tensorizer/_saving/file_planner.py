@@ -9,9 +9,8 @@ from .._format.layout import INDEX_CAPACITY, data_file_name, index_entry_size
 from .._storage.base import UNLIMITED
 from .._writer_process.messages import FileRequest, TensorSource
 
-__all__ = ["bytes_of_a_file", "plan_files", "stored_names"]
+__all__ = ["plan_files", "stored_names"]
 
-_LEAST_SHARE = 64 << 20  # bytes that are worth a file of their own: its head has 0.4% of that
 _MAX_NAME = 1024  # longer ones would fill a file's index with a few entries
 
 
@@ -26,14 +25,6 @@ def stored_names(keys: Sequence[Any]) -> list[str]:
         used.add(name)
         names.append(name)
     return names
-
-
-def bytes_of_a_file(sources: Iterable[TensorSource], files_at_once: int, limit: int = UNLIMITED) -> int:
-    """The most that a file of some tensors may hold, so that there are as many files as are written at once."""
-    if files_at_once == 1:
-        return limit
-    share = -(-sum(source.nbytes for source in sources) // files_at_once)
-    return min(limit, max(share, _LEAST_SHARE))
 
 
 def plan_files(

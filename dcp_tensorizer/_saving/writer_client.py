@@ -32,7 +32,7 @@ from .._writer_process.messages import (
 from .._writer_process.process import END_SECONDS, Unsendable, WriterProcess
 from .._writer_process.write_job import FileJob
 from ..errors import WriteError, WriterProcessDied
-from .file_planner import bytes_of_a_file, plan_files
+from .file_planner import plan_files
 from .reuse import ReusingSave
 from .write_items import Item
 
@@ -278,14 +278,13 @@ class _Files:
         """Distributes tensors over files; ``digest`` gives the XXH3-128 of each, if it is wanted."""
         self._first += len(self._requests)
         self._requests = ()
-        names, storage = (self.rank, self._save_id), self.storage
-        limit = bytes_of_a_file(sources, storage.files_at_once, storage.max_file_bytes)
+        names, limit = (self.rank, self._save_id), self.storage.max_file_bytes
         if self._reuse is None:
             self._requests = plan_files(sources, *names, limit, first=self._first)
         else:
             if not self._reuse.is_prepared:
                 self._reuse.prepare(sources, self._timed(digest, sources))
-            limits = limit, storage.max_adopted_bytes
+            limits = limit, self.storage.max_adopted_bytes
             self._requests = self._reuse.plan(sources, *names, *limits, first=self._first)
         return self._requests
 

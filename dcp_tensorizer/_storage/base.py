@@ -171,7 +171,6 @@ class Storage(abc.ABC):
         in_process: The data lives in this process's memory, so that no other process can write it.
         reads: How to read at full speed.
         max_file_bytes: The size that a file should not exceed, unless a single tensor does.
-        files_at_once: How many files are worth writing at once; 1 where parts of one file are written at once.
         locks_are_visible: Everybody who could save here sees a lock.
         adopts: `adopt` may work here, for files of ``max_adopted_bytes`` at most.
         connection: Storages opened with the same options share it as long as somebody keeps a reference. To keep it
@@ -183,7 +182,6 @@ class Storage(abc.ABC):
     in_process = False
     reads = ReadTuning()
     max_file_bytes = UNLIMITED
-    files_at_once = 1
     locks_are_visible = False
     adopts = False
     max_adopted_bytes = UNLIMITED

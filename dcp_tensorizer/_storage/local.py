@@ -33,9 +33,6 @@ _T = TypeVar("_T")
 # Every process that can reach a directory on one of these sees a lock on it. On network file systems a lock may be
 # visible to one machine only.
 _LOCAL_TYPES = frozenset({"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
-# They take one write to a file at a time, which keeps a core busy.
-_IN_MEMORY = frozenset({"ramfs", "tmpfs"})
-_MOST_FILES_AT_ONCE = 4
 # Errors of a mount whose server has not said what became of a request.
 _UNANSWERED = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ENOTCONN, errno.EHOSTUNREACH}
 
@@ -53,7 +50,7 @@ class LocalStorage(Storage):
     def __init__(self, root: Path, *, local_types: Collection[str] = _LOCAL_TYPES) -> None:
         self._root = root
         self._local_types = local_types
-        self._file_system_known: str | None = None
+        self._is_local_known: bool | None = None
         self.path = self.location = str(root)
         self.reads = ReadTuning(
             max_threads=min(8, 4 * cores()),
@@ -208,23 +205,14 @@ class LocalStorage(Storage):
         return True
 
     @property
-    def files_at_once(self) -> int:  # type: ignore[override]
-        return min(_MOST_FILES_AT_ONCE, cores()) if self._file_system in _IN_MEMORY else 1
-
-    @property
     def _is_local(self) -> bool:
-        """Whether only this machine uses the file system."""
-        return self._file_system in self._local_types
-
-    @property
-    def _file_system(self) -> str:
-        """Its type. The list of mounts is long, and a save asks nine times.
+        """Whether only this machine uses the file system. The list of mounts is long, and a save asks nine times.
 
         Not a cached property: up to Python 3.11 a lock is held meanwhile, by which all would wait for a hung mount.
         """
-        if self._file_system_known is None:
-            self._file_system_known = file_system(self._root)
-        return self._file_system_known
+        if self._is_local_known is None:
+            self._is_local_known = file_system(self._root) in self._local_types
+        return self._is_local_known
 
 
 class _FileLock(DirectoryLock):

@@ -45,7 +45,7 @@ from .runtime_directory import is_own_peer, listen, remove, touch
 
 __all__ = ["Keeper", "main"]
 
-_NICENESS = 10  # as the writer process
+_NICENESS = 10  # below the writer process: nobody waits for its digests
 _SLICE = 1 << 20  # what is read is hashed while it is in the processor's cache
 _TOUCH_SECONDS = 6 * 3600.0  # systemd removes from /tmp what is 10 days old; a connection changes no times
 _NONE: Mapping[tuple[int, int], bytes] = MappingProxyType({})

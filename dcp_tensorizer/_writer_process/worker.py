@@ -58,14 +58,13 @@ __all__ = ["SpareCores"]
 # So with 5 a save costs training no more, and is over in half the time. Where cores are idle, a save needs nothing of a
 # busy one: beside a training loop on one of two cores, a niceness of 10 cost the loop 7% of its speed, and 19 cost
 # 1-5%, at the same throughput.
-_NICENESS_BUSY = 5  # also lowers the I/O priority, which follows it unless set apart
+_NICENESS_BUSY = 7  # also lowers the I/O priority, which follows it unless set apart
 _NICENESS_SPARE = 19
 _MIN_SPARE_CORES = 0.75  # idle, or used by this process: two threads get less than that where all cores are busy
 _SAMPLE_SECONDS = 0.1
 _MIN_SAMPLES = 3  # in a row: where two trainers keep two cores busy, one sample in some hundreds sees an idle core
 _PROGRESS_SECONDS = 1.0
-# Of the parts' memory, between saves: all of it with two threads and a local disk. A save in the writer process gets
-# 3-15% faster by it.
+# Of the memory for parts, between saves: that is all that two threads and a local disk need. Saves get 3-15% faster.
 _KEPT_BYTES = 64 << 20
 _ABANDON_SECONDS = 20.0  # for removing what was written, while a whole staged state is kept in memory for nobody
 

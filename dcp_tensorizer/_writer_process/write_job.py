@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from .._format.encoder import BUFFER_BYTES, encode_ahead
 from .._format.part_buffer import PartMemory, Parts
@@ -25,15 +25,6 @@ if TYPE_CHECKING:
     from .._format.encryption import Cipher
 
 __all__ = ["FileJob"]
-
-
-class _Turn(NamedTuple):
-    """Files that are written one after the other, and with what."""
-
-    files: Sequence[FileRequest]
-    threads: int
-    buffer_bytes: int
-    memory: PartMemory
 
 
 class FileJob:
@@ -89,8 +80,6 @@ class FileJob:
         self._refusals = 0
         self._sinks: list[Sink] = []
         self._memory = memory or PartMemory()
-        self._encoded_at = 0.0
-        self._failure: tuple[str, BaseException] | None = None
         self._abandoned = False
         self._completing = threading.Lock()
 
@@ -130,24 +119,35 @@ class FileJob:
         Raises:
             WriteError: naming file and cause; what had been written is removed.
         """
-        started = self._encoded_at = time.perf_counter()
+        started = time.perf_counter()
+        name = ""
         try:
             with self._completing:  # as a completion: what is copied when everything is removed would stay
                 adopted = in_threads(self._adopt, self._files)
             results = {result.name: result for result in adopted if result is not None}
             written = [file for file in self._files if file.name not in results]
-            for of_turn in in_threads(self._write_in_turn, self._turns(written)):
-                results |= of_turn
+            # The end of a file waits for the disk, or the server. The next one is begun meanwhile.
+            with ThreadPoolExecutor(1, thread_name_prefix="complete") as pool:
+                completions: list[Future[None]] = []
+                for file in written:
+                    if any(completion.done() and completion.exception() for completion in completions):
+                        break  # what follows is lost as well
+                    name = file.name
+                    results[name], parts = self._write(file)
+                    completions.append(pool.submit(self._complete, self._sinks[-1], parts))
+                hash_seconds = time.perf_counter() - started
+                for file, completion in zip(written, completions, strict=False):
+                    name = file.name
+                    completion.result()
+                    if self._identify:
+                        results[name] = replace(results[name], identity=self._storage.identity(name))
             if self._sync:
                 self._storage.sync_directory()
             writing = sum(sink.write_seconds + sink.complete_seconds for sink in self._sinks)
             seconds = time.perf_counter() - started
-            hashing = self._encoded_at - started
-            return WriteDone(tuple(results[file.name] for file in self._files), seconds, hashing, writing)
-        except Exception as raised:
+            return WriteDone(tuple(results[file.name] for file in self._files), seconds, hash_seconds, writing)
+        except Exception as error:
             self.remove()
-            name, error = self._failure or (self._files[-1].name if self._files else "", raised)
-            self._failure = None  # it refers to this job
             message = f"cannot write {self._storage.path}/{name}: {describe(error)}"
             raise WriteError(self._storage.scrub(message)) from self._storage.cause(error)
         finally:
@@ -189,63 +189,25 @@ class FileJob:
         with self._completing:
             self.remove()
 
-    def _turns(self, files: Sequence[FileRequest]) -> list[_Turn]:
-        """The files that are written one after the other; those of several turns are written at once."""
-        count = max(1, min(self._storage.files_at_once, self._threads, len(files)))
-        threads, buffer_bytes = max(1, self._threads // count), self._buffer_bytes // count
-        memories = (self._memory, *(PartMemory() for _ in range(1, count)))
-        return [_Turn(files[n::count], threads, buffer_bytes, memory) for n, memory in enumerate(memories)]
-
-    def _write_in_turn(self, turn: _Turn) -> dict[str, FileResult]:
-        """Writes files one after the other; returns what has become of each, by name.
-
-        The end of a file waits for the disk, or the server. The next one is begun meanwhile.
-        """
-        results: dict[str, FileResult] = {}
-        with ThreadPoolExecutor(1, thread_name_prefix="complete") as pool:
-            completions: list[Future[None]] = []
-            for file in turn.files:
-                if self._failure is not None:
-                    break  # what follows is lost as well
-                with self._noting_failure(file):
-                    results[file.name], sink, parts = self._encode(file, turn)
-                completions.append(pool.submit(self._complete, file, sink, parts))
-            self._encoded_at = time.perf_counter()
-            for file, completion in zip(turn.files, completions, strict=False):
-                completion.result()
-                if self._identify:
-                    results[file.name] = replace(results[file.name], identity=self._storage.identity(file.name))
-        return results
-
-    def _encode(self, file: FileRequest, turn: _Turn) -> tuple[FileResult, Sink, Parts]:
+    def _write(self, file: FileRequest) -> tuple[FileResult, Parts]:
         """Encodes a file, whose last parts may still be on their way."""
         layout = lay_out(file.tensors, self._cipher, sha256=self._sha256)
         sink = self._storage.create(file.name, layout.nbytes, sync=self._sync)
         self._sinks.append(sink)
-        items, parts = encode_ahead(
-            layout, self._contents, sink, turn.threads, turn.buffer_bytes, turn.memory, file=file.name
+        encoded = encode_ahead(
+            layout, self._contents, sink, self._threads, self._buffer_bytes, self._memory, file=file.name
         )
-        return FileResult(file.name, layout.nbytes, tuple(items)), sink, parts
+        return FileResult(file.name, layout.nbytes, tuple(encoded.items)), encoded.parts
 
-    def _complete(self, file: FileRequest, sink: Sink, parts: Parts) -> None:
+    def _complete(self, sink: Sink, parts: Parts) -> None:
         try:
-            with self._noting_failure(file):
-                parts.finish()
-                with self._completing:
-                    if self._abandoned:
-                        raise WriteError("nobody waits for this file any more")
-                    sink.complete()
+            parts.finish()
+            with self._completing:
+                if self._abandoned:
+                    raise WriteError("nobody waits for this file any more")
+                sink.complete()
         except BaseException:
             sink.abort()
-            raise
-
-    @contextmanager
-    def _noting_failure(self, file: FileRequest) -> Iterator[None]:
-        """The first error of any file is that of the job."""
-        try:
-            yield
-        except BaseException as error:
-            self._failure = self._failure or (file.name, error)
             raise
 
 

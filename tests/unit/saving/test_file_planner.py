@@ -14,13 +14,12 @@ from dcp_tensorizer._format.encoder import encode
 from dcp_tensorizer._format.layout import INDEX_CAPACITY, index_entry_size, is_data_file_name
 from dcp_tensorizer._format.tensorizer_file import lay_out
 from dcp_tensorizer._memory.tensor_bytes import host_bytes
-from dcp_tensorizer._saving.file_planner import bytes_of_a_file, plan_files, stored_names
+from dcp_tensorizer._saving.file_planner import plan_files, stored_names
 from dcp_tensorizer._writer_process.messages import TensorSource
 
 from ...support import BufferSink, filled, same
 
 SAVE = "0" * 32
-MIB = 1 << 20
 
 any_text = st.text(st.characters(codec=None), max_size=8)
 
@@ -94,18 +93,3 @@ def test_nothing_to_write_is_no_file() -> None:
     """A rank without data writes no data file."""
     assert plan_files([], 0, SAVE) == ()
     assert INDEX_CAPACITY == 256 * 1024
-
-
-def test_as_many_files_as_are_written_at_once() -> None:
-    """Of equal size. None of less than 64 MiB is made for that, and none is larger than the storage allows."""
-    sources = [TensorSource(f"{n}", "uint8", (7 * MIB,), 7 * MIB) for n in range(40)]
-
-    def sizes(files_at_once: int, limit: int) -> list[int]:
-        files = plan_files(sources, 0, SAVE, bytes_of_a_file(sources, files_at_once, limit))
-        return [len(file.tensors) for file in files]
-
-    assert sizes(1, 1000 * MIB) == [40]
-    assert sizes(2, 1000 * MIB) == [20, 20]
-    assert sizes(4, 1000 * MIB) == [10, 10, 10, 10]
-    assert sizes(100, 1000 * MIB) == [9, 9, 9, 9, 4]
-    assert sizes(2, 105 * MIB) == [15, 15, 10]

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from dcp_tensorizer import ReadError, WriteError
-from dcp_tensorizer._storage import local
 from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.local import LocalStorage
 
@@ -60,19 +59,6 @@ def test_the_wait_for_a_save_that_cleans_up_is_bounded(tmp_path: Path) -> None:
         other.share(0.05)
     holder.release()
     assert open_descriptors() == before
-
-
-@pytest.mark.parametrize(("kind", "expected"), [("tmpfs", [1, 3, 4]), ("ext4", [1, 1, 1])])
-def test_file_systems_in_memory_take_several_files_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, expected: list[int]
-) -> None:
-    """As many as there are cores, up to four. A disk takes parts of one file at once."""
-    monkeypatch.setattr(local, "file_system", lambda path: kind)
-    found = []
-    for cores in (1, 3, 8):
-        monkeypatch.setattr(local, "cores", lambda cores=cores: cores)
-        found.append(LocalStorage(tmp_path).files_at_once)
-    assert found == expected
 
 
 @pytest.mark.parametrize("case", ["no locks", "a network mount"])

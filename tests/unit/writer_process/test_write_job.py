@@ -133,57 +133,6 @@ def test_a_failure_in_a_later_file_removes_the_earlier_ones(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-class FilesAtOnce(LocalStorage):
-    """A directory in which two files are written at once, wherever it lies."""
-
-    files_at_once = 2
-
-
-def test_files_are_written_at_once_where_that_is_faster(tmp_path: Path) -> None:
-    """The tensors of two files are asked for at the same time, and the third file waits. All are described."""
-    tensors = {name: {name: filled(torch.uint8, (1000,), seed=n)} for n, name in enumerate(NAMES)}
-    together = threading.Barrier(2)
-
-    def contents(source: TensorSource) -> memoryview:
-        if source.name != NAMES[2]:
-            together.wait(60)
-        return host_bytes(tensors[source.name][source.name])
-
-    requests = [FileRequest(name, sources(of_file.items())) for name, of_file in tensors.items()]
-    done = FileJob(FilesAtOnce(tmp_path), requests, contents, sync=True, threads=2).run()
-    assert [result.name for result in done.files] == NAMES
-    assert [[item.name for item in result.tensors] for result in done.files] == [[name] for name in NAMES]
-    for name, of_file in tensors.items():
-        with TensorDeserializer(tmp_path / name, device="cpu", verify_hash=True) as loaded:
-            assert same(loaded[name], of_file[name])
-
-
-def test_one_thread_writes_one_file_at_a_time(tmp_path: Path) -> None:
-    """So many cores may be used, and no more."""
-    files = {name: {name: torch.zeros(9)} for name in NAMES}
-    work = job(FilesAtOnce(tmp_path), files, threads=1)
-    assert [turn.threads for turn in work._turns(work._files)] == [1]
-    assert [turn.threads for turn in job(FilesAtOnce(tmp_path), files, threads=5)._turns(work._files)] == [2, 2]
-
-
-def test_a_file_that_fails_beside_another_is_named(tmp_path: Path) -> None:
-    """The other one, which has been begun and goes through, is removed."""
-    has_begun = threading.Event()
-
-    def contents(source: TensorSource) -> memoryview:
-        if source.name == NAMES[1]:
-            assert has_begun.wait(60)
-            raise OSError(errno.EIO, "gone")
-        has_begun.set()
-        return host_bytes(torch.zeros(9))
-
-    requests = [FileRequest(name, sources([(name, torch.zeros(9))])) for name in NAMES]
-    work = FileJob(FilesAtOnce(tmp_path), requests, contents, sync=True, threads=2)
-    with pytest.raises(WriteError, match=re.escape(f"{tmp_path}/{NAMES[1]}: OSError: [Errno 5]")):
-        work.run()
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("point", ["put_part", "complete", "sync_directory"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT])
 def test_what_a_disk_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, number: int) -> None:
