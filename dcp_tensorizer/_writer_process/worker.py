@@ -53,14 +53,13 @@ if TYPE_CHECKING:
 __all__ = ["SpareCores"]
 
 # Where all cores are busy, a save takes the same CPU time from training whatever its priority is; the priority decides
-# how long the save takes. Two and four ranks on two cores, each with a training loop: with a niceness of 5, data was
-# durable after 0.9 and 1.1 s, at 71% and 59% of the loop's speed. With 10 it was after 1.6 and 2.0 s, at 79% and 76%.
-# So with 5 a save costs training no more, and is over in half the time. Where cores are idle, a save needs nothing of a
-# busy one: beside a training loop on one of two cores, a niceness of 10 cost the loop 7% of its speed, and 19 cost
-# 1-5%, at the same throughput.
+# how long the save takes. Two and four ranks on two cores, each with a training loop: with a niceness of 7, data was
+# durable after 1.0 and 1.4 s, at 76% and 65% of the loop's speed. With 10 it was after 1.6 and 2.0 s, at 79% and 76%,
+# so training lost more. Where cores are idle, a save needs nothing of a busy one: beside a training loop on one of two
+# cores, a niceness of 10 cost the loop 7% of its speed, and 19 cost 1-5%, at the same throughput.
 _NICENESS_BUSY = 7  # also lowers the I/O priority, which follows it unless set apart
 _NICENESS_SPARE = 19
-_MIN_SPARE_CORES = 0.75  # idle, or used by this process: two threads get less than that where all cores are busy
+_MIN_SPARE_CORES = 0.75  # idle, or used by this process: four threads get less than that where all cores are busy
 _SAMPLE_SECONDS = 0.1
 _MIN_SAMPLES = 3  # in a row: where two trainers keep two cores busy, one sample in some hundreds sees an idle core
 _PROGRESS_SECONDS = 1.0

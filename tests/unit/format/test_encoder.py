@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tensorizer import TensorDeserializer, TensorSerializer
 from tensorizer.serialization import HashMismatchError
 
+from dcp_tensorizer._format import part_buffer
 from dcp_tensorizer._format.encoder import _Encoding, encode, encode_ahead
 from dcp_tensorizer._format.layout import StoredItem
 from dcp_tensorizer._format.part_buffer import PartMemory, Parts
@@ -375,6 +376,24 @@ def test_memory_that_fewer_parts_need_is_dropped() -> None:
     assert memory.take() is None
     memory.clear()
     assert memory.take() is None
+
+
+def test_memory_that_there_is_not_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that fails for want of memory leaves as much for the next one as there was."""
+    memory = PartMemory()
+    memory.allow(4096, 1)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no memory"):
+        patch.setattr(part_buffer, "direct_memory", raising(OSError("no memory")))
+        memory.take()
+    assert memory.take() is not None
+    assert memory.take() is None
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def fail(*args: Any) -> Any:
+        raise error
+
+    return fail
 
 
 def test_some_memory_is_kept_for_the_next_file() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from dcp_tensorizer._writer_process import worker
 from dcp_tensorizer._writer_process.worker import SpareCores
 
 SECOND = os.sysconf("SC_CLK_TCK") * (os.cpu_count() or 1)
@@ -22,6 +23,15 @@ def test_spare_cores_are_those_that_nobody_else_uses() -> None:
     spare = SpareCores(iter(lines).__next__, iter(own).__next__)
     assert abs(spare.since_last() - (cores / 2 + 0.25)) < 0.05
     assert abs(spare.since_last() - 0.25) < 0.05
+
+
+def test_busy_cores_are_not_taken_for_spare_ones() -> None:
+    """The most threads that a save has by default get less of them than what counts as spare.
+
+    A thread's share beside one of training follows from the kernel's weights, which differ by 1.25 for each niceness.
+    """
+    weight = 1.25**-worker._NICENESS_BUSY
+    assert 4 * weight / (1 + weight) < worker._MIN_SPARE_CORES
 
 
 def test_no_time_has_passed() -> None:
