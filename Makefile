@@ -45,7 +45,7 @@ check: $(READY)
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Whole for every release, so that all figures are of one commit: about 40 minutes. Up to 8,192 ranks are simulated by
+# Whole for every release, so that all figures are of one commit: 40 to 50 minutes. Up to 8,192 ranks are simulated by
 # `python -m benchmarks.scale --large`, which takes 90 minutes: its figures stay until the next such run.
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench
