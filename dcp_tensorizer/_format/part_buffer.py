@@ -151,8 +151,7 @@ class Parts:
             self._missing[number] -= count
             if not self._missing[number]:
                 del self._missing[number]
-                self._io.submit(self._put, number, self._filling[number])
-                del self._filling[number]
+                self._io.submit(self._put, number, self._filling.pop(number))
                 self._left -= 1
                 if not self._left:
                     self._io.shutdown(wait=False)  # its threads end with the last part, whenever it is finished

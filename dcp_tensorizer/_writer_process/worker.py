@@ -179,7 +179,10 @@ class _Worker:
         options = request.options
         storage = open_storage(request.path, options.storage_options, options.timeout)
         self._connection = storage.connection
-        return self._run(FileJob.of(storage, request.files, self._bytes, options, self._part_memory))
+        memory, self._part_memory = self._part_memory, PartMemory(_KEPT_BYTES)
+        answer = self._run(FileJob.of(storage, request.files, self._bytes, options, memory))
+        self._part_memory = memory  # that of a job that failed is not kept: some of it may never have come back
+        return answer
 
     def _run(self, job: FileJob | DigestJob) -> Answer:
         self._job = job

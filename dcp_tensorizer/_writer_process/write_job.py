@@ -40,7 +40,7 @@ class FileJob:
         cipher: Encrypts everything.
         sha256: Put a SHA-256 of each tensor into the files, beside the CRC-32.
         identify: Say what each file will be known again by, for later saves to adopt it.
-        memory: That of the parts; cleared at the end.
+        memory: That of the parts; cleared at the end, but for what it keeps.
         patience: Seconds in which no file could be adopted, after which no other is tried: all of them are written.
         open_home: Opens a directory that files may be adopted from.
         clock: Of the `time` module, or a test's.

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
+from pathlib import Path
 
+import pytest
+
+from dcp_tensorizer import WriteError
+from dcp_tensorizer._format.layout import data_file_name
 from dcp_tensorizer._writer_process import worker
+from dcp_tensorizer._writer_process.channel import Channel
+from dcp_tensorizer._writer_process.messages import FileRequest, WriteOptions, WriteRequest
 from dcp_tensorizer._writer_process.worker import SpareCores
 
 SECOND = os.sysconf("SC_CLK_TCK") * (os.cpu_count() or 1)
@@ -32,6 +40,21 @@ def test_busy_cores_are_not_taken_for_spare_ones() -> None:
     """
     weight = 1.25**-worker._NICENESS_BUSY
     assert 4 * weight / (1 + weight) < worker._MIN_SPARE_CORES
+
+
+def test_the_memory_of_a_save_that_failed_is_not_kept(tmp_path: Path) -> None:
+    """Some of it may never have come back, and each later save would have less. That of others is kept."""
+    options = WriteOptions({}, sync=False, threads=1, buffer_bytes=64 << 20, timeout=60.0)
+    files = (FileRequest(data_file_name(0, 0, "a" * 32), ()),)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        served = worker._Worker(Channel(ours), None)
+        memory = served._part_memory
+        served._write(WriteRequest(str(tmp_path), options, files))
+        assert served._part_memory is memory
+        with pytest.raises(WriteError, match="No such file"):
+            served._write(WriteRequest(str(tmp_path / "nowhere"), options, files))
+        assert served._part_memory is not memory
 
 
 def test_no_time_has_passed() -> None:
