@@ -8,13 +8,16 @@ is looked at before the number is used.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import tempfile
 import weakref
 
 from ._forks import in_child
 
-__all__ = ["Descriptor", "anonymous_file", "identity"]
+_STANDARD_STREAMS = 2  # the last of them
+
+__all__ = ["Descriptor", "above_standard_streams", "anonymous_file", "identity"]
 
 
 def identity(fd: int) -> tuple[int, int] | None:
@@ -59,9 +62,23 @@ class Descriptor:
 def anonymous_file(name: str) -> int:
     """A new file in memory, which needs no directory; elsewhere than on Linux, a temporary file."""
     if hasattr(os, "memfd_create"):
-        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        return above_standard_streams(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
+
+
+def above_standard_streams(fd: int) -> int:
+    """Another number for an open file, whose own is closed, if that is one of 0 to 2.
+
+    A daemon closes those. Whatever prints would then print into the file, and a child that is started has its own
+    streams there.
+    """
+    if fd > _STANDARD_STREAMS:
+        return fd
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _STANDARD_STREAMS + 1)
+    finally:
+        os.close(fd)
 
 
 def _close(fd: int, file: tuple[int, int] | None) -> None:

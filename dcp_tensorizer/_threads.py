@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
-__all__ = ["NEVER", "Deadline", "cores", "in_background", "in_threads"]
+__all__ = ["NEVER", "Deadline", "Workers", "cores", "in_background", "in_threads", "is_running"]
 
 _T = TypeVar("_T")
 _Subject = TypeVar("_Subject")
@@ -41,6 +42,47 @@ class Deadline:
 NEVER = Deadline(None)
 
 
+class Workers(ThreadPoolExecutor):
+    """A pool of threads for work that must be done, whatever interrupts it and whenever it begins.
+
+    When the main thread has ended, for threads that live on and for ``atexit``, Python starts no more threads: then the
+    calling thread does what is submitted.
+    """
+
+    def __init__(self, max_workers: int, thread_name_prefix: str) -> None:
+        super().__init__(max_workers, thread_name_prefix)
+        self._unfinished: set[Future[Any]] = set()
+
+    def submit(self, fn: Callable[..., _T], /, *args: Any, **kwargs: Any) -> Future[_T]:
+        try:
+            future = super().submit(fn, *args, **kwargs)
+        except RuntimeError as error:
+            if "interpreter shutdown" not in str(error):
+                raise
+            future = Future()
+            _run(future, lambda: fn(*args, **kwargs))
+            return future
+        self._unfinished.add(future)
+        future.add_done_callback(self._unfinished.discard)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Waits for the work, and not only for its threads: see `is_running`."""
+        super().shutdown(wait=False, cancel_futures=cancel_futures)
+        if wait:
+            concurrent.futures.wait(list(self._unfinished))
+            super().shutdown()
+
+
+def is_running(thread: threading.Thread) -> bool:
+    """Whether a thread has been started, and has not ended.
+
+    Before Python 3.13 ``is_alive`` cannot be trusted. If a signal's handler raises in the middle of ``join``, a
+    KeyboardInterrupt say, it takes the thread for one that has ended.
+    """
+    return thread in threading.enumerate()
+
+
 def in_threads(operation: Callable[[_Subject], _T], subjects: Sequence[_Subject]) -> list[_T]:
     """Calls ``operation`` for several files, or parts of one, at once, because each call waits for a server.
 
@@ -48,7 +90,7 @@ def in_threads(operation: Callable[[_Subject], _T], subjects: Sequence[_Subject]
     """
     if len(subjects) < 2:
         return [operation(subject) for subject in subjects]
-    with ThreadPoolExecutor(_REQUESTS_AT_ONCE, thread_name_prefix="requests") as pool:
+    with Workers(_REQUESTS_AT_ONCE, thread_name_prefix="requests") as pool:
         return list(pool.map(operation, subjects))
 
 

@@ -17,6 +17,9 @@ import torch
 # What torch's weights-only unpickler trusts: `get_unsafe_globals_in_checkpoint` says only what is not in it.
 from torch._weights_only_unpickler import _get_allowed_globals
 
+# What a functional collective gives: a tensor whose elements may still be on their way.
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
 # FSDP1 still makes ShardedTensors, and there is no public way to them.
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -52,6 +55,7 @@ __all__ = [
     "ShardedTensor",
     "StorageInfo",
     "checkpoint_offset",
+    "awaited",
     "copy_all",
     "cpu_placement",
     "flatten_state_dict",
@@ -168,6 +172,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
     for a training loop that holds it, 0.03 ms a call in the mean. The dispatch keys are read without that.
     """
     return tensor.is_contiguous() and not torch._C._dispatch_keys(tensor).raw_repr() & _LAZY
+
+
+def awaited(tensor: torch.Tensor) -> torch.Tensor:
+    """The result of a functional collective, when it is there; any other tensor as it is."""
+    return tensor.wait() if type(tensor) is AsyncCollectiveTensor else tensor
 
 
 def negated_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -271,9 +271,9 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
         return self._saver.save_id
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Called by DCP before a save that is given a ``checkpoint_id``: it holds for the calling thread's save.
-        It may be relative to the working directory in which the save was staged.
-        """
+        """Called by DCP before a save that is given a ``checkpoint_id``: it holds for the calling thread's save, and
+        for the next one without an id if a ``state_dict()`` fails first. It may be relative to the working directory
+        in which the save was staged."""
         if checkpoint_id is not None:
             check_path(checkpoint_id)
         self._local.path = checkpoint_id

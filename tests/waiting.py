@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,7 +17,18 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.utils._pytree import tree_map
 
-__all__ = ["WAIT", "Gate", "HeldPlanner", "HeldTensor", "hold_memory", "in_thread", "save_thread", "wait_until_inside"]
+__all__ = [
+    "WAIT",
+    "Gate",
+    "HeldPlanner",
+    "HeldTensor",
+    "Interrupted",
+    "hold_memory",
+    "in_thread",
+    "interrupted_inside",
+    "save_thread",
+    "wait_until_inside",
+]
 
 WAIT = 30.0
 """Seconds after which something that should have happened has not."""
@@ -97,6 +110,36 @@ def save_thread(before: set[threading.Thread]) -> threading.Thread:
             if thread.is_alive() and thread.name.startswith("AsyncCheckpointExecutor"):  # some are not started yet
                 return thread
     raise AssertionError("there is no save")
+
+
+class Interrupted(BaseException):
+    """What a signal's handler raises, as Python's own does at Ctrl-C."""
+
+
+@contextmanager
+def interrupted_inside(function: Callable[..., object]) -> Iterator[None]:
+    """Sends the main thread, which must be the calling one, a signal when it waits inside a function.
+
+    Its handler raises `Interrupted`, which is expected to come out of the block.
+    """
+    main = threading.main_thread()
+    assert threading.current_thread() is main
+
+    def handle(number: int, frame: object) -> None:
+        raise Interrupted
+
+    def send() -> None:
+        wait_until_inside(main, function)
+        signal.pthread_kill(main.ident or 0, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    sending = in_thread(send)
+    try:
+        with pytest.raises(Interrupted):
+            yield
+    finally:
+        sending.join(WAIT)
+        signal.signal(signal.SIGUSR1, before)
 
 
 def in_thread(target: Callable[[], object]) -> threading.Thread:

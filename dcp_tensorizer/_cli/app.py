@@ -8,6 +8,7 @@ runs code from a checkpoint. `outcome` has the exit codes.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -29,7 +30,7 @@ from .arguments import (
     read_seconds,
     read_split,
 )
-from .outcome import DAMAGED, DIFFERENT, NOT_DONE, OK, failed, usage_error
+from .outcome import DAMAGED, DIFFERENT, NOT_DONE, OK, failed, unwritten, usage_error
 
 __all__ = ["run"]
 
@@ -44,9 +45,13 @@ def run(arguments: Sequence[str]) -> int:
     """Runs a command, or shows what there is; returns the exit code."""
     as_json = "--json" in arguments
     try:
-        return _app(list(arguments) or ["--help"], prog_name="dcp-tensorizer", standalone_mode=False) or OK
+        code = _app(list(arguments) or ["--help"], prog_name="dcp-tensorizer", standalone_mode=False) or OK
+        sys.stdout.flush()
+        return int(code)
     except usage_error as error:
         return failed(error, as_json=as_json)
+    except OSError as error:
+        return unwritten(error)
 
 
 def _command(damaged: int = DAMAGED) -> Callable[[Callable[..., int]], None]:
@@ -63,9 +68,14 @@ def _command(damaged: int = DAMAGED) -> Callable[[Callable[..., int]], None]:
             from ..errors import CheckpointError
 
             try:
-                return function(*args, **kwargs)
-            except (CheckpointError, KeyboardInterrupt) as error:
-                return failed(error, as_json=kwargs["as_json"], damaged=damaged)
+                try:
+                    code = function(*args, **kwargs)
+                except (CheckpointError, KeyboardInterrupt) as error:
+                    code = failed(error, as_json=kwargs["as_json"], damaged=damaged)
+                sys.stdout.flush()
+                return code
+            except OSError as error:  # of whatever reads, there are errors of this package's own
+                return unwritten(error)
 
     return add
 

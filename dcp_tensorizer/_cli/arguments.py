@@ -86,6 +86,8 @@ def read_key(key_file: Path | None, passphrase_file: Path | None) -> DecryptionP
     """The key in a file; in an argument, other users of the machine would see it."""
     if key_file is None and passphrase_file is None:
         return None
+    if key_file is not None and passphrase_file is not None:
+        raise typer.BadParameter("give --key-file or --passphrase-file, and not both", param_hint="--key-file")
     from .._format.encryption import decryption_key
 
     try:

@@ -35,7 +35,15 @@ __all__ = [
 _PIPE_COLUMNS = 1 << 16  # nothing is broken where a program reads
 _MAX_NAMED_RANKS = 4
 
-_console = functools.partial(Console, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+class _Console(Console):
+    """rich's, which leaves it to the command to say what a closed pipe means."""
+
+    def on_broken_pipe(self) -> None:
+        raise
+
+
+_console = functools.partial(_Console, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def print_json(value: Any) -> None:

@@ -12,12 +12,12 @@ digested there, and copied into its part. Its own memory is only read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 import numpy as np
 import xxhash
 
+from .._threads import Workers
 from .checksums import Digester, TensorHashes, crc32_of, digests_of
 from .layout import NONCE_BYTES, StoredItem, block_size
 from .part_buffer import PartMemory, Parts, PartSink
@@ -137,7 +137,7 @@ class _Encoding(Generic[T]):
         self._items: list[StoredItem | None] = [None] * len(layout.entries)
         # Threads that would have nothing to do, with fewer tensors than threads. Each tensor's SHA-256, its slowest
         # hash, gets one to itself, and the blocks of an encrypted tensor are spread over all of them.
-        self._helpers: ThreadPoolExecutor | None = None
+        self._helpers: Workers | None = None
 
     def run(self) -> list[StoredItem]:
         """Hashes or encrypts with all threads, each of which fills parts on the way."""
@@ -147,7 +147,7 @@ class _Encoding(Generic[T]):
         # What is small is encoded in short calls. Between them threads take turns for the interpreter: two of them took
         # as long as one for 5,000 tensors of 215 kB, and half as much CPU time again.
         at_once = sum(not self._is_small(entry) for entry in entries) + 1
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="hash") as pool:
+        with Workers(self._threads, thread_name_prefix="hash") as pool:
             if len(entries) < self._threads:
                 self._helpers = pool
             # Each takes the next tensor when it has done one: in file order, so that few parts are incomplete.
@@ -160,7 +160,7 @@ class _Encoding(Generic[T]):
         """Hashes or encrypts ahead, with all threads, and fills the parts from first to last, with this one."""
         entries = self._layout.entries
         self._parts.fill(0, np.frombuffer(self._layout.head, dtype=np.uint8))
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="hash") as pool:
+        with Workers(self._threads, thread_name_prefix="hash") as pool:
             if len(entries) < self._threads:
                 self._helpers = pool
             headers = [pool.submit(self._encode, number, fill=False) for number in range(len(entries))]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
 
 from .._direct_memory import direct_memory
+from .._threads import Workers
 
 __all__ = ["PartMemory", "PartSink", "Parts"]
 
@@ -112,7 +112,7 @@ class Parts:
     ) -> None:
         self._nbytes = nbytes
         self._sink = sink
-        self._io = ThreadPoolExecutor(writing, thread_name_prefix="parts")
+        self._io = Workers(writing, thread_name_prefix="parts")
         self._memory = memory or PartMemory()
         self._memory.allow(sink.part_bytes, filling + writing)
         self._filling: dict[int, np.ndarray] = {}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .._format.index_rows import Head
-from .._format.layout import metadata_file_name
+from .._format.layout import is_data_file_name, metadata_file_name
 from .._loading.metadata_reader import read_head
 from .._storage.base import Storage
 from .._threads import in_threads
@@ -16,7 +16,7 @@ from ..errors import MetadataError, NotCommitted, ReadError
 from .branches import TRUNK, Branch
 from .names import StepNames
 
-__all__ = ["Step", "read_steps", "unknown_checkpoints"]
+__all__ = ["Step", "data_without_metadata", "read_steps", "unknown_checkpoints"]
 
 # What the files are called in which others keep checkpoints. Where names are not understood, only these are looked for:
 # logs and settings may lie in the folder too.
@@ -108,6 +108,27 @@ def unknown_checkpoints(folder: Storage, names: StepNames) -> list[str]:
     return [name for name, is_one in zip(sorted(folders), found, strict=True) if is_one] + sorted(
         file.name for file in files if _is_of_checkpoint(file.name)
     )
+
+
+def data_without_metadata(folder: Storage, names: StepNames) -> list[str]:
+    """The directories of steps that hold data, in a folder where `read_steps` found no checkpoint.
+
+    Raises:
+        ReadError: the folder cannot be listed.
+    """
+    try:
+        folders = [name for name in sorted(folder.listing()[1]) if names.step_in(name) is not None]
+    except NotCommitted:
+        return []
+    holds = in_threads(functools.partial(_holds_data, folder), folders)
+    return [name for name, has_data in zip(folders, holds, strict=True) if has_data]
+
+
+def _holds_data(folder: Storage, name: str) -> bool:
+    try:
+        return any(is_data_file_name(file.name) for file in folder.child(name).listing()[0])
+    except NotCommitted:
+        return False
 
 
 def _looks_like_checkpoint(folder: Storage, names: StepNames, name: str) -> bool:

@@ -11,7 +11,7 @@ from .._format.index_rows import SaveRecord
 from .._storage.base import Storage
 from ..errors import MetadataError, NotCommitted
 from .branches import TRUNK, Branch, belongs, current_branch, leave, members
-from .catalogue import Step, read_steps, unknown_checkpoints
+from .catalogue import Step, data_without_metadata, read_steps, unknown_checkpoints
 from .deletion import clean_up
 from .names import StepNames
 
@@ -171,6 +171,7 @@ def choose(folder: Storage, names: StepNames, number: int | None, *, fallback: b
         candidates = [*(step for step in candidates if step.number < number), *asked]
     if not candidates:
         _refuse_unknown(folder, names)
+        _warn_of_lost(folder, names)
         return Choice([], steps)
     candidates = candidates[::-1] if fallback else candidates[-1:]
     is_last = all(step.number <= newest for step in steps if step.problem)
@@ -184,6 +185,16 @@ def _refuse_unknown(folder: Storage, names: StepNames) -> None:
         raise MetadataError(
             f"{folder.path} holds no checkpoint named {names.template!r}, but {_listed(unknown)}: pass name= as they "
             f"are named, load one by dcp.load or convert it, or choose another folder to start anew"
+        )
+
+
+def _warn_of_lost(folder: Storage, names: StepNames) -> None:
+    """Says where a job begins at 0 beside data that no metadata names: copies leave hidden files out."""
+    if lost := data_without_metadata(folder, names):
+        logger.warning(
+            "%s holds no committed checkpoint, and the job begins anew. But data lies in %s, without .metadata: a "
+            "save never finished there, or is not finished yet, or a copy has left out hidden files",
+            *(folder.path, _listed(lost)),
         )
 
 

@@ -48,11 +48,13 @@ class Retaining:
         self._place = place
         self._lock = threading.Lock()
         self._running: list[Future[None]] = []
+        self._deleted: set[int] = set()
 
     def after(self, saved: Step) -> None:
         """A checkpoint is committed. Called on a thread of its own."""
         if self._rules is None or self._rules.keeps_all:
             return
+        self._deleted.discard(saved.number)
         arrival = None if self._flushing is None else self._flushing.future(saved.save_id)
         if arrival is None:
             self._retain(saved)
@@ -72,8 +74,11 @@ class Retaining:
         assert self._rules is not None
         with self._lock:
             place = self._place()
+            if saved.number in self._deleted:
+                return  # a later step has arrived before it, and with that one it was deleted
             if place is not None and place.branch != saved.branch:
                 return  # the job has left that branch since: what it went back to must stay
             for step in retain(self._folder, self._names, saved, self._rules):
+                self._deleted.add(step.number)
                 if place is not None:
                     place.numbers.discard(step.number)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -111,6 +111,7 @@ def commit(
     cipher: Cipher | None = None,
     entries: EntryWriter | None = None,
     record: SaveRecord | None = None,
+    check: Callable[[], object] = lambda: None,
 ) -> None:
     """Makes a save the checkpoint at its path. All of its data must be durable by now. Its records go.
 
@@ -128,6 +129,7 @@ def commit(
         cipher: The key of an encrypted checkpoint.
         entries: Of the saves before, see `encode`.
         record: What a manager says of the save.
+        check: Called last: it raises `Refused` if the save must not be committed any more.
 
     Raises:
         WriteError: nothing has been committed, what was committed before is untouched, and the save's files are
@@ -138,6 +140,7 @@ def commit(
     try:
         check_data(storage, files)
         data = encoded(storage, metadata, parts, rank=rank, cipher=cipher, entries=entries, record=record)
+        check()
         storage.put(metadata_file_name(rank), data, sync=sync, replace=overwrite, save_id=metadata.storage_meta.save_id)
     except Refused as error:
         remove_with_records(storage, files)

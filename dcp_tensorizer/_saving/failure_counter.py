@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from .._threads import is_running
 from ..errors import WriteError, describe
 
 __all__ = ["FailureCounter"]
 
 logger = logging.getLogger("dcp_tensorizer")
-_ELSEWHERE = "another rank failed, or a collective did: the save's future has the error, and so has that rank's log"
+_ELSEWHERE = "it was interrupted, or another rank or a collective failed: whoever saved has got the error"
 
 
 @dataclass(slots=True)
@@ -67,7 +68,7 @@ class FailureCounter:
     def end(self) -> None:
         """Saves of the calling thread, and of threads that have ended, are over: unless committed, they failed."""
         for thread in list(self._saves):
-            if thread is threading.current_thread() or not thread.is_alive():
+            if thread is threading.current_thread() or not is_running(thread):
                 save = self._saves.pop(thread, None)
                 if save is not None and self._coordinates(save):
                     self._failures += 1

@@ -147,9 +147,11 @@ class Flushing:
 
     def _look_now(self) -> None:
         if self._lock.acquire(timeout=1.0):
-            with suppress(Exception):  # the folder cannot be read
-                self._look()
-            self._lock.release()
+            try:
+                with suppress(Exception):  # the folder cannot be read
+                    self._look()
+            finally:
+                self._lock.release()
 
     def check(self) -> None:
         """Raises `WriteError` if a checkpoint has been given up since the last call."""
@@ -223,8 +225,10 @@ class Flushing:
             if entry is None and self._followed.pop(stem, None) is not None:
                 self._miss(followed)
             elif entry is not None and entry.state == REMOTE and self._followed.pop(stem, None) is not None:
-                followed.tell(followed.report, entry.changed)
-                followed.future.set_result(entry.changed)
+                try:
+                    followed.tell(followed.report, entry.changed)
+                finally:
+                    followed.future.set_result(entry.changed)
         for entry in entries.values():
             if entry.state in (LOST, TOLD):
                 self._lament(entry)

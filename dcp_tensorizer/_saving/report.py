@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from .._staging.stage_times import StageTimes
 
 if TYPE_CHECKING:
@@ -169,5 +171,5 @@ class Reports:
         if self.on_report is not None:
             try:
                 self.on_report(report)
-            except Exception:
+            except (Exception, CheckpointException):  # DCP's is no Exception
                 logger.exception("on_report failed; the save did not")

@@ -155,6 +155,11 @@ class Saver:
         if self.closed or save.error is not None:
             return self.stager.refuse(save.error or StagingError(_CLOSED))
         self._ensure_process()
+        if self.closed:  # by another thread just now, which has not seen what was started
+            now = Deadline(0.0)
+            self.close(now)
+            self.free(now)
+            return self.stager.refuse(StagingError(_CLOSED))
         self.engine.keeping.begin_staging(self.engine.saves)
         started_at, started = time.time(), time.perf_counter()
         if (error := self._wait_for_room()) is not None:

@@ -22,7 +22,7 @@ from .._format.keys import ItemKey
 from .._format.layout import StoredItem, metadata_file_name, save_id_in
 from .._format.places import RankPlaces
 from .._staging.stager import StagedSave
-from .._storage.base import DirectoryLock, Storage
+from .._storage.base import DirectoryLock, Refused, Storage
 from .._switching import QuickTurns
 from .._threads import in_background
 from .._torch_compat import DCP_VERSION
@@ -132,7 +132,7 @@ class SaveSession:
         self._times.planned()
         try:
             items, written, results = self._write(plan, planner)
-        except Exception as error:
+        except BaseException as error:  # also a Ctrl-C: nothing of this save may stay
             self._fail(error)
             remove_records(self.storage, [self.id])
             if not isinstance(error, CheckpointError):
@@ -211,13 +211,12 @@ class SaveSession:
 
     def _check_place(self, storage: Storage) -> None:
         """Raises `WriteError` where there is a checkpoint that must not be replaced."""
-        if self._commits and not self._saver.options.overwrite:
-            name = metadata_file_name(self._metadata_rank)
-            if storage.head(name) is not None:
-                raise WriteError(
-                    f"{storage.path} holds a checkpoint already, and overwrite=False: save to another path, or "
-                    f"pass overwrite=True"
-                )
+        may_replace = self._saver.options.overwrite or not self._commits
+        if not may_replace and storage.head(metadata_file_name(self._metadata_rank)) is not None:
+            raise WriteError(
+                f"{storage.path} holds a checkpoint already, and overwrite=False: save to another path, or "
+                f"pass overwrite=True"
+            )
         if not self._use_collectives and storage.head(metadata_file_name()) is not None:
             raise WriteError(
                 f"{storage.path} holds a checkpoint of all ranks, which every load would take for the one "
@@ -236,7 +235,7 @@ class SaveSession:
             results = write_results(items, written.done, self._rank, planner, cipher, self._compare)
             if not self._commits:
                 results = [replace(r, storage_data=self._tables.shortened(r.storage_data, plan)) for r in results]
-        except Exception:
+        except BaseException:
             remove(self.storage, [file.name for file in written.done.files])
             raise
         return items, written, results
@@ -293,8 +292,7 @@ class SaveSession:
     def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> list[RankPlaces]:
         """Makes the save the checkpoint at its path; returns what each rank has written."""
         saver = self._saver
-        if saver.closed and self._staged_save is not None:  # it has been abandoned
-            raise WriteError(f"the writer was closed before the save to {self.path} was over")
+        self._check_wanted()
         meta = StorageMeta(checkpoint_id=self.path, save_id=self.id)
         parts = self._tables.completed([result.storage_data for of_rank in results for result in of_rank])
         _check_trainer_lives(self.path)
@@ -313,8 +311,14 @@ class SaveSession:
             parts,
             sync=options.write.sync,
             overwrite=options.overwrite,
+            check=self._check_wanted,  # once more: to look at the data of all ranks may have taken seconds
             **self._index_options(),
         )
+
+    def _check_wanted(self) -> None:
+        """Raises `Refused` if the save has been abandoned."""
+        if self._saver.closed and self._staged_save is not None:
+            raise Refused(f"the writer was closed before the save to {self.path} was over")
 
     def _index_options(self) -> dict[str, Any]:
         """What the index is made with."""
@@ -329,12 +333,13 @@ class SaveSession:
         """An error inside is that of the save, also where nobody has foreseen it."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             self._fail(error)
             raise
 
-    def _fail(self, error: Exception) -> None:
-        self._saver.engine.failures.failed(error)
+    def _fail(self, error: BaseException) -> None:
+        if isinstance(error, Exception):
+            self._saver.engine.failures.failed(error)
         self.end()
 
 

@@ -23,6 +23,7 @@ from .._format.places import InlineItem, RankPlaces, checked_hash
 from .._memory.garbage import collector_paused
 from .._memory.shared_mappings import SharedFile
 from .._memory.tensor_bytes import check_supported, dtype_name, host_bytes, is_wrapper
+from .._torch_compat import awaited
 from .._writer_process.messages import TensorSource, WriteDone
 from ..errors import CheckpointError, UntrustedObject, WriteError, describe
 from .file_planner import stored_names
@@ -222,6 +223,7 @@ def _resolve(item: WriteItem, planner: SavePlanner, lasts: Callable[[torch.Tenso
             blob = _blob(data)
             return "object", blob if lasts(blob) else _copy(blob)
         assert isinstance(data, torch.Tensor)
+        data = awaited(data)
         if is_wrapper(data):
             pickled = io.BytesIO()
             torch.save(data, pickled)

@@ -17,7 +17,7 @@ from .._memory.tensor_bytes import host_bytes
 from .._staging.staged_save import StagedSave
 from .._staging.tensor_copy import Copies
 from .._storage.base import Storage
-from .._threads import NEVER, Deadline
+from .._threads import NEVER, Deadline, in_background
 from .._writer_process.digest_job import DigestJob
 from .._writer_process.gpu_ipc import export, withdraw
 from .._writer_process.messages import (
@@ -76,16 +76,22 @@ class WriterClient:
         Raises:
             WriterProcessDied: it cannot be started, or was ended meanwhile.
         """
+        if self._process is not None and self._process.alive:
+            return self._process  # without the lock: a handler's save, on another thread, must not wait for its holder
         with self._starting:
-            process = self._process
-            if process is None or not process.alive:
-                if process is not None:
-                    process.close()
-                ends = self._ends
-                process = self._process = self._start(devices=self._devices)
-                if self._ends != ends:  # by a signal's handler, or another thread
-                    process.close()
-                    raise WriterProcessDied("the writer is closed, and its process has ended")
+            before, ends = self._process, self._ends
+            if before is not None:
+                if before.alive:
+                    return before
+                before.close()
+            process = self._start(devices=self._devices)
+            if self._process is not before and self._process is not None:  # a signal's handler has started another
+                process.close()
+                return self._process
+            self._process = process
+            if self._ends != ends:  # by a signal's handler, or another thread
+                process.close()
+                raise WriterProcessDied("the writer is closed, and its process has ended")
             return process
 
     def write(
@@ -194,7 +200,9 @@ class WriterClient:
         Raises:
             WriterProcessDied: it cannot be started, or has ended.
         """
-        self.ensure_process().flush(request, request.target.timeout)
+        process = self.ensure_process()
+        # On a thread of its own: a signal's handler that interrupts the caller may save, and needs the conversation.
+        in_background(lambda: process.flush(request, request.target.timeout)).result()
 
     @property
     def is_running(self) -> bool:

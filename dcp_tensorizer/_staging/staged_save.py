@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from .._forks import in_child
 from .._memory.shared_buffer import SharedBuffer
 from .._memory.shared_mappings import SharedTensors
-from .._threads import NEVER, Deadline
+from .._threads import NEVER, Deadline, is_running
 from ..errors import StagingError
 from .stage_times import StageTimes
 from .tensor_copy import Copies
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress", "StagedSave"]
 
-_STEP_SECONDS = 0.02  # between two looks at a thread, whose end wakes nobody
+_STEP_SECONDS = 0.02  # between two looks at a save
+_END_SECONDS = 0.005  # and at its thread, whose end wakes nobody
 
 
 class Progress(enum.IntEnum):
@@ -245,7 +246,7 @@ class StagedSave:
         if self._progress < Progress.COPIED:
             return False
         thread = self.thread
-        if thread is not None and not thread.is_alive():
+        if thread is not None and not is_running(thread):
             return True
         # No save has a thread of its own here: nobody took the staged state dict, or the thread that asks did, or
         # one that lives on. Then it is over when nothing is left of it.
@@ -271,7 +272,8 @@ class StagedSave:
             if self._progress < Progress.COPIED:
                 self._wait_for(Progress.COPIED, deadline.within(_STEP_SECONDS))
             elif thread is not None:
-                thread.join(deadline.within(_STEP_SECONDS))
+                with self._changed:  # not by `join`: see `is_running`
+                    self._changed.wait(deadline.within(_END_SECONDS))
             else:
                 self.wait_taken(deadline.within(_STEP_SECONDS))
         return True

@@ -19,7 +19,7 @@ from .._memory.device import CUDA, Device, SideStreams
 from .._memory.garbage import collector_paused
 from .._memory.shared_buffer import SharedBuffer, aligned
 from .._memory.shared_mappings import SharedMappings, SharedTensors
-from .._threads import Deadline
+from .._threads import Deadline, is_running
 from ..errors import StagingError
 from .host_copies import Pair
 from .staged_save import Progress, StagedSave
@@ -162,7 +162,7 @@ class Stager:
             staged_save.finish()
         except BaseException as error:  # a KeyboardInterrupt: there will be no save
             self.saves.remove(staged_save)
-            is_copying = staged_save.stager is not threading.current_thread() and staged_save.stager.is_alive()
+            is_copying = staged_save.stager is not threading.current_thread() and is_running(staged_save.stager)
             if not is_copying:  # others may wait for it, to stage theirs
                 staged_save.fail(error)
                 staged_save.finish()

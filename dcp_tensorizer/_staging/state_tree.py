@@ -21,6 +21,7 @@ from .._torch_compat import (
     Shard,
     ShardedTensor,
     ShardMetadata,
+    awaited,
     cpu_placement,
     rebuild_dtensor,
     rebuild_sharded_tensor,
@@ -72,6 +73,7 @@ def copy_structure(value: Any, key: str, tensors: TensorList) -> Any:
         StagingError: something cannot be copied; names its key.
     """
     if isinstance(value, torch.Tensor):
+        value = awaited(value)
         tensors.add(key, value)
         return value
     if isinstance(value, _ATOMIC):

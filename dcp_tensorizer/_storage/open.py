@@ -57,6 +57,8 @@ def absolute_path(path: str | os.PathLike[str], directory: str | None = None) ->
 
 def _absolute(path: str, directory: str | None) -> str:
     try:
+        if not path:
+            raise ValueError("it is empty")
         if b"\0" in os.fsencode(path):
             raise ValueError("it holds a NUL")
         return os.path.normpath(os.path.join(directory, path)) if directory else os.path.abspath(path)

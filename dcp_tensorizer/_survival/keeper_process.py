@@ -15,7 +15,7 @@ from .._descriptor import Descriptor, anonymous_file
 from .._forks import in_child
 from .._threads import NEVER, Deadline, in_background
 from .._writer_process.channel import Channel
-from .._writer_process.child import kill, said_by, start
+from .._writer_process.child import kill, said_by, socket_pair, start
 from ..errors import CheckpointError, ReadError, WriteError
 from .messages import Answer, Claim, Claimed, Content, Digests, End, Forget, Found, Keep, Look, Missing, Request, Take
 from .runtime_directory import connect, remove, runtime_directory, socket_path, sockets_of
@@ -54,7 +54,7 @@ class KeeperProcess:
             with ExitStack() as undo:
                 self._output = Descriptor(anonymous_file("keeper"))
                 undo.callback(self._output.close)
-                ours, theirs = socket.socketpair()
+                ours, theirs = socket_pair()
                 undo.callback(ours.close)
                 with theirs:
                     arguments = [str(os.getpid()), run, str(seconds), os.fspath(self._path)]

@@ -11,7 +11,7 @@ import select
 import socket
 import struct
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from .._descriptor import identity
@@ -83,13 +83,18 @@ class Channel:
             first, fds, _flags, _address = socket.recv_fds(self._sock, 1, 16)
             if not first:
                 raise EOFError("the other end of the channel is gone")
-            length, count = _HEADER.unpack(first + self._read(_HEADER.size - 1))
-            body = self._read(length)
-            if count != len(fds):
+            with ExitStack() as undo:
                 for fd in fds:
-                    os.close(fd)
-                raise OSError(f"{count} descriptors were sent and {len(fds)} arrived: the descriptor limit is reached")
-            return pickle.loads(body), list(fds)
+                    undo.callback(os.close, fd)
+                length, count = _HEADER.unpack(first + self._read(_HEADER.size - 1))
+                body = self._read(length)
+                if count != len(fds):
+                    raise OSError(
+                        f"{count} descriptors were sent and {len(fds)} arrived: the descriptor limit is reached"
+                    )
+                message = pickle.loads(body)  # which fails if it has what only the sender knows
+                undo.pop_all()
+            return message, list(fds)
         except ConnectionResetError as error:
             raise EOFError("the other end of the channel is gone") from error
 

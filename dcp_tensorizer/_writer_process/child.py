@@ -8,15 +8,25 @@ import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 
-from .._descriptor import Descriptor
+from .._descriptor import Descriptor, above_standard_streams
 from .interpreter import environment, interpreter
 
-__all__ = ["kill", "said_by", "start"]
+__all__ = ["kill", "said_by", "socket_pair", "start"]
 
 _KILL_SECONDS = 0.5  # a process that is killed ends in milliseconds, but for one that hangs in the kernel
 _OUTPUT_TAIL = 4000  # bytes
 _unended: list[subprocess.Popen[bytes]] = []
 """Killed, and not waited for to the end: that is done later, or else they would stay zombies."""
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Two sockets that are connected, above the standard streams (see `above_standard_streams`); raises `OSError`."""
+    ours, theirs = socket.socketpair()
+    return _above(ours), _above(theirs)
+
+
+def _above(end: socket.socket) -> socket.socket:
+    return socket.socket(fileno=above_standard_streams(end.detach()))
 
 
 def start(
@@ -41,7 +51,7 @@ def start(
     """
     trainer = -1
     with suppress(AttributeError, OSError):  # an older kernel, or a sandbox; then the socket alone tells of our end
-        trainer = os.pidfd_open(os.getpid())
+        trainer = above_standard_streams(os.pidfd_open(os.getpid()))
     try:
         return subprocess.Popen(
             [*interpreter(), module, str(theirs.fileno()), str(trainer), *arguments],

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import select
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -20,7 +19,7 @@ from .._forks import in_child
 from .._threads import Deadline
 from ..errors import WriteError, WriterProcessDied, describe
 from .channel import Channel, pickled
-from .child import kill, said_by, start
+from .child import kill, said_by, socket_pair, start
 from .messages import (
     Answer,
     BufferInfo,
@@ -79,7 +78,7 @@ class WriterProcess:
     def __init__(self, *, devices: bool = False) -> None:
         try:
             with ExitStack() as undo:
-                ours, theirs = socket.socketpair()
+                ours, theirs = socket_pair()
                 undo.callback(ours.close)
                 self._output = Descriptor(anonymous_file("output"))
                 undo.callback(self._output.close)
@@ -94,6 +93,7 @@ class WriterProcess:
         self._attached: set[int] = set()
         self._sent: set[int] = set()  # buffers that it may have mapped, also by a request that failed
         self._lock = threading.Lock()
+        self._was_killed = False
         self._end = weakref.finalize(self, _end, self._popen, self._channel)
         in_child(self, WriterProcess._let_go)
 
@@ -108,8 +108,8 @@ class WriterProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether a request can be sent."""
-        return self._end.alive and self._channel.is_ours and self._popen.poll() is None
+        """Whether a request can be sent. One that was killed, and hangs in the kernel, takes none."""
+        return self._end.alive and not self._was_killed and self._channel.is_ours and self._popen.poll() is None
 
     def write(self, request: WriteRequest, buffers: Sequence[SharedBuffer], timeout: float) -> WriteDone:
         """Has a request written, and waits for it.
@@ -222,7 +222,7 @@ class WriterProcess:
         except (EOFError, OSError):
             raise WriterProcessDied(self._cause_of_death()) from None
         except BaseException:  # a KeyboardInterrupt: the answer would be taken for that to the next request
-            kill(self._popen)
+            self._kill()
             raise
         if not isinstance(answer, WriteFailed):
             self._sent = set(self._attached)
@@ -241,8 +241,13 @@ class WriterProcess:
                 progress = message.nbytes if isinstance(message, Progress) else progress
                 deadline = time.monotonic() + timeout
 
+    def _kill(self) -> int | None:
+        """Its exit code; None if it does not end yet."""
+        self._was_killed = True
+        return kill(self._popen)
+
     def _hung(self, timeout: float) -> WriterProcessDied:
-        kill(self._popen)
+        self._kill()
         return WriterProcessDied(
             f"the writer process (pid {self.pid}) made no progress for {timeout:g} s and was killed: the "
             f"destination hangs, or is slower than the writer's timeout allows"
@@ -265,12 +270,12 @@ class WriterProcess:
         """How it ended, and the end of its output."""
         process = f"the writer process (pid {self.pid})"
         if self._end.alive and not self._channel.is_ours:
-            kill(self._popen)
+            self._kill()
             return f"{process} was cut off: somebody in this process has closed the socket to it (os.closerange?)"
         try:
             code: int | None = self._popen.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            code = kill(self._popen)
+            code = self._kill()
         if code is None:
             return f"{process} does not end, although it was killed: it hangs in the kernel"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -158,9 +159,14 @@ class _Worker:
             self._snapshots.keep(attached)
         new = [info for info in buffers if not info.attached]
         writable = self._snapshots is not None
-        self._buffers = {number: self._buffers[number] for number in attached} | {
-            info.id: attach(fd, info.nbytes, writable=writable) for info, fd in zip(new, fds, strict=True)
-        }
+        self._buffers = {number: self._buffers[number] for number in attached}
+        left = deque(fds)
+        try:
+            for info in new:
+                self._buffers[info.id] = attach(left.popleft(), info.nbytes, writable=writable)
+        finally:
+            for fd in left:
+                os.close(fd)
 
     def _flush(self, target: Target) -> None:
         if self._flushes is None:

@@ -6,7 +6,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from .._format.tensorizer_file import lay_out
 from .._storage.base import TIMEOUT, Sink, Storage
 from .._storage.open import open_storage
 from .._storage.retry import patience_of
-from .._threads import in_threads
+from .._threads import Workers, in_threads
 from ..errors import CheckpointError, WriteError, describe
 from .messages import FileRequest, FileResult, TensorSource, WriteDone, WriteOptions
 
@@ -127,7 +127,7 @@ class FileJob:
             results = {result.name: result for result in adopted if result is not None}
             written = [file for file in self._files if file.name not in results]
             # The end of a file waits for the disk, or the server. The next one is begun meanwhile.
-            with ThreadPoolExecutor(1, thread_name_prefix="complete") as pool:
+            with Workers(1, thread_name_prefix="complete") as pool:
                 completions: list[Future[None]] = []
                 for file in written:
                     if any(completion.done() and completion.exception() for completion in completions):
@@ -146,8 +146,10 @@ class FileJob:
             writing = sum(sink.write_seconds + sink.complete_seconds for sink in self._sinks)
             seconds = time.perf_counter() - started
             return WriteDone(tuple(results[file.name] for file in self._files), seconds, hash_seconds, writing)
-        except Exception as error:
+        except BaseException as error:
             self.remove()
+            if not isinstance(error, Exception):  # a Ctrl-C in the trainer
+                raise
             message = f"cannot write {self._storage.path}/{name}: {describe(error)}"
             raise WriteError(self._storage.scrub(message)) from self._storage.cause(error)
         finally:

@@ -75,6 +75,38 @@ assert intact(files[200:])
 print("fine")
 """
 
+# A file that takes such a number is written to by whatever prints.
+NO_STREAMS = """
+log = os.fdopen(os.dup2(1, 100), "w")
+os.closerange(0, 3)
+with TensorizerStorageWriter(os.path.join(path, "saved")) as writer:
+    for step in (1, 2):
+        future = dcp.async_save(state(step), storage_writer=writer)
+        os.system("echo something; echo something >&2")
+        future.result()
+        assert writer.last_report.attempts == 1
+        check(os.path.join(path, "saved"), step)
+print("fine", file=log, flush=True)
+"""
+
+# Python starts no more threads when the main thread has ended.
+LAST = """
+import atexit, threading
+
+def save(name):
+    with TensorizerStorageWriter(os.path.join(path, name)) as writer:
+        dcp.save(state(1), storage_writer=writer)
+    check(os.path.join(path, name), 1)
+    print("fine", flush=True)
+
+def save_after_the_main_thread():
+    threading.main_thread().join()
+    save("thread")
+
+atexit.register(save, "atexit")
+threading.Thread(target=save_after_the_main_thread).start()
+"""
+
 
 @pytest.mark.skipif(not can_mount(NOTHING_IN_PROC), reason="this system lets nobody mount a file system")
 def test_neither_proc_nor_a_place_for_temporary_files(tmp_path):
@@ -85,3 +117,13 @@ def test_neither_proc_nor_a_place_for_temporary_files(tmp_path):
 def test_a_trainer_that_closes_all_descriptors(tmp_path):
     """As a daemon does: saves go on, and nothing is sent, read or closed that has the numbers since."""
     assert run_python(JOB + CLOSERANGE, tmp_path, timeout=90).stdout == "fine\n"
+
+
+def test_a_trainer_without_standard_streams(tmp_path):
+    """As a daemon has closed them: saves work at the first attempt, and nothing of theirs has such a number."""
+    assert run_python(JOB + NO_STREAMS, tmp_path, timeout=90).stdout == "fine\n"
+
+
+def test_the_last_save_of_a_program(tmp_path):
+    """By a handler of `atexit`, and by a thread that outlives the main thread."""
+    assert run_python(JOB + LAST, tmp_path, timeout=90).stdout == "fine\nfine\n"

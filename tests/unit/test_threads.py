@@ -1,12 +1,16 @@
-"""How many cores are a rank's."""
+"""How many cores are a rank's; threads that have ended, and work that is done whatever happens."""
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import os
+import threading
 
 import pytest
 
-from dcp_tensorizer._threads import cores
+from dcp_tensorizer._threads import Workers, cores, is_running
+
+from ..waiting import WAIT, Gate, in_thread, interrupted_inside
 
 
 @pytest.mark.parametrize(
@@ -31,3 +35,47 @@ def test_ranks_share_the_cores_of_their_node(
     if ranks is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     assert cores() == expected
+
+
+def test_a_thread_whose_join_was_interrupted_still_runs() -> None:
+    """`is_alive` says otherwise before Python 3.13; a thread that is not started or has ended does not run."""
+    gate = Gate()
+    thread = threading.Thread(target=gate.pass_through)
+    assert not is_running(thread)
+    thread.start()
+    with interrupted_inside(threading.Thread.join):
+        thread.join()
+    assert is_running(thread)
+    gate.open()
+    another = threading.Thread(target=gate.pass_through)
+    another.start()
+    another.join(WAIT)
+    assert not is_running(another)
+
+
+def test_an_interrupted_wait_for_workers_is_done_again() -> None:
+    """Whoever calls `shutdown` once more after an exception of a signal's handler waits for all work that began."""
+    gate = Gate()
+    workers = Workers(1, "work")
+    work = workers.submit(gate.pass_through)
+    gate.wait_reached()
+    with interrupted_inside(Workers.shutdown):
+        workers.shutdown()
+    opening = in_thread(gate.open)
+    workers.shutdown()
+    assert work.done()
+    opening.join(WAIT)
+
+
+def test_work_is_done_when_no_more_threads_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the interpreter ends, the calling thread does it; an error is the work's. A pool that is shut takes none."""
+    with Workers(2, "work") as workers:
+        monkeypatch.setattr(concurrent.futures.thread, "_shutdown", True)
+        assert workers.submit(threading.current_thread).result() is threading.current_thread()
+        failed = workers.submit(int, "no number")
+        monkeypatch.undo()
+        with pytest.raises(ValueError, match="no number"):
+            failed.result()
+        assert workers.submit(threading.current_thread).result() is not threading.current_thread()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        workers.submit(int)

@@ -107,7 +107,7 @@ def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], o
             cause = next(iter(error.failures.values()))[0]
             if isinstance(cause, CheckpointError):
                 raise cause from None
-            raise WriteError(f"cannot write {view.path} as torch's own format: {cause}") from error
+            raise WriteError(f"cannot write {shown_path(path)} in torch's own format: {cause}") from error
 
 
 class _Writer(FileSystemWriter):

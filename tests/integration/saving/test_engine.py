@@ -17,11 +17,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import SaveLimits, SaveReport, TensorizerStorageReader, TensorizerStorageWriter, WriteError
 from dcp_tensorizer._saving.engine import Engine, engine_of_process
-from dcp_tensorizer._threads import Deadline
+from dcp_tensorizer._staging.staged_save import StagedSave
+from dcp_tensorizer._threads import Deadline, in_background
+from dcp_tensorizer._tiers.target import Target
 from dcp_tensorizer._writer_process.process import WriterProcess
 
 from ...support import memory_files, writer_process
-from ...waiting import WAIT, Gate, HeldPlanner, HeldTensor, in_thread
+from ...waiting import WAIT, Gate, HeldPlanner, HeldTensor, in_thread, interrupted_inside
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -222,3 +224,47 @@ def test_a_user_that_is_gone_has_left() -> None:
     del dropped
     gc.collect()
     assert engine.leave(stays)
+
+
+def test_whoever_is_interrupted_and_saves_again_leaves_the_save_under_way_alone(tmp_path: Path) -> None:
+    """Ctrl-C, while `async_save` waits for the save before; then another save: each has what it was given."""
+    size = 1_000_000
+    with TensorizerStorageWriter() as writer:
+        dcp.async_save(state(0.0, size), storage_writer=writer, checkpoint_id=tmp_path / "warm").result()
+        process = writer_process()
+        process.suspend()
+        first = dcp.async_save(state(1.0, size), storage_writer=writer, checkpoint_id=tmp_path / "first")
+        with interrupted_inside(StagedSave.wait_over):
+            dcp.async_save(state(2.0, size), storage_writer=writer, checkpoint_id=tmp_path / "second")
+        assert not first.done()
+        resuming = in_background(process.resume)
+        dcp.async_save(state(3.0, size), storage_writer=writer, checkpoint_id=tmp_path / "third").result()
+        resuming.result()
+        first.result()
+    assert [loaded(tmp_path / name, size) for name in ("first", "third")] == [1.0, 3.0]
+    assert not (tmp_path / "second").exists()
+
+
+def test_a_flush_that_another_has_replaced_starts_no_process_when_the_engine_has_ended(tmp_path: Path) -> None:
+    """A writer with other credentials has made another one for the same folders."""
+    engine = Engine()
+    both = [engine.flushing(Target(str(tmp_path / "l"), str(tmp_path / "r"), {}, timeout)) for timeout in (10.0, 20.0)]
+    assert both[0] is not both[1]
+    engine.end_process(Deadline(0.0))
+    assert [flushing._has_ended for flushing in both] == [True, True]
+
+
+def test_a_writer_that_is_closed_while_it_starts_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread: the save is refused, and neither process nor memory is left."""
+    writer = TensorizerStorageWriter(tmp_path)
+    ensure, before = writer._saver._ensure_process, memory_files()
+
+    def ensure_late() -> None:
+        in_thread(writer.close).join(WAIT)
+        ensure()
+
+    monkeypatch.setattr(writer._saver, "_ensure_process", ensure_late)
+    with pytest.raises(CheckpointException, match="closed"):
+        dcp.async_save(state(1.0), storage_writer=writer).result()
+    assert not writer._saver.engine.client.is_running
+    assert memory_files() == before

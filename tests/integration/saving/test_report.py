@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import TensorizerStorageWriter
 
@@ -49,16 +50,17 @@ def test_a_synchronous_save_has_no_staging(tmp_path):
         assert writer.last_report.nbytes == NBYTES
 
 
-def test_a_callback_that_fails_does_not_fail_the_save(tmp_path, caplog):
-    """An exception from `on_report` is logged, and the checkpoint is committed all the same."""
+@pytest.mark.parametrize("error", [RuntimeError("metrics are down"), CheckpointException("metrics are down", {})])
+def test_a_callback_that_fails_does_not_fail_the_save(tmp_path, caplog, error):
+    """An exception from `on_report`, or from a load in it, is logged, and the checkpoint is committed all the same."""
 
     def fail(report):
-        raise RuntimeError("metrics are down")
+        raise error
 
     with TensorizerStorageWriter(tmp_path, on_report=fail) as writer:
         dcp.async_save(STATE, storage_writer=writer).result()
     assert (tmp_path / ".metadata").exists()
-    assert "metrics are down" in caplog.text
+    assert "on_report failed; the save did not" in caplog.text
     caplog.clear()  # its traceback holds the staged state dict
 
 

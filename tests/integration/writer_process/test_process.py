@@ -28,6 +28,7 @@ from dcp_tensorizer._writer_process.process import Unsendable, WriterProcess
 from dcp_tensorizer.errors import WriteError, WriterProcessDied
 
 from ...support import kill, open_descriptors
+from ...waiting import WAIT
 
 NAME = data_file_name(0, 0, "a" * 32)
 
@@ -388,3 +389,20 @@ def test_a_kernel_without_pidfds(monkeypatch, buffer, tmp_path):
         assert process.write(request(tmp_path, buffer), [buffer], 60).files[0].name == NAME
     finally:
         process.close()
+
+
+def test_a_process_that_cannot_be_killed_is_given_up(processes, buffer, tmp_path, monkeypatch):
+    """It hangs in the kernel, say for a network disk: it takes no other request, and closing it does not hang."""
+    process = WriterProcess()
+    processes.append(process)
+    popen = process._popen
+    os.kill(process.pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(popen, "send_signal", lambda number: None)
+        with pytest.raises(WriterProcessDied, match="made no progress for 1 s"):
+            process.write(request(tmp_path, buffer), [buffer], 1)
+        assert popen.poll() is None
+        assert not process.alive
+        process.close()
+    popen.kill()
+    assert popen.wait(WAIT) == -signal.SIGKILL

@@ -15,7 +15,7 @@ from dcp_tensorizer._format.layout import data_file_name, record_file_name
 from dcp_tensorizer._format.metadata import item_key
 from dcp_tensorizer._loading.metadata_reader import read_metadata
 from dcp_tensorizer._saving.commit import begin, commit, dead_files, put_records, remove, replaced_files
-from dcp_tensorizer._storage.base import temporary_file_name
+from dcp_tensorizer._storage.base import Refused, temporary_file_name
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer.errors import WriteError
 
@@ -256,3 +256,18 @@ def test_data_that_is_not_where_the_metadata_will_say_is_no_checkpoint(storage, 
         commit(storage, metadata_of("new"), parts, rank=None, sync=True)
     assert read_metadata(storage).storage_data["files"] == {old: 4}
     assert {path.name for path in tmp_path.iterdir()} == {".metadata", old}
+
+
+def test_a_save_that_is_given_up_at_the_last_moment(storage, tmp_path):
+    """What is checked last is asked when all else is done: the old checkpoint stays, and nothing of the new save."""
+    old, new = data_file_name(0, 0, "a" * 32), data_file_name(0, 0, "b" * 32)
+    commit_file(storage, old, save_id="a" * 32)
+
+    def refuse():
+        assert (tmp_path / new).exists()
+        raise Refused("nobody wants it")
+
+    with pytest.raises(WriteError, match="nobody wants it"):
+        commit_file(storage, new, save_id="b" * 32, check=refuse)
+    assert set(os.listdir(tmp_path)) == {".metadata", old}
+    assert read_metadata(storage).storage_meta.save_id == "a" * 32

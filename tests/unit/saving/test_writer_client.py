@@ -23,6 +23,7 @@ from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._writer_process.messages import SnapshotRequest, TensorSource, WriteOptions, WriteRequest
 
 from ...simulated import SimulatedDevice
+from ...waiting import WAIT, in_thread
 
 
 class Refusing:
@@ -120,3 +121,22 @@ def test_only_what_was_staged_in_place_is_written_from_where_it_is(tmp_path: Pat
     client.free()
     del result
     stager.saves.close()
+
+
+def test_a_signals_handler_saves_while_the_process_starts() -> None:
+    """The thread of its save waits for no lock of the interrupted thread; one process is left, and no other."""
+    started: list[Refusing] = []
+
+    def start(**options: Any) -> Refusing:
+        process = Refusing([])
+        started.append(process)
+        if len(started) == 1:  # the handler: it stages, and its save runs on another thread
+            assert client.ensure_process() is started[1]
+            found: list[Any] = []
+            in_thread(lambda: found.append(client.ensure_process())).join(WAIT)
+            assert found == [started[1]]
+        return process
+
+    client = client_of(start)
+    assert client.ensure_process() is started[1]
+    assert [process.closed for process in started] == [True, False]

@@ -13,10 +13,10 @@ import torch
 
 from dcp_tensorizer import StagingError
 from dcp_tensorizer._staging.stager import StagedSave, Stager, StagingFuture
-from dcp_tensorizer._threads import Deadline
+from dcp_tensorizer._threads import Deadline, is_running
 
 from ...support import memory_files
-from ...waiting import WAIT, Gate, HeldTensor, in_thread, wait_until_inside
+from ...waiting import WAIT, Gate, HeldTensor, in_thread, interrupted_inside, wait_until_inside
 
 
 def test_overlapped_staging_returns_before_it_has_copied(overlapping: Stager) -> None:
@@ -252,3 +252,22 @@ def test_the_first_error_is_kept(error: Exception) -> None:
     with pytest.raises(StagingError, match="no memory") as caught:
         staged_save.wait_copied()
     assert caught.value is not staged_save.error
+
+
+def test_a_save_is_not_over_because_somebody_was_interrupted_who_waited_for_it(stager: Stager) -> None:
+    """Its buffer must not be filled anew while it is written."""
+    gate = Gate()
+    staged = stager.stage({"a": torch.ones(10)})
+
+    def save() -> None:
+        staged.staged_save.take()
+        gate.pass_through()
+
+    saving = in_thread(save)
+    gate.wait_reached()
+    with interrupted_inside(StagedSave.wait_over):
+        staged.staged_save.wait_over()
+    assert not staged.staged_save.over()
+    gate.open()
+    assert staged.staged_save.wait_over(Deadline(WAIT))
+    assert not is_running(saving)

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
@@ -483,3 +484,10 @@ def test_containers_that_do_not_take_their_members_are_an_error(stager: Stager, 
     assert staged.staged_save.error is not None
     assert "'model.odd'" in str(staged.staged_save.error)
     assert kind.__name__ in str(staged.staged_save.error)
+
+
+def test_the_result_of_a_collective_is_a_plain_tensor(stager: Stager) -> None:
+    """It is waited for, and staged as what it is when it is there: torch's stager does the same."""
+    copied = staged(stager, {"sum": AsyncCollectiveTensor(torch.arange(6.0))})
+    assert type(copied["sum"]) is torch.Tensor
+    assert copied["sum"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]

@@ -158,3 +158,25 @@ def test_too_few_descriptors_are_an_error_and_the_next_message_arrives(channels:
     assert channels[1].receive() == (Progress(5), [])
     for fd in fds:
         os.close(fd)
+
+
+class Strange:
+    """What cannot be made again where it arrives."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return int, ("no number",)
+
+
+def test_a_message_that_cannot_be_understood_leaves_no_descriptor(
+    channels: tuple[Channel, Channel], tmp_path: Path
+) -> None:
+    """Those that came with it are closed, and the next message is received."""
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    before = open_descriptors()
+    channels[0].send(Strange(), [fd, fd])
+    channels[0].send(Progress(1))
+    with pytest.raises(ValueError, match="no number"):
+        channels[1].receive()
+    assert open_descriptors() == before
+    assert channels[1].receive() == (Progress(1), [])
+    os.close(fd)

@@ -248,7 +248,7 @@ def test_nothing_is_written_behind_a_file_that_has_failed(tmp_path: Path, monkey
     monkeypatch.setattr(LocalSink, "_complete", fail)
     monkeypatch.setattr(LocalStorage, "create", begin)
     failing = job(open_storage(tmp_path), {name: {name: filled(torch.float32, (5,))} for name in NAMES})
-    monkeypatch.setattr(write_job, "ThreadPoolExecutor", lambda *_, **__: nullcontext(SimpleNamespace(submit=at_once)))
+    monkeypatch.setattr(write_job, "Workers", lambda *_, **__: nullcontext(SimpleNamespace(submit=at_once)))
     with pytest.raises(WriteError, match=rf"cannot write .*/{re.escape(NAMES[0])}: .*Input/output error"):
         failing.run()
     assert begun == NAMES[:1]
@@ -342,3 +342,18 @@ def test_an_abandoned_job_adopts_nothing(tmp_path: Path) -> None:
     with pytest.raises(WriteError, match="nobody waits for this file any more"):
         work.run()
     assert (os.listdir(tmp_path / "new"), os.listdir(tmp_path / "old")) == ([], [before.name])
+
+
+def test_an_interrupted_job_leaves_nothing(tmp_path: Path) -> None:
+    """A Ctrl-C in a synchronous save goes on as what it is, and no file stays."""
+    tensors = {"a": torch.zeros(3_000_000), "b": torch.zeros(3_000_000)}
+
+    def interrupted(source: TensorSource) -> memoryview:
+        if source.name == "b":
+            raise KeyboardInterrupt
+        return host_bytes(tensors[source.name])
+
+    files = [FileRequest(name, sources({key: tensors[key]}.items())) for name, key in zip(NAMES, tensors, strict=False)]
+    with pytest.raises(KeyboardInterrupt):
+        FileJob(open_storage(tmp_path), files, interrupted, sync=True, threads=1).run()
+    assert list(tmp_path.iterdir()) == []
