@@ -7,8 +7,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import Any, Generic, TypeVar
 
 __all__ = ["NEVER", "Deadline", "Workers", "cores", "in_background", "in_threads", "is_running"]
 
@@ -43,44 +43,89 @@ NEVER = Deadline(None)
 
 
 class Workers(ThreadPoolExecutor):
-    """A pool of threads for work that must be done, whatever interrupts it and whenever it begins.
+    """A pool of threads for work that uses what is gone after `shutdown`, which waits for it in any case.
 
-    When the main thread has ended, for threads that live on and for ``atexit``, Python starts no more threads: then the
-    calling thread does what is submitted.
+    What a signal's handler raises meanwhile, a KeyboardInterrupt say, comes out when the work is done. When the main
+    thread has ended, for threads that live on and for ``atexit``, Python starts no more threads: then the calling
+    thread does what is submitted.
     """
 
     def __init__(self, max_workers: int, thread_name_prefix: str) -> None:
         super().__init__(max_workers, thread_name_prefix)
         self._unfinished: set[Future[Any]] = set()
+        self._is_shut = False
 
     def submit(self, fn: Callable[..., _T], /, *args: Any, **kwargs: Any) -> Future[_T]:
+        work = _Work(lambda: fn(*args, **kwargs))
         try:
-            future = super().submit(fn, *args, **kwargs)
-        except RuntimeError as error:
-            if "interpreter shutdown" not in str(error):
-                raise
-            future = Future()
-            _run(future, lambda: fn(*args, **kwargs))
+            future: Future[_T] = super().submit(work)
+            self._unfinished.add(future)
+            future.add_done_callback(self._unfinished.discard)
             return future
-        self._unfinished.add(future)
-        future.add_done_callback(self._unfinished.discard)
-        return future
+        except RuntimeError as error:
+            if self._is_shut or not str(error).startswith("cannot schedule"):
+                work.drop()  # the system has no more threads, but one that there is may have it
+                raise
+        except BaseException:  # of a signal's handler: nobody knows whether a thread has it
+            work.drop()
+            raise
+        inline: Future[_T] = Future()
+        _run(inline, work)
+        return inline
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Waits for the work, and not only for its threads: see `is_running`."""
+        self._is_shut = True
         super().shutdown(wait=False, cancel_futures=cancel_futures)
         if wait:
-            concurrent.futures.wait(list(self._unfinished))
+            _surely(lambda: concurrent.futures.wait(list(self._unfinished)))
             super().shutdown()
+
+
+class _Work(Generic[_T]):
+    """Something that is done once, or never any more."""
+
+    def __init__(self, operation: Callable[[], _T]) -> None:
+        self._operation: Callable[[], _T] | None = operation
+        self._doing = threading.Lock()
+
+    def __call__(self) -> _T:
+        with self._doing:
+            operation, self._operation = self._operation, None
+            if operation is None:
+                raise CancelledError
+            return operation()
+
+    def drop(self) -> None:
+        """It is not begun any more; if it is being done, that is waited for."""
+        self._operation = None
+        _surely(self._doing.acquire)
+        self._doing.release()
+
+
+def _surely(wait: Callable[[], object]) -> None:
+    """Waits, and begins again whenever a signal's handler raises something; raises that in the end."""
+    interrupted: BaseException | None = None
+    while True:
+        try:
+            wait()
+            break
+        except BaseException as error:
+            interrupted = error
+    if interrupted is not None:
+        try:
+            raise interrupted
+        finally:
+            del interrupted  # or else it would refer to this frame, and the frame to it
 
 
 def is_running(thread: threading.Thread) -> bool:
     """Whether a thread has been started, and has not ended.
 
-    Before Python 3.13 ``is_alive`` cannot be trusted. If a signal's handler raises in the middle of ``join``, a
-    KeyboardInterrupt say, it takes the thread for one that has ended.
+    Before Python 3.13 ``is_alive`` alone cannot be trusted: if a signal's handler raises in the middle of ``join``, a
+    KeyboardInterrupt say, it is False from then on. A thread takes itself from ``threading.enumerate`` when it ends,
+    but for the main thread.
     """
-    return thread in threading.enumerate()
+    return thread in threading.enumerate() and (thread is not threading.main_thread() or thread.is_alive())
 
 
 def in_threads(operation: Callable[[_Subject], _T], subjects: Sequence[_Subject]) -> list[_T]:

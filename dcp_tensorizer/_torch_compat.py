@@ -6,8 +6,10 @@ What only conversion needs is imported when it is asked for: it takes half a sec
 from __future__ import annotations
 
 import io
+import sys
 import zipfile
 from collections.abc import Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from typing import IO, TYPE_CHECKING, Any
@@ -60,12 +62,14 @@ __all__ = [
     "cpu_placement",
     "flatten_state_dict",
     "group_devices",
+    "is_fake",
     "is_plain",
     "layout_of",
     "local_elements",
     "negated_view",
     "pickle_of",
     "plain_local",
+    "real_tensors",
     "rebuild_dtensor",
     "rebuild_sharded_tensor",
     "release_ipc_counter",
@@ -177,6 +181,18 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def awaited(tensor: torch.Tensor) -> torch.Tensor:
     """The result of a functional collective, when it is there; any other tensor as it is."""
     return tensor.wait() if type(tensor) is AsyncCollectiveTensor else tensor
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a shape and no elements, as those that are made under ``FakeTensorMode``."""
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")
+    return fakes is not None and isinstance(tensor, fakes.FakeTensor)
+
+
+def real_tensors() -> AbstractContextManager[object]:
+    """Makes tensors that have elements, also under ``FakeTensorMode``."""
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")
+    return nullcontext() if fakes is None else fakes.unset_fake_temporarily()
 
 
 def negated_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -146,7 +146,7 @@ class CheckpointManager:
         self._retaining = Retaining(self._folder, self._names, rules, saver.flushing, lambda: self._job.place)
         what = self._clock, must_change, self._retaining.after
         self._saves = self._job.saves = Saves(self._writer, group, agreement, *what, omits_replicas=not survive)
-        self._stopping = self._closed = False
+        self._stopping = self._closed = self._is_over = False
         self._signals.install()
 
     def __repr__(self) -> str:
@@ -285,7 +285,7 @@ class CheckpointManager:
             TypeError, ValueError: the timeout is no number of seconds.
             CheckpointError: the last save has failed, and nobody has been told.
         """
-        if self._closed:
+        if self._is_over:
             return
         if timeout is not None:
             check_timeout(timeout, least=0)
@@ -305,6 +305,7 @@ class CheckpointManager:
             self._survival.end(deadline, has_saved=self._saves.has_saved)
         logger.info("%s: %s", self._folder.path, self.report())
         self._retaining.wait(deadline)
+        self._is_over = True  # not before: whoever was interrupted may close it once more
         self._saves.tell()
 
     # --- what each rank may call by itself --------------------------------------------------------------------------

@@ -8,7 +8,6 @@ runs code from a checkpoint. `outcome` has the exit codes.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -30,14 +29,15 @@ from .arguments import (
     read_seconds,
     read_split,
 )
-from .outcome import DAMAGED, DIFFERENT, NOT_DONE, OK, failed, unwritten, usage_error
+from .outcome import DAMAGED, DIFFERENT, NOT_DONE, OK, failed, flushed, unwritten, usage_error
 
 __all__ = ["run"]
 
 _app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Look at checkpoints of dcp_tensorizer, verify, compare, convert and collect them.",
-    epilog="Exit codes: 0 fine, 1 damaged or different, 2 not done, 3 unreadable by this version, 130 interrupted.",
+    epilog="Exit codes: 0 fine, 1 damaged or different, 2 not done, 3 unreadable by this version, 130 interrupted, "
+    "141 pipe closed.",
 )
 
 
@@ -46,8 +46,7 @@ def run(arguments: Sequence[str]) -> int:
     as_json = "--json" in arguments
     try:
         code = _app(list(arguments) or ["--help"], prog_name="dcp-tensorizer", standalone_mode=False) or OK
-        sys.stdout.flush()
-        return int(code)
+        return flushed(int(code))
     except usage_error as error:
         return failed(error, as_json=as_json)
     except OSError as error:
@@ -72,9 +71,8 @@ def _command(damaged: int = DAMAGED) -> Callable[[Callable[..., int]], None]:
                     code = function(*args, **kwargs)
                 except (CheckpointError, KeyboardInterrupt) as error:
                     code = failed(error, as_json=kwargs["as_json"], damaged=damaged)
-                sys.stdout.flush()
-                return code
-            except OSError as error:  # of whatever reads, there are errors of this package's own
+                return flushed(code)
+            except OSError as error:  # what cannot be read is a CheckpointError
                 return unwritten(error)
 
     return add

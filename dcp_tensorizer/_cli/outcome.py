@@ -5,7 +5,7 @@
 2    not done: a mistake in the command, nothing at the path, or no way to read or write
 3    of a format or version that this release does not read; it may be whole
 130  interrupted by Ctrl-C
-141  whoever read the output has closed it
+141  the reader of the output has closed it
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ..errors import (
     UntrustedObject,
 )
 
-__all__ = ["DAMAGED", "DIFFERENT", "NOT_DONE", "OK", "failed", "unwritten", "usage_error"]
+__all__ = ["DAMAGED", "DIFFERENT", "NOT_DONE", "OK", "failed", "flushed", "unwritten", "usage_error"]
 
 OK = 0
 DAMAGED = DIFFERENT = 1
 NOT_DONE = 2
 UNSUPPORTED = 3
 INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
-CLOSED = 141  # and of SIGPIPE
+CLOSED = 141  # 128 and the number of SIGPIPE
 
 usage_error = cast(type[typer.BadParameter], typer.BadParameter.__bases__[0])
 """A mistake in the command, of any kind. Releases of typer have it in different places."""
@@ -59,16 +59,23 @@ def failed(error: BaseException, *, as_json: bool, damaged: int = DAMAGED) -> in
     return code
 
 
+def flushed(code: int) -> int:
+    """An exit code, when all output has been written; raises `OSError` if it cannot be."""
+    if sys.stdout is not None:  # a daemon has closed it
+        sys.stdout.flush()
+    return code
+
+
 def unwritten(error: OSError) -> int:
     """Tells that the output could not be written, unless nobody wants it; returns the exit code."""
     # What is left in the buffer goes nowhere: else the interpreter fails with it at its end.
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    with suppress(OSError, ValueError):  # somebody has replaced the stream
+    with suppress(OSError, ValueError, AttributeError):  # somebody has replaced the stream, or there is none
         os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
     if isinstance(error, BrokenPipeError):
         return CLOSED
-    with suppress(OSError):
+    with suppress(OSError, AttributeError):
         sys.stderr.write(f"error: the output cannot be written: {error}\n")
     return NOT_DONE
 

@@ -25,7 +25,7 @@ from ..errors import ReadError
 from .exchange_group import ExchangeGroup, Told, Vote
 from .exchange_plan import Want, Window, spans_of, total_bytes, wants_of
 from .read_planner import ReadLimits, Segment
-from .read_target import ReadTarget
+from .read_target import ReadTarget, overlapping
 from .scatter import scatter
 
 __all__ = ["Exchange", "ExchangeMemory"]
@@ -132,7 +132,8 @@ class Exchange:
         wants: dict[bytes, Want] = {}
         error: BaseException | None = None
         try:
-            in_files = [target for target in targets if target.item.file not in self._in_memory]
+            alone = overlapping(targets)  # these are read in the order of the plan, or they would mix
+            in_files = [t for t in targets if t.item.file not in self._in_memory and t not in alone]
             wants = wants_of(in_files, self._limits, verify=self._verify)
         except Exception as failure:
             error = failure

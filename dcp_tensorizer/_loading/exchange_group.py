@@ -193,5 +193,5 @@ class ExchangeGroup:
 def _portable(error: BaseException) -> CheckpointError:
     """An error that other ranks can be told: of one of this package's own types, since others may not be pickled."""
     kinds = (kind for kind in type(error).__mro__ if kind.__module__ == CheckpointError.__module__)
-    kind: type[CheckpointError] = next(kinds, ReadError)
+    kind: type[CheckpointError] = next(kinds, CheckpointError)  # an interrupt, say: it is not the checkpoint's fault
     return kind(describe(error))

@@ -15,6 +15,7 @@ from .._format.encryption import Cipher
 from .._format.index_reader import Index
 from .._memory.garbage import collector_paused
 from .._storage.base import Storage
+from .._torch_compat import real_tensors
 from .exchange import Exchange
 from .executor import fetch, limits_of
 from .located import Located
@@ -124,7 +125,8 @@ def _load(
         stored = [(item, pieces_of(item)) for item in plan.items]
         objects = [(item, pieces[0].item) for item, pieces in stored if is_object(pieces)]
         tensors = [(item, pieces) for item, pieces in stored if not is_object(pieces)]
-    contents, nbytes = read_objects(objects, read if exchange is None else exchange.read)
+    with real_tensors():
+        contents, nbytes = read_objects(objects, read if exchange is None else exchange.read)
     if not options.allow_pickle:
         check_trust(path, contents)
     nbytes += read_tensors(

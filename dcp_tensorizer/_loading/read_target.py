@@ -20,7 +20,16 @@ from .._torch_compat import is_plain
 from ..errors import ReadError
 from .validate import check_length
 
-__all__ = ["ReadTarget", "can_read_in_place", "in_turns", "is_object", "part_of", "targets_of", "wanted_of"]
+__all__ = [
+    "ReadTarget",
+    "can_read_in_place",
+    "in_turns",
+    "is_object",
+    "overlapping",
+    "part_of",
+    "targets_of",
+    "wanted_of",
+]
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -177,14 +186,14 @@ def in_turns(targets: Sequence[ReadTarget]) -> Iterator[Sequence[ReadTarget]]:
     What shares memory with another one, as tied weights do, is read by itself, in the order of the plan. So the last
     one is there as a whole, as with torch's reader. At the same time, reads would mix what they bring.
     """
-    shared = _overlapping(targets)
+    shared = overlapping(targets)
     alone = [target for target in targets if target not in shared] if shared else targets
     if alone:
         yield alone
     yield from ([target] for target in targets if target in shared)
 
 
-def _overlapping(targets: Sequence[ReadTarget]) -> set[ReadTarget]:
+def overlapping(targets: Sequence[ReadTarget]) -> set[ReadTarget]:
     """The targets whose memory another one's overlaps."""
     placed = ((_memory(target.tensor), target) for target in targets if _has_address(target))
     overlapping: set[ReadTarget] = set()

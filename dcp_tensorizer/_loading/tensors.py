@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from .._format.index_reader import Piece
 from .._memory.garbage import collector_paused
 from .._memory.tensor_bytes import is_wrapper, named_dtype
+from .._torch_compat import is_fake
 from .read_target import ReadTarget
 
 __all__ = ["delivers_at_once", "read_tensors"]
@@ -48,7 +49,8 @@ def read_tensors(
         with collector_paused():
             tensors = [planner.resolve_tensor(read_item).detach() for read_item, _ in batch]
             places = [_place_for(tensor, pieces) for tensor, (_, pieces) in zip(tensors, batch, strict=True)]
-            targets = [t for item, place in zip(batch, places, strict=True) for t in targets_of(*item, place)]
+            wanted = zip(batch, places, strict=True)  # of a fake tensor the shape is wanted, which is known
+            targets = [t for item, place in wanted if not is_fake(place) for t in targets_of(*item, place)]
         tell = progress if len(batch) == len(items) else _within(progress, done, total)
         done += read(targets, progress=tell)
         for (read_item, _), tensor, place in zip(batch, tensors, places, strict=True):

@@ -12,9 +12,11 @@ import resource
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import NamedTuple, TypeVar
+
+from .._threads import Workers
 
 __all__ = ["Usage", "run_all", "thread_usage"]
 
@@ -93,7 +95,7 @@ def run_all(
             workers.append(pool.submit(work))  # noqa: F821  (as above)
 
     try:
-        with ThreadPoolExecutor(max_threads, thread_name_prefix="dcp-read") as pool:
+        with Workers(max_threads, "dcp-read") as pool:  # it waits for threads that write to targets
             try:
                 for _ in range(min(min_threads, max_threads, len(remaining))):
                     start()

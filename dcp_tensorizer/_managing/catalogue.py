@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ from .._format.layout import is_data_file_name, metadata_file_name
 from .._loading.metadata_reader import read_head
 from .._storage.base import Storage
 from .._threads import in_threads
-from ..errors import MetadataError, NotCommitted, ReadError
+from ..errors import CheckpointError, MetadataError, NotCommitted, ReadError
 from .branches import TRUNK, Branch
 from .names import StepNames
 
@@ -61,18 +61,16 @@ def read_steps(folder: Storage, names: StepNames) -> list[Step]:
         found = [*folder.listing()[1], *folder.linked_directories()]
     except NotCommitted:
         return []
-    by_number = defaultdict(list)
-    for name in sorted(found):
-        if (number := names.step_in(name)) is not None:
-            by_number[number].append(name)
-    for number, same in by_number.items():
-        if len(same) > 1:
+    places = [(number, name) for name in sorted(found) if (number := names.step_in(name)) is not None]
+    read = in_threads(functools.partial(_read_step, folder), sorted(places))
+    steps = [step for step in read if step is not None]
+    for step, other in itertools.pairwise(steps):
+        if step.number == other.number:
             raise MetadataError(
-                f"{folder.path}: {' and '.join(same)} are both step {number}: remove one, or move it elsewhere"
+                f"{folder.path}: {step.name} and {other.name} are both step {step.number}: remove one, or move it "
+                f"elsewhere"
             )
-    read = functools.partial(_read_step, folder)
-    steps = in_threads(read, [(number, name) for number, (name,) in sorted(by_number.items())])
-    return [step for step in steps if step is not None]
+    return steps
 
 
 def _read_step(folder: Storage, place: tuple[int, str]) -> Step | None:
@@ -127,7 +125,7 @@ def data_without_metadata(folder: Storage, names: StepNames) -> list[str]:
 def _holds_data(folder: Storage, name: str) -> bool:
     try:
         return any(is_data_file_name(file.name) for file in folder.child(name).listing()[0])
-    except NotCommitted:
+    except CheckpointError:  # it is for a warning
         return False
 
 

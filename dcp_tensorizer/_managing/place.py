@@ -189,11 +189,11 @@ def _refuse_unknown(folder: Storage, names: StepNames) -> None:
 
 
 def _warn_of_lost(folder: Storage, names: StepNames) -> None:
-    """Says where a job begins at 0 beside data that no metadata names: copies leave hidden files out."""
+    """Tells of data that no metadata names, where there is no checkpoint: copies leave hidden files out."""
     if lost := data_without_metadata(folder, names):
         logger.warning(
-            "%s holds no committed checkpoint, and the job begins anew. But data lies in %s, without .metadata: a "
-            "save never finished there, or is not finished yet, or a copy has left out hidden files",
+            "%s holds no committed checkpoint. But data lies in %s, without .metadata: a save never finished there, or "
+            "is not finished yet, or a copy has left out hidden files",
             *(folder.path, _listed(lost)),
         )
 

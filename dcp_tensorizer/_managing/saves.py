@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
@@ -30,6 +32,8 @@ from .state_part import StatePart
 from .survival import OnStaged
 
 __all__ = ["Saves"]
+
+logger = logging.getLogger("dcp_tensorizer")
 
 
 @dataclass(slots=True)
@@ -286,7 +290,10 @@ class Saves:
             save.saved = Step(save.step, save.name, save_id, time.time_ns(), branch, metrics, save.record.job)
             self.failures, self.error = 0, None
             self._clock.saved(save.began)
-            save.future.set_result(save.storage.location)
+            try:
+                save.future.set_result(save.storage.location)
+            except BaseException:  # of a callback; whoever waits has been told before
+                logger.exception("a callback of the save of %s failed; the save did not", save.storage.path)
             if before is not None:
                 before.over.result()
             with suppress(Exception):  # it has said so itself
@@ -305,13 +312,13 @@ class Saves:
         save.future.set_exception(cause)
 
 
-def _refusal(error: Exception | None) -> StagingError | None:
+def _refusal(error: BaseException | None) -> StagingError | None:
     return None if error is None else StagingError(f"the state could not be collected: {describe(error)}")
 
 
-def _collected(state: Mapping[str, Any], part: StatePart) -> tuple[dict[str, Any], Exception | None]:
+def _collected(state: Mapping[str, Any], part: StatePart) -> tuple[dict[str, Any], BaseException | None]:
     """What ``Stateful`` values say their state is, as DCP asks them; or the error of one of them."""
     try:
         return part.of(state), None
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # DCP's is no Exception: a load in it has failed
         return {}, error

@@ -31,7 +31,7 @@ class StopSignals:
 
     Raises:
         TypeError: they are no signals.
-        ValueError: this is not the main thread, which alone can have handlers.
+        ValueError: one cannot be handled, or this is not the main thread, which alone can have handlers.
     """
 
     def __init__(self, signals: Sequence[int]) -> None:
@@ -39,6 +39,8 @@ class StopSignals:
             self._signals = tuple(signal.Signals(number) for number in signals)
         except (TypeError, ValueError) as error:
             raise TypeError(f"stop_signals must be signals, as signal.SIGTERM is, and are {signals!r}") from error
+        if fixed := {signal.SIGKILL, signal.SIGSTOP} & set(self._signals):
+            raise ValueError(f"{', '.join(sorted(number.name for number in fixed))} cannot be handled: leave it out")
         if self._signals and threading.current_thread() is not threading.main_thread():
             raise ValueError(
                 "signals can be handled by the main thread alone: make the manager there, or pass stop_signals=()"
@@ -51,8 +53,12 @@ class StopSignals:
 
     def install(self) -> None:
         """Puts the handlers in place."""
-        for number in self._signals:
-            self._before[number] = signal.signal(number, self._handle)
+        try:
+            for number in self._signals:
+                self._before[number] = signal.signal(number, self._handle)
+        except BaseException:
+            self.restore()
+            raise
 
     def restore(self) -> None:
         """Puts back the handlers that were there before, where nobody has put others. Idempotent.

@@ -55,7 +55,7 @@ class Engine:
         self.keeping = Keeping()
         self.connection: object = None
         self._flushings: dict[tuple[str, str], Flushing] = {}
-        self._all_flushings: weakref.WeakSet[Flushing] = weakref.WeakSet()
+        self._all_flushings: list[weakref.ref[Flushing]] = []
         self._open: list[weakref.ref[object]] = []
         self._opening = threading.RLock()  # a signal's handler may interrupt its holder, and close a writer
 
@@ -76,13 +76,15 @@ class Engine:
         known = self._flushings.get((target.local, target.name))
         if known is None or known.target != target:  # others have given other credentials, say
             known = self._flushings[target.local, target.name] = Flushing(self.client, target)
-            self._all_flushings.add(known)
+            alive = [other for other in self._all_flushings if other() is not None]
+            self._all_flushings = [*alive, weakref.ref(known)]
         return known
 
     def end_process(self, deadline: Deadline) -> None:
         """Ends the writer process, for good unless somebody uses it again."""
-        for flushing in list(self._all_flushings):  # also those that another one has replaced
-            flushing.stop()
+        for reference in self._all_flushings:  # also those that another one has replaced
+            if (flushing := reference()) is not None:
+                flushing.stop()
         self.client.end_process(deadline)
 
     def free(self, deadline: Deadline, stager: object) -> None:

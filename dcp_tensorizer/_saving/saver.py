@@ -156,9 +156,9 @@ class Saver:
             return self.stager.refuse(save.error or StagingError(_CLOSED))
         self._ensure_process()
         if self.closed:  # by another thread just now, which has not seen what was started
-            now = Deadline(0.0)
-            self.close(now)
-            self.free(now)
+            self._ends_engine = self.engine.leave(self) and self.engine.saves.only_of(self.stager)
+            if self._ends_engine:
+                self.engine.end_process(Deadline(0.0))
             return self.stager.refuse(StagingError(_CLOSED))
         self.engine.keeping.begin_staging(self.engine.saves)
         started_at, started = time.time(), time.perf_counter()

@@ -173,7 +173,7 @@ class SaveSession:
             put_records(self.storage, map(save_id_in, replaced))
             try:
                 parts = self._commit(metadata, results)
-            except Exception:
+            except Exception:  # after a Ctrl-C nobody knows: it may be committed
                 remove_records(self.storage, map(save_id_in, replaced))  # they are not replaced
                 raise
         saver.engine.failures.committed()

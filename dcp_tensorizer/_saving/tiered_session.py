@@ -191,6 +191,7 @@ class TieredSession(SaveSession):
         index = encoded(self.storage, metadata, parts, **self._index_options())
         files = dict(file for part in parts for file in part.files)
         commit = Commit(metadata_file_name(self._metadata_rank), files, self._saver.options.overwrite)
+        self._check_wanted()
         try:
             if self._writing is not None:
                 self._hand_over(commit, index)
@@ -219,6 +220,7 @@ class TieredSession(SaveSession):
             if time.monotonic() - last > patience:
                 raise Refused(f"{self.path}: {len(missing)} files have not come to the remote in {patience:g} s")
             time.sleep(_LOOK_SECONDS)
+        self._check_wanted()  # it may have waited for long
         remove(remote, publish(remote, index, commit, {entry.id for entry in self._flushing.entries()}) or ())
         self._is_published = True
 

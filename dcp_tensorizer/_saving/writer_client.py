@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .._memory.garbage import collector_paused
 from .._memory.shared_buffer import SharedBuffer, aligned
@@ -22,7 +20,6 @@ from .._writer_process.digest_job import DigestJob
 from .._writer_process.gpu_ipc import export, withdraw
 from .._writer_process.messages import (
     DigestRequest,
-    FileRequest,
     FlushRequest,
     TensorSource,
     WriteDone,
@@ -32,16 +29,13 @@ from .._writer_process.messages import (
 from .._writer_process.process import END_SECONDS, Unsendable, WriterProcess
 from .._writer_process.write_job import FileJob
 from ..errors import WriteError, WriterProcessDied
-from .file_planner import plan_files
+from .files_of_save import FilesOfSave
 from .reuse import ReusingSave
 from .write_items import Item
 
 __all__ = ["WriterClient", "Written"]
 
 logger = logging.getLogger("dcp_tensorizer")
-
-_Digest = Callable[[Sequence[TensorSource]], Sequence[bytes]]
-"""Takes the XXH3-128 of each tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +79,16 @@ class WriterClient:
                     return before
                 before.close()
             process = self._start(devices=self._devices)
-            if self._process is not before and self._process is not None:  # a signal's handler has started another
-                process.close()
-                return self._process
-            self._process = process
+            has_other = self._process is not before  # a signal's handler has started it
+            if not has_other:
+                self._process = process
             if self._ends != ends:  # by a signal's handler, or another thread
                 process.close()
                 raise WriterProcessDied("the writer is closed, and its process has ended")
-            return process
+            if has_other:
+                process.close()
+            assert self._process is not None
+            return self._process
 
     def write(
         self,
@@ -124,7 +120,7 @@ class WriterClient:
         Raises:
             WriteError: nothing of it is left behind.
         """
-        files = _Files(storage, rank, save_id, reuse if storage.adopts else None)
+        files = FilesOfSave(storage, rank, save_id, reuse if storage.adopts else None)
         if staged_save is None or staged_save.buffer is None or self._process is None or storage.in_process:
             return Written(_write_here(files, items, options))
         with collector_paused():
@@ -137,7 +133,7 @@ class WriterClient:
 
     def _write_there(
         self,
-        files: _Files,
+        files: FilesOfSave,
         items: Sequence[Item],
         sources: Sequence[TensorSource],
         buffers: Sequence[SharedBuffer],
@@ -162,6 +158,11 @@ class WriterClient:
                 if attempt == 2:
                     raise WriterProcessDied(f"the save to {storage.path} failed twice: {error}") from error
                 logger.warning("rank %d: %s; writing once more with a fresh process", files.rank, str(error))
+            except Exception:
+                raise
+            except BaseException:  # a Ctrl-C, which has ended the process
+                files.remove()
+                raise
         raise AssertionError("unreachable")
 
     def _digest(
@@ -201,8 +202,8 @@ class WriterClient:
             WriterProcessDied: it cannot be started, or has ended.
         """
         process = self.ensure_process()
-        # On a thread of its own: a signal's handler that interrupts the caller may save, and needs the conversation.
-        in_background(lambda: process.flush(request, request.target.timeout)).result()
+        # On another thread: a signal's handler that interrupts the caller may save, and needs the conversation.
+        in_background(lambda: process.flush(request, request.target.timeout), daemon=True).result()
 
     @property
     def is_running(self) -> bool:
@@ -263,78 +264,7 @@ class WriterClient:
             extra.close()
 
 
-class _Files:
-    """The files of one save: another try has files of its own, for what a process that died has sent may arrive later.
-
-    Args:
-        storage: The checkpoint's directory.
-        rank: Who writes.
-        save_id: Of the save.
-        reuse: Knows what need not be written again; None: everything is written.
-    """
-
-    def __init__(self, storage: Storage, rank: int, save_id: str, reuse: ReusingSave | None) -> None:
-        self.storage = storage
-        self.rank = rank
-        self._save_id = save_id
-        self._reuse = reuse
-        self._requests: tuple[FileRequest, ...] = ()
-        self._first = 0
-        self._digest_seconds = 0.0
-
-    def plan(self, sources: Sequence[TensorSource], digest: _Digest) -> tuple[FileRequest, ...]:
-        """Distributes tensors over files; ``digest`` gives the XXH3-128 of each, if it is wanted."""
-        self._first += len(self._requests)
-        self._requests = ()
-        names, limit = (self.rank, self._save_id), self.storage.max_file_bytes
-        if self._reuse is None:
-            self._requests = plan_files(sources, *names, limit, first=self._first)
-        else:
-            if not self._reuse.is_prepared:
-                self._reuse.prepare(sources, self._timed(digest, sources))
-            limits = limit, self.storage.max_adopted_bytes
-            self._requests = self._reuse.plan(sources, *names, *limits, first=self._first)
-        return self._requests
-
-    def finish(self, done: WriteDone, digest: _Digest) -> WriteDone:
-        """Takes what has become of them; returns it with where the tensors are in all files."""
-        if self._reuse is None:
-            return done
-        self._check_unchanged(self._reuse, done, digest)
-        seconds = done.seconds + self._digest_seconds, done.hash_seconds + self._digest_seconds
-        done = replace(done, seconds=seconds[0], hash_seconds=seconds[1])
-        return self._reuse.finish(self.storage.location, self._requests, done)
-
-    def _check_unchanged(self, reuse: ReusingSave, done: WriteDone, digest: _Digest) -> None:
-        """Sees whether what was written from the trainer's own memory is what its digests had been taken of.
-
-        It must not change during a save. If it does, that checkpoint is the worse for it, but no later one may be.
-        """
-        written = {file.name for file in done.files if not file.adopted}
-        tensors = [tensor for file in self._requests if file.name in written for tensor in file.tensors]
-        if live := [tensor for tensor in tensors if not isinstance(tensor.memory, int)]:
-            digests: Sequence[bytes] = [b""] * len(live)
-            with suppress(WriteError):  # it is not known then, and all has been written
-                digests = self._timed(digest, live)
-            reuse.check(live, digests)
-
-    def _timed(self, digest: _Digest, sources: Sequence[TensorSource]) -> Sequence[bytes]:
-        started = time.perf_counter()
-        digests = digest(sources)
-        self._digest_seconds += time.perf_counter() - started
-        return digests
-
-    def remove(self) -> None:
-        """Removes them, when nobody writes them any more."""
-        for file in self._requests:
-            try:
-                self.storage.discard(file.name)
-            except Exception as error:
-                shown = self.storage.scrub(str(error))
-                logger.warning("%s/%s is left over from a failed save: %s", self.storage.path, file.name, shown)
-
-
-def _write_here(files: _Files, items: Sequence[Item], options: WriteOptions) -> WriteDone:
+def _write_here(files: FilesOfSave, items: Sequence[Item], options: WriteOptions) -> WriteDone:
     """Writes the items, in this process."""
     tensors = {item.name: item.tensor for item in items}
 

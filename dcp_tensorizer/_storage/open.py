@@ -61,7 +61,11 @@ def _absolute(path: str, directory: str | None) -> str:
             raise ValueError("it is empty")
         if b"\0" in os.fsencode(path):
             raise ValueError("it holds a NUL")
-        return os.path.normpath(os.path.join(directory, path)) if directory else os.path.abspath(path)
+        joined = os.path.join(directory or os.getcwd(), path)
+        plain = os.path.normpath(joined)
+        # `link/..` is the parent of what the link leads to, as the system, torch and everybody else has it.
+        leads_elsewhere = os.pardir in joined.split(os.sep) and os.path.realpath(joined) != os.path.realpath(plain)
+        return os.path.realpath(joined) if leads_elsewhere else plain
     except ValueError as error:
         raise WriteError(f"{path!r} is no path: {error}") from error
     except OSError as error:

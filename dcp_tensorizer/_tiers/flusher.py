@@ -252,11 +252,14 @@ class Flusher:
         return None
 
     def _passed_over_by(self, entry: Entry) -> list[Record]:
-        """The later saves of this rank that the remote has, if a save is not of just now."""
+        """The later saves from this folder that the remote has, if a save is not of just now.
+
+        Of any rank: a job that goes on may have fewer.
+        """
         if time.time() - entry.changed <= self.target.timeout / 10:
             return []
         arrived = self._queue.records({REMOTE})
-        return [r for e, r in arrived if e.rank == entry.rank and e.number > entry.number]
+        return [r for e, r in arrived if e.number > entry.number]
 
     def _give_up(self, entry: Entry, record: Record, reason: str) -> None:
         """A save, or a rank's part of it, will never be on the remote: what there is goes, on this node and there."""

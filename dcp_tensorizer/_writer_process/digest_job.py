@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
+from .._threads import Workers
 from .messages import Digests, TensorSource
 
 __all__ = ["DigestJob"]
@@ -38,7 +38,7 @@ class DigestJob:
 
     def run(self) -> Digests:
         """Takes all of them."""
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="digest") as pool:
+        with Workers(self._threads, "digest") as pool:
             # The largest ones first, so that the threads end together.
             order = sorted(range(len(self._tensors)), key=lambda number: -self._tensors[number].nbytes)
             digests = dict(zip(order, pool.map(self._digest, order), strict=True))

@@ -183,14 +183,18 @@ def test_a_checkpoint_that_cannot_be_read_stands_in_nobodys_way(tmp_path: Path) 
         assert manager.steps() == [4]
 
 
-def test_no_silent_start(tmp_path: Path) -> None:
-    """Checkpoints under other names, or in a folder that is one itself, are named; logs and leftovers are none."""
+def test_no_silent_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Checkpoints under other names, or in a folder that is one itself, are named; logs and leftovers are none.
+
+    But data without metadata is told: it may be what a copy without hidden files has left of a checkpoint.
+    """
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "events.log").write_text("")
     (tmp_path / "step-7").mkdir()
     (tmp_path / "step-7" / f"__0_0_{'a' * 32}.tensors").write_bytes(b"half")
     with manager_of(tmp_path) as manager:
         assert manager.restore(state_of(0)) is None
+        assert "the job begins anew. But data lies in step-7, without .metadata" in caplog.text
         saved(tmp_path / "elsewhere", 3, name="{}")
         shutil.move(tmp_path / "elsewhere" / "3", tmp_path / "checkpoint-20")
         (tmp_path / "elsewhere").rmdir()

@@ -582,3 +582,38 @@ def test_gc_that_cannot_remove_something(checkpoint: Path, monkeypatch: pytest.M
     code, out, _ = run("gc", checkpoint.parent, "--keep", "1")
     assert (code, "kept: cannot remove: not yours" in out, "1 checkpoint and" in out) == (2, True, True)
     assert {path.name for path in checkpoint.parent.iterdir()} == {"step-7", "step-9"}
+
+
+@pytest.mark.parametrize("command", [["verify"], ["ls"], ["--json", "verify"]], ids=" ".join)
+@pytest.mark.parametrize("kind", ["full", "closed"])
+def test_output_that_cannot_be_written(checkpoint: Path, command: list[str], kind: str) -> None:
+    """It is no damage: a full disk is exit code 2, and a reader that has closed the pipe the shell's own."""
+    program = [sys.executable, "-m", "dcp_tensorizer", *command, str(checkpoint)]
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open("/dev/full", "wb") as full, open(writing, "wb", buffering=0) as closed:
+        out = full if kind == "full" else closed
+        done = subprocess.run(program, stdout=out, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    wanted = (
+        (2, "error: the output cannot be written: [Errno 28] No space left on device\n")
+        if kind == "full"
+        else (141, "")
+    )
+    assert (done.returncode, done.stderr) == wanted
+
+
+def test_an_empty_path() -> None:
+    """As of a variable that is not set: nothing is looked at, and above all nothing is removed."""
+    for command in (["gc", "", "--keep", "1"], ["ls", ""], ["verify", ""]):
+        code, out, err = run(*command)
+        assert (code, out) == (2, "")
+        assert err == "error: '' is no path: it is empty\n"
+
+
+def test_a_key_and_a_passphrase(checkpoint: Path, tmp_path: Path) -> None:
+    """The message names both options."""
+    for name in ("key", "words"):
+        (tmp_path / name).write_bytes(bytes(32))
+    code, _, err = run("inspect", checkpoint, "--key-file", tmp_path / "key", "--passphrase-file", tmp_path / "words")
+    assert code == 2
+    assert "give --key-file or --passphrase-file, and not both" in " ".join(err.split())

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+from collections import defaultdict
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
@@ -16,6 +20,9 @@ from dcp_tensorizer._managing.place import Place
 from dcp_tensorizer._managing.retaining import Retaining
 from dcp_tensorizer._managing.retention import Retention
 from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._threads import Deadline
+
+from ...waiting import WAIT
 
 NAMES = StepNames("step-{}")
 NEWEST = Retention.of(1, None, None)
@@ -49,3 +56,28 @@ def test_on_the_same_branch_old_ones_go(tmp_path: Path) -> None:
     Retaining(folder, NAMES, NEWEST, None, lambda: place).after(late)
     assert [step.number for step in read_steps(folder, NAMES)] == [200]
     assert place.numbers == {200}
+
+
+class Arrivals:
+    """What a flush says of each save: when it is on the remote."""
+
+    def __init__(self) -> None:
+        self.futures: dict[str, Future[float]] = defaultdict(Future)
+
+    def future(self, save_id: str) -> Future[float]:
+        return self.futures[save_id]
+
+
+def test_a_step_that_was_deleted_before_its_arrival_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A later one has been told before it, and took it along: nothing is missing, and nothing is said."""
+    folder, first, late = two_steps(tmp_path)
+    caplog.clear()
+    place, arrivals = Place.at(late.branch, late, [first, late]), Arrivals()
+    retaining = Retaining(folder, NAMES, NEWEST, arrivals, lambda: place)  # type: ignore[arg-type]
+    for step in (first, late):
+        retaining.after(step)
+    for step in (late, first):
+        arrivals.futures[step.save_id].set_result(1.0)
+        retaining.wait(Deadline(WAIT))
+    assert [step.number for step in read_steps(folder, NAMES)] == [200]
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
