@@ -61,7 +61,7 @@ def _absolute(path: str, directory: str | None) -> str:
             raise ValueError("it is empty")
         if b"\0" in os.fsencode(path):
             raise ValueError("it holds a NUL")
-        joined = os.path.join(directory or os.getcwd(), path)
+        joined = path if os.path.isabs(path) else os.path.join(directory or os.getcwd(), path)
         plain = os.path.normpath(joined)
         # `link/..` is the parent of what the link leads to, as the system, torch and everybody else has it.
         leads_elsewhere = os.pardir in joined.split(os.sep) and os.path.realpath(joined) != os.path.realpath(plain)

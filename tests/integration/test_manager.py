@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import (
     CheckpointManager,
@@ -194,7 +195,7 @@ def test_no_silent_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     (tmp_path / "step-7" / f"__0_0_{'a' * 32}.tensors").write_bytes(b"half")
     with manager_of(tmp_path) as manager:
         assert manager.restore(state_of(0)) is None
-        assert "the job begins anew. But data lies in step-7, without .metadata" in caplog.text
+        assert "holds no committed checkpoint. But data lies in step-7, without .metadata" in caplog.text
         saved(tmp_path / "elsewhere", 3, name="{}")
         shutil.move(tmp_path / "elsewhere" / "3", tmp_path / "checkpoint-20")
         (tmp_path / "elsewhere").rmdir()
@@ -219,8 +220,11 @@ def test_a_checkpoint_of_torch(tmp_path: Path) -> None:
 
 
 def test_two_directories_of_one_step(tmp_path: Path) -> None:
-    """Which one is meant nobody can tell."""
+    """Which one is meant nobody can tell. One that holds no checkpoint is not meant."""
     saved(tmp_path, 12)
+    (tmp_path / "step-0012").mkdir()
+    with manager_of(tmp_path) as manager:
+        assert manager.steps() == [12]
     shutil.copytree(tmp_path / "step-12", tmp_path / "step-000012")
     with manager_of(tmp_path) as manager:
         for call in (manager.steps, lambda: manager.restore(state_of(0)), lambda: manager.save(13, state_of(13))):
@@ -540,3 +544,59 @@ def test_a_part_of_the_state_is_saved(tmp_path: Path) -> None:
             manager.save(2, {"model": model}, exclude="data")
         with pytest.raises(StagingError):
             manager.wait()
+
+
+def test_a_close_that_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can be done once more, and then does all that is left."""
+    manager = manager_of(tmp_path)
+    manager.save(1, state_of(1))
+
+    def interrupted(timeout: float | None) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manager._writer, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            manager.close()
+    with pytest.raises(WriteError, match="the manager is closed"):
+        manager.save(2, state_of(2))
+    manager.close()
+    assert manager._writer._saver.closed
+    assert manager.steps() == [1]
+
+
+def test_callbacks_that_load_and_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """DCP's error is no `Exception`: it is logged, and old checkpoints are deleted as always."""
+
+    def fail(future: Any) -> None:
+        raise CheckpointException("a load in it", {})
+
+    with manager_of(tmp_path, keep_latest=1) as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(step)).add_done_callback(fail)
+            manager.wait()
+        assert manager.steps() == [2]
+    caplog.clear()
+
+
+def test_states_that_cannot_be_collected_for_a_load_that_failed(tmp_path: Path) -> None:
+    """It fails the save, as any other error of a `state_dict` does, and the next one works."""
+
+    class Model:
+        fails = True
+
+        def state_dict(self) -> dict[str, Any]:
+            if self.fails:
+                raise CheckpointException("a load in it", {})
+            return {"w": torch.ones(4)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            """Never called here."""
+
+    model = Model()
+    with manager_of(tmp_path) as manager:
+        with pytest.raises(CheckpointException):
+            manager.save(1, {"model": model}, wait=True)
+        model.fails = False
+        manager.save(2, {"model": model}, wait=True)
+        assert manager.steps() == [2]

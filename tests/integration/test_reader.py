@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.testing._internal.two_tensor import TwoTensor
@@ -436,3 +437,14 @@ def test_a_reader_is_used_again(tmp_path):
         state = {"w": torch.zeros(4)}
         dcp.load(state, storage_reader=reader, checkpoint_id=str(tmp_path / name))
         assert state["w"].tolist() == [value] * 4
+
+
+def test_fake_tensors(tmp_path):
+    """A state that has only shapes is loaded as torch loads it: objects come, and tensors stay as they are."""
+    path = tmp_path / "checkpoint"
+    dcp.save({"w": torch.ones(8, 8), "note": {"step": 3}}, storage_writer=TensorizerStorageWriter(path))
+    with FakeTensorMode():
+        target = {"w": torch.empty(8, 8), "note": {"step": 0}}
+        dcp.load(target, storage_reader=TensorizerStorageReader(path))
+    assert type(target["w"]) is FakeTensor
+    assert target["note"] == {"step": 3}

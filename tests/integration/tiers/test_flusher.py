@@ -277,6 +277,18 @@ def test_what_another_writer_may_commit_stays_on_the_remote(tmp_path: Path, late
     assert run.states() == ["remote"]
 
 
+def test_what_a_rank_has_left_that_is_not_there_any_more(tmp_path: Path) -> None:
+    """The job goes on with fewer ranks: a later save of another one, from the same folder, is as good a proof."""
+    run = Run(tmp_path)
+    _sent(run, "a")
+    writing = run.queue.begin(Record(run.target.name, "step-9", 0, "e" * 32, "b"))
+    writing.written({}, sync=False)
+    run.queue.move(writing.entry, REMOTE)
+    assert Flusher(run.target).step() is None
+    assert run.states() == ["remote"]
+    assert {path.parent.name for path in run.local.rglob("*.tensors")} == set()
+
+
 def test_a_save_that_arrives_during_the_look_is_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The metadata that was read before the later save arrived may not have named the files yet."""
     run = Run(tmp_path)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from dcp_tensorizer import ChecksumMismatch, ReadError
+from dcp_tensorizer import CheckpointError, ChecksumMismatch, ReadError
 from dcp_tensorizer._loading.exchange_group import ExchangeGroup, Told, Vote, identity_of, reads_alone
 from dcp_tensorizer._loading.validate import ReadFrom
 
@@ -45,7 +45,7 @@ def test_any_error_can_be_told(group: dist.ProcessGroup, monkeypatch: pytest.Mon
             ExchangeGroup(group, "path").votes(Vote(), error)
         assert caught.value.error is error
     said = [(type(vote.error), str(vote.error)) for vote in told]
-    assert said == [(ChecksumMismatch, "a is refused on rank 1"), (ReadError, "KeyError: 'b'"), (ReadError, "c")]
+    assert said == [(ChecksumMismatch, "a is refused on rank 1"), (CheckpointError, "KeyError: 'b'"), (ReadError, "c")]
 
 
 def test_all_ranks_of_a_group_are_to_load(group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture) -> None:

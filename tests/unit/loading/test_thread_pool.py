@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from dcp_tensorizer._loading.thread_pool import Usage, run_all, thread_usage
+from dcp_tensorizer._threads import Workers
 
 from ...support import forget
+from ...waiting import WAIT, Gate, Interrupted, in_thread, interrupted_inside, wait_until_inside
 
 clock = itertools.count(1.0)
 """For threads that wait for all of the time."""
@@ -225,3 +227,41 @@ def test_an_interrupt_ends_the_work() -> None:
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert next(begun) < 20_000
+
+
+def test_an_interrupted_load_waits_for_its_threads() -> None:
+    """They write to the targets: nobody else may do so before they have ended, however often he is interrupted."""
+    gate, written = Gate(), []
+
+    def read(operation: int) -> int:
+        gate.pass_through()
+        written.append(operation)
+        return 1
+
+    def open_late() -> None:
+        wait_until_inside(threading.main_thread(), Workers.shutdown)
+        gate.open()
+
+    opening = in_thread(open_late)
+    with interrupted_inside(run_all):
+        run_all([1, 2], read, min_threads=1, max_threads=1)
+    assert written == [1]
+    opening.join(WAIT)
+
+
+def test_an_interrupted_start_of_a_thread_leaves_no_work_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the thread has begun with it nobody knows: it is done when the exception comes out, or never."""
+    started, done = threading.Thread.start, []
+
+    def start(thread: threading.Thread) -> None:
+        started(thread)
+        raise Interrupted
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(Interrupted):
+        run_all([1], noted(done), min_threads=1, max_threads=1)
+    monkeypatch.undo()
+    assert done in ([], [1])
+    before = list(done)
+    run_all([], noted(done), min_threads=1, max_threads=1)
+    assert done == before

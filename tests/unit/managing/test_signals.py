@@ -116,3 +116,11 @@ def test_what_is_no_signal(signals: object) -> None:
     """The error shows what was given."""
     with pytest.raises(TypeError, match="stop_signals must be signals"):
         StopSignals(signals)  # type: ignore[arg-type]
+
+
+def test_signals_that_nobody_can_handle(heard: list[int]) -> None:
+    """The error names them, and the handlers of the others are as before."""
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ValueError, match="SIGKILL cannot be handled"):
+        StopSignals([signal.SIGTERM, signal.SIGKILL])
+    assert signal.getsignal(signal.SIGTERM) == before

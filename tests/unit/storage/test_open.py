@@ -112,3 +112,12 @@ def test_what_a_checkpoint_may_be_called(path: Any, valid: bool) -> None:
     if path:  # for an empty one, its two writers do not agree
         theirs.append(FsspecWriter.validate_checkpoint_id(path))
     assert valid is any(theirs)
+
+
+def test_the_parent_of_what_a_link_leads_to(tmp_path: Path) -> None:
+    """As the system has it: not the folder that the link lies in. Where it makes no difference the path stays."""
+    (tmp_path / "run" / "sub").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "run" / "sub")
+    assert open_storage(f"{tmp_path}/link/../step").path == os.path.realpath(tmp_path / "run" / "step")
+    assert open_storage(f"{tmp_path}/run/../step").path == f"{tmp_path}/step"
+    assert open_storage(f"{tmp_path}/link/step").path == f"{tmp_path}/link/step"
