@@ -117,18 +117,23 @@ class Interrupted(BaseException):
 
 
 @contextmanager
-def interrupted_inside(function: Callable[..., object]) -> Iterator[None]:
+def interrupted_inside(
+    function: Callable[..., object], after: Callable[[], object] = lambda: None
+) -> Iterator[threading.Event]:
     """Sends the main thread, which must be the calling one, a signal when it waits inside a function.
 
-    Its handler raises `Interrupted`, which is expected to come out of the block.
+    Its handler raises `Interrupted`, which is expected to come out of the block. ``after`` returns when the signal may
+    be sent. Gives an event that says that the handler has been called.
     """
-    main = threading.main_thread()
+    main, called = threading.main_thread(), threading.Event()
     assert threading.current_thread() is main
 
     def handle(number: int, frame: object) -> None:
+        called.set()
         raise Interrupted
 
     def send() -> None:
+        after()
         wait_until_inside(main, function)
         signal.pthread_kill(main.ident or 0, signal.SIGUSR1)
 
@@ -136,7 +141,7 @@ def interrupted_inside(function: Callable[..., object]) -> Iterator[None]:
     sending = in_thread(send)
     try:
         with pytest.raises(Interrupted):
-            yield
+            yield called
     finally:
         sending.join(WAIT)
         signal.signal(signal.SIGUSR1, before)

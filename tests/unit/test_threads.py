@@ -53,16 +53,15 @@ def test_a_thread_whose_join_was_interrupted_still_runs() -> None:
     assert not is_running(another)
 
 
-def test_an_interrupted_wait_for_workers_is_done_again() -> None:
-    """Whoever calls `shutdown` once more after an exception of a signal's handler waits for all work that began."""
+def test_an_interrupted_wait_for_workers_goes_on() -> None:
+    """What a signal's handler raises comes out when all work that began is done."""
     gate = Gate()
     workers = Workers(1, "work")
     work = workers.submit(gate.pass_through)
     gate.wait_reached()
-    with interrupted_inside(Workers.shutdown):
+    with interrupted_inside(Workers.shutdown) as interrupted:
+        opening = in_thread(lambda: (interrupted.wait(WAIT), gate.open()))
         workers.shutdown()
-    opening = in_thread(gate.open)
-    workers.shutdown()
     assert work.done()
     opening.join(WAIT)
 

@@ -7,15 +7,15 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
 from dcp_tensorizer._loading.thread_pool import Usage, run_all, thread_usage
-from dcp_tensorizer._threads import Workers
 
 from ...support import forget
-from ...waiting import WAIT, Gate, Interrupted, in_thread, interrupted_inside, wait_until_inside
+from ...waiting import WAIT, Gate, Interrupted, in_thread, interrupted_inside
 
 clock = itertools.count(1.0)
 """For threads that wait for all of the time."""
@@ -238,13 +238,9 @@ def test_an_interrupted_load_waits_for_its_threads() -> None:
         written.append(operation)
         return 1
 
-    def open_late() -> None:
-        wait_until_inside(threading.main_thread(), Workers.shutdown)
-        gate.open()
-
-    opening = in_thread(open_late)
-    with interrupted_inside(run_all):
-        run_all([1, 2], read, min_threads=1, max_threads=1)
+    with interrupted_inside(Future.result, gate.wait_reached) as interrupted:
+        opening = in_thread(lambda: (interrupted.wait(WAIT), gate.open()))
+        run_all([1], read, min_threads=1, max_threads=1)
     assert written == [1]
     opening.join(WAIT)
 
