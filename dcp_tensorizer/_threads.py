@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import threading
 import time
@@ -16,6 +15,7 @@ _T = TypeVar("_T")
 _Subject = TypeVar("_Subject")
 
 _REQUESTS_AT_ONCE = 16
+_LOOK_SECONDS = 0.001
 
 
 class Deadline:
@@ -77,8 +77,13 @@ class Workers(ThreadPoolExecutor):
         self._is_shut = True
         super().shutdown(wait=False, cancel_futures=cancel_futures)
         if wait:
-            _surely(lambda: concurrent.futures.wait(list(self._unfinished)))
+            _surely(self._wait)
             super().shutdown()
+
+    def _wait(self) -> None:
+        # Without a lock, which an exception of a signal's handler could leave taken, and the work would wait for.
+        while self._unfinished:
+            time.sleep(_LOOK_SECONDS)
 
 
 class _Work(Generic[_T]):

@@ -8,9 +8,10 @@ import threading
 
 import pytest
 
+from dcp_tensorizer import _threads
 from dcp_tensorizer._threads import Workers, cores, is_running
 
-from ..waiting import WAIT, Gate, in_thread, interrupted_inside
+from ..waiting import WAIT, Gate, Interrupted, interrupted_inside
 
 
 @pytest.mark.parametrize(
@@ -53,17 +54,26 @@ def test_a_thread_whose_join_was_interrupted_still_runs() -> None:
     assert not is_running(another)
 
 
-def test_an_interrupted_wait_for_workers_goes_on() -> None:
+def test_an_interrupted_wait_for_workers_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a signal's handler raises comes out when all work that began is done."""
     gate = Gate()
     workers = Workers(1, "work")
     work = workers.submit(gate.pass_through)
     gate.wait_reached()
-    with interrupted_inside(Workers.shutdown) as interrupted:
-        opening = in_thread(lambda: (interrupted.wait(WAIT), gate.open()))
+    looks = 0
+
+    def interrupted(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks < 3:
+            raise Interrupted
+        gate.open()
+
+    monkeypatch.setattr(_threads.time, "sleep", interrupted)
+    with pytest.raises(Interrupted):
         workers.shutdown()
+    assert looks >= 3
     assert work.done()
-    opening.join(WAIT)
 
 
 def test_work_is_done_when_no_more_threads_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
