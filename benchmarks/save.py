@@ -11,7 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from .harness import machine, rewrite, run_cases, spread, store, stored
-from .save_report import CHECKPOINTING, ENCRYPTED, MAIN, OURS, PROCESS, THREAD, plot, ratios, render
+from .save_report import (
+    BACKGROUND,
+    CHECKPOINTING,
+    ENCRYPTED,
+    MAIN,
+    OURS,
+    OVERLAPPED,
+    PROCESS,
+    THREAD,
+    plot,
+    ratios,
+    render,
+)
 from .savers import SAVERS
 from .workloads import SETTINGS, WORKLOADS, nbytes
 
@@ -23,7 +35,7 @@ def plan(folder: str, quick: bool) -> list[tuple[list[dict[str, Any]], int]]:
     limits = [{"saver": "limits", "workload": workload, **base} for workload in WORKLOADS]
     main = {saver: {"saver": saver, "workload": MAIN, **base, "yardsticks": saver == OURS} for saver in SAVERS}
     few, fewer = (OURS, THREAD, PROCESS, CHECKPOINTING), (OURS, THREAD)
-    compared = [main.pop(saver) for saver in (*few, ENCRYPTED)]  # with figures that are wanted
+    compared = [main.pop(saver) for saver in (*few, OVERLAPPED, BACKGROUND, ENCRYPTED)]  # in what the page says
     others = [{"saver": s, "workload": "5,000 small", **base, "yardsticks": s == OURS} for s in few]
     others += [{"saver": s, "workload": "one 2 GB", **base, "yardsticks": s == OURS} for s in fewer]
     others += [{"saver": s, "workload": "tmpfs", **base} for s in fewer]
@@ -68,12 +80,19 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "steady stall": spread(save["stall"] for rank in ranks for save in rank["saves"][1:]),
         "durable": spread(save["durable"] for rank in ranks for save in rank["saves"][1:]),
         "durable, quiet": spread(save["durable"] for rank in ranks for save in rank["quiet"]),
-        "loop": spread(save["rate"] / rank["idle"]["rate"] for rank, save in loops),
+        "loop": spread(save["rate"] / save["before"] for _, save in loops),
+        "cost": spread(_cost(save) for rank in ranks for save in rank["saves"][1:]),
         "gap": spread(max(0.0, save["gap"] - rank["idle"]["gap"]) for rank, save in loops),
         "cpu per GB": spread(save["cpu"] / size * 1e9 * len(ranks) / len(runs) for r in ranks for save in r["quiet"]),
         "trainer bytes": spread(rank["trainer_bytes"] for rank in ranks),
         "child bytes": spread(save["child_bytes"] for rank in ranks for save in rank["saves"]),
     }
+
+
+def _cost(save: dict[str, float]) -> float:
+    """Seconds that training loses by a save: those that it stands still, and those by which it is late in the end."""
+    slowed = 1 - save["rate"] / save["before"] if "rate" in save else 0.0
+    return save["stall"] + (save["durable"] - save["stall"]) * slowed
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ from .savers import SAVERS, State, discard
 from .workloads import SETTINGS, nbytes
 
 _IDLE_SECONDS = 1.0
+_BEFORE_SECONDS = 0.5
 _MATRIX = 192
 _TMPFS = "/dev/shm"
 BESIDE = "loop beside a busy core"
@@ -88,8 +89,10 @@ def measure(case: dict[str, Any], group: dist.ProcessGroup | None, state: State,
 
 
 def _save(saver: Any, state: State, folder: Path, group: Any, loop: TrainingLoop | None) -> dict[str, float]:
-    if group is not None:
-        dist.barrier(group)
+    # The machine changes its speed within seconds: so the loop's is measured again right before each save.
+    _meet(group)
+    before = loop.run(_after(_BEFORE_SECONDS)) if loop is not None else {}
+    _meet(group)
     cpu = _cpu_seconds()
     started = time.perf_counter()
     future = saver.save(state, folder)
@@ -99,11 +102,18 @@ def _save(saver: Any, state: State, folder: Path, group: Any, loop: TrainingLoop
     measured = loop.run(lambda: bool(durable)) if loop is not None and not durable else {}
     future.result()
     result = {"stall": stall, "durable": durable[0] - started, **measured}
+    if before:
+        result["before"] = before["rate"]
     result["cpu"] = _cpu_seconds() - cpu - (durable[0] - started - stall if loop is not None else 0.0)
     result["child_bytes"] = max((c.memory_full_info().uss for c in psutil.Process().children()), default=0)
     if group is None or dist.get_rank() == 0:
         discard(folder)
     return result
+
+
+def _meet(group: Any) -> None:
+    if group is not None:
+        dist.barrier(group)
 
 
 def _cpu_seconds() -> float:

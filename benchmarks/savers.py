@@ -49,7 +49,7 @@ class _Dcp:
 
 
 class Ours(_Dcp):
-    """This package, prewarmed or not, with a key or without."""
+    """This package, prewarmed or not, with options of the writer."""
 
     def __init__(
         self,
@@ -57,10 +57,10 @@ class Ours(_Dcp):
         state: State,
         *,
         prewarm: bool,
-        encryption: EncryptionParams | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(group)
-        self._shared = TensorizerStorageWriter(encryption=encryption)
+        self._shared = TensorizerStorageWriter(**options)
         if prewarm:
             self._shared.prewarm({"model": state})
             self._shared._saver.engine.saves.wait_prewarmed()  # as it is when training has gone on for a while
@@ -158,6 +158,7 @@ SAVERS: dict[str, Callable[[dist.ProcessGroup | None, State], Saver]] = {
     "dcp_tensorizer, encrypted": lambda group, state: Ours(
         group, state, prewarm=True, encryption=EncryptionParams(bytes(32))
     ),
+    "dcp_tensorizer, overlap_staging": lambda group, state: Ours(group, state, prewarm=True, overlap_staging=True),
     "torch FileSystemWriter, THREAD": lambda group, state: _Dcp(group),
     "torch FileSystemWriter, PROCESS": lambda group, state: TorchProcess(group),
     "torch_checkpointing": lambda group, state: TorchCheckpointing(background=False),
