@@ -15,9 +15,9 @@ import weakref
 
 from ._forks import in_child
 
-_STANDARD_STREAMS = 2  # the last of them
-
 __all__ = ["Descriptor", "above_standard_streams", "anonymous_file", "identity"]
+
+_LAST_STANDARD_STREAM = 2
 
 
 def identity(fd: int) -> tuple[int, int] | None:
@@ -73,10 +73,10 @@ def above_standard_streams(fd: int) -> int:
     A daemon closes those. Whatever prints would then print into the file, and a child that is started has its own
     streams there.
     """
-    if fd > _STANDARD_STREAMS:
+    if fd > _LAST_STANDARD_STREAM:
         return fd
     try:
-        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _STANDARD_STREAMS + 1)
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _LAST_STANDARD_STREAM + 1)
     finally:
         os.close(fd)
 

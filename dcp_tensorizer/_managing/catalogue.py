@@ -6,17 +6,18 @@ import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .._format.index_rows import Head
 from .._format.layout import is_data_file_name, metadata_file_name
 from .._loading.metadata_reader import read_head
 from .._storage.base import Storage
 from .._threads import in_threads
-from ..errors import CheckpointError, MetadataError, NotCommitted, ReadError
+from ..errors import MetadataError, NotCommitted, ReadError
 from .branches import TRUNK, Branch
 from .names import StepNames
 
-__all__ = ["Step", "data_without_metadata", "read_steps", "unknown_checkpoints"]
+__all__ = ["Others", "Step", "others", "read_steps"]
 
 # What the files are called in which others keep checkpoints. Where names are not understood, only these are looked for:
 # logs and settings may lie in the folder too.
@@ -90,53 +91,41 @@ def step_of(number: int, name: str, head: Head) -> Step:
     return Step(number, name, save_id, head.saved_at, record.branch or TRUNK, record.metrics, record.job)
 
 
-def unknown_checkpoints(folder: Storage, names: StepNames) -> list[str]:
-    """What looks like a checkpoint in a folder where `read_steps` found none: names of directories, and files.
+class Others(NamedTuple):
+    """What else lies in a folder where `read_steps` found no checkpoint.
 
-    Raises:
-        ReadError: the folder cannot be listed.
+    Attributes:
+        unknown: What looks like a checkpoint: names of directories, and files.
+        lost: Directories of steps that hold data without metadata.
     """
+
+    unknown: list[str]
+    lost: list[str]
+
+
+def others(folder: Storage, names: StepNames) -> Others:
+    """Looks around in a folder; raises `ReadError` if it cannot be listed. One request for it and each directory."""
     try:
         files, folders = folder.listing()
-        folders += folder.linked_directories()
+        folders = sorted([*folders, *folder.linked_directories()])
+    except NotCommitted:
+        return Others([], [])
+    found = Others([], [])
+    for name, inside in zip(folders, in_threads(functools.partial(_files_in, folder), folders), strict=True):
+        is_step = names.step_in(name) is not None  # data alone is no checkpoint there: dead saves leave it
+        if any(_is_of_checkpoint(file) and not (is_step and file.endswith(".tensors")) for file in inside):
+            found.unknown.append(name)
+        elif is_step and any(map(is_data_file_name, inside)):
+            found.lost.append(name)
+    found.unknown.extend(sorted(file.name for file in files if _is_of_checkpoint(file.name)))
+    return found
+
+
+def _files_in(folder: Storage, name: str) -> list[str]:
+    try:
+        return [file.name for file in folder.child(name).listing()[0]]
     except NotCommitted:
         return []
-    looks = functools.partial(_looks_like_checkpoint, folder, names)
-    found = in_threads(looks, sorted(folders))
-    return [name for name, is_one in zip(sorted(folders), found, strict=True) if is_one] + sorted(
-        file.name for file in files if _is_of_checkpoint(file.name)
-    )
-
-
-def data_without_metadata(folder: Storage, names: StepNames) -> list[str]:
-    """The directories of steps that hold data, in a folder where `read_steps` found no checkpoint.
-
-    Raises:
-        ReadError: the folder cannot be listed.
-    """
-    try:
-        folders = [name for name in sorted(folder.listing()[1]) if names.step_in(name) is not None]
-    except NotCommitted:
-        return []
-    holds = in_threads(functools.partial(_holds_data, folder), folders)
-    return [name for name, has_data in zip(folders, holds, strict=True) if has_data]
-
-
-def _holds_data(folder: Storage, name: str) -> bool:
-    try:
-        return any(is_data_file_name(file.name) for file in folder.child(name).listing()[0])
-    except CheckpointError:  # it is for a warning
-        return False
-
-
-def _looks_like_checkpoint(folder: Storage, names: StepNames, name: str) -> bool:
-    """Whether a directory holds a checkpoint; not what a dead save has left under the name of a step."""
-    try:
-        files, _ = folder.child(name).listing()
-    except NotCommitted:
-        return False
-    ours = names.step_in(name) is not None
-    return any(_is_of_checkpoint(file.name) and not (ours and file.name.endswith(".tensors")) for file in files)
 
 
 def _is_of_checkpoint(name: str) -> bool:

@@ -11,7 +11,7 @@ from .._format.index_rows import SaveRecord
 from .._storage.base import Storage
 from ..errors import MetadataError, NotCommitted
 from .branches import TRUNK, Branch, belongs, current_branch, leave, members
-from .catalogue import Step, data_without_metadata, read_steps, unknown_checkpoints
+from .catalogue import Step, others, read_steps
 from .deletion import clean_up
 from .names import StepNames
 
@@ -170,8 +170,7 @@ def choose(folder: Storage, names: StepNames, number: int | None, *, fallback: b
             raise NotCommitted(f"{folder.path} holds no committed checkpoint of step {number}. There are: {there}")
         candidates = [*(step for step in candidates if step.number < number), *asked]
     if not candidates:
-        _refuse_unknown(folder, names)
-        _warn_of_lost(folder, names)
+        _look_around(folder, names)
         return Choice([], steps)
     candidates = candidates[::-1] if fallback else candidates[-1:]
     is_last = all(step.number <= newest for step in steps if step.problem)
@@ -179,18 +178,19 @@ def choose(folder: Storage, names: StepNames, number: int | None, *, fallback: b
     return Choice([(step, branch if step is tip else leave(step)) for step in candidates], steps)
 
 
-def _refuse_unknown(folder: Storage, names: StepNames) -> None:
-    """Raises `MetadataError` where a job would begin at 0 beside checkpoints that it does not know."""
-    if unknown := unknown_checkpoints(folder, names):
+def _look_around(folder: Storage, names: StepNames) -> None:
+    """Sees what else is there, where a job would begin at 0.
+
+    Raises:
+        MetadataError: checkpoints that it does not know.
+    """
+    unknown, lost = others(folder, names)
+    if unknown:
         raise MetadataError(
             f"{folder.path} holds no checkpoint named {names.template!r}, but {_listed(unknown)}: pass name= as they "
             f"are named, load one by dcp.load or convert it, or choose another folder to start anew"
         )
-
-
-def _warn_of_lost(folder: Storage, names: StepNames) -> None:
-    """Tells of data that no metadata names, where there is no checkpoint: copies leave hidden files out."""
-    if lost := data_without_metadata(folder, names):
+    if lost:
         logger.warning(
             "%s holds no committed checkpoint. But data lies in %s, without .metadata: a save never finished there, or "
             "is not finished yet, or a copy has left out hidden files",

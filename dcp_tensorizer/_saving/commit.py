@@ -129,7 +129,7 @@ def commit(
         cipher: The key of an encrypted checkpoint.
         entries: Of the saves before, see `encode`.
         record: What a manager says of the save.
-        check: Called last: it raises `Refused` if the save must not be committed any more.
+        check: Called just before the metadata is put: it raises `Refused` if the save must not be committed any more.
 
     Raises:
         WriteError: nothing has been committed, what was committed before is untouched, and the save's files are

@@ -14,13 +14,13 @@ from ..errors import WriteError, describe
 __all__ = ["FailureCounter"]
 
 logger = logging.getLogger("dcp_tensorizer")
-_ELSEWHERE = "it was interrupted, or another rank or a collective failed: whoever saved has got the error"
+_UNTOLD = "it was interrupted, or another rank or a collective failed: whoever saved has got the error"
 
 
 @dataclass(slots=True)
 class _Save:
     path: str
-    error: str = _ELSEWHERE
+    error: str = _UNTOLD
     is_coordinator: bool | None = None
     """None before DCP has said so."""
 

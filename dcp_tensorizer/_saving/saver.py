@@ -156,8 +156,7 @@ class Saver:
             return self.stager.refuse(save.error or StagingError(_CLOSED))
         self._ensure_process()
         if self.closed:  # by another thread just now, which has not seen what was started
-            self._ends_engine = self.engine.leave(self) and self.engine.saves.only_of(self.stager)
-            if self._ends_engine:
+            if self._leave():
                 self.engine.end_process(Deadline(0.0))
             return self.stager.refuse(StagingError(_CLOSED))
         self.engine.keeping.begin_staging(self.engine.saves)
@@ -227,8 +226,7 @@ class Saver:
         if self.flushing is not None and self._flushes:  # or else nobody flushes what a dead job has left
             self.flushing.end(deadline)
         self.closed = True
-        self._ends_engine = self.engine.leave(self) and self.engine.saves.only_of(self.stager)
-        if self._ends_engine:
+        if self._leave():
             self.engine.keeping.end(deadline, is_abandoned=not is_over)
             self.engine.end_process(deadline)
         elif not is_over:
@@ -253,6 +251,11 @@ class Saver:
     def renewed(self) -> Saver:
         """One of the same options, which shares nothing with this one."""
         return Saver(self.options, self.reports.on_report, closed=self.closed)
+
+    def _leave(self) -> bool:
+        """Uses the engine no more. Whether nobody else does."""
+        self._ends_engine = self.engine.leave(self) and self.engine.saves.only_of(self.stager)
+        return self._ends_engine
 
     def _ensure_process(self) -> None:
         self.engine.open(self)

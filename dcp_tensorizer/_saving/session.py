@@ -211,8 +211,8 @@ class SaveSession:
 
     def _check_place(self, storage: Storage) -> None:
         """Raises `WriteError` where there is a checkpoint that must not be replaced."""
-        may_replace = self._saver.options.overwrite or not self._commits
-        if not may_replace and storage.head(metadata_file_name(self._metadata_rank)) is not None:
+        refuses = self._commits and not self._saver.options.overwrite
+        if refuses and storage.head(metadata_file_name(self._metadata_rank)) is not None:
             raise WriteError(
                 f"{storage.path} holds a checkpoint already, and overwrite=False: save to another path, or "
                 f"pass overwrite=True"

@@ -57,8 +57,12 @@ def publish(remote: Storage, index: bytes, commit: Commit, earlier: Container[st
     there = _committed(remote, commit.name)
     if there is not None and there.save_id == own.save_id:
         return None
-    is_later = there is not None and there.saved_at > own.saved_at and there.save_id not in earlier
-    if is_later and not _has_left(own, there):
+    if (
+        there is not None
+        and there.saved_at > own.saved_at
+        and there.save_id not in earlier
+        and not _has_left(own, there)
+    ):
         raise Superseded(f"{remote.path} holds a checkpoint that was saved later, by another job: it stays")
     replaced = set() if there is None else set(data_files(there)) - set(commit.files)
     try:
@@ -70,9 +74,9 @@ def publish(remote: Storage, index: bytes, commit: Commit, earlier: Container[st
     return replaced
 
 
-def _has_left(own: Head, there: Head | None) -> bool:
-    """Whether the job has gone back from one checkpoint before it saved another, whatever the clocks said."""
-    if there is None or own.record is None or there.record is None or not own.record.branch or not there.record.branch:
+def _has_left(own: Head, there: Head) -> bool:
+    """Whether the job has left the branch of a checkpoint before it saved its own, whatever the clocks said."""
+    if own.record is None or there.record is None or not there.record.branch:
         return False
     return there.record.branch[-1][0] in {name for name, _ in own.record.branch[:-1]}
 
