@@ -88,7 +88,7 @@ def _report(results: list[dict[str, Any]]) -> str:
     header = ("", "step, ms", "stall in async_save, ms", "slowdown over 10 steps, %", "durable after, s", "child, MiB")
     return "\n\n".join(
         [
-            "StagingFuture, GB/s: median (least-greatest).",
+            "Staging, GB/s: median (least-greatest).",
             table(("", "GB/s"), staging),
             "A training step, and what a save does to it. The slowdown counts everything, the stall and what `lock` "
             "or the wait for `staging_completion` costs too, over the save and the ten steps after it.",

@@ -52,7 +52,7 @@ def staging(scale: float, name: str, folder: Path) -> Result:
             seconds = _timed(lambda stager=stager, state=state: stager.stage(state))
             rates.append(nbytes / 1e9 / seconds)
         result[label] = rates[1:]  # the first makes and registers the buffer
-        stager.close()
+        stager.saves.close()
     result["ratio"] = [rate / statistics.median(plain) for rate in result["staging, large tensors"]]
     return result
 

@@ -252,8 +252,12 @@ def local_elements(target: Any) -> int:
 
 
 def group_devices(group: ProcessGroup) -> Set[str]:
-    """The kinds of devices whose memory the collectives of a group take."""
-    return {device.type for device in group._device_types}
+    """The kinds of devices whose memory the collectives of a group take, without a way through host memory.
+
+    gloo says that it takes a GPU's, too. But it copies it to the host and back.
+    """
+    kinds = group._device_types
+    return {kind.type for kind in kinds if kind.type == "cpu" or group._get_backend(kind).name() != "gloo"}
 
 
 def release_ipc_counter(arguments: tuple[Any, ...]) -> None:

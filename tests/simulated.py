@@ -13,6 +13,8 @@ from contextlib import contextmanager
 
 import torch
 
+from dcp_tensorizer._memory.device import SideStreams
+
 WAIT = 10.0
 
 
@@ -59,8 +61,6 @@ class SimulatedStream:
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.no_grad():
-            if target.dtype == source.dtype and target.itemsize == 1:  # some of them have no kernel
-                target, source = target.view(torch.uint8), source.view(torch.uint8)
             target.copy_(source)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
@@ -100,6 +100,7 @@ class SimulatedDevice:
         self.memory = 1 << 40
         self.pinned: list[tuple[int, int]] = []
         self.most_pinned = 0
+        self.side_streams = SideStreams(self)
         self._memory: list[torch.Tensor] = []
         self._running = threading.Lock()
 
@@ -129,7 +130,7 @@ class SimulatedDevice:
         storage = tensor.untyped_storage().data_ptr()
         return 0 if storage in {memory.untyped_storage().data_ptr() for memory in self._memory} else None
 
-    def side_stream(self, index: int) -> SimulatedStream:
+    def new_stream(self, index: int) -> SimulatedStream:
         assert index == 0
         self.streams.append(SimulatedStream(self))
         return self.streams[-1]

@@ -118,8 +118,10 @@ class ExchangeGroup:
 
     def device(self, *, prefers_gpu: bool = False) -> torch.device:
         """Where the memory lies that is exchanged."""
-        is_on_host = "cpu" in self._devices and not (prefers_gpu and "cuda" in self._devices)
-        return torch.device("cpu") if is_on_host else torch.device("cuda", torch.cuda.current_device())
+        others = sorted(self._devices - {"cpu"})
+        if "cpu" in self._devices and not (prefers_gpu and others):
+            return torch.device("cpu")
+        return torch.device(others[0], torch.accelerator.current_device_index())
 
     def votes(self, vote: Vote, error: BaseException | None = None) -> list[Vote]:
         """The votes of all ranks.

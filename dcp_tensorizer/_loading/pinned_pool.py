@@ -72,7 +72,7 @@ class PinnedPool:
 
     def __init__(self, device: Device, indices: Collection[int], count: int, nbytes: int) -> None:
         self.device = device
-        self.streams = {index: device.side_stream(index) for index in sorted(indices)}
+        self.streams = {index: device.side_streams[index] for index in sorted(indices)}
         for stream in self.streams.values():
             stream.follow()
         try:

@@ -55,7 +55,10 @@ class Device(Protocol):
     def index_of(self, tensor: torch.Tensor) -> int | None:
         """The number of the device that a tensor is on; None for host memory."""
 
-    def side_stream(self, index: int) -> SideStream:
+    side_streams: SideStreams
+    """Of this process, for all its savers and loads."""
+
+    def new_stream(self, index: int) -> SideStream:
         """A new stream on a device."""
 
     def pin(self, address: int, nbytes: int, index: int) -> Callable[[], None]:
@@ -73,7 +76,7 @@ class SideStreams(dict[int, SideStream]):
     """One stream on each device, made when it is first asked for, and then kept.
 
     torch gives memory that one stream has used to the same stream only, and hands out 32 streams in turn: with a new
-    stream for each save, 32 of them would keep memory.
+    stream for each save or writer, 32 of them would keep memory.
     """
 
     def __init__(self, device: Device) -> None:
@@ -81,13 +84,28 @@ class SideStreams(dict[int, SideStream]):
         self.device = device
 
     def __missing__(self, index: int) -> SideStream:
-        self[index] = self.device.side_stream(index)
-        return self[index]
+        return self.setdefault(index, self.device.new_stream(index))
 
-    def follow(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Has copies from these, queued from now on, wait for all that training has queued by now."""
-        for index in {self.device.index_of(tensor) for tensor in tensors} - {None}:
-            self[index].follow()  # type: ignore[index]
+    def follow(self, tensors: Iterable[torch.Tensor]) -> list[SideStream]:
+        """Has copies from these, queued from now on, wait for all that the calling thread has queued by now.
+
+        Returns:
+            The streams of their devices.
+        """
+        indices = {self.device.index_of(tensor) for tensor in tensors}
+        streams = [self[index] for index in indices if index is not None]
+        for stream in streams:
+            stream.follow()
+        return streams
+
+    def settle(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Returns when all is done that the calling thread has queued on the devices of these by now.
+
+        Other threads may read them then. Each thread has a current stream of its own, which does not wait for this
+        one's.
+        """
+        for stream in self.follow(tensors):
+            stream.mark().synchronize()
 
 
 class _CudaStream:
@@ -143,10 +161,13 @@ class _CudaEvent:
 class Cuda:
     """GPUs, as torch gives them: NVIDIA's, or in its ROCm builds AMD's."""
 
+    def __init__(self) -> None:
+        self.side_streams = SideStreams(self)
+
     def index_of(self, tensor: torch.Tensor) -> int | None:
         return tensor.device.index if tensor.is_cuda else None
 
-    def side_stream(self, index: int) -> SideStream:
+    def new_stream(self, index: int) -> SideStream:
         return _CudaStream(index)
 
     def pin(self, address: int, nbytes: int, index: int) -> Callable[[], None]:
@@ -163,8 +184,10 @@ class Cuda:
                 )
 
         def undo() -> None:
-            with torch.cuda.device(index):
-                cudart.cudaHostUnregister(address)
+            # After a fault on the GPU every call fails. What has failed says so, and here is nothing left to undo.
+            with suppress(RuntimeError), torch.cuda.device(index):
+                if int(cudart.cudaHostUnregister(address)) != 0:
+                    _forget_error(index)
 
         return undo
 

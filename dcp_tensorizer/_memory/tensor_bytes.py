@@ -9,7 +9,7 @@ import torch
 
 from ..errors import StagingError
 
-__all__ = ["check_supported", "dtype_name", "host_bytes", "is_wrapper", "memory_of", "named_dtype"]
+__all__ = ["check_supported", "copyable", "dtype_name", "host_bytes", "is_wrapper", "memory_of", "named_dtype"]
 
 # Integers of less than a byte each. DCP's planner fails on them without naming the key.
 _SUB_BYTE = {
@@ -76,9 +76,14 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__")
 
 
+def copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bytes in a dtype that torch copies in any layout: it does not copy pairs of 4-bit floats."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float4_e2m1fn_x2 else tensor
+
+
 def host_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor in C order, in host memory: its own memory if they lie there in that order, else a copy."""
-    plain = tensor.detach()
+    plain = copyable(tensor.detach())
     if not plain.is_cpu or plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg().cpu()
     plain = plain.contiguous()

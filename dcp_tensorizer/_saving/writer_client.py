@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from .._memory.device import CUDA, Device
 from .._memory.garbage import collector_paused
 from .._memory.shared_buffer import SharedBuffer, aligned
 from .._memory.shared_mappings import SharedFile, SharedTensors
@@ -52,11 +53,15 @@ class WriterClient:
     Args:
         devices: Let the process see the trainer's GPUs.
         start: Starts the process.
+        device: Where unstaged tensors may be, apart from host memory.
     """
 
-    def __init__(self, *, devices: bool = False, start: Callable[..., WriterProcess] = WriterProcess) -> None:
+    def __init__(
+        self, *, devices: bool = False, start: Callable[..., WriterProcess] = WriterProcess, device: Device = CUDA
+    ) -> None:
         self._devices = devices
         self._start = start
+        self._device = device
         self._process: WriterProcess | None = None
         self._extra: SharedBuffer | None = None  # for tensors that the planner made anew
         self._can_snapshot = True
@@ -122,7 +127,7 @@ class WriterClient:
         """
         files = FilesOfSave(storage, rank, save_id, reuse if storage.adopts else None)
         if staged_save is None or staged_save.buffer is None or self._process is None or storage.in_process:
-            return Written(_write_here(files, items, options))
+            return Written(self._write_here(files, items, options))
         with collector_paused():
             sources, extra = self._locate(items, staged_save.buffer, staged_save.shared)
         buffers = [staged_save.buffer] if extra is None else [staged_save.buffer, extra]
@@ -143,7 +148,7 @@ class WriterClient:
         storage = files.storage
         for attempt in (1, 2):
             if not all(buffer.can_be_sent for buffer in buffers):
-                return Written(_write_here(files, items, options), attempt)
+                return Written(self._write_here(files, items, options), attempt)
             try:
                 digest = functools.partial(self._digest, options, buffers)
                 request = WriteRequest(storage.location, options, files.plan(sources, digest))
@@ -224,6 +229,23 @@ class WriterClient:
         """Gives the memory back, when no save uses it any more."""
         self._keep(None)
 
+    def _write_here(self, files: FilesOfSave, items: Sequence[Item], options: WriteOptions) -> WriteDone:
+        """Writes the items, in this process."""
+        tensors = {item.name: item.tensor for item in items}
+        # Several threads read them, from streams of their own.
+        self._device.side_streams.settle(tensors.values())
+
+        def contents(source: TensorSource) -> memoryview:
+            return host_bytes(tensors[source.name])
+
+        sources = [item.source() for item in items if item.has_bytes]
+
+        def digest(sources: Sequence[TensorSource]) -> Sequence[bytes]:
+            return DigestJob(sources, contents, threads=options.threads).run().digests
+
+        requests = files.plan(sources, digest)
+        return files.finish(FileJob.of(files.storage, requests, contents, options).run(), digest)
+
     def _locate(
         self, items: Sequence[Item], buffer: SharedBuffer, shared: SharedTensors | None
     ) -> tuple[list[TensorSource], SharedBuffer | None]:
@@ -262,19 +284,3 @@ class WriterClient:
         extra, self._extra = self._extra, extra
         if extra is not None:
             extra.close()
-
-
-def _write_here(files: FilesOfSave, items: Sequence[Item], options: WriteOptions) -> WriteDone:
-    """Writes the items, in this process."""
-    tensors = {item.name: item.tensor for item in items}
-
-    def contents(source: TensorSource) -> memoryview:
-        return host_bytes(tensors[source.name])
-
-    sources = [item.source() for item in items if item.has_bytes]
-
-    def digest(sources: Sequence[TensorSource]) -> Sequence[bytes]:
-        return DigestJob(sources, contents, threads=options.threads).run().digests
-
-    requests = files.plan(sources, digest)
-    return files.finish(FileJob.of(files.storage, requests, contents, options).run(), digest)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .._memory.device import CUDA, Device, SideStreams
+from .._memory.device import CUDA, Device
 from .._memory.garbage import collector_paused
 from .._memory.shared_buffer import SharedBuffer, aligned
 from .._memory.shared_mappings import SharedMappings, SharedTensors
@@ -105,7 +105,6 @@ class Stager:
         self._overlap = overlap
         self._device = device
         self._limits = limits
-        self._streams = SideStreams(device)
 
     def prewarm(self, state_dict: Mapping[str, Any]) -> None:
         """Allocates the buffer for state dicts of this size ahead of the first save, in the background.
@@ -148,7 +147,7 @@ class Stager:
             snapshot = self._snapshot(state_dict, omitted)
             staged_save.shared = snapshot.shared
             if snapshot.devices:
-                self._streams.follow(snapshot.sources)
+                self._device.side_streams.follow(snapshot.sources)
             if self._overlap:
                 if staged_save.shared is not None:  # its save may end without having written anything
                     threading.Thread(target=staged_save.wait_released, name="release", daemon=True).start()
@@ -223,6 +222,7 @@ class Stager:
             staged.update(snapshot.fill(tensors[number] for number in range(len(tensors))))
             staged_save.reach(Progress.BUILT)
             if copy_from_devices is not None and not copy_from_devices(buffer, copies):
+                buffer.pin(self._device, snapshot.devices[0])  # this process copies, after all
                 copies.queue_from_devices()
             copies.copy_from_host()
             staged_save.reach(Progress.QUEUED)
@@ -251,7 +251,7 @@ class Stager:
                 yield staged, source
 
         host_bytes = sum(source.nbytes for source in sources if is_on_host or index_of(source) is None)
-        return Copies(pairs(), self._streams, self._threads, self._limits, host_bytes)
+        return Copies(pairs(), self._device.side_streams, self._threads, self._limits, host_bytes)
 
     @collector_paused()
     @torch.no_grad()

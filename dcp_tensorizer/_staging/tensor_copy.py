@@ -17,6 +17,7 @@ import torch
 
 from .._memory.device import Device, Event, SideStream, SideStreams
 from .._memory.shared_buffer import aligned
+from .._memory.tensor_bytes import copyable
 from .._torch_compat import is_plain
 from .host_copies import HostCopies, Pair
 
@@ -78,7 +79,7 @@ class Copies:
         self._on_device: dict[int, list[Pair]] = defaultdict(list)
         index_of = streams.device.index_of
         try:
-            for staged, source in pairs:
+            for staged, source in map(_copyable, pairs):
                 if (index := index_of(source)) is not None:
                     if source.numel():
                         self._on_device[index].append((staged, source))
@@ -122,6 +123,10 @@ class Copies:
         """Has the calling thread's current streams wait for the copies, without waiting itself."""
         for mark in self._marks:
             mark.wait()
+
+
+def _copyable(pair: Pair) -> Pair:
+    return copyable(pair[0]), copyable(pair[1])
 
 
 def allocation_order(
@@ -199,7 +204,7 @@ def _gather(batch: Sequence[Pair], buffer: torch.Tensor, stream: SideStream) -> 
     sizes = [n // unit.itemsize for staged, _ in batch for n in (staged.nbytes, aligned(staged.nbytes) - staged.nbytes)]
     slots = buffer[:total].view(unit).split_with_sizes(sizes)[::2]
     plain = [
-        (slot, source.view(-1).view(unit)) for slot, (_, source) in zip(slots, batch, strict=True) if is_plain(source)
+        (slot, _flat(source).view(unit)) for slot, (_, source) in zip(slots, batch, strict=True) if is_plain(source)
     ]
     if plain:
         stream.copy(*zip(*plain, strict=True))
@@ -207,6 +212,11 @@ def _gather(batch: Sequence[Pair], buffer: torch.Tensor, stream: SideStream) -> 
         if not is_plain(source):
             stream.copy([slot.view(staged.dtype).view(staged.shape)], [source])
     stream.copy([_memory(batch[0][0], total)], [buffer[:total]])
+
+
+def _flat(plain: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's elements. Where it has one, it may have any stride, and a view as another dtype fails."""
+    return plain.as_strided((plain.numel(),), (1,))
 
 
 def _memory(first: torch.Tensor, nbytes: int) -> torch.Tensor:

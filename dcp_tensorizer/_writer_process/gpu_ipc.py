@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from .._memory.device import CUDA, Device, SideStream, SideStreams
+from .._memory.device import CUDA, Device, SideStream
 from .._memory.tensor_bytes import dtype_name, named_dtype
 from .._staging.host_copies import Pair
 from .._staging.tensor_copy import Copies
@@ -86,7 +86,7 @@ class Snapshots:
     """In the other process: copies of tensors on GPUs, or on what simulates them."""
 
     def __init__(self, device: Device = CUDA) -> None:
-        self._streams = SideStreams(device)
+        self._streams = device.side_streams
         self._unpin: dict[int, Callable[[], None]] = {}
 
     def take(self, request: SnapshotRequest, memory: mmap.mmap) -> None:

@@ -40,6 +40,6 @@ def gpu_devices_open(pid: int) -> list[str]:
             target = os.readlink(f"/proc/{pid}/fd/{name}")
         except OSError:
             continue
-        if re.fullmatch(r"/dev/(nvidia\d+|nvidia-uvm|dri/render.*|kfd)", target):
+        if re.fullmatch(r"/dev/(nvidia\d+|nvidia-uvm|dri/render.*|kfd|dxg)", target):
             found.add(target)
     return sorted(found)

@@ -23,7 +23,11 @@ from dcp_tensorizer._writer_process.process import WriterProcess
 from ..support import writer_process
 from .support import GPU, WAIT, delay, gpu_devices_open, load_into, random_state
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    # torch says this once in a process, if cuBLAS is what a thread uses the GPU for first, as autograd's does.
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
+]
 
 
 @pytest.mark.parametrize("staging", ["buffer", "shared", "device"])
@@ -40,6 +44,17 @@ def test_overlapped_saves_hold_the_step_they_were_asked_for(tmp_path: Path, stag
     for step in range(10):
         found = load_into(tmp_path / str(step), {key: torch.zeros_like(tensor) for key, tensor in state.items()})
         assert {key: set(tensor.tolist()) for key, tensor in found.items()} == {key: {float(step)} for key in state}
+
+
+def test_a_save_without_staging_has_what_the_callers_stream_holds(tmp_path: Path) -> None:
+    """`dcp.save` reads the tensors by threads of its own, whose streams wait for nothing."""
+    weights = torch.zeros(1_000_000, device=GPU)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream(GPU)), TensorizerStorageWriter(tmp_path) as writer:
+        delay()
+        weights.fill_(1.0)
+        dcp.save({"w": weights}, storage_writer=writer)
+    assert set(load_into(tmp_path, {"w": torch.zeros(1_000_000)})["w"].tolist()) == {1.0}
 
 
 @pytest.mark.parametrize("staging", ["buffer", "device"])

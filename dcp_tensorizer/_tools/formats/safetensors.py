@@ -48,6 +48,8 @@ _DTYPES = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F4": torch.float4_e2m1fn_x2,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F32": torch.float32,
@@ -56,6 +58,8 @@ _DTYPES = {
 }
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_PAIRS = torch.float4_e2m1fn_x2
+"""Two elements in a byte: torch counts them as one in its shapes, and the format as two, in the last dimension."""
 
 
 class _Entry(Struct):
@@ -150,10 +154,15 @@ def _tensor(storage: Storage, name: str, key: str, entry: _Entry, base: int) -> 
     dtype = _DTYPES.get(entry.dtype)
     if dtype is None:
         raise ValueError(f"{key!r} is of dtype {entry.dtype}, which torch does not have")
+    shape = entry.shape
+    if dtype == _PAIRS:
+        if not shape or shape[-1] % 2:
+            raise ValueError(f"{key!r} of shape {shape} has a last dimension that is not of pairs")
+        shape = (*shape[:-1], shape[-1] // 2)
     start, stop = entry.data_offsets
-    if stop - start != math.prod(entry.shape) * dtype.itemsize:
+    if stop - start != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{key!r} of shape {entry.shape} has {stop - start:,} bytes stored")
-    return plain_tensor(storage, (key,), dtype, entry.shape, (name, base + start))
+    return plain_tensor(storage, (key,), dtype, shape, (name, base + start))
 
 
 @contextmanager
@@ -174,6 +183,10 @@ def check(view: CheckpointView, options: Options) -> None:
         if tensor.dtype not in _NAMES:
             raise ConversionError(
                 f"{tensor.key!r} is of {tensor.dtype}, which safetensors has not: leave it out, or convert it"
+            )
+        if tensor.dtype == _PAIRS and not tensor.shape:
+            raise ConversionError(
+                f"{tensor.key!r} is a pair of elements without a dimension, which safetensors has not: leave it out"
             )
         _check_key(tensor.key)
         if tensor.key == "__metadata__":
@@ -244,9 +257,10 @@ def _header(tensors: Sequence[StoredTensor]) -> bytes:
     position = 0
     for tensor in tensors:
         offsets = [position, position + tensor.nbytes]
+        shape = [*tensor.shape[:-1], 2 * tensor.shape[-1]] if tensor.dtype == _PAIRS else list(tensor.shape)
         described[tensor.key] = {
             "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
+            "shape": shape,
             "data_offsets": offsets,
         }
         position = offsets[1]

@@ -23,7 +23,7 @@ from dcp_tensorizer.convert import Options, convert
 from ...checkpoints import ODD, make_checkpoint, tensors_of
 from ...support import ALL_DTYPES, filled, same
 
-SAFETENSORS_LACKS = {torch.complex32, torch.complex128, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2}
+SAFETENSORS_LACKS = {torch.complex32, torch.complex128}
 SAFETENSORS_LACKS |= {dtype for dtype in ALL_DTYPES if "bcomplex" in str(dtype)}  # of torch 2.14
 
 
@@ -36,6 +36,8 @@ class Custom:
 def test_every_dtype_in_every_format(tmp_path: Path, dtype: torch.dtype, to: str) -> None:
     """There and back in every bit, or an error that names the key and leaves nothing."""
     state = {"half": filled(dtype, (5, 4)), "columns": filled(dtype, (5, 4), 1), "zero": filled(dtype, (), 2)}
+    if to == "safetensors" and dtype == torch.float4_e2m1fn_x2:
+        del state["zero"]  # it has no dimension in which its two elements could be counted
     make_checkpoint(tmp_path / "a", state, chunks=ODD)
     if to == "safetensors" and dtype in SAFETENSORS_LACKS:
         with pytest.raises(ConversionError, match="'half'"):

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from dcp_tensorizer import CheckpointError, ChecksumMismatch, ReadError
@@ -46,6 +47,12 @@ def test_any_error_can_be_told(group: dist.ProcessGroup, monkeypatch: pytest.Mon
         assert caught.value.error is error
     said = [(type(vote.error), str(vote.error)) for vote in told]
     assert said == [(ChecksumMismatch, "a is refused on rank 1"), (CheckpointError, "KeyError: 'b'"), (ReadError, "c")]
+
+
+def test_gloo_is_not_for_the_memory_of_a_gpu(group: dist.ProcessGroup) -> None:
+    """It says that it takes that, too, but copies it to the host: so tensors on a GPU are exchanged in host memory."""
+    assert "cuda" in {device.type for device in group._device_types}
+    assert ExchangeGroup(group, "path").device(prefers_gpu=True) == torch.device("cpu")
 
 
 def test_all_ranks_of_a_group_are_to_load(group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture) -> None:

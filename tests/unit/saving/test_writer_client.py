@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from tensorizer import TensorDeserializer
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_tensorizer import WriteError, WriterProcessDied
+from dcp_tensorizer._format.layout import data_file_name
 from dcp_tensorizer._memory.device import SideStreams
 from dcp_tensorizer._memory.shared_buffer import SharedBuffer
 from dcp_tensorizer._memory.shared_mappings import SharedFile
@@ -140,3 +142,16 @@ def test_a_signals_handler_saves_while_the_process_starts() -> None:
     client = client_of(start)
     assert client.ensure_process() is started[1]
     assert [process.closed for process in started] == [True, False]
+
+
+def test_unstaged_tensors_of_a_device_are_written_when_its_kernels_have_run(tmp_path: Path) -> None:
+    """Threads with streams of their own read them: so what the caller's stream holds is waited for first."""
+    device = SimulatedDevice()
+    weights = device.declare(torch.zeros(1000))
+    device.queue(lambda: weights.fill_(7.0))
+    client = WriterClient(device=device)
+    items = [Item(MetadataIndex("w"), "w", "tensor", weights)]
+    options = WriteOptions({}, sync=False, threads=1, buffer_bytes=1 << 20, timeout=10.0)
+    client.write(LocalStorage(tmp_path), 0, "save", items, None, options)
+    with TensorDeserializer(tmp_path / data_file_name(0, 0, "save"), device="cpu") as stored:
+        assert set(stored["w"].tolist()) == {7.0}

@@ -293,13 +293,13 @@ def test_shared_tensors_hold_training_beyond_the_copies_from_a_device() -> None:
 def test_all_saves_use_one_stream() -> None:
     """(Simulated device.) What a stream has used on the device is used again by that stream only."""
     device = SimulatedDevice()
-    stager = Stager(device=device)
     state = {"w": device.declare(torch.ones(1000))}
-    for _ in range(3):
-        stager.stage(state).staged_save.wait_copied()
+    for stager in (Stager(device=device), Stager(device=device)):  # as of two writers
+        for _ in range(2):
+            stager.stage(state).staged_save.wait_copied()
+        stager.saves.close()
     assert len(device.streams) == 1
-    assert device.buffers == [GatherLimits().buffer_bytes] * 3
-    stager.saves.close()
+    assert device.buffers == [GatherLimits().buffer_bytes] * 4
 
 
 def test_a_buffer_is_unregistered_before_it_regrows() -> None:
@@ -374,7 +374,7 @@ def test_copies_that_another_process_makes_are_waited_for(able: bool) -> None:
     device.run()
     result.staged_save.wait_copied()
     assert (set(dict(result)["w"].tolist()), set(dict(result)["host"].tolist())) == ({1.0}, {1.0})
-    assert device.pinned == []
+    assert len(device.pinned) == (0 if able else 1)  # else the copies from here would be several times slower
     assert bool(device.crossings) is not able
     training.join(WAIT)
     del result

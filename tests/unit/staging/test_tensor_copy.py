@@ -46,11 +46,22 @@ def test_every_dtype_and_layout_leaves_the_device_as_it_is(dtype: torch.dtype) -
     """Small tensors and large ones, contiguous and not, gathered and in pieces, bit for bit."""
     device = SimulatedDevice()
     base = device.declare(filled(dtype, (40, 24)))
-    on_host = filled(dtype, (3, 5), seed=1)
+    on_host = filled(dtype, (40, 24), seed=1).t()
     sources = [base, base.t(), base[::2, 1::3], base[0], base[:, 0], base[3, 4], base[:0], on_host, base[:1, :1]]
     sources += [base[n, :5] for n in range(20)]
     staged, buffer = copied(sources, device, GatherLimits(buffer_bytes=1024, small_bytes=200))
     assert [n for n, (a, b) in enumerate(zip(staged, sources, strict=True)) if not same(a, b)] == []
+    del staged
+    buffer.close()
+
+
+def test_one_element_may_have_any_stride() -> None:
+    """Such a tensor is contiguous, and torch does not view it as another dtype."""
+    device = SimulatedDevice()
+    base = device.declare(filled(torch.complex128, (4, 4)))
+    sources = [base[0:1, 0], base.view(-1)[::5][:1]]
+    staged, buffer = copied(sources, device)
+    assert [raw(tensor) for tensor in staged] == [raw(tensor) for tensor in sources]
     del staged
     buffer.close()
 

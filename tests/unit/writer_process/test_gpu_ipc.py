@@ -34,7 +34,7 @@ def opened(alias: torch.Tensor, has_to_wait: bool) -> torch.Tensor:
 
 
 def streams() -> dict[Any, SimulatedStream]:
-    return {None: SimulatedDevice().side_stream(0)}  # the index of the host's "device"
+    return {None: SimulatedDevice().new_stream(0)}  # the index of the host's "device"
 
 
 def test_tensors_arrive_as_they_are() -> None:

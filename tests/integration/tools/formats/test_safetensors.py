@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from dcp_tensorizer import ConversionError, ReadError
 from dcp_tensorizer.convert import convert
 
-from ....checkpoints import tensors_of
+from ....checkpoints import make_checkpoint, tensors_of
+from ....support import filled, same
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
@@ -51,3 +53,27 @@ def test_a_tensor_in_two_files_is_that_of_the_index(tmp_path: Path, right: str) 
     found = {key: tensor.tolist() for key, tensor in tensors_of(directory).items()}
     b = files[right]["b"]
     assert found == {"a": [1.0, 1.0], "b": [b, b], "c": [3.0, 3.0], "more": [4.0, 4.0]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.float4_e2m1fn_x2], ids=str)
+def test_dtypes_of_less_than_a_byte_and_of_scales(tmp_path: Path, dtype: torch.dtype) -> None:
+    """The library reads what is written here, and what it writes is read: shape and bytes."""
+    weight = filled(dtype, (3, 6))
+    save_file({"weight": weight}, tmp_path / "theirs.safetensors")
+    assert same(tensors_of(tmp_path / "theirs.safetensors")["weight"], weight)
+    make_checkpoint(tmp_path / "a", {"weight": weight})
+    convert(tmp_path / "a", tmp_path / "ours.safetensors", "safetensors")
+    with safe_open(tmp_path / "ours.safetensors", "pt") as stock:
+        assert same(stock.get_tensor("weight"), weight)
+
+
+def test_pairs_of_elements_need_a_dimension_to_be_counted_in(tmp_path: Path) -> None:
+    """A scalar pair is not written, and an odd number of elements is not read: the error names the key."""
+    make_checkpoint(tmp_path / "a", {"pair": filled(torch.float4_e2m1fn_x2, ())})
+    with pytest.raises(ConversionError, match="'pair' is a pair of elements without a dimension"):
+        convert(tmp_path / "a", tmp_path / "b.safetensors", "safetensors")
+    header = json.dumps({"odd": {"dtype": "F4", "shape": [2, 3], "data_offsets": [0, 3]}}).encode()
+    (tmp_path / "odd.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(3))
+    with pytest.raises(ConversionError, match="'odd' of shape"):
+        convert(tmp_path / "odd.safetensors", tmp_path / "b", "torch")
+    assert not (tmp_path / "b").exists() and not (tmp_path / "b.safetensors").exists()
