@@ -149,12 +149,15 @@ class Parts:
     def _filled(self, number: int, count: int) -> None:
         with self._changed:
             self._missing[number] -= count
-            if not self._missing[number]:
-                del self._missing[number]
-                self._io.submit(self._put, number, self._filling.pop(number))
-                self._left -= 1
-                if not self._left:
-                    self._io.shutdown(wait=False)  # its threads end with the last part, whenever it is finished
+            if self._missing[number]:
+                return
+            del self._missing[number]
+        # Without the lock: what a signal's handler raises here comes out when the part is written. That takes the lock.
+        self._io.submit(self._put, number)
+        with self._changed:
+            self._left -= 1
+            if not self._left:
+                self._io.shutdown(wait=False)  # its threads end with the last part, whenever it is finished
 
     def finish(self) -> None:
         """Waits until the sink has every part; raises what kept it from getting one."""
@@ -194,7 +197,8 @@ class Parts:
                     self._missing[number] = min(self._sink.part_bytes, self._nbytes - start)
             return self._filling[number]
 
-    def _put(self, number: int, buffer: np.ndarray) -> None:
+    def _put(self, number: int) -> None:
+        buffer = self._filling.pop(number)
         try:
             if self._error is None:
                 count = min(self._sink.part_bytes, self._nbytes - number * self._sink.part_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -43,6 +43,8 @@ _KEYS_SHOWN = 5
 class Selection:
     """Which keys of a flattened state dict are loaded.
 
+    A pattern is of a key, or of a list that the key is in: a save takes a list for one value.
+
     Attributes:
         include: Patterns, as `fnmatch` has them; empty for all keys.
         exclude: Patterns of keys that stay as they are.
@@ -53,18 +55,25 @@ class Selection:
     exclude: tuple[str, ...] = ()
     strict: bool = True
 
-    def has(self, key: str) -> bool:
-        """Whether a key is loaded."""
-        return (not self.include or _matches(key, self.include)) and not _matches(key, self.exclude)
+    @property
+    def is_all(self) -> bool:
+        """Every key is loaded."""
+        return not self.include and not self.exclude
 
-    def check(self, keys: Sequence[str], stored: Iterable[str]) -> None:
-        """Raises `MetadataError` for a pattern that is of no key: it is a slip of the pen.
+    def has(self, names: Iterable[str]) -> bool:
+        """Whether a key is loaded, by its name and those of the lists that it is in."""
+        return (not self.include or _matches(names, self.include)) and not _matches(names, self.exclude)
 
-        What is of a key of the checkpoint alone may be of another rank's state: each stage of a pipeline has its own.
+    def check(self, keys: Sequence[str], known: Set[str]) -> None:
+        """Raises `MetadataError` for a pattern that is of nothing: it is a slip of the pen.
+
+        Args:
+            keys: Of the state, for the message.
+            known: The names of all keys, and of the lists that they are in. What is of a key of the checkpoint alone
+                may be of another rank's state: each stage of a pipeline has its own.
         """
-        known = {*keys, *stored} if self.include or self.exclude else ()
         for pattern in (*self.include, *self.exclude):
-            if not any(fnmatch.fnmatchcase(key, pattern) for key in known):
+            if not _matches(known, [pattern]):
                 shown = ", ".join(map(repr, keys[:_KEYS_SHOWN]))
                 raise MetadataError(f"no key of the state matches {pattern!r}. Keys are as these: {shown}")
 
@@ -188,13 +197,17 @@ class SelectivePlanner(LoadPlanner):
         super().set_up_planner(state_dict, metadata, is_coordinator)
         assert metadata is not None
         stored = metadata.state_dict_metadata
-        self._selection.check(list(self.state_dict), stored)
-        self.state_dict = {key: value for key, value in self.state_dict.items() if self._selection.has(key)}
+        if not self._selection.is_all:
+            recorded = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+            paths = recorded | getattr(self, "mappings", {})
+            names = {key: {key, *_lists_around(paths.get(key, ()))} for key in {*self.state_dict, *stored}}
+            self._selection.check(list(self.state_dict), set().union(*names.values()))
+            has = self._selection.has
+            self.state_dict = {key: value for key, value in self.state_dict.items() if has(names[key])}
+            chosen = {key: value for key, value in stored.items() if has(names[key])}
+            self.metadata = dataclasses.replace(metadata, state_dict_metadata=chosen)
         if missing := [key for key in self.state_dict if key not in stored]:
             self._report_missing(missing)
-        if self._selection.include or self._selection.exclude:
-            chosen = {key: value for key, value in stored.items() if self._selection.has(key)}
-            self.metadata = dataclasses.replace(metadata, state_dict_metadata=chosen)
 
     def _report_missing(self, keys: list[str]) -> None:
         shown = ", ".join(map(repr, keys[:_KEYS_SHOWN])) + (", ..." if len(keys) > _KEYS_SHOWN else "")
@@ -203,5 +216,10 @@ class SelectivePlanner(LoadPlanner):
         logger.warning("%s has no %s: they stay as they are (strict=False)", self._path, shown)
 
 
-def _matches(key: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+def _lists_around(path: Sequence[str | int]) -> Iterator[str]:
+    """The names of the lists that a value is in, by its path in the nested state dict."""
+    return (".".join(map(str, path[:depth])) for depth, part in enumerate(path) if type(part) is int)
+
+
+def _matches(names: Iterable[str], patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)

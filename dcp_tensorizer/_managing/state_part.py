@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -12,6 +14,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 from ..errors import StagingError
 
 __all__ = ["StatePart"]
+
+logger = logging.getLogger("dcp_tensorizer")
+
+# Of activation checkpointing and of FSDP1: modules in between, which are in the names of parameters, but not in state
+# dicts.
+_WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
 
 class StatePart(NamedTuple):
@@ -40,7 +48,7 @@ class StatePart(NamedTuple):
         collected = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
         if self.is_all:
             return collected
-        frozen = set(_frozen(state)) if self.trainable_only else set()
+        frozen = _frozen(state, collected) if self.trainable_only else set()
         says_it = (torch.nn.Module, torch.nn.Parameter)
         if self.trainable_only and not any(isinstance(value, says_it) for value in _values(state)):
             raise StagingError(
@@ -66,13 +74,22 @@ class StatePart(NamedTuple):
         return name in frozen or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude)
 
 
-def _frozen(state: Mapping[str, Any]) -> Iterator[str]:
-    """The keys of the frozen parameters of modules, under each of their names."""
+def _frozen(state: Mapping[str, Any], collected: Mapping[str, Any]) -> set[str]:
+    """The keys of the frozen parameters of modules, under each of their names in what was collected of them."""
+    frozen = set()
     for key, value in state.items():
         if isinstance(value, torch.nn.Module):
-            for name, parameter in value.named_parameters(remove_duplicate=False):
-                if not parameter.requires_grad:
-                    yield f"{key}.{name}"
+            parameters = value.named_parameters(remove_duplicate=False)
+            names = {_WRAPPERS.sub("", name) for name, parameter in parameters if not parameter.requires_grad}
+            if names and names.isdisjoint(collected[key]):
+                logger.warning(
+                    "trainable_only=True: no frozen parameter of %r is in its state dict by its name (%r): if they are "
+                    "there by other names, leave them out with exclude=",
+                    key,
+                    min(names),
+                )
+            frozen |= {f"{key}.{name}" for name in names}
+    return frozen
 
 
 def _values(state: Mapping[str, Any]) -> Iterator[Any]:

@@ -29,6 +29,7 @@ _PIECE = 1 << 20  # at most this much is lost when a body breaks off
 _ASYNC_CONFIG = {"connector_args", "http_session_cls"}  # only aiobotocore knows these
 # An answer to HEAD has no code but its status: 400.
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "400"}
+_TAKEN = {"PreconditionFailed", "ConditionalRequestConflict", "412"}
 _MISSING = {"404", "NoSuchKey", "NotFound"}
 _DENIED = {"401", "403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"} | _EXPIRED
 
@@ -73,6 +74,7 @@ class S3Client:
 
         client = self._connected(None)
         arguments = self._extra(client, operation) | arguments
+        repeats = 0
         try:
             try:
                 return getattr(client, operation)(**arguments)
@@ -81,12 +83,13 @@ class S3Client:
                     self._retire()
                 if _code(error) not in _EXPIRED:
                     raise
+                repeats = _repeats(error)
                 body = arguments.get("Body")
                 if body is not None and hasattr(body, "seek"):
                     body.seek(0)
                 return getattr(self._connected(client), operation)(**arguments)
         except (botocore.exceptions.ClientError, botocore.exceptions.BotoCoreError) as error:
-            raise _translated(error, arguments) from None
+            raise _translated(error, arguments, repeats) from None
 
     def checksum(self, data: memoryview) -> dict[str, str]:
         """The CRC-32 of a body, as arguments of a request; empty if the user chose otherwise.
@@ -193,23 +196,35 @@ def _code(error: Any) -> str:
     return str(error.response.get("Error", {}).get("Code", ""))
 
 
-def _translated(error: Any, arguments: Mapping[str, Any]) -> OSError:
-    """An error of botocore's as one of Python's, with the server's message."""
-    response = getattr(error, "response", None)
-    if response is None:
+def _repeats(error: Any) -> int:
+    """How often botocore has repeated the request before this answer."""
+    return int(error.response.get("ResponseMetadata", {}).get("RetryAttempts", 0))
+
+
+def _translated(error: Any, arguments: Mapping[str, Any], repeats: int) -> OSError:
+    """An error of botocore's as one of Python's, with the server's message.
+
+    Args:
+        error: The last one.
+        arguments: Of the request.
+        repeats: How often the request was repeated before botocore began anew with it.
+    """
+    if getattr(error, "response", None) is None:
         return OSError(f"{type(error).__name__}: {error}")
     code = _code(error)
+    if code in _TAKEN:
+        return FileExistsError(TAKEN)
+    tries = 1 + repeats + _repeats(error)
+    said = f"{code}: {error.response.get('Error', {}).get('Message', '')} ({error.operation_name}, tried {tries} times)"
+    if tries > 1 and "Body" in arguments:
+        # Whatever this answer says: an attempt before it, whose answer was lost, may have put the object.
+        return OSError(said)
     if code == "NoSuchBucket":
         return FileNotFoundError(f"the bucket {arguments['Bucket']!r} does not exist")
     if code in _MISSING:
         return NoSuchObject("it does not exist")
-    if code in ("PreconditionFailed", "ConditionalRequestConflict", "412"):
-        return FileExistsError(TAKEN)
     if code in ("InvalidRange", "416"):
         return _PastEnd("the file ends before that")
-    tries = 1 + response.get("ResponseMetadata", {}).get("RetryAttempts", 0)
-    said = f"{code}: {response.get('Error', {}).get('Message', '')} ({error.operation_name}, tried {tries} times)"
-    # If a first request had no answer, the denial of the second does not tell what became of the first.
     return PermissionError(said) if code in _DENIED and tries == 1 else OSError(said)
 
 

@@ -87,6 +87,9 @@ class StreamStorage(RemoteStorage):
     def _head(self, name: str) -> int:
         return int(self._call("info", self._full(name))["size"])
 
+    def _is_refusal(self, error: Exception) -> bool:
+        return False  # filesystems repeat requests by themselves: an attempt whose answer was lost may be behind it
+
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return self._retried(lambda: getattr(self.filesystem, method)(*args, **kwargs))
 

@@ -68,6 +68,9 @@ def publish(remote: Storage, index: bytes, commit: Commit, earlier: Container[st
     try:
         remote.put(commit.name, index, sync=True, replace=commit.overwrite, save_id=str(own.save_id or ""))
     except Refused as error:  # also for a full disk, which is no reason to give a save up
+        there = _committed(remote, commit.name)
+        if there is not None and there.save_id == own.save_id:  # an attempt before this one has come to it meanwhile
+            return None
         if not commit.overwrite and remote.head(commit.name) is not None:
             raise Superseded(str(error)) from error
         raise

@@ -322,6 +322,24 @@ def test_only_some_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
         assert part["step"] == 5
 
 
+def test_what_a_save_leaves_out_a_restore_leaves_out(tmp_path: Path) -> None:
+    """By the same patterns: of a list, too, which is one value in a save, and many keys in a checkpoint."""
+
+    def optimizer(lr: float) -> dict[str, Any]:
+        return {"model": {"w": torch.full((4,), lr)}, "opt": {"groups": [{"lr": lr}, {"lr": lr}], "step": lr}}
+
+    with manager_of(tmp_path) as manager:
+        manager.save(1, optimizer(1.0), exclude=["opt.groups"], wait=True)
+        manager.save(2, optimizer(2.0), wait=True)
+        for step in (1, 2):
+            state = optimizer(0.0)
+            manager.restore(state, step, exclude=["opt.groups"])
+            assert (state["model"]["w"].tolist(), state["opt"]["step"]) == ([float(step)] * 4, float(step))
+            assert state["opt"]["groups"] == [{"lr": 0.0}, {"lr": 0.0}]
+        manager.restore(state, 2, include=["opt.groups"])
+        assert state["opt"]["groups"] == [{"lr": 2.0}, {"lr": 2.0}]
+
+
 def test_a_state_that_does_not_change(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A save that holds what the one before held is reported, and one in which no chosen key has changed."""
     frozen = state_of(1)

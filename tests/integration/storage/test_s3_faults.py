@@ -198,8 +198,15 @@ def test_a_read_that_is_refused(open_s3: Opener, proxy: S3Proxy, fault: Fault) -
         ([Fault(404, "NoSuchBucket")], True),
         ([Fault(503, "SlowDown"), Fault(503, "SlowDown")], False),
         ([Fault(cut=0), Fault(403, "AccessDenied")], False),
+        ([Fault(400, "ExpiredToken"), Fault(400, "ExpiredToken")], True),
+        ([Fault(cut=0), Fault(400, "ExpiredToken"), Fault(400, "ExpiredToken")], False),
+        ([Fault(cut=0), Fault(404, "NoSuchBucket")], False),
+        ([Fault(cut=0), Fault(404, "NotFound")], False),
     ],
-    ids=["denied", "no bucket", "slow down", "denied after a cut"],
+    ids=[
+        *("denied", "no bucket", "slow down", "denied after a cut", "expired", "expired after a cut"),
+        *("no bucket after a cut", "404 after a cut"),
+    ],
 )
 def test_whether_metadata_may_appear_after_all(
     open_s3: Opener, proxy: S3Proxy, faults: list[Fault], refused: bool

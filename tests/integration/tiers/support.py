@@ -59,10 +59,11 @@ class Run:
     def mend(self) -> None:
         self.remote.unlink()
 
-    def save_unflushed(self, *values: int, place: str = "step-{}") -> None:
+    def save_unflushed(self, *values: int, place: str = "step-{}", **options: Any) -> None:
         """Saves, and ends before any of it is on the remote."""
         self.cut()
-        writer = self.writer(limits=SaveLimits(max_consecutive_failures=None), max_unflushed=len(values) + 1)
+        limits = SaveLimits(max_consecutive_failures=None)
+        writer = self.writer(limits=limits, max_unflushed=len(values) + 1, **options)
         for value in values:
             path = self.remote / place.format(value)
             dcp.async_save(state_of(value), storage_writer=writer, checkpoint_id=path).result()

@@ -214,6 +214,26 @@ def test_a_remote_that_is_full_at_the_commit_loses_nothing(tmp_path: Path, monke
     assert run.load("step-1") == 1
 
 
+def test_a_commit_that_is_refused_though_it_was_carried_out_is_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own metadata on the remote is nobody else's checkpoint: neither copy of the data goes."""
+    run = Run(tmp_path)
+    run.save_unflushed(1, overwrite=False)
+    put = LocalStorage.put
+
+    def put_and_refuse(self: LocalStorage, name: str, *args: Any, **options: Any) -> None:
+        put(self, name, *args, **options)
+        if name == ".metadata":
+            raise Refused("403")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "put", put_and_refuse)
+        assert Flusher(run.target).step() is None
+    assert run.load("step-1") == 1
+    assert (run.remote / "step-1" / ".metadata").exists()
+
+
 def test_an_outage_does_not_count_as_a_wait_for_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After hours without the remote, the other ranks get their time to send what they have."""
     run = Run(tmp_path)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 from dcp_tensorizer import StagingError
 from dcp_tensorizer._managing.state_part import StatePart
@@ -53,6 +54,24 @@ def test_frozen_parameters_are_left_out() -> None:
     """Under each of their names; buffers stay."""
     state = StatePart(trainable_only=True).of({"model": Tied(), "step": 1})
     assert names(state) == ["model.scale", "model.adapter.weight", "model.adapter.bias", "step"]
+
+
+def test_modules_in_between_are_in_no_key() -> None:
+    """Activation checkpointing and FSDP1 put some around others: they are in the names of parameters alone."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2).requires_grad_(False), torch.nn.Linear(2, 2))
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, torch.nn.Linear))
+    assert any("_checkpoint_wrapped_module" in name for name, _ in model.named_parameters())
+    state = StatePart(trainable_only=True).of({"model": model})
+    assert names(state) == ["model.1.weight", "model.1.bias"]
+
+
+def test_frozen_parameters_by_other_names_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A hook may rename what is in the state dict: then the log says that nothing was left out."""
+    model = torch.nn.Linear(2, 2).requires_grad_(False)
+    model.register_state_dict_post_hook(lambda module, state, prefix, _: state.update({"w": state.pop("weight")}))
+    del model.bias
+    assert names(StatePart(trainable_only=True).of({"model": model})) == ["model.w"]
+    assert "no frozen parameter of 'model' is in its state dict by its name ('weight')" in caplog.text
 
 
 def test_parameters_in_dicts_say_themselves_whether_they_are_frozen() -> None:
