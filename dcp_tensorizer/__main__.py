@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from types import FrameType
 
 __all__ = ["main"]
 
@@ -17,6 +19,9 @@ def main() -> None:
     except ImportError as error:
         sys.stderr.write(f"dcp-tensorizer needs {error.name}: pip install 'dcp_tensorizer[cli]'\n")
         sys.exit(2)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _end)
     try:
         from ._cli.app import run
 
@@ -25,6 +30,11 @@ def main() -> None:
         sys.stderr.write("error: interrupted\n")
         code = _INTERRUPTED
     sys.exit(code)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """Ends the command as an exception does: what it has begun to write is removed."""
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

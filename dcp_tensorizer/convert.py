@@ -140,6 +140,12 @@ def _cast(tensor: StoredTensor, dtype: torch.dtype | None) -> StoredTensor:
     def read(region: Region) -> torch.Tensor:
         return tensor.read(region).to(dtype)
 
+    try:
+        torch.empty(1, dtype=tensor.dtype, device="cpu").to(dtype)
+    except NotImplementedError:
+        raise ConversionError(
+            f"{tensor.key!r} is of {tensor.dtype}, which torch cannot convert to {dtype}: leave it out"
+        ) from None
     return replace(tensor, dtype=dtype, read=read, chunks=())
 
 

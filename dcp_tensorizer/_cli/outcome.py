@@ -4,7 +4,7 @@
 1    damaged; of ``diff``, different
 2    not done: a mistake in the command, nothing at the path, or no way to read or write
 3    of a format or version that this release does not read; it may be whole
-130  interrupted by Ctrl-C
+130  interrupted by Ctrl-C; 129 and 143: ended by SIGHUP, by SIGTERM
 141  the reader of the output has closed it
 """
 

@@ -70,10 +70,14 @@ def new_directory(path: str, options: Mapping[str, Any], files: str) -> Iterator
         real = Path(os.path.realpath(storage.location))
         if real.exists() and not real.is_dir():
             raise ConversionError(f"{storage.path} exists, and is no directory: choose another destination")
+        if _is_working_directory(real):
+            raise ConversionError(f"{storage.path} is the working directory, and would be replaced: name another one")
         if real.is_mount():
             raise ConversionError(f"{storage.path} is a mount point, and so cannot be replaced: name a directory in it")
         with _renamed(real) as temporary:
             temporary.mkdir()
+            if real.exists():  # it may be for one user's eyes only
+                _take_over(real, temporary)
             yield LocalStorage(temporary)
             _sync(temporary)
         return
@@ -135,6 +139,20 @@ def written_file(storage: Storage, name: str, nbytes: int) -> Iterator[Callable[
         if isinstance(error, OSError):
             raise WriteError(storage.scrub(f"cannot write {storage.path}/{name}: {error}")) from error
         raise
+
+
+def _is_working_directory(path: Path) -> bool:
+    with suppress(OSError):  # one of the two is not there
+        return path.samefile(os.curdir)
+    return False
+
+
+def _take_over(old: Path, new: Path) -> None:
+    """Gives a directory the owner, the mode and the extended attributes of the one that it is to replace."""
+    state = old.stat()
+    with suppress(OSError):
+        os.chown(new, state.st_uid, state.st_gid)
+    shutil.copystat(old, new)
 
 
 def _sync(folder: Path) -> None:

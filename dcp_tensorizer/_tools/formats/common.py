@@ -73,7 +73,7 @@ _OF_ONE_FORMAT = {
 
 
 def check_options(options: Options, to: str, path: str) -> None:
-    """Fails for options that would change nothing of what is written.
+    """Fails for options that make no sense, or would change nothing of what is written.
 
     Args:
         options: How to convert.
@@ -83,6 +83,7 @@ def check_options(options: Options, to: str, path: str) -> None:
     Raises:
         ConversionError: names the option.
     """
+    _check_values(options)
     defaults = Options()
     for name, (of, flag) in _OF_ONE_FORMAT.items():
         if to != of and getattr(options, name) != getattr(defaults, name):
@@ -97,6 +98,22 @@ def check_options(options: Options, to: str, path: str) -> None:
             "tensor_parallel (--tensor-parallel N) and split (--split FILE) go together: into how many files to split, "
             "and along which dimension of which tensors"
         )
+
+
+def _check_values(options: Options) -> None:
+    for name in ("select", "exclude", "buffers"):
+        patterns = getattr(options, name)
+        if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+            raise ConversionError(f"{name} must be a list of patterns, and is {patterns!r}")
+    if options.dtype is not None and not (isinstance(options.dtype, torch.dtype) and options.dtype.is_floating_point):
+        raise ConversionError(f"dtype must be a floating-point dtype of torch, and is {options.dtype!r}")
+    for name in ("shard_bytes", "tensor_parallel"):
+        count = getattr(options, name)
+        if type(count) is not int or count < 1:
+            raise ConversionError(f"{name} must be a number from 1 on, and is {count!r}")
+    for pattern, dimension in options.split.items():
+        if type(dimension) is not int:
+            raise ConversionError(f"split must give the number of a dimension for {pattern!r}, and gives {dimension!r}")
 
 
 class FileRange(io.RawIOBase):

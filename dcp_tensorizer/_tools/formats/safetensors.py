@@ -9,23 +9,29 @@ The safetensors library reads local files only, and writes what is in memory.
 
 from __future__ import annotations
 
+import fnmatch
+import functools
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Annotated, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import torch
 from msgspec import Meta, Raw, Struct
 from msgspec.json import Decoder
 
+from ..._format.chunks import Region
+from ..._loading.validate import check_chunks
 from ..._memory.tensor_bytes import host_bytes
 from ..._storage.base import Storage
-from ...errors import ConversionError
+from ...errors import ConversionError, NotCommitted
 from ..atomic_output import new_directory, new_file, written_file
 from ..checkpoint_view import BLOCK, CheckpointView, StoredTensor, blocks_of, plain_tensor
+from ..chunk_reader import read_region
 from .common import Options, by_key, check_no_objects, open_file, read_range
 
 __all__ = ["check", "is_directory", "read", "read_directory", "write"]
@@ -56,6 +62,8 @@ _DTYPES = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
+_PARTS = "shard-*.safetensors"  # of torch's HuggingFaceStorageWriter(save_distributed=True)
+_OFFSETS = "DCP_SHARDING_INFO"  # where each tensor of such a file begins in the whole one
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _PAIRS = torch.float4_e2m1fn_x2
@@ -76,26 +84,52 @@ class _Index(Struct):
     weight_map: dict[str, str]
 
 
+class _Saved(Struct):
+    """Where in the whole tensor one of a file begins."""
+
+    saved_offsets: tuple[_Count, ...]
+
+
+class _File(NamedTuple):
+    """What a file's header says: its tensors, where their data begins, and where they begin in whole tensors."""
+
+    entries: dict[str, _Entry]
+    base: int
+    saved: dict[str, _Saved]
+
+
 _decode_header = Decoder(dict[str, Raw]).decode
 _decode_entry = Decoder(_Entry).decode
 _decode_index = Decoder(_Index).decode
+_decode_notes = Decoder(dict[str, Any]).decode
+_decode_saved = Decoder(dict[str, _Saved]).decode
 
 
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
 def is_directory(storage: Storage) -> bool:
-    """Whether a directory is laid out as Hugging Face does it."""
-    return any(storage.head(name) is not None for name in (_INDEX, _SINGLE))
+    """Whether a directory is laid out as Hugging Face does it, or as torch, which saves a file of each rank."""
+    return any(storage.head(name) is not None for name in (_INDEX, _SINGLE)) or bool(_parts(storage))
+
+
+def _parts(storage: Storage) -> list[str]:
+    """The files that torch has saved of several ranks."""
+    with suppress(NotCommitted):
+        return sorted(file.name for file in storage.listing()[0] if fnmatch.fnmatchcase(file.name, _PARTS))
+    return []
 
 
 def read_directory(storage: Storage) -> CheckpointView:
-    """The tensors of all files in a directory, each of the file that the index names.
+    """The tensors of all files in a directory, each of the file that the index names, or put together of their parts.
 
     Raises:
         ConversionError: a file is of another kind, or damaged; or it lacks a tensor that the index says to be there.
+        MetadataError: the parts of a tensor do not make it up.
         ReadError: one cannot be read.
     """
+    if storage.head(_INDEX) is None and storage.head(_SINGLE) is None:
+        return CheckpointView(storage.path, "safetensors", _put_together(storage, _parts(storage)))
     file_of: dict[str, str] = {}
     if (index := storage.read(_INDEX)) is not None:
         with _damage_translated(f"{storage.path}/{_INDEX}"):
@@ -116,27 +150,62 @@ def read_directory(storage: Storage) -> CheckpointView:
     return CheckpointView(storage.path, "safetensors", chosen)
 
 
+def _put_together(storage: Storage, names: Iterable[str]) -> dict[str, StoredTensor]:
+    """The tensors of which several files have parts."""
+    parts: dict[str, list[tuple[tuple[int, ...], StoredTensor]]] = {}
+    for name in names:
+        file = _opened(storage, name)
+        with _damage_translated(f"{storage.path}/{name}"):
+            for key, entry in file.entries.items():
+                part = _tensor(storage, name, key, entry, file.base)
+                begin = file.saved[key].saved_offsets if key in file.saved else (0,) * len(part.shape)
+                others = [other for _, other in parts.setdefault(key, [])]
+                if any((o.dtype, len(o.shape)) != (part.dtype, len(begin)) for o in [part, *others]):
+                    raise ValueError(f"its part of {key!r} is not of one tensor with those of other files")
+                parts[key].append((begin, part))
+    return {key: _whole(storage, key, of_key) for key, of_key in parts.items()}
+
+
+def _whole(storage: Storage, key: str, parts: Sequence[tuple[tuple[int, ...], StoredTensor]]) -> StoredTensor:
+    ends = [[start + size for start, size in zip(begin, part.shape, strict=True)] for begin, part in parts]
+    shape = tuple(max(extents) for extents in zip(*ends, strict=True))
+    dtype = parts[0][1].dtype
+    chunks = [replace(part.chunks[0], region=Region(begin, part.shape)) for begin, part in parts]
+    check_chunks(storage.path, key, shape, [chunk.region for chunk in chunks])
+    read = functools.partial(read_region, storage, key, dtype, chunks, verify=False)
+    return StoredTensor(key, (key,), dtype, shape, read, tuple(chunks))
+
+
 def read(storage: Storage, name: str) -> CheckpointView:
     """The tensors of a file.
 
     Raises:
-        ConversionError: it is of another kind, or damaged.
+        ConversionError: it is of another kind, or damaged; or it has parts of tensors, and others are in other files.
         ReadError: it cannot be read.
     """
     path = f"{storage.path}/{name}"
-    with open_file(storage, name) as reader, _damage_translated(path):
+    file = _opened(storage, name)
+    is_part = bool(file.saved) and fnmatch.fnmatchcase(name, _PARTS)  # torch notes the offsets in whole files, too
+    if is_part or any(any(saved.saved_offsets) for saved in file.saved.values()):
+        raise ConversionError(f"{path} has parts of tensors, one rank's of a distributed save: name its directory")
+    with _damage_translated(path):
+        tensors = by_key(_tensor(storage, name, key, entry, file.base) for key, entry in file.entries.items())
+    return CheckpointView(path, "safetensors", tensors)
+
+
+def _opened(storage: Storage, name: str) -> _File:
+    with open_file(storage, name) as reader, _damage_translated(f"{storage.path}/{name}"):
         nbytes = storage.head(name) or 0
         (length,) = _LENGTH.unpack(read_range(reader, 0, _LENGTH.size))
         base = _LENGTH.size + length
         if length > _MAX_HEADER or base > nbytes:
             raise ValueError(f"its header claims to have {length:,} bytes, and the file has {nbytes:,}")
         raw = _decode_header(read_range(reader, _LENGTH.size, length))
-        raw.pop("__metadata__", None)
-        described = {key: _decode_entry(value) for key, value in raw.items()}
-        _check_offsets(described, nbytes - base)
-        return CheckpointView(
-            path, "safetensors", by_key(_tensor(storage, name, key, entry, base) for key, entry in described.items())
-        )
+        notes = _decode_notes(raw.pop("__metadata__", Raw(b"{}")))
+        entries = {key: _decode_entry(value) for key, value in raw.items()}
+        _check_offsets(entries, nbytes - base)
+        saved = notes.get(_OFFSETS)
+        return _File(entries, base, _decode_saved(saved) if isinstance(saved, str) else {})
 
 
 def _check_offsets(described: Mapping[str, _Entry], nbytes: int) -> None:

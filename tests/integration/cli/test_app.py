@@ -529,9 +529,17 @@ def test_report(checkpoint: Path, tmp_path: Path) -> None:
     assert told("report", checkpoint, "-o", tmp_path / "page.html")["checkpoints"] == [str(checkpoint)]  # type: ignore[call-overload, index]
 
 
-@pytest.mark.parametrize("to", ["dcp_tensorizer", "dcp"])
-def test_ctrl_c_leaves_a_clean_line(tmp_path: Path, to: str) -> None:
-    """In the middle of a conversion, which ends within a moment: no traceback, no half of a result, exit code 130."""
+@pytest.mark.parametrize(
+    ("to", "name", "code", "said"),
+    [
+        ("dcp_tensorizer", "SIGINT", 130, "error: interrupted\n"),
+        ("dcp", "SIGINT", 130, "error: interrupted\n"),
+        ("torch", "SIGTERM", 143, ""),
+        ("safetensors", "SIGHUP", 129, ""),
+    ],
+)
+def test_a_signal_leaves_a_clean_line(tmp_path: Path, to: str, name: str, code: int, said: str) -> None:
+    """In the middle of a conversion, which ends within a moment: no traceback, no half of a result, its exit code."""
     tensors = 64
     described = {
         f"t{n}": {"dtype": "F32", "shape": [4 << 20], "data_offsets": [n << 24, (n + 1) << 24]} for n in range(tensors)
@@ -543,25 +551,25 @@ def test_ctrl_c_leaves_a_clean_line(tmp_path: Path, to: str) -> None:
     script = """
 import os, signal, sys
 from dcp_tensorizer import convert
-from dcp_tensorizer._cli.app import run
+from dcp_tensorizer.__main__ import main
 whole = convert.convert
 def interrupted(*args, on_progress, **kwargs):
     seen = []
     def progress(done, total):
         seen.append(done)
         if len(seen) == 2:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGNAME)
         assert len(seen) < 20, "it goes on"
         on_progress(done, total)
     return whole(*args, on_progress=progress, **kwargs)
 convert.convert = interrupted
-sys.exit(run(sys.argv[1:]))
-"""
+main()
+""".replace("SIGNAME", name)
     command = ["convert", str(tmp_path / "a.safetensors"), str(tmp_path / "out"), "--to", to]
     done = subprocess.run(
         [sys.executable, "-c", script, *command], capture_output=True, text=True, timeout=60, check=False
     )
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", said)
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
 
 

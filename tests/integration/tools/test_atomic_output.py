@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 
 import fsspec
@@ -112,3 +113,16 @@ def test_a_failure_leaves_what_others_put_there(tmp_path: Path, to: str, monkeyp
         assert sorted(memory.find("/converted")) == ["/converted/b/.metadata", "/converted/b/notes.txt"]
     finally:
         memory.rm("/converted", recursive=True)
+
+
+def test_an_empty_directory_keeps_its_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be for one user alone. The working directory is not replaced: whoever is in it would see nothing."""
+    make_checkpoint(tmp_path / "a", {"w": torch.ones(3)})
+    (tmp_path / "private").mkdir(mode=0o700)
+    convert(tmp_path / "a", tmp_path / "private", "dcp")
+    assert stat.S_IMODE((tmp_path / "private").stat().st_mode) == 0o700
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ConversionError, match="here is the working directory, and would be replaced"):
+        convert(tmp_path / "a", ".", "dcp")
+    assert list((tmp_path / "here").iterdir()) == []

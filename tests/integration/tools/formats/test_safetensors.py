@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
-from dcp_tensorizer import ConversionError, ReadError
+from dcp_tensorizer import ConversionError, MetadataError, ReadError
 from dcp_tensorizer.convert import convert
 
 from ....checkpoints import make_checkpoint, tensors_of
@@ -53,6 +55,39 @@ def test_a_tensor_in_two_files_is_that_of_the_index(tmp_path: Path, right: str) 
     found = {key: tensor.tolist() for key, tensor in tensors_of(directory).items()}
     b = files[right]["b"]
     assert found == {"a": [1.0, 1.0], "b": [b, b], "c": [3.0, 3.0], "more": [4.0, 4.0]}
+
+
+def save_parts(folder: Path, parts: Mapping[str, tuple[torch.Tensor, list[int]]]) -> None:
+    """Parts of one tensor by the name of their file, as torch saves those of several ranks."""
+    folder.mkdir()
+    for name, (part, offsets) in parts.items():
+        saved = json.dumps({"w": {"saved_offsets": offsets}})
+        save_file({"w": part.contiguous()}, folder / name, {"DCP_SHARDING_INFO": saved, "DCP_VERSION": "1.0"})
+
+
+def test_parts_of_several_ranks_are_put_together(tmp_path: Path) -> None:
+    """Those of a directory. One file alone would be taken for the whole: an error, as is a part that is missing."""
+    whole = torch.arange(24.0).view(6, 4)
+    names = [f"shard-{rank:05}-model-00001-of-00001.safetensors" for rank in (1, 2)]
+    save_parts(tmp_path / "hf", {names[0]: (whole[:2], [0, 0]), names[1]: (whole[2:], [2, 0])})
+    assert torch.equal(tensors_of(tmp_path / "hf")["w"], whole)
+    for name in names:
+        with pytest.raises(ConversionError, match=f"{name} has parts of tensors.*name its directory"):
+            convert(tmp_path / "hf" / name, tmp_path / "out", "torch")
+    (tmp_path / "hf" / names[0]).unlink()
+    with pytest.raises(MetadataError, match="chunks of 'w' do not make up its 24 elements"):
+        convert(tmp_path / "hf", tmp_path / "out", "torch")
+    assert not (tmp_path / "out").exists()
+
+
+def test_parts_of_what_torch_itself_saves(tmp_path: Path) -> None:
+    """Of one rank, in a file of its own and as the whole model."""
+    state = {"w": torch.arange(6.0), "n": torch.tensor(3)}
+    for name, is_distributed in (("whole", False), ("parts", True)):
+        writer = HuggingFaceStorageWriter(str(tmp_path / name), save_distributed=is_distributed)
+        dcp.save(dict(state), storage_writer=writer, no_dist=True)
+        found = tensors_of(next((tmp_path / name).glob("model-*")) if name == "whole" else tmp_path / name)
+        assert {key: tensor.tolist() for key, tensor in found.items()} == {"w": state["w"].tolist(), "n": 3}
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.float4_e2m1fn_x2], ids=str)
