@@ -15,7 +15,11 @@ _PUBLIC_OPTIONS = re.compile("endpoint|region")  # addresses of servers, which h
 
 
 def redact(text: str) -> str:
-    """``text`` without the ``user:password@`` of URLs, also if there are spaces in it."""
+    """``text`` without the ``user:password@`` of URLs, also if there are spaces in it.
+
+    Of SFTP's, a password that is not percent-encoded may have slashes.
+    """
+    text = re.sub(r"\b((?:sftp|ssh)://)[^\s/@]*:(?!\d+/)[^\s/@]*/\S*@", r"\1", text)
     return re.sub(r"([A-Za-z][A-Za-z0-9+.-]*://)[^/\n]*@", r"\1", text)
 
 

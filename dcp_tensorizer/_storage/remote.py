@@ -135,7 +135,9 @@ class Ranges(RangeReader):
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
         nbytes = sum(buffer.nbytes for buffer in buffers)
         data = memoryview(self._get(offset, offset + nbytes))
-        if data.nbytes != nbytes:
+        if data.nbytes > nbytes:
+            raise OSError("the server answers a request for a range with more than that: it knows no ranges")
+        if data.nbytes < nbytes:
             raise EOFError(f"the file ends {nbytes - data.nbytes:,} bytes too early")
         for buffer in buffers:
             buffer[:] = data[: buffer.nbytes]

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from .._threads import in_background, in_threads
 from ..errors import NotCommitted, ReadError
@@ -22,6 +22,8 @@ from .remote import RemoteStorage
 from .s3_client import NoSuchObject, receive, shared_client
 
 __all__ = ["S3Storage"]
+
+_T = TypeVar("_T")
 
 _PART = 8 << 20  # larger ones are no faster, and take more memory; S3's least is 5 MiB
 _MOST_PARTS = 10_000
@@ -49,7 +51,9 @@ class S3Storage(RemoteStorage):
     """How many uploads the server lists in one answer."""
 
     def __init__(self, filesystem: Any, root: str, url: str, scrub: Callable[[str], str], timeout: float) -> None:
-        self.bucket, prefix, _ = filesystem.split_path(root.rstrip("/") + "/")
+        self.bucket, prefix, version = filesystem.split_path(root.rstrip("/") + "/")
+        if version is not None:
+            raise ValueError("a URL with a versionId is of one object, and a checkpoint is many: leave it out")
         super().__init__(url, prefix, scrub, timeout)
         self._client = self.connection = shared_client(filesystem, timeout)
 
@@ -64,7 +68,8 @@ class S3Storage(RemoteStorage):
                         modified = entry["LastModified"].timestamp()
                         files.append(FileInfo(name, entry["Size"], modified, modified))
                 for entry in page.get("CommonPrefixes", []):
-                    folders.append(entry["Prefix"].removeprefix(prefix).rstrip("/"))
+                    if name := entry["Prefix"].removeprefix(prefix).rstrip("/"):  # a key may begin with a slash
+                        folders.append(name)
         if not files and not folders:
             raise NotCommitted(f"there is nothing at {self.path}")
         return files, folders
@@ -132,6 +137,14 @@ class S3Storage(RemoteStorage):
             OSError: anything else that the server answers, or that happens on the way to it.
         """
         return self._client.call(operation, Bucket=self.bucket, Key=self._full(name), **arguments)
+
+    def patiently(self, request: Callable[[], _T]) -> _T:
+        """The result of a request in the middle of a transfer, which botocore gives up after some seconds.
+
+        Six attempts are soon over where their random waits are short: of eight parts under way one would fail, and
+        the save with it, in half of all outages of 8 s. What the user says of ``retries`` holds as it is.
+        """
+        return request() if self._client.retries_are_chosen else self.retries.call(request)
 
     def send(self, operation: str, name: str, data: memoryview, **arguments: Any) -> Any:
         """`call` with a body."""
@@ -204,7 +217,8 @@ class _S3Reader(RangeReader):
 
     def _receive(self, buffers: Sequence[memoryview], offset: int, stop: int) -> int:
         """Requests a range once; returns how many of its bytes arrived."""
-        answer = self._storage.call("get_object", self._name, Range=f"bytes={offset}-{stop - 1}")
+        wanted = f"bytes={offset}-{stop - 1}"
+        answer = self._storage.patiently(lambda: self._storage.call("get_object", self._name, Range=wanted))
         if offset and not str(answer.get("ContentRange", "")).startswith(f"bytes {offset}-"):
             answer["Body"].close()
             raise OSError("the server answers a request for a range with the whole object")
@@ -261,8 +275,9 @@ class _S3Sink(Sink):
         if self._upload is None:
             self._storage.send("put_object", self._name, data)
         else:
-            answer = self._storage.send("upload_part", self._name, data, PartNumber=number + 1, **self._id())
-            self._parts[number + 1] = self._storage.part(answer)
+            storage, part = self._storage, {"PartNumber": number + 1, **self._id()}
+            answer = storage.patiently(lambda: storage.send("upload_part", self._name, data, **part))
+            self._parts[number + 1] = storage.part(answer)
 
     def _complete(self) -> None:
         if self._upload is not None:

@@ -66,6 +66,8 @@ class S3Client:
             "read_timeout": patience,
             "retries": {"mode": "standard", "total_max_attempts": _attempts(timeout)},
         }
+        self.retries_are_chosen = "retries" in filesystem.config_kwargs
+        """By the user."""
         self._lock = threading.Lock()
         self._botocore: Any = None
 
@@ -210,7 +212,7 @@ def _translated(error: Any, arguments: Mapping[str, Any], repeats: int) -> OSErr
         repeats: How often the request was repeated before botocore began anew with it.
     """
     if getattr(error, "response", None) is None:
-        return OSError(f"{type(error).__name__}: {error}")
+        return (ConnectionError if _is_of_connection(error) else OSError)(f"{type(error).__name__}: {error}")
     code = _code(error)
     if code in _TAKEN:
         return FileExistsError(TAKEN)
@@ -218,14 +220,31 @@ def _translated(error: Any, arguments: Mapping[str, Any], repeats: int) -> OSErr
     said = f"{code}: {error.response.get('Error', {}).get('Message', '')} ({error.operation_name}, tried {tries} times)"
     if tries > 1 and "Body" in arguments:
         # Whatever this answer says: an attempt before it, whose answer was lost, may have put the object.
-        return OSError(said)
+        return _answered(error, said)
     if code == "NoSuchBucket":
         return FileNotFoundError(f"the bucket {arguments['Bucket']!r} does not exist")
     if code in _MISSING:
         return NoSuchObject("it does not exist")
     if code in ("InvalidRange", "416"):
         return _PastEnd("the file ends before that")
-    return PermissionError(said) if code in _DENIED and tries == 1 else OSError(said)
+    return PermissionError(said) if code in _DENIED and tries == 1 else _answered(error, said)
+
+
+def _is_of_connection(error: Exception) -> bool:
+    from botocore.exceptions import HTTPClientError, SSLError
+
+    return isinstance(error, HTTPClientError) and not isinstance(error, SSLError)
+
+
+def _answered(error: Any, said: str) -> OSError:
+    """An error with the server's status, which tells whether the request may succeed later."""
+    answered = _Answered(said)
+    answered.status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    return answered
+
+
+class _Answered(OSError):
+    status = 0
 
 
 class NoSuchObject(FileNotFoundError):

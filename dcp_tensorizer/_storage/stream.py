@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import datetime, timezone
 from typing import Any
 
@@ -16,8 +18,14 @@ from .retry import is_transient
 __all__ = ["StreamStorage"]
 
 
+_FOR_THREADS = {"memory", "hdfs", "arrow_hdfs"}
+"""Protocols without an event loop that several threads may use at once."""
+
+
 class StreamStorage(RemoteStorage):
     """Uses only what every filesystem of fsspec can do.
+
+    Filesystems with an event loop serve several threads at once. Others are asked for one thing at a time.
 
     Google Cloud Storage and Azure show an object when its stream is closed. Others may show a data file while it is
     written. That does no harm: nobody reads it before ``.metadata`` names it.
@@ -34,7 +42,12 @@ class StreamStorage(RemoteStorage):
         super().__init__(url, root, scrub, timeout)
         protocol = filesystem.protocol
         self.filesystem = filesystem
-        self.in_process = "memory" in ((protocol,) if isinstance(protocol, str) else protocol)
+        protocols = {protocol} if isinstance(protocol, str) else set(protocol)
+        self.in_process = "memory" in protocols
+        self._turn: AbstractContextManager[Any] = nullcontext()
+        if not type(filesystem).async_impl and protocols.isdisjoint(_FOR_THREADS):
+            self._turn = threading.RLock()
+            self.reads = dataclasses.replace(self.reads, max_threads=1)
 
     def listing(self) -> tuple[list[FileInfo], list[str]]:
         with self._translated(ReadError, f"cannot list {self.path}"):
@@ -53,7 +66,7 @@ class StreamStorage(RemoteStorage):
             self._call("makedirs", self._root, exist_ok=True)
 
     def create(self, name: str, nbytes: int, *, sync: bool) -> Sink:
-        return _StreamSink(self.filesystem, self._full(name))
+        return _StreamSink(self.filesystem, self._full(name), self._turn)
 
     def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True, save_id: str = "") -> None:
         mode = {} if replace else {"mode": "create"}
@@ -85,6 +98,7 @@ class StreamStorage(RemoteStorage):
         return bytes(self._call("cat_file", self._full(name), **limits))
 
     def _head(self, name: str) -> int:
+        self.filesystem.invalidate_cache(self._root)  # some look into a listing, which is older than the file
         return int(self._call("info", self._full(name))["size"])
 
     def _is_refusal(self, error: Exception) -> bool:
@@ -94,7 +108,11 @@ class StreamStorage(RemoteStorage):
         return self._retried(lambda: getattr(self.filesystem, method)(*args, **kwargs))
 
     def _retried(self, operation: Callable[[], Any]) -> Any:
-        return self.retries.call(operation, is_transient, self._renew)
+        def in_turn() -> Any:
+            with self._turn:
+                return operation()
+
+        return self.retries.call(in_turn, is_transient, self._renew)
 
     def _renew(self) -> None:
         """Makes a fresh filesystem: with new connections, and with credentials as they are now."""
@@ -127,22 +145,27 @@ class _StreamSink(Sink):
     part_bytes = 8 << 20
     in_order = True
 
-    def __init__(self, filesystem: Any, path: str) -> None:
+    def __init__(self, filesystem: Any, path: str, turn: AbstractContextManager[Any]) -> None:
         super().__init__()
         self._filesystem = filesystem
         self._path = path
-        self._stream = filesystem.open(path, "wb", block_size=2 * self.part_bytes)
+        self._turn = turn
+        with turn:
+            self._stream = filesystem.open(path, "wb", block_size=2 * self.part_bytes)
 
     def _put_part(self, number: int, data: memoryview) -> None:
         assert number * self.part_bytes == self.bytes_written, "parts come in order"
-        self._stream.write(data)
+        with self._turn:
+            self._stream.write(data)
 
     def _complete(self) -> None:
-        self._stream.close()
+        with self._turn:
+            self._stream.close()
 
     def _abort(self) -> None:
-        with suppress(Exception):
-            self._stream.discard()
-        with suppress(Exception):
-            self._stream.closed = True  # or else fsspec completes the object when it collects the stream
-        self._filesystem.rm_file(self._path)
+        with self._turn:
+            with suppress(Exception):
+                self._stream.discard()
+            with suppress(Exception):
+                self._stream.closed = True  # or else fsspec completes the object when it collects the stream
+            self._filesystem.rm_file(self._path)

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from .._direct_memory import direct_memory
 from .._storage.base import RangeReader, Storage
+from .._storage.remote import RemoteStorage
 from .._threads import cores
 from ..errors import CheckpointError, NotCommitted, ReadError
 from .checkpoint_view import data_files, read_parts
@@ -88,7 +89,8 @@ def verify(
         progress: Called with the bytes that are done and the bytes in all, by one thread at a time.
 
     Raises:
-        ReadError: the checkpoint was replaced or removed meanwhile.
+        ReadError: the checkpoint was replaced or removed meanwhile, or a server does not give it: whether it is damaged
+            nobody knows then.
     """
     started = time.monotonic()
     files = {name: (nbytes, part) for part in parts.values() for name, nbytes in part.storage_data["files"].items()}
@@ -107,7 +109,11 @@ def verify(
     # Twice as many threads as read at full speed, for each hashes what it has read; in full, hashing takes longer.
     threads = min(_MAX_READERS, 2 * storage.reads.max_threads) + (cores() if full else 0)
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
-        damages += [damage for in_run in pool.map(check.run, runs) for damage in in_run]
+        try:
+            damages += [damage for in_run in pool.map(check.run, runs) for damage in in_run]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     if damages:
         _check_unreplaced(storage, parts)
         damages = _with_other_names(storage, damages)
@@ -143,11 +149,18 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
+def _is_damage(storage: Storage, error: Exception) -> bool:
+    """Whether what cannot be read is damaged. A server may be overloaded, or refuse; what a disk refuses is lost."""
+    return isinstance(error, EOFError | FileNotFoundError) or not isinstance(storage, RemoteStorage)
+
+
 def _size(storage: Storage, name: str) -> int | str:
     """The bytes in a file, or why it has none."""
     try:
         size = storage.head(name)
     except CheckpointError as error:
+        if not _is_damage(storage, error):
+            raise
         return str(error)
     return "is missing" if size is None else size
 
@@ -199,6 +212,7 @@ class _Check:
         try:
             reader = self._storage.open_uncached(run.file)
         except OSError as error:
+            self._check_damage(run.file, error)
             return [Damage(run.file, None, 0, self._storage.scrub(f"cannot be opened: {error}"))]
         try:
             unreadable = list(self._read(reader, run))
@@ -215,6 +229,7 @@ class _Check:
             try:
                 reader.read_into([buffer], begin)
             except Exception as error:
+                self._check_damage(run.file, error)
                 what = f"{buffer.nbytes:,} bytes cannot be read: {type(error).__name__}: {error}"
                 yield Damage(run.file, None, begin, self._storage.scrub(what))
                 buffer[:] = bytes(buffer.nbytes)
@@ -223,6 +238,12 @@ class _Check:
                 for first in range(max(section.start, begin), last, _PIECE):
                     section.update(buffer[first - begin : min(first + _PIECE, last) - begin])
             self._count(end - max(begin, run.start))
+
+    def _check_damage(self, file: str, error: Exception) -> None:
+        """Raises `ReadError` if nobody knows whether the file is damaged."""
+        if not _is_damage(self._storage, error):
+            said = f"cannot read {self._storage.path}/{file}: {type(error).__name__}: {error}"
+            raise ReadError(self._storage.scrub(said)) from self._storage.cause(error)
 
     def _count(self, nbytes: int) -> None:
         with self._counting:

@@ -143,7 +143,13 @@ def _directory_format(storage: Storage) -> str | None:
     metadata = storage.read(metadata_file_name())
     if metadata is not None:
         return "dcp" if looks_like_pickle(metadata) and not is_index(metadata) else "dcp_tensorizer"
-    if storage.head(metadata_file_name(0)) is not None:
+    of_rank = storage.read(metadata_file_name(0))
+    if of_rank is not None and looks_like_pickle(of_rank) and not is_index(of_rank):
+        raise ConversionError(
+            f"{storage.path} is of torch's own format, and each rank has saved for itself (use_collectives=False): "
+            f"load it with torch's FileSystemReader on as many ranks, and save it with collectives"
+        )
+    if of_rank is not None:
         return "dcp_tensorizer"
     return "safetensors" if safetensors.is_directory(storage) else None
 

@@ -26,7 +26,7 @@ from ..._format.torch_archive import check_archive, check_pickle, is_archive, re
 from ..._memory.tensor_bytes import host_bytes
 from ..._storage.base import Storage
 from ..._torch_compat import FakeTensor, FakeTensorMode, checkpoint_offset, flatten_state_dict
-from ...errors import ConversionError, UntrustedObject
+from ...errors import ConversionError, UntrustedObject, WriteError
 from ..atomic_output import new_file, written_file
 from ..checkpoint_view import BLOCK, CheckpointView, Path, StoredObject, StoredTensor, blocks_of, plain_tensor
 from .common import FileRange, Options, open_file
@@ -265,8 +265,13 @@ def _records(view: CheckpointView) -> dict[str, bytes | StoredTensor]:
     # The file is sparse: the room for the tensors takes none. Its name is in it, and is the one that torch gives to a
     # stream.
     with tempfile.TemporaryDirectory(prefix="dcp_tensorizer-") as folder:
-        with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(state, f"{folder}/archive")
+        try:
+            with torch.serialization.skip_data(materialize_fake_tensors=True):
+                torch.save(state, f"{folder}/archive")
+        except (RuntimeError, OSError) as error:  # a full disk is a RuntimeError there
+            raise WriteError(
+                f"cannot write the frame of the archive to {tempfile.gettempdir()} (TMPDIR says where): {error}"
+            ) from error
         with zipfile.ZipFile(f"{folder}/archive") as template:
             # A record of this name would promise that the place of each record follows from its size.
             names = [name for name in template.namelist() if name != "archive/.format_version"]

@@ -11,13 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
-from dcp_tensorizer import ReadError, WriteError
+from dcp_tensorizer import ReadError, TensorizerStorageWriter, WriteError
 from dcp_tensorizer._format.layout import data_file_name
 from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._storage.retry import patience_of
 from dcp_tensorizer._storage.s3 import S3Storage
+from dcp_tensorizer.tools import verify
 
 from ...proxy import Fault, S3Proxy, always, once, s3_proxy
 from ...servers import SECRET, S3Server
@@ -102,6 +105,19 @@ def test_a_read_goes_on_where_it_broke_off(storage: S3Storage, proxy: S3Proxy) -
     proxy.rule = once("GetObject", Fault(cut=4 << 20), times=4)
     assert read_range(storage, NAME, len(CONTENT)) == CONTENT
     assert proxy.counts() == {"GetObject": 5}
+
+
+@pytest.mark.parametrize("fault", [Fault(503, "SlowDown"), Fault(cut=0)], ids=["slow down", "reset"])
+def test_an_outage_that_outlasts_botocore(
+    open_s3: Opener, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
+    """A part, and a read, that it has given up are asked for again, until the timeout is over."""
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # botocore's waits
+    storage = open_s3()
+    proxy.rule = once("UploadPart", fault, times=15)
+    put_file(storage, NAME, CONTENT)
+    proxy.rule = once("GetObject", Fault(503, "SlowDown"), times=15)
+    assert read_range(storage, NAME, len(CONTENT)) == CONTENT
 
 
 def test_an_aborted_upload_whose_first_answer_was_lost(storage: S3Storage, proxy: S3Proxy) -> None:
@@ -219,6 +235,23 @@ def test_whether_metadata_may_appear_after_all(
         storage.put(".metadata", b"x", sync=True)
     assert isinstance(caught.value, Refused) == refused
     assert next(left, None) is None
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("fault", [Fault(403, "AccessDenied"), Fault(503, "SlowDown")], ids=["denied", "slow down"])
+def test_what_a_server_does_not_give_is_not_called_damaged(
+    s3: S3Server, prefix: str, proxy: S3Proxy, fault: Fault, full: bool
+) -> None:
+    """Whoever deletes what `verify` finds damaged must not delete a whole checkpoint in an outage."""
+    url = f"s3://{s3.bucket}/{prefix}"
+    with TensorizerStorageWriter(url, storage_options=s3.options()) as writer:
+        dcp.save({"w": torch.ones(1000)}, storage_writer=writer, no_dist=True)
+    proxy.rule = lambda request: fault if request.key.endswith(".tensors") else None
+    options = s3.options(proxy.endpoint, config_kwargs=FEW)
+    with pytest.raises(ReadError, match=rf"cannot read s3://.*\.tensors.*({fault.code}|{fault.status})"):
+        verify(url, full=full, storage_options=options)
+    proxy.rule = lambda request: None
+    assert verify(url, full=full, storage_options=options).damages == ()
 
 
 def test_a_connection_that_always_breaks_off_is_an_error(open_s3: Opener, proxy: S3Proxy) -> None:

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
 
 from dcp_tensorizer import (
     CheckpointError,
@@ -59,3 +62,11 @@ def test_nothing_there(tmp_path: Path) -> None:
     for path in ("nowhere", "folder"):
         with pytest.raises(NotCommitted, match=path):
             convert(tmp_path / path, tmp_path / "out", "torch")
+
+
+def test_what_ranks_have_saved_by_torch_for_themselves(tmp_path: Path) -> None:
+    """It is not read, and the advice is not to do what has just failed."""
+    dcp.save({"w": torch.ones(2)}, storage_writer=FileSystemWriter(tmp_path / "a"), no_dist=True)
+    (tmp_path / "a" / ".metadata").rename(tmp_path / "a" / "__0.metadata")
+    with pytest.raises(ConversionError, match=r"a is of torch's own format, and each rank has saved for itself"):
+        convert(tmp_path / "a", tmp_path / "out", "torch")

@@ -16,6 +16,7 @@ from torch.utils.serialization import config
 from dcp_tensorizer import (
     ConversionError,
     TensorizerStorageWriter,
+    WriteError,
 )
 from dcp_tensorizer._tools.checkpoint_view import CheckpointView
 from dcp_tensorizer._tools.formats import torch_file
@@ -122,3 +123,16 @@ def test_the_size_of_a_file_is_known_before_it_is_written(tmp_path: Path) -> Non
     contents = CheckpointView("a", "dcp_tensorizer", {"x": small})
     torch_file.write(contents, str(tmp_path / "c.pt"), {}, Options(), block_bytes=7)
     assert (tmp_path / "c.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
+
+
+def test_a_full_temporary_directory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The frame of the archive is made there first."""
+    make_checkpoint(tmp_path / "a", {"w": torch.ones(2)})
+
+    def full(*arguments: object) -> None:
+        raise RuntimeError("[enforce fail] unexpected pos 64 vs 0")
+
+    monkeypatch.setattr(torch_file.torch, "save", full)
+    with pytest.raises(WriteError, match=r"cannot write the frame of the archive to .* \(TMPDIR says where\)"):
+        convert(tmp_path / "a", tmp_path / "out", "torch")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]

@@ -1,0 +1,87 @@
+"""What fsspec's filesystems have in common, and what they do not: threads, listings of their own, repeats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from fsspec.implementations.memory import MemoryFileSystem
+
+from dcp_tensorizer import TensorizerStorageReader, WriteError
+from dcp_tensorizer._storage.base import Refused
+from dcp_tensorizer._storage.stream import StreamStorage
+
+from ...checkpoints import make_checkpoint
+
+
+class _Listing(MemoryFileSystem):
+    """Looks for a file's size in a listing, which it keeps; as fsspec's FTP does."""
+
+    protocol = "listing"
+    cachable = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, dict[str, Any]] = {}
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        parent, name = path.rsplit("/", 1)
+        if parent not in self.kept:
+            entries = super().ls(parent, detail=True)
+            self.kept[parent] = {entry["name"].rsplit("/", 1)[1]: entry for entry in entries}
+        if name not in self.kept[parent]:
+            raise FileNotFoundError(path)
+        return self.kept[parent][name]
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        self.kept.clear()
+
+
+class _Denying(MemoryFileSystem):
+    """Puts a file, and says that it does not: as when an answer was lost, and a request of its own repeated."""
+
+    protocol = "denying"
+    cachable = False
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        super().pipe_file(path, value, mode=mode, **options)
+        raise PermissionError(path)
+
+
+def opened(filesystem: MemoryFileSystem, folder: str) -> StreamStorage:
+    filesystem.makedirs(folder, exist_ok=True)
+    return StreamStorage(filesystem, folder, f"{filesystem.protocol}://{folder}", str, 10.0)
+
+
+@pytest.mark.parametrize("cache", ["simplecache", "filecache"])
+def test_a_filesystem_that_takes_one_thread_at_a_time(tmp_path: Path, cache: str) -> None:
+    """fsspec's caches fill one file by each thread that asks for it: a load asks for one thing after the other."""
+    state = {f"w{n}": torch.full((1 << 20,), float(n)) for n in range(6)}
+    make_checkpoint(tmp_path / "a", state)
+    found = {key: torch.zeros(1 << 20) for key in state}
+    options = {cache: {"cache_storage": str(tmp_path / "cache")}}
+    reader = TensorizerStorageReader(f"{cache}::file://{tmp_path}/a", storage_options=options[cache])
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    assert {key: tensor.unique().tolist() for key, tensor in found.items()} == {f"w{n}": [float(n)] for n in range(6)}
+
+
+def test_a_listing_that_is_older_than_a_file() -> None:
+    """Another process has written it since: it is there."""
+    storage, other = opened(_Listing(), "/listing"), opened(_Listing(), "/listing")
+    assert storage.head("file") is None
+    other.put("file", b"12345", sync=True)
+    assert storage.head("file") == 5
+    other.remove("file")
+
+
+def test_a_denial_does_not_tell_that_a_file_will_not_be_there() -> None:
+    """Filesystems repeat requests by themselves. So nothing is removed that the file may name."""
+    storage = opened(_Denying(), "/denying")
+    with pytest.raises(WriteError) as caught:
+        storage.put(".metadata", b"12345", sync=True)
+    assert not isinstance(caught.value, Refused)
+    assert storage.read(".metadata") == b"12345"
+    storage.remove(".metadata")
