@@ -1,4 +1,4 @@
-"""What fsspec's filesystems have in common, and what they do not: threads, listings of their own, repeats."""
+"""Filesystems of fsspec that are not for several threads, or have listings of their own."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
 
-from dcp_tensorizer import TensorizerStorageReader, WriteError
-from dcp_tensorizer._storage.base import Refused
+from dcp_tensorizer import TensorizerStorageReader
 from dcp_tensorizer._storage.stream import StreamStorage
 
 from ...checkpoints import make_checkpoint
@@ -40,17 +39,6 @@ class _Listing(MemoryFileSystem):
         self.kept.clear()
 
 
-class _Denying(MemoryFileSystem):
-    """Puts a file, and says that it does not: as when an answer was lost, and a request of its own repeated."""
-
-    protocol = "denying"
-    cachable = False
-
-    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
-        super().pipe_file(path, value, mode=mode, **options)
-        raise PermissionError(path)
-
-
 def opened(filesystem: MemoryFileSystem, folder: str) -> StreamStorage:
     filesystem.makedirs(folder, exist_ok=True)
     return StreamStorage(filesystem, folder, f"{filesystem.protocol}://{folder}", str, 10.0)
@@ -75,13 +63,3 @@ def test_a_listing_that_is_older_than_a_file() -> None:
     other.put("file", b"12345", sync=True)
     assert storage.head("file") == 5
     other.remove("file")
-
-
-def test_a_denial_does_not_tell_that_a_file_will_not_be_there() -> None:
-    """Filesystems repeat requests by themselves. So nothing is removed that the file may name."""
-    storage = opened(_Denying(), "/denying")
-    with pytest.raises(WriteError) as caught:
-        storage.put(".metadata", b"12345", sync=True)
-    assert not isinstance(caught.value, Refused)
-    assert storage.read(".metadata") == b"12345"
-    storage.remove(".metadata")

@@ -24,6 +24,9 @@ class IgnoresRanges:
         self.retries = Retries(1.0)
         self.body = Body()
 
+    def patiently(self, request: Any) -> Any:
+        return request()
+
     def call(self, operation: str, name: str, **arguments: Any) -> Any:
         return {"Body": self.body, "ContentLength": 100}
 
