@@ -80,7 +80,7 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "steady stall": spread(save["stall"] for rank in ranks for save in rank["saves"][1:]),
         "durable": spread(save["durable"] for rank in ranks for save in rank["saves"][1:]),
         "durable, quiet": spread(save["durable"] for rank in ranks for save in rank["quiet"]),
-        "loop": spread(save["rate"] / save["before"] for _, save in loops),
+        "loop": spread(save["rate"] / save["alone"] for _, save in loops),
         "cost": spread(_cost(save) for rank in ranks for save in rank["saves"][1:]),
         "gap": spread(max(0.0, save["gap"] - rank["idle"]["gap"]) for rank, save in loops),
         "cpu per GB": spread(save["cpu"] / size * 1e9 * len(ranks) / len(runs) for r in ranks for save in r["quiet"]),
@@ -91,7 +91,7 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _cost(save: dict[str, float]) -> float:
     """Seconds that training loses by a save: those that it stands still, and those by which it is late in the end."""
-    slowed = 1 - save["rate"] / save["before"] if "rate" in save else 0.0
+    slowed = 1 - save["rate"] / save["alone"] if "rate" in save else 0.0
     return save["stall"] + (save["durable"] - save["stall"]) * slowed
 
 

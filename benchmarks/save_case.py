@@ -26,7 +26,7 @@ from .savers import SAVERS, State, discard
 from .workloads import SETTINGS, nbytes
 
 _IDLE_SECONDS = 1.0
-_BEFORE_SECONDS = 0.5
+_BESIDE_SECONDS = 0.5
 _MATRIX = 192
 _TMPFS = "/dev/shm"
 BESIDE = "loop beside a busy core"
@@ -77,8 +77,14 @@ def measure(case: dict[str, Any], group: dist.ProcessGroup | None, state: State,
     saver = SAVERS[case["saver"]](group, state)
     loop.run(_after(_IDLE_SECONDS))  # training before the first save
     result: dict[str, Any] = {"idle": idle, "saves": [], "quiet": []}
+    # The machine changes its speed within seconds: so the loop's own is measured again on both sides of each save.
+    # What a saver does after a save can only make it slower: the higher one counts.
+    before = _rate(loop, group)
     for number in range(case["saves"]):
-        result["saves"].append(_save(saver, state, folder / f"loop{number}", group, loop))
+        save = _save(saver, state, folder / f"loop{number}", group, loop)
+        after = _rate(loop, group)
+        result["saves"].append({**save, "alone": max(before, after)})
+        before = after
         if case.get("yardsticks") and number:
             result.setdefault("yardsticks", []).append(yardsticks(state, folder))
     for number in range(case["quiet"]):
@@ -89,9 +95,6 @@ def measure(case: dict[str, Any], group: dist.ProcessGroup | None, state: State,
 
 
 def _save(saver: Any, state: State, folder: Path, group: Any, loop: TrainingLoop | None) -> dict[str, float]:
-    # The machine changes its speed within seconds: so the loop's is measured again right before each save.
-    _meet(group)
-    before = loop.run(_after(_BEFORE_SECONDS)) if loop is not None else {}
     _meet(group)
     cpu = _cpu_seconds()
     started = time.perf_counter()
@@ -102,13 +105,17 @@ def _save(saver: Any, state: State, folder: Path, group: Any, loop: TrainingLoop
     measured = loop.run(lambda: bool(durable)) if loop is not None and not durable else {}
     future.result()
     result = {"stall": stall, "durable": durable[0] - started, **measured}
-    if before:
-        result["before"] = before["rate"]
     result["cpu"] = _cpu_seconds() - cpu - (durable[0] - started - stall if loop is not None else 0.0)
     result["child_bytes"] = max((c.memory_full_info().uss for c in psutil.Process().children()), default=0)
     if group is None or dist.get_rank() == 0:
         discard(folder)
     return result
+
+
+def _rate(loop: TrainingLoop, group: Any) -> float:
+    """The loop's speed without a save, of all ranks at the same time."""
+    _meet(group)
+    return loop.run(_after(_BESIDE_SECONDS))["rate"]
 
 
 def _meet(group: Any) -> None:

@@ -67,8 +67,8 @@ _COLUMNS = {
     "stop, later saves": "how long each later save stops training.",
     "speed to disk, training": "bytes divided by the time until a later save is durable. Training runs meanwhile.",
     "speed to disk, quiet": "the same while training does not run.",
-    "training speed": "speed of training during a save, in percent of its speed in the half second before. More than "
-    "100% is noise.",
+    "training speed": "speed of training during a save, in percent of its speed by itself: the higher one of those in "
+    "the half seconds before and after the save. More than 100% is noise.",
     "training lost": "seconds of training that a later save costs: its stop, and what training is slower by meanwhile.",
     "longest pause": "longest time between two steps during the save, less the longest one before.",
     "CPU": "CPU seconds for each GB saved, by trainer and child processes of all ranks.",

@@ -552,6 +552,7 @@ def test_a_signal_leaves_a_clean_line(tmp_path: Path, to: str, name: str, code: 
 import os, signal, sys
 from dcp_tensorizer import convert
 from dcp_tensorizer.__main__ import main
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests by nohup has it ignored
 whole = convert.convert
 def interrupted(*args, on_progress, **kwargs):
     seen = []
