@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
-__all__ = ["NEVER", "Deadline", "Workers", "cores", "in_background", "in_threads", "is_running"]
+__all__ = ["NEVER", "Deadline", "Patience", "Workers", "cores", "in_background", "in_threads", "is_running"]
 
 _T = TypeVar("_T")
 _Subject = TypeVar("_Subject")
@@ -40,6 +40,36 @@ class Deadline:
 
 
 NEVER = Deadline(None)
+
+
+class Patience:
+    """How long something may be waited for in vain, by whoever looks now and then.
+
+    Time in which nobody looked counts for little. A job that was suspended has not waited, nor has what it waits for
+    had any time.
+
+    Args:
+        timeout: Seconds without progress.
+        between_looks: What counts at most between two looks; never more than a third of ``timeout``.
+    """
+
+    def __init__(self, timeout: float, between_looks: float) -> None:
+        self._timeout, self._between_looks = timeout, min(between_looks, timeout / 3)
+        self.renew()
+
+    def renew(self) -> None:
+        """There is progress: the wait begins anew."""
+        self._waited, self._last = 0.0, time.monotonic()
+
+    def within(self, seconds: float) -> float:
+        """So many seconds, or what is left if that is less."""
+        return min(seconds, max(0.0, self._timeout - self._waited))
+
+    def is_over(self) -> bool:
+        """Looks; whether it has been waited for too long."""
+        now = time.monotonic()
+        self._waited, self._last = self._waited + min(now - self._last, self._between_looks), now
+        return self._waited >= self._timeout
 
 
 class Workers(ThreadPoolExecutor):

@@ -173,9 +173,8 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
         """Waits for this writer's saves, and with ``local`` until they are at the path, too. Idempotent.
 
         If no other writer that has staged something is open, it ends the writer process and gives the memory back.
-        To be called before ``destroy_process_group()``, which would fail that save.
-        It may be called by a signal's handler, whatever the handler has interrupted, and ends in time. A save whose
-        state the interrupted thread is copying is abandoned at once, because it cannot go on meanwhile.
+        To be called before ``destroy_process_group()``, which would fail that save. A signal's handler may call it,
+        whatever it has interrupted. A save whose state the interrupted thread is copying is abandoned at once.
 
         Args:
             timeout: Seconds that all of this may take, 0 for none. Then the save under way is abandoned, its writer
@@ -235,6 +234,7 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
         Raises:
             WriteError: on the coordinator, when ``max_consecutive_failures`` saves in a row were not committed.
         """
+        self._end_session()  # of a synchronous save that failed: it holds on to its directory
         staged = self._saver.stage(state_dict)
         return StagingFuture(staged) if self._options.overlap_staging else staged
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -55,6 +56,9 @@ class _Save:
     future: Future[str] = field(default_factory=Future)
     over: Future[None] = field(default_factory=Future)
     saved: Step | None = None
+
+    def __post_init__(self) -> None:
+        self.future.set_running_or_notify_cancel()  # nobody can cancel it: the other ranks save in any case
 
     @property
     def has_failed(self) -> bool:
@@ -124,6 +128,7 @@ class Saves:
         self._is_warm = False
         self._last: _Save | None = None
         self._held: _Held | None = None
+        self._following = threading.local()
 
     def warm_up(self, state: Mapping[str, Any]) -> None:
         """Allocates the staging buffer, if this is asked before the first save. Optimizers must have their state."""
@@ -269,9 +274,14 @@ class Saves:
         self._last = self._held = None
 
     def wait(self, deadline: Deadline = NEVER) -> None:
-        """Waits for the last save, and for what comes after it."""
+        """Waits for the last save, and for what comes after it.
+
+        A callback of a save's future waits for the save alone: what comes after it follows the callbacks.
+        """
         if self._last is not None:
-            wait_for([self._last.over], deadline.left)
+            in_callback = getattr(self._following, "is_here", False)
+            waited_for: Future[Any] = self._last.future if in_callback else self._last.over
+            wait_for([waited_for], deadline.left)
 
     def tell(self) -> None:
         """Raises the error of the last save, if it has failed and nobody has been told."""
@@ -280,6 +290,7 @@ class Saves:
             raise error
 
     def _follow(self, save: _Save, done: Future[Any], before: _Save | None) -> None:
+        self._following.is_here = True
         try:
             meta: StorageMeta | None = done.result().storage_meta
         except BaseException as error:
@@ -299,6 +310,7 @@ class Saves:
             with suppress(Exception):  # it has said so itself
                 self._after(save.saved)
         finally:
+            self._following.is_here = False
             save.over.set_result(None)
 
     def _fail(self, save: _Save, cause: BaseException) -> None:

@@ -103,13 +103,14 @@ def _wait(flushing: Flushing, agreement: Agreement) -> None:
         "%s: waiting for what the job before has left in local folders, which no node has as a whole",
         flushing.target.name,
     )
-    last, before = time.monotonic(), _progress(flushing)
+    patience, before = flushing.patience(), _progress(flushing)
     while True:
         is_over = flushing.wait(Deadline(_ASK_SECONDS), until=lambda: not flushing.unflushed())
         now = _progress(flushing)
         if now != before:
-            before, last = now, time.monotonic()
-        is_stuck = time.monotonic() - last > flushing.target.timeout
+            before = now
+            patience.renew()
+        is_stuck = patience.is_over()
         (goes_on,) = agreement.largest(int(not is_over and not is_stuck))
         if not goes_on:
             return

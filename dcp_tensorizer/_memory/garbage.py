@@ -56,14 +56,14 @@ class _Collector:
             gc.set_threshold(0, *thresholds[1:])
         gc.collect(1)  # the training thread's garbage must not count as old: it may hold on to memory of a GPU
 
-    def resume(self, user: object) -> None:
-        """The last user's end is the end of the pause."""
+    def resume(self, user: object, *, ages: bool) -> None:
+        """The last user's end is the end of the pause; with ``ages`` what lives then counts as old."""
         with self._lock:
             self._users.discard(user)
             if self._users or self._thresholds is None:
                 return
             try:
-                if gc.isenabled():
+                if ages and gc.isenabled():
                     self._age()
             finally:
                 thresholds, self._thresholds = self._thresholds, None
@@ -97,16 +97,21 @@ def collector_paused() -> Iterator[None]:
     keeps training from the interpreter. If it were only off, it would go through them in what comes next, DCP's
     planning. Not for what takes seconds, since garbage of other threads stays, too.
 
+    If it is left by an exception, nothing counts as old: what failed is in a cycle with the exception, and would keep
+    its memory until a full collection.
+
     It is paused by its first threshold, which is 0 meanwhile. Nothing is changed for a trainer that has switched the
     collector off, to collect when it likes. One that sets the first threshold to 0 in this very time gets back the
     threshold from before.
     """
     user = object()
+    is_done = False
     try:
         _collector.pause(user)
         yield
+        is_done = True
     finally:
-        _collector.resume(user)
+        _collector.resume(user, ages=is_done)
 
 
 def age_objects() -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "begin",
     "commit",
     "dead_files",
+    "drop_record",
     "encoded",
     "leftovers",
     "put_records",
@@ -72,6 +73,15 @@ def remove_records(storage: Storage, save_ids: Iterable[str]) -> None:
     """Removes the records of saves whose files are gone, or named by the metadata."""
     if storage.locks_are_visible:  # elsewhere there are none, and to look costs requests
         remove(storage, map(record_file_name, set(save_ids)))
+
+
+def drop_record(storage: Storage, save_id: str) -> None:
+    """Removes the record of a save that has failed, unless files of it are left: it proves that they are dead."""
+    if storage.locks_are_visible:
+        with suppress(Exception):  # who cannot tell leaves it
+            names = [file.name for file in storage.listing()[0]]
+            if not any(is_data_file_name(name) and save_id_in(name) == save_id for name in names):
+                remove_records(storage, [save_id])
 
 
 def dead_files(storage: Storage, names: Sequence[str]) -> list[str]:

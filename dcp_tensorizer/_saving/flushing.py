@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from .._forks import in_child
-from .._threads import NEVER, Deadline, in_background
+from .._threads import NEVER, Deadline, Patience, in_background
 from .._tiers.queue import LOST, OPEN, REMOTE, TOLD, UNFLUSHED, Entry, Queue, Record
 from .._tiers.target import Target
 from .._tiers.thread import FlushThread
@@ -31,6 +31,8 @@ __all__ = ["Flushing"]
 logger = logging.getLogger("dcp_tensorizer")
 
 _LOOK_SECONDS = 0.2
+_SLOW_LOOK_SECONDS = 10.0
+"""A look at a folder on a slow disk may take so long; more between two looks is no wait."""
 _T = TypeVar("_T")
 
 
@@ -134,16 +136,21 @@ class Flushing:
         """
         is_over = until or (lambda: not self._open())
         before: object = None
-        last = time.monotonic()
+        patience = self.patience()
         while not is_over():
             now = [(entry.name, entry.changed) for entry, _ in self.open_records()]
             if now != before:
-                before, last = now, time.monotonic()
-            if deadline.left == 0 or time.monotonic() - last > self.target.timeout:
+                before = now
+                patience.renew()
+            if deadline.left == 0 or patience.is_over():
                 return False
             time.sleep(deadline.within(_LOOK_SECONDS / 4))
         self._look_now()  # others are told before whoever waited
         return True
+
+    def patience(self) -> Patience:
+        """For a flush that does not go on."""
+        return Patience(self.target.timeout, _SLOW_LOOK_SECONDS)
 
     def _look_now(self) -> None:
         if self._lock.acquire(timeout=1.0):
@@ -210,7 +217,8 @@ class Flushing:
         """Looks what has become of the flush, until there is nothing to look for."""
         while True:
             time.sleep(_LOOK_SECONDS)
-            with suppress(Exception), self._lock:  # the folder cannot be read, perhaps for now
+            # The folder cannot be read, perhaps for now; or a callback has raised, perhaps a SystemExit.
+            with suppress(BaseException), self._lock:
                 if not self._look():
                     self._is_watching = False
                     return

@@ -8,6 +8,7 @@ planner has kept from another save, or one of another coordinator, counts for no
 from __future__ import annotations
 
 import copy
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -50,6 +51,7 @@ class KnownTables:
         self._own: deque[bytes] = deque(maxlen=_OFFERED)
         self._tables: OrderedDict[bytes, bytes] = OrderedDict()
         self._nbytes = 0
+        self._lock = threading.Lock()  # saves may be side by side
 
     @property
     def own(self) -> tuple[bytes, ...]:
@@ -67,14 +69,15 @@ class KnownTables:
 
     def keep(self, parts: Iterable[RankPlaces]) -> None:
         """Keeps the tables of a save, in place of the oldest ones."""
-        for part in parts:
-            if part.table_digest in self._tables:
-                self._tables.move_to_end(part.table_digest)
-            else:
-                self._tables[part.table_digest] = part.table
-                self._nbytes += len(part.table)
-        while self._nbytes > self._max_bytes:
-            self._nbytes -= len(self._tables.popitem(last=False)[1])
+        with self._lock:
+            for part in parts:
+                if part.table_digest in self._tables:
+                    self._tables.move_to_end(part.table_digest)
+                else:
+                    self._tables[part.table_digest] = part.table
+                    self._nbytes += len(part.table)
+            while self._nbytes > self._max_bytes:
+                self._nbytes -= len(self._tables.popitem(last=False)[1])
 
 
 class SaveTables:

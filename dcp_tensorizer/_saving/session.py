@@ -27,7 +27,7 @@ from .._switching import QuickTurns
 from .._threads import in_background
 from .._torch_compat import DCP_VERSION
 from ..errors import CheckpointError, WriteError
-from .commit import begin, commit, put_records, remove, remove_records, remove_with_records, replaced_files
+from .commit import begin, commit, drop_record, put_records, remove, remove_records, remove_with_records, replaced_files
 from .freshness import warn_if_stale
 from .keeping import KeptSave
 from .key_agreement import agree_on_key
@@ -134,7 +134,7 @@ class SaveSession:
             items, written, results = self._write(plan, planner)
         except BaseException as error:  # also a Ctrl-C: nothing of this save may stay
             self._fail(error)
-            remove_records(self.storage, [self.id])
+            drop_record(self.storage, self.id)
             if not isinstance(error, CheckpointError):
                 raise
             raise type(error)(f"rank {self._rank}: {error}") from error

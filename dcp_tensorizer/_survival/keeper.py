@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import socket
 import threading
 import time
@@ -24,6 +23,7 @@ from .._format.checksums import Digester
 from .._format.layout import block_size
 from .._storage.local_read import read_into
 from .._writer_process.channel import Channel
+from .._writer_process.child import ignore_job_signals
 from .messages import (
     Answer,
     Claim,
@@ -271,8 +271,7 @@ def main(arguments: Sequence[str]) -> None:
     """
     channel_fd, pidfd, trainer = map(int, arguments[:3])
     run, seconds, path = arguments[3], float(arguments[4]), Path(arguments[5])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_job_signals()
     with suppress(OSError):
         os.nice(_NICENESS)
     keeper = Keeper(run, trainer, seconds)

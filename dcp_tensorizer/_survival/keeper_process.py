@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from .._descriptor import Descriptor, anonymous_file
 from .._forks import in_child
-from .._threads import NEVER, Deadline, in_background
-from .._writer_process.channel import Channel
+from .._threads import NEVER, Deadline, Patience, in_background
+from .._writer_process.channel import LOOK_SECONDS, Channel
 from .._writer_process.child import kill, said_by, socket_pair, start
 from ..errors import CheckpointError, ReadError, WriteError
 from .messages import Answer, Claim, Claimed, Content, Digests, End, Forget, Found, Keep, Look, Missing, Request, Take
@@ -286,7 +286,9 @@ def _receive(channel: Channel, timeout: float) -> Answer:
 
 def _receive_with(channel: Channel, timeout: float) -> tuple[Answer, list[int]]:
     """The next message; raises `TimeoutError`, which is an `OSError`, if it does not come in time."""
-    if not channel.wait_readable(timeout):
-        raise TimeoutError(f"no answer in {timeout:g} s")
-    answer, fds = channel.receive()
+    patience = Patience(timeout, LOOK_SECONDS)
+    try:
+        answer, fds = channel.receive(lambda: channel.wait_readable(patience))
+    except TimeoutError:
+        raise TimeoutError(f"no answer in {timeout:g} s") from None
     return answer, fds

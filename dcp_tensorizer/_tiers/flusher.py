@@ -13,6 +13,7 @@ from .._format.index import read_head
 from .._format.layout import data_file_rank, metadata_file_name
 from .._storage.base import Storage
 from .._storage.local import LocalStorage
+from .._threads import Patience
 from ..errors import CheckpointError, MetadataError, ReadError, describe
 from .copying import Unreadable, copy_file, discard
 from .keeping import arrive, clean_up, drop
@@ -40,8 +41,8 @@ class Flusher:
         self._gate = gate
         self._queue = Queue(target.folder())
         self._missing: dict[str, set[str]] = {}  # of each commit: the files that have not been seen on the remote
-        self._waits: dict[str, tuple[float, float]] = {}  # how long for them, and when that was looked at last
-        self._failing: dict[str, float] = {}  # since when the local copy of what cannot be read
+        self._waits: dict[str, Patience] = {}  # for them
+        self._failing: dict[str, Patience] = {}  # with what cannot be read here
         self._wait = _FIRST_WAIT
         self._root: Storage | None = None
         self._is_clean = False
@@ -123,7 +124,11 @@ class Flusher:
 
     def _is_hopeless(self, entry: Entry) -> bool:
         """Whether what lies here could not be read for so long that it will not be read any more."""
-        return time.monotonic() - self._failing.setdefault(entry.stem, time.monotonic()) > self.target.timeout
+        return self._failing.setdefault(entry.stem, self._patience()).is_over()
+
+    def _patience(self) -> Patience:
+        """It is asked at each try. Who has not tried for long has not waited for long, either."""
+        return Patience(self.target.timeout, 2 * _LONGEST_WAIT)
 
     def _reporting(self, entry: Entry) -> Callable[[], None]:
         """The gate, which notes that there is progress."""
@@ -159,20 +164,18 @@ class Flusher:
     def _commit(self, entry: Entry, record: Record, commit: Commit) -> None:
         """Commits a checkpoint on the remote, if all of its files are there."""
         remote = self._remote(record.place)
-        waited, last = self._waits.pop(entry.stem, (0.0, time.monotonic()))  # a look that fails begins the wait anew
+        patience = self._waits.pop(entry.stem, None) or self._patience()  # a look that fails begins the wait anew
         before = self._missing.get(entry.stem, set(commit.files))
         missing = missing_files(remote, before, commit.files)
         if len(missing) < len(before):
-            waited, last = 0.0, time.monotonic()
+            patience.renew()
             self._queue.progress(entry)
         if not missing and len(before) < len(commit.files):  # some were seen long ago: they may be gone since
             missing = missing_files(remote, commit.files, commit.files)
         self._missing[entry.stem] = missing
         if missing:
-            now = time.monotonic()  # who has not looked for long has not waited for long, either
-            waited += min(now - last, 2 * _LONGEST_WAIT)
-            self._waits[entry.stem] = waited, now
-            if waited > self.target.timeout:
+            self._waits[entry.stem] = patience
+            if patience.is_over():
                 ranks = sorted({data_file_rank(name) for name in missing})
                 listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
                 reason = f"data of rank {listed} has not come for {self.target.timeout:g} s ({min(missing)})"

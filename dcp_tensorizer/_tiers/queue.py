@@ -198,10 +198,16 @@ class Queue:
         self._storage.make_directory()
         number = max((entry.number for entry in self.entries() if entry.id != record.id), default=0) + 1
         writing = Entry(number, record.rank, record.id, WRITING, time.time())
-        self._put(writing, record, sync=False)  # if the machine fails, files that nothing names are all that is left
-        descriptor = os.open(self.folder / writing.name, os.O_RDONLY | os.O_CLOEXEC)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        return Writing(self, writing, record, descriptor)
+        while True:  # until no clean-up has taken it for that of a dead save before it was locked
+            self._put(
+                writing, record, sync=False
+            )  # if the machine fails, files that nothing names are all that is left
+            with suppress(FileNotFoundError):
+                descriptor = os.open(self.folder / writing.name, os.O_RDONLY | os.O_CLOEXEC)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                if (self.folder / writing.name).exists():
+                    return Writing(self, writing, record, descriptor)
+                os.close(descriptor)
 
     def move(self, entry: Entry, state: str) -> Entry:
         """Takes a record to another state, now."""

@@ -10,14 +10,18 @@ import pickle
 import select
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
 from .._descriptor import identity
 from .._forks import in_child
+from .._threads import Patience
 
-__all__ = ["Channel", "pickled"]
+__all__ = ["LOOK_SECONDS", "Channel", "pickled"]
+
+LOOK_SECONDS = 1.0
+"""Between two looks at whether the other end is still there."""
 
 _HEADER = struct.Struct("<QI")  # length of the pickle, number of descriptors
 
@@ -71,23 +75,42 @@ class Channel:
         finally:
             self._sock.settimeout(None)
 
-    def wait_readable(self, timeout: float) -> bool:
-        """Waits until there is something to receive; whether there is in time."""
-        poll = select.poll()
-        poll.register(self.fileno(), select.POLLIN)
-        return bool(poll.poll(timeout * 1000))
+    def wait_readable(self, patience: Patience, check: Callable[[], object] = lambda: None) -> None:
+        """Waits until there is something to receive.
 
-    def receive(self) -> tuple[Any, list[int]]:
+        Args:
+            patience: For how long.
+            check: Called now and then. What it raises ends the wait.
+
+        Raises:
+            TimeoutError: there is nothing for too long.
+        """
+        while True:
+            poll = select.poll()
+            poll.register(self.fileno(), select.POLLIN)
+            if poll.poll(patience.within(LOOK_SECONDS) * 1000):
+                return
+            check()
+            if patience.is_over():
+                raise TimeoutError
+
+    def receive(self, wait: Callable[[], object] = lambda: None) -> tuple[Any, list[int]]:
+        """Receives a message.
+
+        Args:
+            wait: Called before each read from the socket: the other end may stop in the middle of a message.
+        """
         self.fileno()
         try:
+            wait()
             first, fds, _flags, _address = socket.recv_fds(self._sock, 1, 16)
             if not first:
                 raise EOFError("the other end of the channel is gone")
             with ExitStack() as undo:
                 for fd in fds:
                     undo.callback(os.close, fd)
-                length, count = _HEADER.unpack(first + self._read(_HEADER.size - 1))
-                body = self._read(length)
+                length, count = _HEADER.unpack(first + self._read(_HEADER.size - 1, wait))
+                body = self._read(length, wait)
                 if count != len(fds):
                     raise OSError(
                         f"{count} descriptors were sent and {len(fds)} arrived: the descriptor limit is reached"
@@ -98,10 +121,11 @@ class Channel:
         except ConnectionResetError as error:
             raise EOFError("the other end of the channel is gone") from error
 
-    def _read(self, count: int) -> bytearray:
+    def _read(self, count: int, wait: Callable[[], object]) -> bytearray:
         buffer = bytearray(count)
         view = memoryview(buffer)
         while view:
+            wait()
             received = self._sock.recv_into(view)
             if not received:
                 raise EOFError("the other end of the channel closed in the middle of a message")

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from .._descriptor import Descriptor, above_standard_streams
 from .interpreter import environment, interpreter
 
-__all__ = ["kill", "said_by", "socket_pair", "start"]
+__all__ = ["ignore_job_signals", "kill", "said_by", "socket_pair", "start"]
 
 _KILL_SECONDS = 0.5  # a process that is killed ends in milliseconds, but for one that hangs in the kernel
 _OUTPUT_TAIL = 4000  # bytes
+_OF_JOB = tuple(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGTSTP", "SIGXCPU")
+)
+"""What terminals and schedulers send to every process of a job. The trainer decides what becomes of it."""
 _unended: list[subprocess.Popen[bytes]] = []
 """Killed, and not waited for to the end: that is done later, or else they would stay zombies."""
 
@@ -53,18 +59,36 @@ def start(
     with suppress(AttributeError, OSError):  # an older kernel, or a sandbox; then the socket alone tells of our end
         trainer = above_standard_streams(os.pidfd_open(os.getpid()))
     try:
-        return subprocess.Popen(
-            [*interpreter(), module, str(theirs.fileno()), str(trainer), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            pass_fds=[fd for fd in (theirs.fileno(), trainer) if fd >= 0],
-            env=environment(devices),
-            start_new_session=own_session,
-        )
+        with _job_signals_blocked():
+            return subprocess.Popen(
+                [*interpreter(), module, str(theirs.fileno()), str(trainer), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[fd for fd in (theirs.fileno(), trainer) if fd >= 0],
+                env=environment(devices),
+                start_new_session=own_session,
+            )
     finally:
         if trainer >= 0:
             os.close(trainer)
+
+
+@contextmanager
+def _job_signals_blocked() -> Iterator[None]:
+    """A process that is started in it has them blocked, until it says that it ignores them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_JOB)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_job_signals() -> None:
+    """For the process that was started: what is sent to every process of the job does not end or stop it."""
+    for number in _OF_JOB:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_JOB)
 
 
 def kill(popen: subprocess.Popen[bytes]) -> int | None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import select
 import signal
 import subprocess
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,9 +14,9 @@ from typing import Protocol
 
 from .._descriptor import Descriptor, anonymous_file
 from .._forks import in_child
-from .._threads import Deadline
+from .._threads import Deadline, Patience
 from ..errors import WriteError, WriterProcessDied, describe
-from .channel import Channel, pickled
+from .channel import LOOK_SECONDS, Channel, pickled
 from .child import kill, said_by, socket_pair, start
 from .messages import (
     Answer,
@@ -230,16 +228,19 @@ class WriterProcess:
 
     def _wait(self, timeout: float) -> Answer:
         progress = -1
-        deadline = time.monotonic() + timeout
+        patience = Patience(timeout, 2 * LOOK_SECONDS)
         while True:
-            if not self._readable(deadline - time.monotonic()):
-                raise self._hung(timeout)
-            message, _ = self._channel.receive()
+            message, _ = self._channel.receive(lambda: self._channel.wait_readable(patience, self._check_alive))
             if isinstance(message, Answer):
                 return message
             if isinstance(message, Ready) or (isinstance(message, Progress) and message.nbytes != progress):
                 progress = message.nbytes if isinstance(message, Progress) else progress
-                deadline = time.monotonic() + timeout
+                patience.renew()
+
+    def _check_alive(self) -> None:
+        """A process that dies closes its end, which wakes who waits, unless a child of its own holds it open."""
+        if self._popen.poll() is not None:
+            raise EOFError
 
     def _kill(self) -> int | None:
         """Its exit code; None if it does not end yet."""
@@ -252,19 +253,6 @@ class WriterProcess:
             f"the writer process (pid {self.pid}) made no progress for {timeout:g} s and was killed: the "
             f"destination hangs, or is slower than the writer's timeout allows"
         )
-
-    def _readable(self, timeout: float) -> bool:
-        """Waits for a message or the end of the process, whichever is first."""
-        deadline = time.monotonic() + timeout
-        while (left := deadline - time.monotonic()) > 0:
-            poll = select.poll()
-            poll.register(self._channel.fileno(), select.POLLIN)
-            # A process that dies closes its end, which wakes the poll, unless a child of its own holds it open.
-            if poll.poll(min(left, 1.0) * 1000):
-                return True
-            if self._popen.poll() is not None:
-                raise EOFError
-        return False
 
     def _cause_of_death(self) -> str:
         """How it ended, and the end of its output."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import mmap
 import os
 import select
-import signal
 import socket
 import threading
 import time
@@ -26,6 +25,7 @@ from .._memory.shared_mappings import SharedFile, attach, map_shared
 from .._storage.open import open_storage
 from ..errors import describe
 from .channel import Channel
+from .child import ignore_job_signals
 from .digest_job import DigestJob
 from .messages import (
     Answer,
@@ -263,8 +263,7 @@ def _exit_with_trainer(trainer: int, abandon: Callable[[], None]) -> None:
 def main(arguments: Sequence[str]) -> None:
     """Arguments: descriptor of the channel, of a pidfd of the trainer or -1 where there are none, 1 to use GPUs."""
     channel_fd, trainer, devices = map(int, arguments)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_job_signals()
     with suppress(OSError):
         os.nice(_NICENESS_BUSY)
     snapshots = None

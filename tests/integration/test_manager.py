@@ -597,6 +597,32 @@ def test_callbacks_that_load_and_fail(tmp_path: Path, caplog: pytest.LogCaptureF
     caplog.clear()
 
 
+def test_nobody_cancels_a_save(tmp_path: Path) -> None:
+    """The other ranks save in any case: a future that can be cancelled, by a timeout say, would tell lies."""
+    with manager_of(tmp_path) as manager:
+        future = manager.save(1, state_of(1))
+        assert future is not None
+        assert not future.cancel()
+        manager.save(2, state_of(2), wait=True)
+        assert manager.steps() == [1, 2]
+        assert future.result() == manager.path(1)
+
+
+def test_a_callback_that_waits(tmp_path: Path) -> None:
+    """It waits for the save alone, which is over: what comes after the save waits for the callback."""
+    waited: list[int | None] = []
+
+    def wait(future: Any) -> None:
+        manager.wait()
+        waited.append(manager.latest())
+
+    with manager_of(tmp_path, keep_latest=1) as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(step)).add_done_callback(wait)
+            manager.wait()
+        assert (waited, manager.steps()) == ([1, 2], [2])
+
+
 def test_states_that_cannot_be_collected_for_a_load_that_failed(tmp_path: Path) -> None:
     """It fails the save, as any other error of a `state_dict` does, and the next one works."""
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_tensorizer import SaveLimits, StagingError, TensorizerStorageReader, TensorizerStorageWriter, WriteError
 from dcp_tensorizer._saving.writer_client import WriterClient
+from dcp_tensorizer._storage.local import LocalStorage
 
 from ..support import kill, memory_files, writer_process
 from ..waiting import WAIT, Gate, HeldPlanner, save_thread
@@ -475,3 +476,26 @@ def test_a_writer_process_that_cannot_be_started_again(tmp_path, monkeypatch):
 
 def refuse_to_start(*args, **options):
     raise OSError(11, "Resource temporarily unavailable")
+
+
+def test_a_synchronous_save_that_failed_lets_go_of_its_directory(tmp_path):
+    """The next asynchronous save can clean up there: if another rank has failed, no hook has told this one."""
+
+    class Planner(DefaultSavePlanner):
+        def create_global_plan(self, plans):
+            raise ValueError("no plan")
+
+    def is_locked():
+        lock = LocalStorage(tmp_path).lock_directory()
+        try:
+            return not lock.is_exclusive
+        finally:
+            lock.release()
+
+    with TensorizerStorageWriter(tmp_path) as writer:
+        dcp.save(state_of(1), storage_writer=writer)
+        with pytest.raises(CheckpointException):
+            dcp.save(state_of(2), storage_writer=writer, planner=Planner())
+        assert is_locked()
+        writer.stage(state_of(3))
+        assert not is_locked()

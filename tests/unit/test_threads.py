@@ -5,11 +5,12 @@ from __future__ import annotations
 import concurrent.futures.thread
 import os
 import threading
+import time
 
 import pytest
 
 from dcp_tensorizer import _threads
-from dcp_tensorizer._threads import Workers, cores, is_running
+from dcp_tensorizer._threads import Patience, Workers, cores, is_running
 
 from ..waiting import WAIT, Gate, Interrupted, interrupted_inside
 
@@ -88,3 +89,35 @@ def test_work_is_done_when_no_more_threads_are_started(monkeypatch: pytest.Monke
         assert workers.submit(threading.current_thread).result() is not threading.current_thread()
     with pytest.raises(RuntimeError, match="after shutdown"):
         workers.submit(int)
+
+
+def test_who_does_not_look_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that was suspended for an hour has only waited for what counts between two looks."""
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    patience = Patience(100, 20)
+    now += 3600
+    assert not patience.is_over()
+    assert patience.within(1000) == 80
+    for _ in range(7):
+        now += 10
+        assert not patience.is_over()
+    assert patience.within(30) == 10
+    patience.renew()
+    assert patience.within(1000) == 100
+    for _ in range(5):
+        now += 50
+        looked = patience.is_over()
+    assert looked
+
+
+def test_short_patience_is_for_several_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pause does not use all of it up."""
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    patience = Patience(6, 20)
+    looks = 0
+    while not patience.is_over():
+        now += 1000
+        looks += 1
+    assert looks == 3

@@ -393,9 +393,14 @@ def test_a_damaged_local_disk_is_given_its_time(tmp_path: Path, monkeypatch: pyt
     flusher = Flusher(run.target)
     assert flusher.step() is not None
     assert run.states() == ["unflushed"]
-    now = time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: now() + 7200)
-    assert flusher.step() is None
+    now, passed = time.monotonic, 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now() + passed)
+    passed = 7200.0  # the job was suspended: nothing was tried meanwhile
+    assert flusher.step() is not None
+    assert run.states() == ["unflushed"]
+    for _ in range(60):  # 10 s each: the longest time between two tries
+        passed += 10.0
+        flusher.step()
     assert run.states() in (["lost"], ["told"])
 
 

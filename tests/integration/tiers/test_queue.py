@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dcp_tensorizer._tiers.keeping import clean_up
 from dcp_tensorizer._tiers.queue import REMOTE, SENT, Queue, Record
 
 
@@ -42,3 +44,23 @@ def test_a_record_that_is_renamed_before_it_is_read_is_read(tmp_path: Path) -> N
     queue.move(queue.move(writing.entry, SENT), REMOTE)
     record = queue.record(writing.entry)
     assert record is not None and record.files == {"file": 3}
+
+
+def test_a_record_is_not_cleaned_up_before_it_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clean-up of another rank may see it in between, unlocked, and remove it: then there is another one."""
+    queue, flock = Queue(tmp_path), fcntl.flock
+    cleaned: list[str] = []
+
+    def lock(descriptor: int, operation: int) -> None:
+        if not cleaned and operation == fcntl.LOCK_EX:
+            cleaned.extend(entry.name for entry in queue.entries())
+            clean_up(queue)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock)
+    writing = queue.begin(Record("remote", "step-1", 0, "a" * 32))
+    assert cleaned == [writing.entry.name]
+    assert [entry.name for entry in queue.entries()] == [writing.entry.name]
+    clean_up(queue)
+    assert [entry.name for entry in queue.entries()] == [writing.entry.name]
+    writing.abort()

@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,7 @@ from tensorizer import TensorDeserializer
 
 from dcp_tensorizer._format.layout import data_file_name
 from dcp_tensorizer._memory.shared_buffer import SharedBuffer
+from dcp_tensorizer._writer_process.channel import Channel
 from dcp_tensorizer._writer_process.interpreter import interpreter
 from dcp_tensorizer._writer_process.messages import (
     DeviceTensor,
@@ -191,15 +193,39 @@ def test_a_process_that_hangs_is_killed(process, buffer, tmp_path):
     assert not process.alive
 
 
-def test_terminal_signals_are_the_trainers(process, buffer, tmp_path):
-    """SIGINT and SIGTERM do not end the process: the trainer decides."""
-    process.write(request(tmp_path, buffer), [buffer], 60)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        os.kill(process.pid, number)
-    (tmp_path / NAME).unlink()
-    buffer.reset()
+@pytest.mark.parametrize("when", ["at work", "starting"])
+def test_signals_of_the_job_are_the_trainers(buffer, tmp_path, when):
+    """Terminals and schedulers signal every process of a job. None ends the writer process: the trainer decides."""
+    process = WriterProcess()
+    if when == "at work":
+        process.write(request(tmp_path, buffer), [buffer], 60)
+        (tmp_path / NAME).unlink()
+        buffer.reset()
+    for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "ALRM", "TSTP", "XCPU"):
+        os.kill(process.pid, getattr(signal, f"SIG{name}"))
     process.write(request(tmp_path, buffer), [buffer], 60)
     assert (tmp_path / NAME).exists()
+    process.close()
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+
+
+def test_an_answer_that_stops_half_way(process, buffer, tmp_path, monkeypatch):
+    """The timeout holds in the middle of an answer, too."""
+    receive = Channel._read
+
+    def stop_first(channel, count, wait):
+        os.kill(process.pid, signal.SIGSTOP)
+        ours = channel._sock
+        while True:  # what has arrived of the answer is lost
+            try:
+                ours.recv(1 << 16, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return receive(channel, count, wait)
+
+    monkeypatch.setattr(Channel, "_read", stop_first)
+    with pytest.raises(WriterProcessDied, match="made no progress for 2 s"):
+        process.write(request(tmp_path, buffer), [buffer], 2)
+    assert not process.alive
 
 
 def test_closing_twice(process):

@@ -160,6 +160,20 @@ def test_what_was_made_counts_as_old() -> None:
     assert any(old is made for old in gc.get_objects(generation=2))
 
 
+def test_what_failed_does_not_become_old() -> None:
+    """An exception and what it refers to are in a cycle, which would keep their memory until a full collection."""
+    made: list[list[int]] = []
+
+    @collector_paused()
+    def fails() -> None:
+        made.append([1])
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert not any(old is made[0] for old in gc.get_objects(generation=2))
+
+
 def test_garbage_does_not_become_old() -> None:
     """A step's cycles may hold gigabytes of activations: a collection of old ones may be hours away."""
     cycle = weakref.ref(_Cycle())

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dcp_tensorizer._threads import in_background
-from dcp_tensorizer._writer_process.channel import Channel
+from dcp_tensorizer._threads import Patience, in_background
+from dcp_tensorizer._writer_process.channel import _HEADER, Channel, pickled
 from dcp_tensorizer._writer_process.messages import (
     BufferInfo,
     FileRequest,
@@ -180,3 +180,22 @@ def test_a_message_that_cannot_be_understood_leaves_no_descriptor(
     assert open_descriptors() == before
     assert channels[1].receive() == (Progress(1), [])
     os.close(fd)
+
+
+def test_the_other_end_may_stop_in_the_middle_of_a_message(channels: tuple[Channel, Channel]) -> None:
+    """Whoever waits with a limit hears of it, and not only before the first byte."""
+    body = pickled(REQUEST)
+    channels[0]._sock.sendall(_HEADER.pack(len(body), 0) + body[:-1])
+    patience = Patience(0.05, 1.0)
+    with pytest.raises(TimeoutError):
+        channels[1].receive(lambda: channels[1].wait_readable(patience))
+
+
+def test_a_wait_ends_when_a_check_fails(channels: tuple[Channel, Channel]) -> None:
+    """What the check raises comes out: that the process is gone, say, while a child of its own holds the socket."""
+
+    def check() -> None:
+        raise EOFError
+
+    with pytest.raises(EOFError):
+        channels[1].wait_readable(Patience(0.001, 1.0), check)
