@@ -117,10 +117,11 @@ def _select(view: CheckpointView, options: Options) -> CheckpointView:
         objects={stored.key: stored for stored in objects},
     )
     for stored in view.objects.values():
-        if stored.is_tensor:
-            raise ConversionError(
-                f"{stored.key!r} is a tensor of a subclass, which only its own class can take apart: leave it out"
-            )
+        fault = (
+            "is a tensor of a subclass, which only its own class can take apart" if stored.is_tensor else stored.fault
+        )
+        if fault:
+            raise ConversionError(f"{view.path}: {stored.key!r} {fault}, and cannot be converted: leave it out")
     return view
 
 

@@ -22,7 +22,7 @@ from .._loading.metadata_reader import read_metadata
 from .._loading.validate import not_committed
 from .._memory.tensor_bytes import dtype_name
 from .._storage.base import Storage
-from ..errors import MetadataError
+from ..errors import ConversionError, MetadataError
 from .chunk_reader import Chunk, read_region, whole
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ __all__ = [
     "plain_tensor",
     "read_parts",
     "recorded_path",
+    "refused",
     "saved_at",
     "unlock_parts",
 ]
@@ -99,6 +100,7 @@ class StoredObject:
         read: Gives what ``torch.save`` made of it; of a tensor in several chunks, what it made of each, joined. Raises
             `ReadError`.
         item: Where that, or the first chunk, is; None in other formats.
+        fault: Why it cannot be converted, as the end of a sentence; empty if it can.
     """
 
     key: str
@@ -106,6 +108,7 @@ class StoredObject:
     nbytes: int
     read: Callable[[], bytes]
     item: StoredItem | None = None
+    fault: str = ""
 
     @property
     def is_tensor(self) -> bool:
@@ -226,6 +229,22 @@ def plain_tensor(
     chunk = Chunk(whole(shape), item, strides)
     read = functools.partial(read_region, storage, key, dtype, [chunk], verify=False)
     return StoredTensor(key, path, dtype, shape, read, (chunk,))
+
+
+def refused(source: str, path: Path, fault: str) -> StoredObject:
+    """A value of a file that cannot be read: whoever leaves it out can convert the others.
+
+    Args:
+        source: The file, for messages.
+        path: In the nested state dict.
+        fault: See `StoredObject.fault`.
+    """
+    key = ".".join(map(str, path))
+
+    def read() -> bytes:
+        raise ConversionError(f"{source}: {key!r} {fault}, which cannot be read")
+
+    return StoredObject(key, path, 0, read, fault=fault)
 
 
 def named_paths(keys: Mapping[Any, Any]) -> dict[Any, tuple[str, Path]]:

@@ -38,8 +38,9 @@ from ..checkpoint_view import CheckpointView, Path, StoredObject, StoredTensor, 
 from ..chunk_reader import Chunk, read_region
 from .common import FileRange, Options, open_file, read_range
 from .dcp_metadata import read_pickled
+from .fake_load import load_fake
 from .nesting import check_lists, check_names, check_paths, nested
-from .torch_file import load_fake, locate
+from .torch_file import locate
 
 __all__ = ["check", "read", "write"]
 

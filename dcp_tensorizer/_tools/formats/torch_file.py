@@ -8,38 +8,36 @@ seeking, and makes the CRC-32s.
 
 from __future__ import annotations
 
-import bisect
 import io
-import pickle
 import struct
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from ..._format.chunks import Region
-from ..._format.objects import load_object, unsafe_globals
-from ..._format.torch_archive import check_archive, check_pickle, is_archive, record
+from ..._format.objects import load_object
 from ..._memory.tensor_bytes import host_bytes
 from ..._storage.base import Storage
-from ..._torch_compat import FakeTensor, FakeTensorMode, checkpoint_offset, flatten_state_dict
+from ..._torch_compat import FakeTensorMode, checkpoint_offset, flatten_state_dict
 from ...errors import ConversionError, UntrustedObject, WriteError
 from ..atomic_output import new_file, written_file
-from ..checkpoint_view import BLOCK, CheckpointView, Path, StoredObject, StoredTensor, blocks_of, plain_tensor
+from ..checkpoint_view import BLOCK, CheckpointView, Path, StoredObject, StoredTensor, blocks_of, plain_tensor, refused
 from .common import FileRange, Options, open_file
+from .fake_load import is_located, load_fake, tensors_in
 from .nesting import check_lists, check_paths, check_size, exact_paths, nested
 
-__all__ = ["check", "load_fake", "locate", "read", "write"]
+__all__ = ["check", "locate", "read", "write"]
 
 _ALIGNMENT = 64  # of tensors in the file, as torch.save has it
+_NOT_LOCATED = "a sparse, quantized or nested tensor, or one without data"
 # What precedes an entry's data in a zip file beside its name: a header, the beginning of the extra field with our
 # padding, and one for 64-bit sizes. Readers skip extra fields whose tag they do not know.
 _BEFORE_DATA = 30 + 4 + 20
 _PADDING_TAG = 0x4246
-_HAS_DESCRIPTOR = 0x8  # the flag of an entry that is followed by its CRC-32 and its size
 
 
 # --- reading -------------------------------------------------------------------------------------------------------
@@ -66,106 +64,18 @@ def read(storage: Storage, name: str) -> CheckpointView:
     paths = exact_paths(state, paths)
     tensors, objects = {}, {}
     for key, value in values.items():
-        if isinstance(value, torch.Tensor):
-            tensors[key] = locate(storage, tuple(paths[key]), value, (name, 0))
-        elif _tensors_in(value):
-            raise ConversionError(f"{path}: {key!r} is a {type(value).__name__} with tensors in it: leave it out")
+        place = tuple(paths[key])
+        if is_located(value):
+            tensors[key] = locate(storage, place, value, (name, 0))
+        elif isinstance(value, torch.Tensor):
+            objects[key] = refused(path, place, f"is {_NOT_LOCATED}")
+        elif tensors_in(value):
+            objects[key] = refused(path, place, f"is a {type(value).__name__} with tensors in it")
         else:
             stream = io.BytesIO()
             torch.save(value, stream)
-            objects[key] = StoredObject(key, tuple(paths[key]), len(stream.getvalue()), stream.getvalue)
+            objects[key] = StoredObject(key, place, len(stream.getvalue()), stream.getvalue)
     return CheckpointView(path, "torch", tensors, objects)
-
-
-def load_fake(file: FileRange, nbytes: int, path: str) -> Any:
-    """Loads what ``torch.save`` wrote, with fake tensors for all tensors.
-
-    Args:
-        file: What was written, from its first byte.
-        nbytes: How much that is.
-        path: For messages.
-
-    Raises:
-        UntrustedObject: it would need code to run.
-        ConversionError: it cannot be read.
-    """
-    buffered = io.BufferedReader(file)
-    try:
-        records = _check_archive(buffered, nbytes)
-    except ValueError as error:
-        raise ConversionError(f"{path} cannot be read: {error}") from error
-    try:
-        return _checked(_load(buffered, weights_only=True), records)
-    except OSError:
-        raise
-    except Exception as error:
-        refused = error
-    try:
-        needed = unsafe_globals(buffered)
-    except UntrustedObject:  # not what torch.save writes
-        raise ConversionError(f"{path} cannot be read: {type(refused).__name__}: {refused}") from refused
-    if needed:
-        raise UntrustedObject(f"{path} could run code when it is loaded ({', '.join(needed)}): it was not")
-    try:
-        return _checked(_load(buffered, weights_only=False), records)
-    except OSError:
-        raise
-    except Exception as error:
-        raise ConversionError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-
-
-def _load(file: IO[bytes], *, weights_only: bool) -> Any:
-    file.seek(0)
-    with FakeTensorMode():
-        return torch.load(file, weights_only=weights_only)
-
-
-def _checked(value: Any, records: Sequence[tuple[int, int]]) -> Any:
-    _check_storages(value, records)
-    return value
-
-
-def _check_archive(file: IO[bytes], nbytes: int) -> list[tuple[int, int]]:
-    """Where the header of each record begins, and how many bytes the record has, in the file's order.
-
-    The elements of tensors must lie in the file as they are, and where torch looks for them.
-
-    Raises:
-        ValueError: they do not, or the archive would take more time or memory than it has bytes.
-    """
-    is_zip = is_archive(file.read(4))
-    file.seek(0)
-    if not is_zip:
-        raise ValueError("it is no archive (files of torch before 1.6 must be loaded and saved once more)")
-    archive = check_archive(file, nbytes)
-    infos = archive.infolist()
-    for info in infos:
-        name = info.filename.lower()  # as torch looks names up
-        if name.endswith("/data.pkl"):
-            check_pickle(record(archive, info))
-        if name.endswith("/byteorder") and record(archive, info) == b"big":
-            raise ValueError("it is of a big-endian machine: load and save it once more on this one")
-    # With this record, torch counts with a descriptor behind each record, and does not look where the next one is.
-    is_counted = any(info.filename.endswith("/.format_version") for info in infos)
-    if is_counted and any(info.file_size and not info.flag_bits & _HAS_DESCRIPTOR for info in infos):
-        raise ValueError("it is packed again, and not as torch.save does it: load and save it once more")
-    return sorted((info.header_offset, info.file_size) for info in infos)
-
-
-def _check_storages(value: Any, records: Sequence[tuple[int, int]]) -> None:
-    """Checks that the bytes of all tensors lie within records of their file.
-
-    Raises:
-        ValueError: some do not.
-    """
-    for tensor in _tensors_in(value):
-        if not isinstance(tensor, FakeTensor) or not tensor.numel():
-            continue
-        storage = tensor.untyped_storage()
-        start = checkpoint_offset(tensor)
-        number = bisect.bisect_right(records, (start, 0)) - 1
-        if number < 0 or storage.nbytes() > records[number][1]:
-            raise ValueError(f"a tensor claims to have {storage.nbytes():,} bytes, more than are stored")
 
 
 def locate(storage: Storage, path: Path, tensor: torch.Tensor, place: tuple[str, int]) -> StoredTensor:
@@ -181,8 +91,8 @@ def locate(storage: Storage, path: Path, tensor: torch.Tensor, place: tuple[str,
         ConversionError: its elements are not plain bytes.
     """
     key = ".".join(map(str, path))
-    if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided or tensor.is_quantized:
-        raise ConversionError(f"{key!r}: a {type(tensor).__name__} of layout {tensor.layout} cannot be converted")
+    if not is_located(tensor):
+        raise ConversionError(f"{key!r} in {storage.path}/{place[0]} is {_NOT_LOCATED}, which cannot be converted")
     shape = tuple(tensor.shape)
     if not tensor.numel():
         return plain_tensor(storage, path, tensor.dtype, shape, place)
@@ -199,27 +109,6 @@ def locate(storage: Storage, path: Path, tensor: torch.Tensor, place: tuple[str,
         return value.neg() if is_neg else value
 
     return replace(stored, read=read_resolved, chunks=())
-
-
-class _TensorFinder(pickle.Pickler):
-    """Looks for tensors wherever a pickle would."""
-
-    def __init__(self) -> None:
-        super().__init__(io.BytesIO())
-        self.tensors: list[Any] = []
-
-    def persistent_id(self, value: Any) -> int | None:
-        if not isinstance(value, torch.Tensor | torch.UntypedStorage | torch.storage.TypedStorage):
-            return None
-        self.tensors.append(value)
-        return 0
-
-
-def _tensors_in(value: Any) -> Sequence[Any]:
-    """The tensors anywhere in a value, in the order in which they are pickled."""
-    finder = _TensorFinder()
-    finder.dump(value)
-    return finder.tensors
 
 
 # --- writing -------------------------------------------------------------------------------------------------------
@@ -261,7 +150,7 @@ def _records(view: CheckpointView) -> dict[str, bytes | StoredTensor]:
     state = nested(values, paths)
     # torch numbers the records of tensors as it comes across them.
     keys = {id(fake): key for key, fake in fakes.items()}
-    tensors = {f"archive/data/{n}": view.tensors[keys[id(fake)]] for n, fake in enumerate(_tensors_in(state))}
+    tensors = {f"archive/data/{n}": view.tensors[keys[id(fake)]] for n, fake in enumerate(tensors_in(state))}
     # The file is sparse: the room for the tensors takes none. Its name is in it, and is the one that torch gives to a
     # stream.
     with tempfile.TemporaryDirectory(prefix="dcp_tensorizer-") as folder:
@@ -287,7 +176,7 @@ def _loaded(stored: StoredObject, path: str) -> Any:
             f"{stored.key!r} in {path} could run code when it is loaded: {error}. It must be loaded to become part of "
             f"a torch.save file: leave it out"
         ) from None
-    if _tensors_in(value):  # whose elements nothing would fill in
+    if tensors_in(value):  # whose elements nothing would fill in
         raise ConversionError(
             f"{stored.key!r} in {path} is a {type(value).__name__} with tensors in it, which cannot be converted: "
             f"leave it out, or load and save it"

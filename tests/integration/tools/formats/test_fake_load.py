@@ -1,0 +1,53 @@
+"""What ``torch.save`` wrote, looked at without the elements of its tensors."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from dcp_tensorizer import ConversionError
+from dcp_tensorizer.convert import Options, convert
+
+from ....support import filled
+
+UNREADABLE: dict[str, Callable[[], object]] = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "compressed": lambda: torch.eye(3).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "without data": lambda: torch.empty(3, device="meta"),
+    "in a list": lambda: [torch.eye(3).to_sparse()],
+    "tuple": lambda: (torch.ones(2), torch.eye(3).to_sparse()),
+    "storage": lambda: torch.ones(2).untyped_storage(),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, that some of these are new or old
+@pytest.mark.parametrize("kind", UNREADABLE)
+@pytest.mark.parametrize("to", ["dcp_tensorizer", "dcp", "torch"])
+def test_what_cannot_be_read_can_be_left_out(tmp_path: Path, kind: str, to: str) -> None:
+    """The error names the key and says so before anything is written; without the key, the rest is converted."""
+    torch.save({"w": torch.arange(3.0), "bad": UNREADABLE[kind](), "n": 5}, tmp_path / "a.pt")
+    with pytest.raises(ConversionError, match=r"a\.pt: 'bad(\.0)?' is .*, and cannot be converted: leave it out"):
+        convert(tmp_path / "a.pt", tmp_path / "b", to)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+    convert(tmp_path / "a.pt", tmp_path / "b", to, options=Options(exclude=["bad*"]))
+    convert(tmp_path / "b", tmp_path / "c.pt", "torch")
+    assert str(torch.load(tmp_path / "c.pt")) == str({"w": torch.arange(3.0), "n": 5})
+
+
+@pytest.mark.parametrize("how", ["compressed", "big-endian", "packed again"])
+def test_torch_files_that_do_not_hold_the_elements_as_they_are(tmp_path: Path, how: str) -> None:
+    """An archive that somebody compressed or packed again, or that is of the other byte order, is no source."""
+    torch.save({"x": filled(torch.float32, (1000,))}, tmp_path / "stock.pt")
+    form = zipfile.ZIP_DEFLATED if how == "compressed" else zipfile.ZIP_STORED
+    with zipfile.ZipFile(tmp_path / "stock.pt") as stock, zipfile.ZipFile(tmp_path / "a.pt", "w", form) as out:
+        for name in stock.namelist():
+            out.writestr(name, b"big" if name.endswith("byteorder") and how == "big-endian" else stock.read(name))
+    with pytest.raises(ConversionError, match=rf"a\.pt cannot be read: it is .*{how}"):
+        convert(tmp_path / "a.pt", tmp_path / "b", "safetensors")
+    assert not (tmp_path / "b").exists()
