@@ -64,9 +64,9 @@ def convert(
     Args:
         source: A checkpoint of this package or of torch's DCP, a tensorizer file, a safetensors file or a directory of
             them, or a ``torch.save`` file; a local path, or any URL that fsspec opens.
-        target: A path or URL where there is nothing yet. ``dcp_tensorizer``, ``dcp`` and tensor-parallel tensorizer
-            files take a directory, ``tensorizer`` and ``torch`` a file, and ``safetensors`` a file if the name ends in
-            ``.safetensors``, else a directory as Hugging Face lays it out.
+        target: A path or URL where there is nothing yet; of a link, what it leads to. ``dcp_tensorizer``, ``dcp`` and
+            tensor-parallel tensorizer files take a directory, ``tensorizer`` and ``torch`` a file, and ``safetensors``
+            a file if the name ends in ``.safetensors``, else a directory as Hugging Face lays it out.
         to: The format.
         options: What to convert, and how.
         storage_options: Passed to the fsspec filesystems of source and target.

@@ -103,8 +103,9 @@ def new_file(path: str, options: Mapping[str, Any]) -> Iterator[tuple[Storage, s
     if storage.head(name) is not None:
         raise ConversionError(f"{storage.path}/{name} exists: choose another destination")
     if isinstance(storage, LocalStorage):
-        with _renamed(Path(storage.location) / name) as temporary:
-            yield storage, temporary.name
+        real = Path(os.path.realpath(Path(storage.location) / name))
+        with _renamed(real) as temporary:
+            yield LocalStorage(real.parent), temporary.name
     else:
         yield storage, name
 

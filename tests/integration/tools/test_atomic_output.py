@@ -82,6 +82,20 @@ def test_a_destination_that_is_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "disk" / "new" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("leads_to", ["disk/new", "disk/made/new"])
+def test_a_destination_that_is_a_link_to_nothing(tmp_path: Path, to: str, leads_to: str) -> None:
+    """The link stays, and what it leads to is made, whether that is a file or a directory."""
+    make_checkpoint(tmp_path / "a", {"x": torch.arange(3.0)})
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "b").symlink_to(leads_to)
+    convert(tmp_path / "a", tmp_path / "b", to)
+    assert (tmp_path / "b").readlink() == Path(leads_to)
+    assert same(tensors_of(tmp_path / leads_to)["x"], torch.arange(3.0))
+    with pytest.raises(ConversionError, match="b exists"):
+        convert(tmp_path / "a", tmp_path / "b", to)
+
+
 def test_a_destination_that_is_a_mount_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing can take its place, which is said before the work."""
     make_checkpoint(tmp_path / "a", {"x": torch.ones(3)})
