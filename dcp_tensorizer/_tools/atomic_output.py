@@ -22,6 +22,8 @@ from ..errors import ConversionError, NotCommitted, WriteError
 
 __all__ = ["beside", "new_directory", "new_file", "shown_path", "written_file"]
 
+_SHOWN = 50  # characters of a result's name that are in its temporary one, for errors
+
 
 def beside(path: str, options: Mapping[str, Any]) -> tuple[Storage, str]:
     """The storage of the directory that a file is in, and the file's name there.
@@ -169,7 +171,8 @@ def _sync(folder: Path) -> None:
 @contextmanager
 def _renamed(path: Path) -> Iterator[Path]:
     """A name beside ``path`` for what is renamed to it at the end, or removed after a failure."""
-    temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
+    # A name has 255 bytes at most, and a character four of them: of a long name, the beginning must do.
+    temporary = path.parent / f".{path.name[:_SHOWN]}.{uuid.uuid4().hex}.tmp"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary

@@ -96,6 +96,16 @@ def test_a_destination_that_is_a_link_to_nothing(tmp_path: Path, to: str, leads_
         convert(tmp_path / "a", tmp_path / "b", to)
 
 
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("name", ["x" * 255, "€" * 85, "😀" * 63], ids=["1", "3", "4"])
+def test_the_longest_names(tmp_path: Path, to: str, name: str) -> None:
+    """255 bytes, of characters of one, three and four bytes: the temporary name fits, too."""
+    make_checkpoint(tmp_path / "a", {"x": torch.arange(3.0)})
+    convert(tmp_path / "a", tmp_path / name, to)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", name]
+    assert same(tensors_of(tmp_path / name)["x"], torch.arange(3.0))
+
+
 def test_a_destination_that_is_a_mount_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing can take its place, which is said before the work."""
     make_checkpoint(tmp_path / "a", {"x": torch.ones(3)})
