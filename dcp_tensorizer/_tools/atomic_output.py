@@ -170,10 +170,15 @@ def _sync(folder: Path) -> None:
 
 @contextmanager
 def _renamed(path: Path) -> Iterator[Path]:
-    """A name beside ``path`` for what is renamed to it at the end, or removed after a failure."""
+    """A name beside ``path`` for what is renamed to it at the end, or removed after a failure.
+
+    Directories that are missing above it are made, and after a failure removed unless others have put something there.
+    """
     # A name has 255 bytes at most, and a character four of them: of a long name, the beginning must do.
     temporary = path.parent / f".{path.name[:_SHOWN]}.{uuid.uuid4().hex}.tmp"
+    made: list[Path] = []
     try:
+        made = [folder for folder in path.parents if not folder.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
         os.rename(temporary, path)
@@ -186,3 +191,6 @@ def _renamed(path: Path) -> Iterator[Path]:
                 shutil.rmtree(temporary, ignore_errors=True)
             else:
                 temporary.unlink(missing_ok=True)
+        for folder in made:
+            with suppress(OSError):  # the result is there, or something of others
+                folder.rmdir()

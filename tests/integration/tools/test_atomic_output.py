@@ -67,6 +67,25 @@ def test_a_source_that_breaks_off_leaves_nothing(tmp_path: Path, to: str) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_failure_leaves_no_new_directories(tmp_path: Path, to: str) -> None:
+    """Those above the result that were there stay, and so does what others have put into the new ones meanwhile."""
+    make_checkpoint(tmp_path / "a", {"x": torch.ones(3)})
+    (tmp_path / "mine").mkdir()
+
+    def fail(done: int, total: int) -> None:
+        raise ReadError("no more")
+
+    def fail_late(done: int, total: int) -> None:
+        (tmp_path / "mine" / "new" / "notes.txt").write_text("mine")
+        raise ReadError("no more")
+
+    for on_progress, left in ((fail, []), (fail_late, ["new", "notes.txt"])):
+        with pytest.raises(ReadError, match="no more"):
+            convert(tmp_path / "a", tmp_path / "mine" / "new" / "newer" / "b", to, on_progress=on_progress)
+        assert sorted(path.name for path in (tmp_path / "mine").rglob("*")) == left
+
+
 def test_a_destination_that_is_a_link(tmp_path: Path) -> None:
     """What it leads to is written, and it stays."""
     make_checkpoint(tmp_path / "a", {"x": torch.ones(3)})
