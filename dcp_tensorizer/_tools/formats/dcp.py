@@ -80,10 +80,28 @@ def read(storage: Storage, pickled: bytes) -> CheckpointView:
 
 
 def check(view: CheckpointView, options: Options) -> None:
-    """Fails for keys that are not one nested state dict, or would not be the same ones again."""
+    """Fails for keys that are not one nested state dict, or would not be the same ones again, and for some dtypes."""
     check_paths(view)
     check_names(view)
     check_lists(view)
+    for tensor in view.tensors.values():
+        if not _is_planned(tensor.dtype):
+            raise ConversionError(
+                f"{tensor.key!r} is of {tensor.dtype}, which torch's DCP cannot plan: leave it out, or convert to "
+                f"another format"
+            )
+
+
+@functools.cache
+def _is_planned(dtype: torch.dtype) -> bool:
+    """Whether DCP's planner knows how large an element is: it asks ``torch.iinfo``, which does not know all dtypes."""
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        return True
+    try:
+        torch.iinfo(dtype)
+    except TypeError:
+        return False
+    return True
 
 
 def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], options: Options) -> None:

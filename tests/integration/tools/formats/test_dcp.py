@@ -13,9 +13,12 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_tensorizer import (
     CheckpointError,
+    ConversionError,
     MetadataError,
 )
-from dcp_tensorizer.convert import convert
+from dcp_tensorizer.convert import Options, convert
+
+from ....checkpoints import tensors_of
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -52,3 +55,17 @@ def test_lengths_that_no_file_has(tmp_path: Path, length: Any) -> None:
     (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(MetadataError, match="'o'"):
         convert(tmp_path / "a", tmp_path / "b", "dcp_tensorizer")
+
+
+@pytest.mark.parametrize("name", ["bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"])
+def test_dtypes_that_torch_cannot_plan(tmp_path: Path, name: str) -> None:
+    """The error names the key before anything is written or made; without it, the rest is converted."""
+    bits = torch.arange(8, dtype=torch.int16 if name == "bits16" else torch.uint8).view(getattr(torch, name))
+    torch.save({"bad": bits, "w": torch.arange(3.0)}, tmp_path / "a.pt")
+    with pytest.raises(
+        ConversionError, match=rf"'bad' is of torch\.{name}, which torch's DCP cannot plan: leave it out"
+    ):
+        convert(tmp_path / "a.pt", tmp_path / "new" / "b", "dcp")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+    convert(tmp_path / "a.pt", tmp_path / "b", "dcp", options=Options(exclude=["bad"]))
+    assert {key: tensor.tolist() for key, tensor in tensors_of(tmp_path / "b").items()} == {"w": [0, 1, 2]}
