@@ -6,7 +6,7 @@ import math
 import mmap
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ from ..errors import DecryptionError
 __all__ = ["STRIDED", "Chunk", "read_region", "whole"]
 
 _KEPT_BY_MALLOC = 1 << 20  # bytes
+_PIECE = 32 << 20  # bytes of a file in which elements are that lie apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,29 @@ def _read_strided(storage: Storage, key: str, chunk: Chunk) -> torch.Tensor:
     assert chunk.strides is not None
     strides, first = chunk.strides
     dtype = named_dtype(chunk.item.dtype)
-    count = chunk.item.length // dtype.itemsize
-    line = Chunk(Region((0,), (count,)), chunk.item)
-    elements = read_region(storage, key, dtype, [line], line.region, verify=False)
-    return elements.as_strided(chunk.region.size, strides, first)
+    line = Chunk(Region((0,), (chunk.item.length // dtype.itemsize,)), chunk.item)
+
+    def read_line(start: int, count: int) -> torch.Tensor:
+        return read_region(storage, key, dtype, [line], Region((start,), (count,)), verify=False)
+
+    if line.region.size[0] <= math.prod(chunk.region.size):
+        return read_line(0, line.region.size[0]).as_strided(chunk.region.size, strides, first)
+    # A few columns of a large matrix, say: only they stay in memory, and not what lies between them.
+    elements = _empty(chunk.region.size, dtype)
+    _gather(elements, strides, first, read_line)
+    return elements
+
+
+def _gather(
+    target: torch.Tensor, strides: tuple[int, ...], first: int, read_line: Callable[[int, int], torch.Tensor]
+) -> None:
+    """Reads elements that lie apart, in pieces: halves, halves of these, and so on."""
+    extents = [(n - 1) * step for n, step in zip(target.shape, strides, strict=True)]
+    count = 1 + sum(extents)
+    if count * target.itemsize <= _PIECE:
+        copy_elements(target, read_line(first, count).as_strided(target.shape, strides, 0))
+        return
+    dim = max(range(len(extents)), key=extents.__getitem__)
+    half = target.shape[dim] // 2
+    _gather(target.narrow(dim, 0, half), strides, first, read_line)
+    _gather(target.narrow(dim, half, target.shape[dim] - half), strides, first + half * strides[dim], read_line)

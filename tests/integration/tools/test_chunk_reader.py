@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._tools import chunk_reader
 from dcp_tensorizer._tools.chunk_reader import STRIDED
 from dcp_tensorizer._tools.formats import safetensors
 from dcp_tensorizer._tools.formats.registry import open_checkpoint
@@ -29,3 +32,35 @@ def test_views_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(reads) == 2
     assert STRIDED.is_empty
     assert same(tensors_of(tmp_path / "b.safetensors")["x"], tensor.contiguous())
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda base: base[:, :3],
+        lambda base: base[::50, ::7],
+        lambda base: base[3:, 5:9].t(),
+        lambda base: base.view(100, 10, 10).permute(2, 0, 1)[1:3, :, ::4],
+        lambda base: base[::33, :1].expand(-1, 4),
+        lambda base: base[:, 0],
+    ],
+    ids=["columns", "steps", "transposed", "permuted", "expanded", "one column"],
+)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn, torch.complex64], ids=str)
+def test_what_lies_between_elements_does_not_stay_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, view: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+) -> None:
+    """A part of a matrix takes its own memory and that of a piece, and is right in every bit."""
+    monkeypatch.setattr(chunk_reader, "_PIECE", 1000)
+    tensor = view(filled(dtype, (100, 100)))
+    torch.save({"x": tensor}, tmp_path / "a.pt")
+    asked: list[int] = []
+    empty = chunk_reader._empty
+
+    def counted(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        asked.append(math.prod(size) * dtype.itemsize)
+        return empty(size, dtype)
+
+    monkeypatch.setattr(chunk_reader, "_empty", counted)
+    assert same(tensors_of(tmp_path / "a.pt")["x"], tensor.contiguous())
+    assert max(asked) <= max(1000, tensor.nbytes)
