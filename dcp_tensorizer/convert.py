@@ -16,13 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ._format.chunks import Region
 from ._format.encryption import check_decryption
-from ._tools.checkpoint_view import CheckpointView, Path, StoredObject, StoredTensor
+from ._tools.checkpoint_view import CheckpointView, StoredTensor, StoredValue
 from ._tools.formats.common import Options, check_options
 from ._tools.formats.names import FORMATS, did_you_mean
 from ._tools.formats.registry import TARGETS, open_checkpoint
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMATS", "Converted", "Options", "convert"]
 
-_Value = TypeVar("_Value", StoredTensor, StoredObject)
 _Progress = Callable[[int, int], object]
 
 
@@ -108,30 +107,22 @@ def _select(view: CheckpointView, options: Options) -> CheckpointView:
     if not selected:
         excluded = f" and not {', '.join(options.exclude)}" if options.exclude else ""
         raise ConversionError(f"{view.path} has no key that matches {', '.join(options.select) or '*'}{excluded}")
-    paths = new_paths({key: view.paths[key] for key in selected}, options, view.path)
-    tensors = (_named(view.tensors[key], path) for key, path in paths.items() if key in view.tensors)
-    objects = (_named(view.objects[key], path) for key, path in paths.items() if key in view.objects)
-    view = replace(
-        view,
-        tensors={tensor.key: _cast(tensor, options.dtype) for tensor in tensors},
-        objects={stored.key: stored for stored in objects},
-    )
-    for stored in view.objects.values():
-        fault = (
-            "is a tensor of a subclass, which only its own class can take apart" if stored.is_tensor else stored.fault
-        )
-        if fault:
-            raise ConversionError(f"{view.path}: {stored.key!r} {fault}, and cannot be converted: leave it out")
-    return view
+    paths = new_paths({key: view.values[key].path for key in selected}, options, view.path)
+    values: dict[str, StoredValue] = {}
+    for key, path in paths.items():
+        value = view.values[key]
+        if isinstance(value, StoredTensor):
+            value = _cast(value, options.dtype)
+        elif value.fault:
+            raise ConversionError(f"{view.path}: {key!r} {value.fault}, and cannot be converted: leave it out")
+        named = value if path == value.path else replace(value, key=key_of(path), path=path)
+        values[named.key] = named
+    return replace(view, values=values)
 
 
 def _matches(key: str, options: Options) -> bool:
     selected = not options.select or any(fnmatch.fnmatchcase(key, pattern) for pattern in options.select)
     return selected and not any(fnmatch.fnmatchcase(key, pattern) for pattern in options.exclude)
-
-
-def _named(value: _Value, path: Path) -> _Value:
-    return value if path == value.path else replace(value, key=key_of(path), path=path)
 
 
 def _cast(tensor: StoredTensor, dtype: torch.dtype | None) -> StoredTensor:
@@ -166,4 +157,4 @@ def _with_progress(view: CheckpointView, on_progress: _Progress) -> CheckpointVi
 
         return replace(tensor, read=read)
 
-    return replace(view, tensors={key: counted(tensor) for key, tensor in view.tensors.items()})
+    return replace(view, values=dict(view.values) | {key: counted(tensor) for key, tensor in view.tensors.items()})

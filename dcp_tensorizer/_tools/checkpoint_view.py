@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +34,7 @@ __all__ = [
     "NonStringKey",
     "StoredObject",
     "StoredTensor",
+    "StoredValue",
     "blocks_of",
     "data_files",
     "named_paths",
@@ -110,26 +111,38 @@ class StoredObject:
     item: StoredItem | None = None
     fault: str = ""
 
-    @property
-    def is_tensor(self) -> bool:
-        return self.item is not None and self.item.kind == "wrapper"
+
+StoredValue = StoredTensor | StoredObject
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CheckpointView:
-    """A checkpoint, by key; ``saved``: when, by its own record, in seconds since the epoch; None if it has none."""
+    """A checkpoint.
+
+    Attributes:
+        values: By key, in the checkpoint's order.
+        saved: When, by its own record, in seconds since the epoch; None if it has none.
+    """
 
     path: str
     format: str
-    tensors: Mapping[str, StoredTensor]
-    objects: Mapping[str, StoredObject] = field(default_factory=dict)
+    values: Mapping[str, StoredValue]
     saved: float | None = None
+
+    @functools.cached_property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """Those of the values that are tensors."""
+        return {key: value for key, value in self.values.items() if isinstance(value, StoredTensor)}
+
+    @functools.cached_property
+    def objects(self) -> Mapping[str, StoredObject]:
+        """The other values."""
+        return {key: value for key, value in self.values.items() if isinstance(value, StoredObject)}
 
     @property
     def paths(self) -> dict[str, Path]:
         """Where each value is in the nested state dict."""
-        values: list[StoredTensor | StoredObject] = [*self.tensors.values(), *self.objects.values()]
-        return {value.key: value.path for value in values}
+        return {key: value.path for key, value in self.values.items()}
 
     @property
     def nbytes(self) -> int:

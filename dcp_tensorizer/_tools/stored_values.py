@@ -22,10 +22,20 @@ from .._loading.validate import check_chunks, check_length, stored_item
 from .._memory.tensor_bytes import host_bytes, named_dtype
 from .._storage.base import Storage
 from ..errors import ConversionError
-from .checkpoint_view import CheckpointView, StoredObject, StoredTensor, named_paths, recorded_path, saved_at
+from .checkpoint_view import (
+    CheckpointView,
+    StoredObject,
+    StoredTensor,
+    StoredValue,
+    named_paths,
+    recorded_path,
+    saved_at,
+)
 from .chunk_reader import Chunk, read_region
 
 __all__ = ["view_checkpoint"]
+
+_OF_SUBCLASS = "is a tensor of a subclass, which only its own class can take apart"
 
 
 def view_checkpoint(
@@ -44,8 +54,7 @@ def view_checkpoint(
         MetadataError: the stored chunks of a tensor do not make it up; names the key.
     """
     stored = _values_of_ranks(storage, parts, ciphers or {})
-    tensors: dict[str, StoredTensor] = {}
-    objects: dict[str, StoredObject] = {}
+    values: dict[str, StoredValue] = {}
     for stored_key, (key, path) in named_paths({key: value.planner_data for key, value in stored.items()}).items():
         value = stored[stored_key]
         chunks = tuple(value.chunks.values())
@@ -56,12 +65,14 @@ def view_checkpoint(
             read = functools.partial(read_region, storage, key, dtype, chunks, verify=True)
             if value.conflict:
                 read, chunks = functools.partial(_refuse, f"{storage.path}: {value.conflict}"), ()
-            tensors[key] = StoredTensor(key, path, dtype, tuple(value.entry.size), read, chunks)
+            values[key] = StoredTensor(key, path, dtype, tuple(value.entry.size), read, chunks)
         else:
             nbytes = sum(chunk.item.length for chunk in chunks)
             read_object = functools.partial(_read_bytes, storage, key, chunks)
-            objects[key] = StoredObject(key, path, nbytes, read_object, chunks[0].item if chunks else None)
-    return CheckpointView(storage.path, "dcp_tensorizer", tensors, objects, saved_at(parts))
+            item = chunks[0].item if chunks else None
+            fault = _OF_SUBCLASS if item is not None and item.kind == "wrapper" else ""
+            values[key] = StoredObject(key, path, nbytes, read_object, item, fault)
+    return CheckpointView(storage.path, "dcp_tensorizer", values, saved_at(parts))
 
 
 @dataclass(frozen=True, slots=True)

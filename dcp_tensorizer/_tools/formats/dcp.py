@@ -34,7 +34,7 @@ from ..._storage.base import Storage
 from ..._torch_compat import FsspecWriter, StorageInfo
 from ...errors import CheckpointError, ConversionError, MetadataError, ReadError, WriteError
 from ..atomic_output import new_directory, shown_path
-from ..checkpoint_view import CheckpointView, Path, StoredObject, StoredTensor, named_paths
+from ..checkpoint_view import CheckpointView, Path, StoredObject, StoredTensor, StoredValue, named_paths
 from ..chunk_reader import Chunk, read_region
 from .common import FileRange, Options, open_file, read_range
 from .dcp_metadata import read_pickled
@@ -59,7 +59,7 @@ def read(storage: Storage, pickled: bytes) -> CheckpointView:
     path = f"{storage.path}/.metadata"
     stored = read_pickled(pickled, path)
     size_of = functools.cache(storage.head)
-    tensors, objects = {}, {}
+    values: dict[str, StoredValue] = {}
     for stored_key, (key, value_path) in named_paths(dict.fromkeys(stored.entries, stored.planner_data)).items():
         entry = stored.entries[stored_key]
         if isinstance(entry, BytesStorageMetadata):
@@ -70,13 +70,13 @@ def read(storage: Storage, pickled: bytes) -> CheckpointView:
                     f"bytes"
                 )
             read_object = functools.partial(_read_object, storage, info, key)
-            objects[key] = StoredObject(key, value_path, info.length, read_object)
+            values[key] = StoredObject(key, value_path, info.length, read_object)
         else:
             infos = [
                 _checked(stored.places.get((stored_key, tuple(chunk.offsets))), key, path) for chunk in entry.chunks
             ]
-            tensors[key] = _tensor(storage, (key, value_path), entry, infos)
-    return CheckpointView(storage.path, "dcp", tensors, objects)
+            values[key] = _tensor(storage, (key, value_path), entry, infos)
+    return CheckpointView(storage.path, "dcp", values)
 
 
 def check(view: CheckpointView, options: Options) -> None:
@@ -106,10 +106,9 @@ def _is_planned(dtype: torch.dtype) -> bool:
 
 def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], options: Options) -> None:
     """Writes a checkpoint as ``dcp.save`` would, from one process; tensors are read when it is their turn."""
-    values: dict[str, Any] = {
+    values = dict.fromkeys(view.values) | {
         key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in view.tensors.items()
     }
-    values |= dict.fromkeys(view.objects)
     with new_directory(path, storage_options, "__*.distcp") as storage:
         # With copies made ahead, tensors would be asked for before the one before them is written.
         writer: _Writer = (

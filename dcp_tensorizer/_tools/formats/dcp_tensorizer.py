@@ -27,7 +27,7 @@ from ..._storage.base import TIMEOUT, Storage
 from ..._writer_process.messages import TensorSource
 from ..._writer_process.write_job import FileJob
 from ..atomic_output import new_directory, shown_path
-from ..checkpoint_view import CheckpointView
+from ..checkpoint_view import CheckpointView, StoredObject, StoredValue
 from .common import Options, tensors_at_once
 from .nesting import check_names, check_paths
 
@@ -43,7 +43,7 @@ def check(view: CheckpointView, options: Options) -> None:
 def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], options: Options) -> None:
     """Writes a checkpoint as the coordinator of a save does."""
     save_id = uuid.uuid4().hex
-    described = _describe(view)
+    described = {key: _describe(value) for key, value in view.values.items()}
     items = _items(view)
     keys = {item.name: item.index.fqn for item in items}
 
@@ -75,14 +75,13 @@ def _items(view: CheckpointView) -> list[Item]:
     ]
 
 
-def _describe(view: CheckpointView) -> dict[str, TensorStorageMetadata | BytesStorageMetadata]:
-    """DCP's metadata of everything."""
-    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    for key, tensor in view.tensors.items():
-        size = torch.Size(tensor.shape)
-        chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-        described[key] = TensorStorageMetadata(TensorProperties(tensor.dtype), size, [chunk])
-    return described | dict.fromkeys(view.objects, BytesStorageMetadata())
+def _describe(value: StoredValue) -> TensorStorageMetadata | BytesStorageMetadata:
+    """DCP's metadata of a value."""
+    if isinstance(value, StoredObject):
+        return BytesStorageMetadata()
+    size = torch.Size(value.shape)
+    chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+    return TensorStorageMetadata(TensorProperties(value.dtype), size, [chunk])
 
 
 @contextmanager

@@ -25,7 +25,17 @@ from ..._storage.base import Storage
 from ..._torch_compat import FakeTensorMode, checkpoint_offset, flatten_state_dict
 from ...errors import ConversionError, UntrustedObject, WriteError
 from ..atomic_output import new_file, written_file
-from ..checkpoint_view import BLOCK, CheckpointView, Path, StoredObject, StoredTensor, blocks_of, plain_tensor, refused
+from ..checkpoint_view import (
+    BLOCK,
+    CheckpointView,
+    Path,
+    StoredObject,
+    StoredTensor,
+    StoredValue,
+    blocks_of,
+    plain_tensor,
+    refused,
+)
 from .common import FileRange, Options, open_file
 from .fake_load import is_located, load_fake, tensors_in
 from .nesting import check_lists, check_paths, check_size, exact_paths, nested
@@ -62,20 +72,20 @@ def read(storage: Storage, name: str) -> CheckpointView:
     except ValueError as error:
         raise ConversionError(f"{path}: {error}") from error
     paths = exact_paths(state, paths)
-    tensors, objects = {}, {}
+    stored: dict[str, StoredValue] = {}
     for key, value in values.items():
         place = tuple(paths[key])
         if is_located(value):
-            tensors[key] = locate(storage, place, value, (name, 0))
+            stored[key] = locate(storage, place, value, (name, 0))
         elif isinstance(value, torch.Tensor):
-            objects[key] = refused(path, place, f"is {_NOT_LOCATED}")
+            stored[key] = refused(path, place, f"is {_NOT_LOCATED}")
         elif tensors_in(value):
-            objects[key] = refused(path, place, f"is a {type(value).__name__} with tensors in it")
+            stored[key] = refused(path, place, f"is a {type(value).__name__} with tensors in it")
         else:
             stream = io.BytesIO()
             torch.save(value, stream)
-            objects[key] = StoredObject(key, place, len(stream.getvalue()), stream.getvalue)
-    return CheckpointView(path, "torch", tensors, objects)
+            stored[key] = StoredObject(key, place, len(stream.getvalue()), stream.getvalue)
+    return CheckpointView(path, "torch", stored)
 
 
 def locate(storage: Storage, path: Path, tensor: torch.Tensor, place: tuple[str, int]) -> StoredTensor:

@@ -20,7 +20,7 @@ from dcp_tensorizer import (
 from dcp_tensorizer._tools.formats.registry import FORMATS, open_checkpoint
 from dcp_tensorizer.convert import Options, convert
 
-from ...checkpoints import ODD, make_checkpoint, tensors_of
+from ...checkpoints import ODD, make_checkpoint, save_wrapper, tensors_of
 from ...support import ALL_DTYPES, filled, same
 
 SAFETENSORS_LACKS = {torch.complex32, torch.complex128}
@@ -129,6 +129,28 @@ def test_options_that_would_change_nothing_are_refused(tmp_path: Path, to: str, 
     with pytest.raises(ConversionError, match=re.escape(words)):
         convert(tmp_path / "a", tmp_path / "b.safetensors", to, options=options)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("to", ["dcp_tensorizer", "dcp", "torch"])
+def test_values_keep_their_order(tmp_path: Path, to: str) -> None:
+    """Tensors and other values stay as they were among each other, at every depth; so do those that are selected."""
+    model = {"w": torch.ones(2), "name": "m", "b": torch.zeros(1), "layers": [1, torch.ones(1)]}
+    torch.save({"step": 3, "model": model, "lr": 0.1, "z": torch.zeros(1), "a": 5}, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "b", to)
+    convert(tmp_path / "b", tmp_path / "c.pt", "torch")
+    assert str(torch.load(tmp_path / "c.pt")) == str(torch.load(tmp_path / "a.pt"))
+    options = Options(exclude=["model.w", "lr"], add_prefix="all.", dtype=torch.float64)
+    convert(tmp_path / "b", tmp_path / "d", to, options=options)
+    keys = ["step", "model.name", "model.b", "model.layers.0", "model.layers.1", "z", "a"]
+    assert list(open_checkpoint(tmp_path / "d", {}).paths) == [f"all.{key}" for key in keys]
+
+
+def test_a_tensor_of_a_subclass_is_refused(tmp_path: Path) -> None:
+    """Only its class can take it apart: the error names path and key."""
+    save_wrapper(tmp_path / "a", [b"one", b"two"])
+    with pytest.raises(ConversionError, match=r"/a: 'w' is a tensor of a subclass, .*, and cannot be converted: leave"):
+        convert(tmp_path / "a", tmp_path / "b", "dcp")
+    assert not (tmp_path / "b").exists()
 
 
 def test_no_code_is_run(tmp_path: Path) -> None:

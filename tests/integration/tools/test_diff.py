@@ -8,24 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
-from dcp_tensorizer._format.places import RankPlaces
-from dcp_tensorizer._saving.commit import commit
-from dcp_tensorizer._saving.file_planner import plan_files
-from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tools.diff import Change, Difference, diff
 from dcp_tensorizer._tools.formats.registry import open_checkpoint
-from dcp_tensorizer._writer_process.messages import TensorSource
-from dcp_tensorizer._writer_process.write_job import FileJob
 
-from ...checkpoints import ODD, make_checkpoint
+from ...checkpoints import ODD, make_checkpoint, save_wrapper
 from ...support import ALL_DTYPES, filled
 
 
@@ -112,23 +99,6 @@ def test_blocks_add_up(tmp_path: Path) -> None:
     b[0, 1, 2] -= 1
     (change,) = compare(tmp_path, {"x": a}, {"x": b}, block_bytes=24, elements_at_once=3).changed
     assert (change.elements, change.differing, change.largest) == (60, 2, 7.0)
-
-
-def save_wrapper(path: Path, chunks: list[bytes]) -> None:
-    """A tensor of a subclass, with two elements in each chunk."""
-    storage = open_storage(path)
-    storage.make_directory()
-    parts = []
-    for rank, content in enumerate(chunks):
-        source = TensorSource("w", "uint8", (len(content),), len(content), "wrapper")
-        files = plan_files([source], rank, "a" * 32)
-        job = FileJob(storage, files, lambda _, content=content: memoryview(content), sync=False, threads=1)  # type: ignore[misc]
-        ((item, nbytes),) = job.run().places().values()
-        parts.append(RankPlaces.of(rank, {("w", (2 * rank,)): item}, {item.file: nbytes}))
-    regions = [ChunkStorageMetadata(torch.Size([2 * rank]), torch.Size([2])) for rank in range(len(chunks))]
-    described = {"w": TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([2 * len(chunks)]), regions)}
-    metadata = Metadata(described, {"w": ("w",)}, storage_meta=StorageMeta(str(path), "a" * 32))
-    commit(storage, metadata, parts, rank=None, sync=False)
 
 
 def test_tensors_of_subclasses_differ_in_any_chunk(tmp_path: Path) -> None:

@@ -32,8 +32,9 @@ UNREADABLE: dict[str, Callable[[], object]] = {
 def test_what_cannot_be_read_can_be_left_out(tmp_path: Path, kind: str, to: str) -> None:
     """The error names the key and says so before anything is written; without the key, the rest is converted."""
     torch.save({"w": torch.arange(3.0), "bad": UNREADABLE[kind](), "n": 5}, tmp_path / "a.pt")
-    with pytest.raises(ConversionError, match=r"a\.pt: 'bad(\.0)?' is .*, and cannot be converted: leave it out"):
-        convert(tmp_path / "a.pt", tmp_path / "b", to)
+    for options in (Options(), Options(add_prefix="new.")):  # it is named as it is in the file
+        with pytest.raises(ConversionError, match=r"a\.pt: 'bad(\.0)?' is .*, and cannot be converted: leave it out"):
+            convert(tmp_path / "a.pt", tmp_path / "b", to, options=options)
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
     convert(tmp_path / "a.pt", tmp_path / "b", to, options=Options(exclude=["bad*"]))
     convert(tmp_path / "b", tmp_path / "c.pt", "torch")
