@@ -12,15 +12,23 @@ __all__ = ["Scrubber", "redact", "shown"]
 
 _SHORTEST_SECRET = 6  # shorter options occur in messages by chance
 _PUBLIC_OPTIONS = re.compile("endpoint|region")  # addresses of servers, which help the reader of a message
+# Whoever has such a value of a URL's query can use the URL. It ends before the punctuation of the sentence around it.
+_SIGNED = re.compile(r"([?&;](?:sig|[\w-]*(?:signature|token|credential))=)(?!\*\*\*)[^&\s'\"<>]+\b", re.IGNORECASE)
 
 
 def redact(text: str) -> str:
-    """``text`` without the ``user:password@`` of URLs, also if there are spaces in it.
+    """``text`` without the ``user:password@`` of URLs, and without the values that sign them, as in ``?sig=...``."""
+    return _without_signatures(_without_users(text))
 
-    Of SFTP's, a password that is not percent-encoded may have slashes.
-    """
+
+def _without_users(text: str) -> str:
+    """Also if there are spaces in a password. Of SFTP's, one that is not percent-encoded may have slashes."""
     text = re.sub(r"\b((?:sftp|ssh)://)[^\s/@]*:(?!\d+/)[^\s/@]*/\S*@", r"\1", text)
     return re.sub(r"([A-Za-z][A-Za-z0-9+.-]*://)[^/\n]*@", r"\1", text)
+
+
+def _without_signatures(text: str) -> str:
+    return _SIGNED.sub(r"\1***", text)
 
 
 class Scrubber:
@@ -30,10 +38,10 @@ class Scrubber:
         self._secrets = sorted(_possible_secrets(options or {}), key=len, reverse=True)
 
     def __call__(self, text: str) -> str:
-        text = redact(text)
-        for secret in self._secrets:
+        text = _without_users(text)
+        for secret in self._secrets:  # a signed URL among them goes as a whole, before its signature does
             text = text.replace(secret, "***")
-        return text
+        return _without_signatures(text)
 
 
 def shown(

@@ -35,6 +35,27 @@ def test_credentials_in_urls_are_removed(text: str, clean: str) -> None:
     assert redact(text) == clean
 
 
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("https://a/b?sv=1&sig=k%2Fx%3D&se=2: 403", "https://a/b?sv=1&sig=***&se=2: 403"),
+        ("url: /b?X-Amz-Signature=0a9f (Caused by x)", "url: /b?X-Amz-Signature=*** (Caused by x)"),
+        (
+            "'s3://b/a?X-Amz-Credential=AKIA/eu&X-Amz-Security-Token=Fw+/a=='",
+            "'s3://b/a?X-Amz-Credential=***&X-Amz-Security-Token=***=='",
+        ),
+        ("https://a/b?X-Goog-Signature=5c&access_token=e.y.J.", "https://a/b?X-Goog-Signature=***&access_token=***."),
+        ("<Url>https://a/b?x=1&amp;sig=abc</Url>", "<Url>https://a/b?x=1&amp;sig=***</Url>"),
+        ("https://a/b?TOKEN=abc\nhttps://a/c?design=d", "https://a/b?TOKEN=***\nhttps://a/c?design=d"),
+        ("https://a/b?sig=***/.metadata", "https://a/b?sig=***/.metadata"),
+        ("connect(token=token, sig=1) in /a?sign=2", "connect(token=token, sig=1) in /a?sign=2"),
+    ],
+)
+def test_signatures_of_urls_are_removed(text: str, clean: str) -> None:
+    """Values of a query that give access to whoever has them are removed, and no other values are."""
+    assert redact(text) == clean
+
+
 secret = st.text("abcdefghijklmnopqrstuvwxyz0123456789!@:+=-_.", min_size=1, max_size=20)
 
 
