@@ -64,11 +64,13 @@ class Retries:
 
     Attributes:
         timeout: Seconds after which there are no more attempts.
+        attempts: How many there are at most.
         first_wait: Seconds before the second attempt, at most. Each further wait is twice as long.
         clock, sleep: Of the `time` module, or a test's.
     """
 
     timeout: float
+    attempts: float = _ATTEMPTS
     first_wait: float = 0.2
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
@@ -106,8 +108,10 @@ class Retries:
         They end when another attempt at a silent server could last beyond the timeout.
         """
         end = self.clock() + self.timeout - patience_of(self.timeout)
-        for number in range(_ATTEMPTS - 1):
-            wait = min(_LONGEST_WAIT, self.first_wait * 2**number) * random.uniform(0.5, 1.0)
+        longest, made = self.first_wait, 1
+        while made < self.attempts:
+            wait = min(_LONGEST_WAIT, longest) * random.uniform(0.5, 1.0)
             if self.clock() + wait > end:
                 return
             yield wait
+            longest, made = 2 * longest, made + 1

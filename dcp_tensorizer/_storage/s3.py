@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -19,7 +20,8 @@ from .._threads import in_background, in_threads
 from ..errors import NotCommitted, ReadError
 from .base import FileIdentity, FileInfo, RangeReader, Sink, Storage, rest_of
 from .remote import RemoteStorage
-from .s3_client import NoSuchObject, receive, shared_client
+from .retry import is_transient
+from .s3_client import NoSuchObject, PastEnd, receive, shared_client
 
 __all__ = ["S3Storage"]
 
@@ -102,6 +104,8 @@ class S3Storage(RemoteStorage):
         condition = {} if replace else {"IfNoneMatch": "*"}
         with self._putting(name, data, is_new=not replace) as begin:
             begin()
+            # Not patiently: an attempt whose answer was lost may have put the object, and another job may have replaced
+            # it since. A late attempt would bring back a checkpoint whose files that job has removed.
             self.call("put_object", name, Body=data, **condition)
 
     def open(self, name: str) -> RangeReader:
@@ -139,12 +143,16 @@ class S3Storage(RemoteStorage):
         return self._client.call(operation, Bucket=self.bucket, Key=self._full(name), **arguments)
 
     def patiently(self, request: Callable[[], _T]) -> _T:
-        """The result of a request in the middle of a transfer, which botocore gives up after some seconds.
+        """The result of a request for a data file, repeated until the timeout: botocore gives up after some seconds.
 
         Six attempts are soon over where their random waits are short: of eight parts under way one would fail, and
-        the save with it, in half of all outages of 8 s. What the user says of ``retries`` holds as it is.
+        the save with it, in half of all outages of 8 s. What the user says of ``retries`` holds as it is: then only
+        bodies that break off are asked for again. A server that has never answered has a wrong address, most likely.
         """
-        return request() if self._client.retries_are_chosen else self.retries.call(request)
+        if self._client.retries_are_chosen:
+            return self.retries.call(request, lambda error: isinstance(error, _BrokenOff))
+        retries = dataclasses.replace(self.retries, attempts=math.inf)
+        return retries.call(request, lambda error: self._client.has_answered and is_transient(error))
 
     def send(self, operation: str, name: str, data: memoryview, **arguments: Any) -> Any:
         """`call` with a body."""
@@ -192,17 +200,17 @@ class _S3Reader(RangeReader):
         self._name = name
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
-        retries = self._storage.retries
-        waits = retries.waits()
         stop = offset + sum(buffer.nbytes for buffer in buffers)
-        while offset < stop:
+
+        def receive_rest() -> None:
+            nonlocal buffers, offset
             count = self._receive(buffers, offset, stop)
             buffers, offset = rest_of(buffers, count), offset + count
             if offset < stop:
-                wait = next(waits, None)
-                if wait is None:
-                    raise OSError("the connection broke off again and again")
-                retries.sleep(wait)
+                raise _BrokenOff("the connection broke off again and again")
+
+        if offset < stop:
+            self._storage.patiently(receive_rest)
 
     def read(self, most: int | None) -> bytes:
         """The whole object, or its first bytes."""
@@ -218,14 +226,18 @@ class _S3Reader(RangeReader):
     def _receive(self, buffers: Sequence[memoryview], offset: int, stop: int) -> int:
         """Requests a range once; returns how many of its bytes arrived."""
         wanted = f"bytes={offset}-{stop - 1}"
-        answer = self._storage.patiently(lambda: self._storage.call("get_object", self._name, Range=wanted))
+        answer = self._storage.call("get_object", self._name, Range=wanted)
         if offset and not str(answer.get("ContentRange", "")).startswith(f"bytes {offset}-"):
             answer["Body"].close()
             raise OSError("the server answers a request for a range with the whole object")
         count, sent = receive(answer, buffers), answer.get("ContentLength", stop - offset)
         if count == sent < stop - offset:
-            raise EOFError(f"the file ends {stop - offset - sent:,} bytes too early")
+            raise PastEnd(f"the file ends {stop - offset - sent:,} bytes too early")
         return count
+
+
+class _BrokenOff(ConnectionError):
+    """The connection was lost while a body came."""
 
 
 class _Body:
@@ -267,15 +279,24 @@ class _S3Sink(Sink):
         self._nbytes = nbytes
         self._parts: dict[int, dict[str, str]] = {}
         self._upload: Future[dict[str, Any]] | None = None
+        self._beginnings = 0
         self.part_bytes = max(_PART, -(-nbytes // _MOST_PARTS))
         if nbytes > self.part_bytes:
-            self._upload = in_background(functools.partial(storage.call, "create_multipart_upload", name))
+            self._upload = in_background(functools.partial(storage.patiently, self._begin))
+
+    def _begin(self) -> dict[str, Any]:
+        if not self._is_open:  # `_abort` waits for this
+            raise OSError("the file was given up before the server had answered")
+        self._beginnings += 1
+        answer: dict[str, Any] = self._storage.call("create_multipart_upload", self._name)
+        return answer
 
     def _put_part(self, number: int, data: memoryview) -> None:
+        storage = self._storage
         if self._upload is None:
-            self._storage.send("put_object", self._name, data)
+            storage.patiently(lambda: storage.send("put_object", self._name, data))
         else:
-            storage, part = self._storage, {"PartNumber": number + 1, **self._id()}
+            part = {"PartNumber": number + 1, **self._id()}
             answer = storage.patiently(lambda: storage.send("upload_part", self._name, data, **part))
             self._parts[number + 1] = storage.part(answer)
 
@@ -301,15 +322,17 @@ class _S3Sink(Sink):
 
     def _abort_others(self, upload: Future[dict[str, Any]]) -> None:
         """A retry may have begun a second upload: the lost answer named one that nobody else knows of."""
-        if upload.exception() or upload.result()["ResponseMetadata"].get("RetryAttempts", 0) > 0:
+        is_repeated = self._beginnings > 1 or upload.exception()
+        if is_repeated or upload.result()["ResponseMetadata"].get("RetryAttempts", 0) > 0:
             self._storage.abort_uploads(self._name)
 
     def _complete_upload(self) -> None:
         """Makes one object of the parts."""
         parts = [{"PartNumber": number, **part} for number, part in sorted(self._parts.items())]
+        whole = {"MultipartUpload": {"Parts": parts}, **self._id()}
         try:
-            self._storage.call("complete_multipart_upload", self._name, MultipartUpload={"Parts": parts}, **self._id())
+            self._storage.patiently(lambda: self._storage.call("complete_multipart_upload", self._name, **whole))
         except OSError:
-            # If an answer was lost, botocore asks again. Then the upload is gone: the first request completed it.
+            # If an answer was lost, the request is repeated. Then the upload is gone: the first request completed it.
             if self._storage.head(self._name) != self._nbytes:
                 raise

@@ -16,7 +16,7 @@ from isal.isal_zlib import crc32
 from .base import TAKEN
 from .retry import patience_of
 
-__all__ = ["NoSuchObject", "S3Client", "receive", "shared_client"]
+__all__ = ["NoSuchObject", "PastEnd", "S3Client", "receive", "shared_client"]
 
 # Defaults for the user's config_kwargs.
 _CONFIG: dict[str, Any] = {
@@ -68,6 +68,8 @@ class S3Client:
         }
         self.retries_are_chosen = "retries" in filesystem.config_kwargs
         """By the user."""
+        self.has_answered = False
+        """The server has, to any request."""
         self._lock = threading.Lock()
         self._botocore: Any = None
 
@@ -79,8 +81,11 @@ class S3Client:
         repeats = 0
         try:
             try:
-                return getattr(client, operation)(**arguments)
+                answer = getattr(client, operation)(**arguments)
+                self.has_answered = True
+                return answer
             except botocore.exceptions.ClientError as error:
+                self.has_answered = True
                 if _code(error) in _DENIED:
                     self._retire()
                 if _code(error) not in _EXPIRED:
@@ -226,14 +231,15 @@ def _translated(error: Any, arguments: Mapping[str, Any], repeats: int) -> OSErr
     if code in _MISSING:
         return NoSuchObject("it does not exist")
     if code in ("InvalidRange", "416"):
-        return _PastEnd("the file ends before that")
+        return PastEnd("the file ends before that")
     return PermissionError(said) if code in _DENIED and tries == 1 else _answered(error, said)
 
 
 def _is_of_connection(error: Exception) -> bool:
+    from botocore.exceptions import ConnectionError as NotConnected  # neither a Python error nor an HTTPClientError
     from botocore.exceptions import HTTPClientError, SSLError
 
-    return isinstance(error, HTTPClientError) and not isinstance(error, SSLError)
+    return isinstance(error, HTTPClientError | NotConnected) and not isinstance(error, SSLError)
 
 
 def _answered(error: Any, said: str) -> OSError:
@@ -251,5 +257,7 @@ class NoSuchObject(FileNotFoundError):
     """The object does not exist, though its bucket may."""
 
 
-class _PastEnd(OSError, EOFError):
-    """A range begins where the file has ended."""
+class PastEnd(OSError, EOFError):
+    """A range begins, or ends, where the file has ended. To ask again does not help."""
+
+    status = 416

@@ -5,6 +5,8 @@ The server is real. A proxy in front of it makes requests fail.
 
 from __future__ import annotations
 
+import dataclasses
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +20,7 @@ from dcp_tensorizer import ReadError, TensorizerStorageWriter, WriteError
 from dcp_tensorizer._format.layout import data_file_name
 from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer._storage.retry import patience_of
+from dcp_tensorizer._storage.retry import Retries, patience_of
 from dcp_tensorizer._storage.s3 import S3Storage
 from dcp_tensorizer.tools import verify
 
@@ -107,17 +109,70 @@ def test_a_read_goes_on_where_it_broke_off(storage: S3Storage, proxy: S3Proxy) -
     assert proxy.counts() == {"GetObject": 5}
 
 
-@pytest.mark.parametrize("fault", [Fault(503, "SlowDown"), Fault(cut=0)], ids=["slow down", "reset"])
+@pytest.mark.parametrize("operation", ["CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload", "PutObject"])
+@pytest.mark.parametrize(
+    "fault",
+    [Fault(503, "SlowDown"), Fault(cut=0), Fault(lose_answer=True)],
+    ids=["slow down", "reset", "lost answer"],
+)
 def test_an_outage_that_outlasts_botocore(
-    open_s3: Opener, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch, fault: Fault
+    open_s3: Opener, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch, operation: str, fault: Fault
 ) -> None:
-    """A part, and a read, that it has given up are asked for again, until the timeout is over."""
+    """A data file's request that it has given up is made again, and no upload is left, which the fixture checks."""
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # botocore's waits
     storage = open_s3()
-    proxy.rule = once("UploadPart", fault, times=15)
+    assert storage.head(NAME) is None
+    content = CONTENT if operation != "PutObject" else CONTENT[:1000]
+    proxy.rule = once(operation, fault, times=40)
+    put_file(storage, NAME, content)
+    assert storage.read(NAME) == content
+    if (operation, fault.lose_answer) != (
+        "CompleteMultipartUpload",
+        True,
+    ):  # the server has completed it the first time
+        assert proxy.counts()[operation] > 40
+
+
+def test_an_upload_given_up_in_an_outage(open_s3: Opener, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`abort` does not wait until the timeout for the upload's start, and what has begun of it is aborted."""
+    storage = open_s3()
+    assert storage.head(NAME) is None
+    is_tried, is_aborted = threading.Event(), threading.Event()
+
+    def sleep(seconds: float) -> None:  # botocore's waits, and those between its attempts
+        is_tried.set()
+        is_aborted.wait()
+
+    monkeypatch.setattr("time.sleep", sleep)
+    storage.retries = dataclasses.replace(storage.retries, sleep=sleep)
+    proxy.rule = once("CreateMultipartUpload", Fault(lose_answer=True), times=6)
+    sink = storage.create(NAME, len(CONTENT), sync=True)
+    is_tried.wait()
+    monkeypatch.setattr(sink, "_abort", lambda abort=sink._abort: (is_aborted.set(), abort()))
+    sink.abort()
+    assert proxy.counts()["CreateMultipartUpload"] == 6
+
+
+def test_a_server_that_has_never_answered(s3: S3Server, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its address is wrong, most likely: the first part fails after botocore's attempts, not at the timeout."""
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with s3_proxy(s3.endpoint) as proxy:
+        endpoint = proxy.endpoint
+    storage = open_storage(f"s3://{s3.bucket}/{prefix}", s3.options(endpoint))
+    sink = storage.create(NAME, len(CONTENT), sync=True)
+    with pytest.raises(ConnectionError, match=f"Could not connect to the endpoint URL.*{endpoint}"):
+        sink.put_part(0, on_a_page(CONTENT[: sink.part_bytes]))
+    sink.abort()
+
+
+def test_a_read_outlasts_bodies_that_break_off(open_s3: Opener, proxy: S3Proxy) -> None:
+    """It goes on until the timeout is over, however often that happens."""
+    storage = open_s3()
     put_file(storage, NAME, CONTENT)
-    proxy.rule = once("GetObject", Fault(503, "SlowDown"), times=15)
+    proxy.forget()
+    proxy.rule = once("GetObject", Fault(cut=1000), times=30)
     assert read_range(storage, NAME, len(CONTENT)) == CONTENT
+    assert proxy.counts() == {"GetObject": 31}
 
 
 def test_an_aborted_upload_whose_first_answer_was_lost(storage: S3Storage, proxy: S3Proxy) -> None:
@@ -255,8 +310,22 @@ def test_what_a_server_does_not_give_is_not_called_damaged(
 
 
 def test_a_connection_that_always_breaks_off_is_an_error(open_s3: Opener, proxy: S3Proxy) -> None:
-    """The sixth body that ends too early is the last."""
+    """Bodies that end too early are asked for again until the timeout is over."""
     storage = open_s3()
+    put_file(storage, NAME, CONTENT)
+    proxy.forget()
+    waits: list[float] = []
+    storage.retries = Retries(100.0, clock=lambda: sum(waits), sleep=waits.append)
+    proxy.rule = always("GetObject", Fault(cut=1000))
+    with pytest.raises(OSError, match="the connection broke off again and again"):
+        read_range(storage, NAME, len(CONTENT))
+    assert 80 <= sum(waits) <= 90
+    assert proxy.counts() == {"GetObject": len(waits) + 1}
+
+
+def test_bodies_that_break_off_where_retries_are_chosen(open_s3: Opener, proxy: S3Proxy) -> None:
+    """The sixth body that ends too early is the last."""
+    storage = open_s3(config_kwargs=FEW)
     put_file(storage, NAME, CONTENT)
     proxy.forget()
     proxy.rule = always("GetObject", Fault(cut=1000))

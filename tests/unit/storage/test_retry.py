@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -73,6 +74,16 @@ def test_attempts_are_bounded() -> None:
     with pytest.raises(ConnectionResetError, match="reset by peer"):
         Retries(600.0, first_wait=0.0).call(operation)
     assert len(attempts) == 6
+
+
+def test_attempts_that_only_the_timeout_ends() -> None:
+    """They go on every five to ten seconds, however many there are."""
+    clock = Clock()
+    operation, attempts = failing(10_000, ConnectionResetError("reset by peer"))
+    with pytest.raises(ConnectionResetError, match="reset by peer"):
+        Retries(20_000.0, attempts=math.inf, clock=clock, sleep=clock.sleep).call(operation)
+    assert 17_990 <= clock.now <= 18_000
+    assert 1_800 <= len(attempts) <= 3_610
 
 
 def test_waits_grow_and_are_bounded() -> None:

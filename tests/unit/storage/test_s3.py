@@ -1,13 +1,15 @@
-"""Answers of S3 servers that no real server of the tests gives."""
+"""Answers of S3 servers that no real server of the tests gives, and what is made of the errors of connections."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import botocore.exceptions
 import pytest
 
-from dcp_tensorizer._storage.retry import Retries
+from dcp_tensorizer._storage.retry import Retries, is_transient
 from dcp_tensorizer._storage.s3 import _S3Reader
+from dcp_tensorizer._storage.s3_client import PastEnd, _translated
 
 
 class Body:
@@ -37,3 +39,27 @@ def test_a_server_that_ignores_ranges_is_an_error() -> None:
     with pytest.raises(OSError, match="a request for a range with the whole object"):
         _S3Reader(storage, "x").read_into([memoryview(bytearray(10))], 5)
     assert storage.body.closed
+
+
+@pytest.mark.parametrize(
+    ("error", "transient"),
+    [
+        (botocore.exceptions.EndpointConnectionError(endpoint_url="http://h", error="refused"), True),
+        (botocore.exceptions.ConnectTimeoutError(endpoint_url="http://h"), True),
+        (botocore.exceptions.ReadTimeoutError(endpoint_url="http://h"), True),
+        (botocore.exceptions.ConnectionClosedError(endpoint_url="http://h"), True),
+        (botocore.exceptions.SSLError(endpoint_url="https://h", error="expired"), False),
+        (botocore.exceptions.NoCredentialsError(), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_connections_that_may_come_back(error: Exception, transient: bool) -> None:
+    """A server that refuses connections while it restarts is waited for, and a wrong certificate is not."""
+    translated = _translated(error, {}, 0)
+    assert is_transient(translated) == transient
+    assert str(translated).startswith(type(error).__name__)
+
+
+def test_the_end_of_a_file_is_final() -> None:
+    """To ask again would take as long as the timeout."""
+    assert not is_transient(PastEnd("the file ends before that"))
