@@ -203,9 +203,9 @@ class Storage(abc.ABC):
         return []
 
     def uploads(self) -> list[FileInfo]:
-        """Files that somebody has begun to write here and that no listing shows; raises `ReadError`.
+        """Files that somebody has begun to write here or below, and that no listing shows; raises `ReadError`.
 
-        `discard` removes them. Their size is given as 0, and ``modified`` says when they were begun.
+        By their paths from here, with size 0, and ``modified`` says when they were begun. `discard` there removes them.
         """
         return []
 

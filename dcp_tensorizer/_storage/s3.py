@@ -123,8 +123,7 @@ class S3Storage(RemoteStorage):
     def uploads(self) -> list[FileInfo]:
         with self._translated(ReadError, f"cannot list the uploads to {self.path}"):
             begun = [(upload["Key"], upload["Initiated"].timestamp()) for upload in self._uploads("")]
-        uploads = [FileInfo(key.removeprefix(self._full("")), 0, moment, moment) for key, moment in begun]
-        return [upload for upload in uploads if "/" not in upload.name]
+        return [FileInfo(key.removeprefix(self._full("")), 0, moment, moment) for key, moment in begun]
 
     def abort_uploads(self, name: str) -> None:
         """Aborts all uploads to a file, as far as the server lets us."""

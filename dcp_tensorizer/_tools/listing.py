@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .._format.index import is_index, looks_like_pickle
 from .._format.layout import (
@@ -160,19 +161,59 @@ def walk(storage: Storage) -> Folder:
     if isinstance(storage, LocalStorage):
         for folder in Path(storage.real_path).parents:
             around |= _local_saves(folder)
-    return _walk(storage, around)
+    return _walk(storage, around, _begun(storage))
 
 
-def _walk(storage: Storage, saves: Mapping[str, str]) -> Folder:
+class _Begun(NamedTuple):
+    """Data files that have been begun in and below a directory and that no listing shows, by their names below it.
+
+    A directory may hold nothing else, as when its first save was killed: no listing shows such a directory, either.
+    """
+
+    files: Sequence[FileInfo]
+    unknown: str = ""
+    """Why there may be others."""
+
+    def here(self, listed: Sequence[FileInfo]) -> list[FileInfo]:
+        """Those in the directory itself, but for others of its files, which may be committed: `discard` takes both."""
+        names = {file.name for file in listed}
+        return [file for file in self.files if "/" not in file.name and file.name not in names]
+
+    def below(self) -> dict[str, _Begun]:
+        """By subdirectory."""
+        found: dict[str, list[FileInfo]] = {}
+        for file in self.files:
+            folder, slash, rest = file.name.partition("/")
+            if folder and slash:
+                found.setdefault(folder, []).append(file._replace(name=rest))
+        return {folder: _Begun(files, self.unknown) for folder, files in found.items()}
+
+
+def _begun(storage: Storage) -> _Begun:
+    try:
+        return _Begun([file for file in storage.uploads() if is_data_file_name(posixpath.basename(file.name))])
+    except CheckpointError as error:
+        return _Begun((), f"what saves have left there cannot be told: {error}")
+
+
+def _walk(storage: Storage, saves: Mapping[str, str], begun: _Begun) -> Folder:
     """See `walk`; ``saves``: those in local folders around the directory, see `_local_saves`."""
-    files, names = storage.listing()
+    files: list[FileInfo] = []
+    names: list[str] = []
+    try:
+        files, names = storage.listing()
+    except NotCommitted:
+        if not begun.files:
+            raise
     if queue.FOLDER in names and isinstance(storage, LocalStorage):
         saves = {**saves, **_local_saves(Path(storage.location))}
-    folders = []
-    for name in names:
+    below, folders = begun.below(), []
+    for name in {**dict.fromkeys(names), **below}:
         with suppress(CheckpointError):  # a directory that went away, or is not ours to read
-            folders.append(_walk(storage.child(name), saves))
-    listed = _look_at(storage, files, saves) if any(is_ours(file.name) for file in files) else None
+            folders.append(_walk(storage.child(name), saves, below.get(name, _Begun((), begun.unknown))))
+    here = begun.here(files)
+    is_checkpoint = here or any(is_ours(file.name) for file in files)
+    listed = _look_at(storage, files, saves, here, begun.unknown) if is_checkpoint else None
     return Folder(storage, _name(storage), tuple(files), tuple(folders), listed)
 
 
@@ -184,18 +225,20 @@ def _local_saves(folder: Path) -> dict[str, str]:
     return {entry.id: entry.state for entry in queue.Queue(folder).entries()}
 
 
-def _look_at(storage: Storage, files: list[FileInfo], saves: Mapping[str, str]) -> Listed:
+def _look_at(
+    storage: Storage, files: list[FileInfo], saves: Mapping[str, str], begun: Sequence[FileInfo], unseen: str
+) -> Listed:
     left, dead, unknown = _leftovers(storage, files, saves)
     listed = Listed(
         storage,
         storage.path,
         _uncommitted(files, saves),
         step_of(_name(storage)),
-        _last_written(files),
+        _last_written(files or begun),
         tuple(files),
-        leftovers=left,
+        leftovers=(*begun, *left),
         dead=dead,
-        unknown=unknown,
+        unknown=unknown or unseen,
     )
     try:
         parts = read_parts(storage)
@@ -243,15 +286,14 @@ def _leftovers(
 ) -> tuple[tuple[FileInfo, ...], tuple[FileInfo, ...], str]:
     """See `Listed`: its leftovers, in the order in which they can be removed, the dead ones, and what is unknown."""
     by_name = {file.name: file for file in files}
-    left, dead, begun = list[FileInfo](), list[FileInfo](), list[FileInfo]()
+    left, dead = list[FileInfo](), list[FileInfo]()
     unknown = ""
     try:
         left = [by_name[name] for name in leftovers(storage, list(by_name)) if save_id_in(name) not in saves]
         dead = [by_name[name] for name in dead_files(storage, list(by_name)) if save_id_in(name) not in saves]
-        begun = [file for file in storage.uploads() if is_data_file_name(file.name)]
     except CheckpointError as error:
         unknown = f"what saves have left there cannot be told: {error}"
-    return (*begun, *left), tuple(dead), unknown
+    return tuple(left), tuple(dead), unknown
 
 
 def _name(storage: Storage) -> str:

@@ -263,7 +263,7 @@ def test_a_session_of_the_users_goes_through_s3fs(s3: S3Server, prefix: str) -> 
 
 
 def test_uploads_are_listed(storage: S3Storage, s3: S3Server, prefix: str) -> None:
-    """The list has those of this directory and when they began, from several answers."""
+    """The list has those of this directory and below, and when they began, from several answers."""
     storage.uploads_per_page = 1
     names = [data_file_name(rank, 0, "b" * 32) for rank in range(3)]
     child = storage.child("step-1")
@@ -271,11 +271,11 @@ def test_uploads_are_listed(storage: S3Storage, s3: S3Server, prefix: str) -> No
     for sink in begun:
         sink.put_part(0, on_a_page(CONTENT[: sink.part_bytes]))  # which waits until the upload is under way
     uploads = storage.uploads()
-    assert sorted(file.name for file in uploads) == names
+    assert sorted(file.name for file in uploads) == sorted([*names, *(f"step-1/{name}" for name in names)])
     assert all(file.modified is not None and abs(file.modified - time.time()) < 60 for file in uploads)
     storage.discard(*names)
-    assert storage.uploads() == []
-    assert len(child.uploads()) == 3
+    assert sorted(file.name for file in storage.uploads()) == [f"step-1/{name}" for name in names]
+    assert sorted(file.name for file in child.uploads()) == names
     for sink in begun:
         sink.abort()
     assert child.uploads() == []

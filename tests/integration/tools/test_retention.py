@@ -7,6 +7,7 @@ import shutil
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -57,8 +58,10 @@ def leave(folder: Path, age: float = 0, *, recorded: bool = True) -> Path:
     return folder / LEFTOVER
 
 
-def run(path: Path | str, keep: int | None = None, older_than: float | None = None) -> list[Removal]:
-    return [collect(removal) for removal in plan_collection(open_storage(path), keep, older_than)]
+def run(
+    path: Path | str, keep: int | None = None, older_than: float | None = None, options: dict[str, Any] | None = None
+) -> list[Removal]:
+    return [collect(removal) for removal in plan_collection(open_storage(path, options), keep, older_than)]
 
 
 def names(path: Path) -> set[str]:
@@ -308,6 +311,45 @@ def test_uploads_of_dead_saves_are_aborted(s3: S3Server) -> None:
     assert collect(removal).kept == ""
     assert storage.uploads() == []
     assert find(open_storage(url, s3.options()))[0].state == "committed"
+
+
+@pytest.mark.parametrize("top", ["", "/run", "/run/step-1"])
+def test_a_first_save_that_was_killed(s3: S3Server, top: str) -> None:
+    """It has left uploads and no object, so that no listing shows its directory: it is found from each one above."""
+    url = f"s3://{s3.bucket}/{uuid.uuid4().hex}"
+    storage = open_storage(f"{url}/run/step-1", s3.options())
+    other = open_storage(f"{url}/run", s3.options())
+    begun = (storage, LEFTOVER), (other, "of-somebody-else")
+    sinks = [where.create(name, 100 << 20, sync=True) for where, name in begun]
+    for sink in sinks:
+        sink.put_part(0, on_a_page(bytes(sink.part_bytes)))
+    with s3_proxy(s3.endpoint) as proxy:
+        (listed,) = find(open_storage(f"{url}{top}", s3.options(proxy.endpoint)))
+        assert proxy.counts()["ListMultipartUploads"] == 1
+    assert (listed.path, listed.state, listed.step) == (f"{url}/run/step-1", "unfinished", 1)
+    assert ([file.name for file in listed.leftovers], listed.nbytes, listed.unknown) == ([LEFTOVER], 0, "")
+    assert listed.saved is not None and abs(listed.saved - time.time()) < 60
+    (removal,) = run(f"{url}{top}", older_than=3600.0, options=s3.options())
+    assert "a save or a copy may be under way" in removal.kept
+    (removal,) = run(f"{url}{top}", older_than=0.0, options=s3.options())
+    assert ([file.name for file in removal.files], removal.kept) == ([LEFTOVER], "")
+    assert [file.name for file in other.uploads()] == ["of-somebody-else"]
+    sinks[1].abort()
+    with pytest.raises(NotCommitted, match=f"there is nothing at {url}{top}"):
+        find(open_storage(f"{url}{top}", s3.options()))
+
+
+def test_an_upload_to_a_committed_file(s3: S3Server) -> None:
+    """A lost answer has left it: to collect it would take the file with it."""
+    url = f"s3://{s3.bucket}/{uuid.uuid4().hex}"
+    make_checkpoint(f"{url}/step-1", {"w": torch.ones(3)}, options=s3.options())
+    storage = open_storage(f"{url}/step-1", s3.options())
+    (name,) = (file.name for file in storage.listing()[0] if file.name != metadata_file_name())
+    sink = storage.create(name, 100 << 20, sync=True)
+    sink.put_part(0, on_a_page(bytes(sink.part_bytes)))
+    assert run(url, older_than=0.0, options=s3.options()) == []
+    assert [(one.state, one.leftovers) for one in find(open_storage(url, s3.options()))] == [("committed", ())]
+    sink.abort()
 
 
 def test_uploads_that_cannot_be_listed(s3: S3Server) -> None:
