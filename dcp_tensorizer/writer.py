@@ -101,7 +101,7 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
         ValueError: an argument has a value that is not allowed, or two of them exclude each other: ``encryption`` and
             ``sha256``; ``local`` and ``reuse_unchanged`` or ``survive``; ``survive`` and ``staging="shared"`` or
             ``cache_staged_state_dict=False``; ``local`` without a path.
-        WriteError: there is a key, and no libsodium; or the path is relative, and there is no working directory.
+        WriteError: there is a key, and no libsodium; or the path is only read (http), or has no working directory.
     """
 
     _synchronize_after_execute = False

@@ -11,6 +11,7 @@ from .._arguments import check_choice, check_count, check_storage_options, check
 from .._format.encoder import BUFFER_BYTES
 from .._format.encryption import encryption_cipher
 from .._storage.base import TIMEOUT
+from .._storage.urls import check_writable
 from .._threads import cores
 from .._tiers.target import Target, target_of
 from .._writer_process.messages import WriteOptions
@@ -112,8 +113,10 @@ def check_options(
     Raises:
         TypeError: an argument is of a wrong type.
         ValueError: an argument has a value that is not allowed, or two of them exclude each other.
-        WriteError: there is a key, and no libsodium.
+        WriteError: there is a key, and no libsodium; or nothing can be written to the path.
     """
+    if path is not None:
+        check_writable(os.fspath(path))
     check_choice("staging", staging, get_args(Staging))
     check_thread_count(thread_count)
     check_storage_options(storage_options)

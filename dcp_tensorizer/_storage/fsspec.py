@@ -17,6 +17,7 @@ from .redact import Scrubber
 from .retry import patience_of
 from .s3 import S3Storage
 from .stream import StreamStorage
+from .urls import protocols_of
 
 __all__ = ["is_known", "open_url"]
 
@@ -56,13 +57,8 @@ def open_url(url: str, options: Mapping[str, Any], timeout: float) -> Storage | 
 def is_known(url: str) -> bool:
     """Whether fsspec knows the protocols of a URL: one, or several that are chained by ``::``."""
     import fsspec
-    from fsspec.core import split_protocol
 
-    parts = url.split("::")
-    # As fsspec has it: in a chain, a word is a protocol; and a single letter is a drive of Windows, never a protocol.
-    found = [part if re.fullmatch("[a-z]{2,}", part) and len(parts) > 1 else split_protocol(part)[0] for part in parts]
-    known = {*fsspec.available_protocols(), *fsspec.registry}
-    return all(protocol is None or protocol in known for protocol in found)
+    return {*fsspec.available_protocols(), *fsspec.registry}.issuperset(protocols_of(url))
 
 
 def _open(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: float) -> Storage | Path:

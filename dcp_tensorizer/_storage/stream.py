@@ -14,6 +14,7 @@ from ..errors import NotCommitted, ReadError, WriteError
 from .base import TAKEN, FileInfo, RangeReader, Sink
 from .remote import Ranges, RemoteStorage
 from .retry import is_transient
+from .urls import check_writable, is_in_process
 
 __all__ = ["StreamStorage"]
 
@@ -43,7 +44,7 @@ class StreamStorage(RemoteStorage):
         protocol = filesystem.protocol
         self.filesystem = filesystem
         protocols = {protocol} if isinstance(protocol, str) else set(protocol)
-        self.in_process = "memory" in protocols
+        self.in_process = is_in_process(url)
         self._turn: AbstractContextManager[Any] = nullcontext()
         if not type(filesystem).async_impl and protocols.isdisjoint(_FOR_THREADS):
             self._turn = threading.RLock()
@@ -62,10 +63,12 @@ class StreamStorage(RemoteStorage):
         return files, [name for name, entry in named if entry["type"] == "directory"]
 
     def make_directory(self) -> None:
+        check_writable(self.location)
         with self._translated(WriteError, f"cannot create {self.path}"):
             self._call("makedirs", self._root, exist_ok=True)
 
     def create(self, name: str, nbytes: int, *, sync: bool) -> Sink:
+        check_writable(self.location)
         return _StreamSink(self.filesystem, self._full(name), self._turn)
 
     def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True, save_id: str = "") -> None:

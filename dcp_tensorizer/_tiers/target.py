@@ -11,6 +11,7 @@ from typing import Any
 from .._storage.base import TIMEOUT, Storage
 from .._storage.open import absolute_path, open_storage
 from .._storage.redact import redact
+from .._storage.urls import is_in_process
 
 __all__ = ["Target", "below", "place_of", "target_of"]
 
@@ -39,7 +40,7 @@ class Target:
     @property
     def is_in_process(self) -> bool:
         """Whether the remote is the memory of one process, which no other can reach."""
-        return any(part.partition("://")[0] == "memory" for part in self.remote.split("::"))
+        return is_in_process(self.remote)
 
     def open(self, place: str = "") -> Storage:
         """The remote storage of a place; raises `WriteError`."""

@@ -409,6 +409,23 @@ def test_memory_urls_are_written_in_this_process():
     assert loaded("memory://unit/checkpoint") == (6.0, 6)
 
 
+def test_memory_of_this_process_behind_a_cache():
+    """It is no other process's memory, either: this process saves there what was staged."""
+    url = "simplecache::memory://unit/cached"
+    with TensorizerStorageWriter(url) as writer:
+        dcp.async_save(state_of(7), storage_writer=writer).result()
+    assert loaded(url) == (7.0, 7)
+
+
+def test_a_url_that_is_only_read():
+    """The writer says so before anything is staged; for a checkpoint_id of a save, that save does."""
+    with pytest.raises(WriteError, match="nothing can be written to http://host/run, because http is only read"):
+        TensorizerStorageWriter("http://host/run")
+    with TensorizerStorageWriter() as writer, pytest.raises(CheckpointException) as caught:
+        dcp.async_save(state_of(1), storage_writer=writer, checkpoint_id="https://host/run").result()
+    assert str(cause(caught)).startswith("nothing can be written to https://host/run, because https is only read")
+
+
 def test_without_a_cache_a_save_keeps_no_memory(tmp_path):
     """The buffer goes with the save, not with the next one; in the writer process too."""
     before = memory_files()

@@ -1,0 +1,63 @@
+"""The text of a URL says where it leads."""
+
+from __future__ import annotations
+
+import pytest
+
+from dcp_tensorizer import WriteError
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._storage.urls import check_writable, is_in_process, protocols_of
+
+
+@pytest.mark.parametrize(
+    ("url", "protocols"),
+    [
+        ("/data/run", []),
+        ("run", []),
+        ("c://run", []),
+        ("s3://bucket/memory", ["s3"]),
+        ("memory://run", ["memory"]),
+        ("simplecache::memory://run", ["simplecache", "memory"]),
+        ("dir://a::simplecache::s3+x://b", ["simplecache", "dir", "s3+x"]),
+        ("zip://a.zip::/data/b", ["zip"]),
+    ],
+)
+def test_protocols(url: str, protocols: list[str]) -> None:
+    """Each of a chain counts, and paths have none."""
+    assert protocols_of(url) == protocols
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("memory://run", True),
+        ("simplecache::memory://run", True),
+        ("dir::memory://run", True),
+        ("s3://memory/run", False),
+        ("simplecache::file:///memory/run", False),
+    ],
+)
+def test_what_is_in_process(url: str, expected: bool) -> None:
+    """A cache in front of one process's memory makes it no other process's."""
+    assert is_in_process(url) == expected
+    if "s3" not in url:
+        assert open_storage(url).in_process == expected
+
+
+@pytest.mark.parametrize("url", ["/http://run", "s3://http/run", "memory://run", "sftp://h/https"])
+def test_what_can_be_written(url: str) -> None:
+    """Only the protocol counts."""
+    check_writable(url)
+
+
+@pytest.mark.parametrize("url", ["http://u:hunter2@h/run", "simplecache::https://h/run?sig=hunter2"])
+def test_what_is_only_read(url: str) -> None:
+    """The error names the URL without credentials, and says what to do; the storage raises it as well."""
+    storage = open_storage(url)
+    calls = [lambda: check_writable(url), storage.make_directory, lambda: storage.create("x", 1, sync=True)]
+    for call in calls:
+        with pytest.raises(
+            WriteError, match=r"nothing can be written to .*https?://h/run.*: save to a local"
+        ) as caught:
+            call()
+        assert "hunter2" not in str(caught.value)
