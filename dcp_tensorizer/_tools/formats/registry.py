@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -107,7 +109,7 @@ def _locate(path: str | os.PathLike[str], options: Mapping[str, Any], expected_f
     storage, name = open_storage(text, options), ""
     actual = _directory_format(storage)
     if actual is None:
-        storage, name = beside(text, options)
+        storage, name = beside(re.sub("(?<=[^:/])/+$", "", text), options)
         actual = _file_format(storage, name)
     if expected_format not in (None, actual):
         raise ConversionError(f"{redact(text)} is of the format {actual}, and not {expected_format}")
@@ -157,19 +159,27 @@ def _directory_format(storage: Storage) -> str | None:
 def _file_format(storage: Storage, name: str) -> str:
     path = f"{storage.path}/{name}"
     nbytes = storage.head(name)
-    if nbytes is None:
-        raise NotCommitted(f"{path} does not exist, or holds no checkpoint")
     try:
+        if nbytes is None:
+            raise NotCommitted(f"{path} does not exist, or holds no checkpoint")
         with open_file(storage, name) as reader:
             head = read_range(reader, 0, min(9, nbytes))
-    except ReadError as error:
-        if isinstance(error.__cause__, IsADirectoryError):
-            hint = where_below(storage.child(name))
-            raise NotCommitted(f"{path} holds no checkpoint of a known format ({', '.join(FORMATS)}).{hint}") from error
-        raise
+    except (NotCommitted, ReadError) as error:
+        if not _is_directory(storage, name):
+            raise
+        hint = where_below(storage.child(name)) or " Name a checkpoint itself: the directory or the file of one save."
+        raise NotCommitted(f"{path} holds no checkpoint of a known format ({', '.join(FORMATS)}).{hint}") from error
     for first_bytes, name_of_format in _FIRST_BYTES.items():
         if head.startswith(first_bytes):
             return name_of_format
     if head[8:] == b"{":
         return "safetensors"
     raise ConversionError(f"{path} is of none of the formats {', '.join(FORMATS)}")
+
+
+def _is_directory(storage: Storage, name: str) -> bool:
+    """Whether a name is a directory's: servers do not say so when it is read as a file's."""
+    with suppress(CheckpointError):
+        files, folders = storage.child(name).listing()
+        return bool(folders) or [file.name for file in files] != [name]  # fsspec lists a file as itself
+    return False

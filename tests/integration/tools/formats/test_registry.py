@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,12 @@ from dcp_tensorizer import (
     ConversionError,
     NotCommitted,
 )
+from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer.convert import convert
+from dcp_tensorizer.tools import report
+
+from ....checkpoints import make_checkpoint
+from ....servers import S3Server, SftpServer
 
 
 def header(described: Any) -> bytes:
@@ -62,6 +68,26 @@ def test_nothing_there(tmp_path: Path) -> None:
     for path in ("nowhere", "folder"):
         with pytest.raises(NotCommitted, match=path):
             convert(tmp_path / path, tmp_path / "out", "torch")
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_a_directory_above_checkpoints(tmp_path: Path, s3: S3Server, sftp: SftpServer, slash: str) -> None:
+    """On a server, too, the error says which checkpoints there are, or which path to give."""
+    name = uuid.uuid4().hex
+    places: dict[str, dict[str, Any]] = {f"memory://{name}": {}, f"s3://{s3.bucket}/{name}": s3.options()}
+    for url, options in (places | {f"sftp://127.0.0.1/{name}": sftp.options()}).items():
+        make_checkpoint(f"{url}/run/step-1", {"w": torch.ones(3)}, options=options)
+        with pytest.raises(NotCommitted, match=f"{url}/run holds no checkpoint of .* checkpoints below it: step-1"):
+            report([f"{url}/run{slash}"], tmp_path / "out", storage_options=options)
+        with pytest.raises(NotCommitted, match=f"{url}/gone does not exist, or holds no checkpoint$"):
+            report([f"{url}/gone{slash}"], tmp_path / "out", storage_options=options)
+        other = open_storage(f"{url}/other", options)
+        other.make_directory()
+        other.put("notes", b"text that is of no format", sync=True)
+        with pytest.raises(NotCommitted, match=f"{url}/other holds no checkpoint .* Name a checkpoint itself: the dir"):
+            report([f"{url}/other{slash}"], tmp_path / "out", storage_options=options)
+        with pytest.raises(ConversionError, match=f"{url}/other/notes is of none of the formats"):
+            report([f"{url}/other/notes"], tmp_path / "out", storage_options=options)
 
 
 def test_what_ranks_have_saved_by_torch_for_themselves(tmp_path: Path) -> None:
