@@ -256,6 +256,9 @@ class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
     ) -> dict[str, Any]:
         """Loads the model and the optimizers of a state, and sets its other values. A collective.
 
+        A value with ``load_state_dict``, such as a scheduler, is given what it had saved. Without ``strict`` what the
+        checkpoint lacks of the model, and of the other values, stays as it is.
+
         Returns:
             What else was saved.
 
@@ -271,7 +274,9 @@ class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
         model = _model_of(state)
         meta = _load(path, model, optimizers, strict, weights_only)
         for key in state.keys() - optimizers.keys() - {model[0]}:
-            if key in meta:
+            if key in meta and isinstance(state[key], Stateful):
+                state[key].load_state_dict(meta.pop(key))
+            elif key in meta:
                 state[key] = meta.pop(key)
             elif strict:
                 raise KeyError(f"{path} has no {key!r}, which the state asks for: leave it out, or pass strict=False")
@@ -321,13 +326,18 @@ def _load(
     strict: bool,
     weights_only: bool | None,
 ) -> dict[str, Any]:
-    """Loads a model, which has a key, and its optimizers by key; returns what else there is."""
+    """Loads a model, which has a key, and its optimizers by key; returns what else there is.
+
+    All are checked before any changes. Without ``strict`` the model is for itself: it may lack keys.
+    """
     meta: dict[str, Any] = {_META_KEY: b""}
     load(meta, storage_reader=open_reader(path), planner=LoadPlanner(allow_partial_load=True))
     key, module = model
     state: dict[str, Any] = {key: get_model_state_dict(module)}
     state |= {name: get_optimizer_state_dict(module, optimizer) for name, optimizer in optimizers.items()}
-    load(state, storage_reader=open_reader(path), planner=LoadPlanner())
+    for part in [state] if strict else [{name: state[name]} for name in (*optimizers, key)]:
+        load(part, storage_reader=open_reader(path), planner=LoadPlanner(allow_partial_load=not strict and key in part))
+        state |= part
     module.load_state_dict(state[key], strict=strict)
     for name, optimizer in optimizers.items():
         set_optimizer_state_dict(module, optimizer, state[name])

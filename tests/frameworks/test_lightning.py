@@ -241,6 +241,41 @@ def test_a_killed_fabric_resumes_on_other_numbers_of_ranks(tmp_path):
         assert run_job(world, _resume_fabric, world, tmp_path / "last") == [(3, {"note": "extra"}, saved)] * world
 
 
+def _resume_with_others(rank, path):
+    """A scheduler, and a model with a layer more than was saved."""
+    del rank
+    fabric, model, optimizer = _fabric(1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for _ in range(3):
+        _steps(fabric, model, optimizer, 1)
+        scheduler.step()
+    fabric.save(path, {"model": model, "scheduler": scheduler})
+    fabric.strategy.wait_for_save()
+    saved = digests(model.module.state_dict())
+
+    fabric, _, _ = _fabric(1)
+    model = fabric.setup_module(_layers().append(nn.Linear(8, 8)))
+    fresh = digests(model.module.state_dict())
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.1))
+    state = {"model": model, "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2)}
+    resumed = state["scheduler"]
+    with pytest.raises(CheckpointException, match=r"model\.3\.weight"):
+        fabric.load(path, state)
+    assert digests(model.module.state_dict()) == fresh
+    with pytest.raises(CheckpointException, match="Missing key"):  # only the model may lack keys
+        fabric.load(path, {**state, "optimizer": optimizer}, strict=False)
+    assert digests(model.module.state_dict()) == fresh
+    fabric.load(path, state, strict=False)
+    assert state["scheduler"] is resumed
+    assert resumed.state_dict() == scheduler.state_dict()
+    assert digests(model.module.state_dict()) == {**fresh, **saved}
+
+
+def test_fabric_loads_a_scheduler_and_not_strictly(tmp_path):
+    """A scheduler is given its state, and not replaced by it; with `strict=False` a new layer stays as it is."""
+    run_job(1, _resume_with_others, tmp_path / "saved")
+
+
 def _train_batch_norm(rank, path, kind):
     """A save whose copy has no memory before somebody waits for it, and a forward pass after it."""
     del rank
