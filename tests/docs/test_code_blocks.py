@@ -32,6 +32,7 @@ NOT_RUN = {
         "needs Accelerate, and a checkpoint of a model",
         "needs transformers and several ranks",
         "needs transformers and several ranks",
+        "needs transformers and several ranks",
         "needs Lightning and several ranks",
         "needs Lightning and several ranks",
         "needs torchtitan and a GPU",

@@ -83,8 +83,12 @@ def test_a_killed_trainer_resumes_on_other_numbers_of_ranks(tmp_path):
     assert sorted(path.name for path in out.iterdir()) == ["checkpoint-2", "checkpoint-3"]
     assert is_ours(out / "checkpoint-3" / "pytorch_model_fsdp_0")
     assert is_ours(out / "checkpoint-3" / "optimizer_0")
+    (out / "checkpoint-4" / "pytorch_model_fsdp_0").mkdir(parents=True)  # as a job that is killed in a save leaves it
+    whole = out.glob("checkpoint-*/trainer_state.json")
+    newest = max((path.parent for path in whole), key=lambda path: int(path.name.split("-")[1]), default=None)
+    assert newest == out / "checkpoint-3"
     for world, name in ((1, "one"), (3, "three")):
-        assert run_job(world, _train, tmp_path / name, None, str(out / "checkpoint-3")) == [saved] * world
+        assert run_job(world, _train, tmp_path / name, None, str(newest)) == [saved] * world
 
 
 def _train_a_pretrained_model(rank, folder):
