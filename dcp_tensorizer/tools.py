@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._format.encryption import check_decryption
 from ._storage.base import Storage
+from ._storage.local import LocalStorage
 from ._storage.open import open_storage
 from ._survival.orphans import KeptInfo, list_kept
 from ._tools import diff as _diff
@@ -205,7 +206,7 @@ def verify(
         NotCommitted: there is no checkpoint.
         UnsupportedFormat: it is of another format, or of a newer version.
         MetadataError: its metadata is damaged, so that there is nothing to compare with.
-        ReadError: its metadata cannot be read; or it was replaced or removed while it was verified.
+        ReadError: it cannot be read, which says nothing of damage; or it was replaced or removed while it was verified.
     """
     storage = open_storage(checkpoint, storage_options)
     return _verify.verify(storage, _read_parts(storage), full=full, progress=on_progress)
@@ -221,6 +222,8 @@ def diff(
 ) -> Difference:
     """How two checkpoints differ, of any of the formats that `convert` reads and however they are sharded.
 
+    Tensors in the same chunks with the same stored digests are the same, and are not read: `verify` finds damage.
+
     Args:
         before, after: The checkpoints.
         storage_options: Passed to the fsspec filesystems of URLs.
@@ -234,7 +237,7 @@ def diff(
     """
     if encryption is not None:
         check_decryption(encryption)
-    old, new = open_all((before, after), storage_options or {}, encryption)
+    old, new = open_all((before, after), storage_options or {}, encryption, look_at_files=True)
     return _diff.diff(old, new, on_progress)
 
 
@@ -321,7 +324,9 @@ def _read_parts(storage: Storage) -> dict[int | None, Metadata]:
     try:
         return read_parts(storage)
     except NotCommitted as error:
-        raise NotCommitted(f"{error}{listing.where_below(storage)}") from None
+        is_file = isinstance(storage, LocalStorage) and os.path.isfile(storage.real_path)
+        hint = " It is a file: only convert, diff and report read files." if is_file else listing.where_below(storage)
+        raise NotCommitted(f"{error}{hint}") from None
 
 
 def _info(listed: listing.Listed) -> CheckpointInfo:

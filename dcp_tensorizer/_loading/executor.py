@@ -290,9 +290,12 @@ class _Executor:
 
 
 def _advice(error: Exception) -> str:
-    """What to do about an error. Whoever reads has looked before that the files are there."""
+    """What to do about an error. A load has looked before that the files are there, and a tool has not."""
     if isinstance(error, FileNotFoundError) or getattr(error, "errno", None) == errno.ESTALE:
-        return ". The checkpoint was overwritten or removed while it was read: load it again, or another one."
+        return (
+            ". The checkpoint is damaged, or was overwritten or removed while it was read: load it again, or another "
+            "one."
+        )
     return ""
 
 

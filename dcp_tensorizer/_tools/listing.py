@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import posixpath
 import re
@@ -32,6 +33,8 @@ from .stored_values import view_checkpoint
 __all__ = ["Folder", "Listed", "State", "find", "step_of", "walk", "where_below"]
 
 State = Literal["committed", "unfinished", "unflushed", "flushed", "incomplete", "torch", "unreadable"]
+
+logger = logging.getLogger("dcp_tensorizer")
 
 _NUMBER = re.compile(r"\d+")
 _TRAILER = 24  # bytes at the end that tell a pickle of ours from torch's
@@ -209,8 +212,12 @@ def _walk(storage: Storage, saves: Mapping[str, str], begun: _Begun) -> Folder:
         saves = {**saves, **_local_saves(Path(storage.location))}
     below, folders = begun.below(), []
     for name in {**dict.fromkeys(names), **below}:
-        with suppress(CheckpointError):  # a directory that went away, or is not ours to read
+        try:
             folders.append(_walk(storage.child(name), saves, below.get(name, _Begun((), begun.unknown))))
+        except NotCommitted:
+            pass  # it went away
+        except CheckpointError as error:  # it is not ours to read, and others are
+            logger.warning("what is below it is not listed: %s", error)
     here = begun.here(files)
     is_checkpoint = here or any(is_ours(file.name) for file in files)
     listed = _look_at(storage, files, saves, here, begun.unknown) if is_checkpoint else None

@@ -8,6 +8,7 @@ nothing that a load can ask for.
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ _READ = 8 << 20
 _MAX_READERS = 16  # each with a buffer of that size
 _PAGE = 4096
 _MAX_NAMED = 3  # keys that are lost with a file
+_OF_THIS_PROCESS = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +91,8 @@ def verify(
         progress: Called with the bytes that are done and the bytes in all, by one thread at a time.
 
     Raises:
-        ReadError: the checkpoint was replaced or removed meanwhile, or a server does not give it: whether it is damaged
-            nobody knows then.
+        ReadError: the checkpoint was replaced or removed meanwhile, or a server does not give it, or this process may
+            not read it: whether it is damaged nobody knows then.
     """
     started = time.monotonic()
     files = {name: (nbytes, part) for part in parts.values() for name, nbytes in part.storage_data["files"].items()}
@@ -150,8 +152,14 @@ def _count(number: int, what: str) -> str:
 
 
 def _is_damage(storage: Storage, error: Exception) -> bool:
-    """Whether what cannot be read is damaged. A server may be overloaded, or refuse; what a disk refuses is lost."""
-    return isinstance(error, EOFError | FileNotFoundError) or not isinstance(storage, RemoteStorage)
+    """Whether what cannot be read is damaged. A server may be overloaded, or refuse; what a disk refuses is lost.
+
+    Not so where this process may not read, or has no means to.
+    """
+    if isinstance(storage, RemoteStorage):
+        return isinstance(error, EOFError | FileNotFoundError)
+    cause = error.__cause__ if isinstance(error, CheckpointError) else error
+    return not (isinstance(cause, OSError) and cause.errno in _OF_THIS_PROCESS)
 
 
 def _size(storage: Storage, name: str) -> int | str:

@@ -124,7 +124,7 @@ def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], o
         except CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
             if isinstance(cause, CheckpointError):
-                raise cause from None
+                raise cause from cause.__cause__  # which tells whether it is damage
             raise WriteError(f"cannot write {shown_path(path)} in torch's own format: {cause}") from error
 
 

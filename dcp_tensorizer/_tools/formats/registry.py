@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._format.index import is_index, looks_like_pickle
 from ..._format.layout import metadata_file_name
+from ..._loading.validate import check_files
 from ..._storage.base import Storage
 from ..._storage.open import open_storage
 from ..._storage.redact import redact
 from ...errors import CheckpointError, ConversionError, DecryptionError, NotCommitted, ReadError
 from ..atomic_output import beside
-from ..checkpoint_view import CheckpointView, read_parts, unlock_parts
+from ..checkpoint_view import CheckpointView, data_files, read_parts, unlock_parts
 from ..listing import where_below
 from ..stored_values import view_checkpoint
 from . import dcp, dcp_tensorizer, safetensors, tensorizer, torch_file
@@ -79,10 +80,20 @@ def open_checkpoint(
 
 
 def open_all(
-    paths: Sequence[str | os.PathLike[str]], options: Mapping[str, Any], encryption: DecryptionParams | None = None
+    paths: Sequence[str | os.PathLike[str]],
+    options: Mapping[str, Any],
+    encryption: DecryptionParams | None = None,
+    *,
+    look_at_files: bool = False,
 ) -> list[CheckpointView]:
-    """What several checkpoints hold, of which only some may be encrypted; see `open_checkpoint`."""
+    """What several checkpoints hold, of which only some may be encrypted; see `open_checkpoint`.
+
+    With ``look_at_files``, data files of this package's that are missing or of other sizes are a `ReadError`.
+    """
     located = [_locate(path, options) for path in paths]
+    for location in located if look_at_files else ():
+        files = data_files(location.parts)
+        check_files(location.storage, files, files)
     if encryption is not None and not any(location.is_encrypted for location in located):
         names = " and ".join(location.path for location in located)
         raise DecryptionError(f"a key was given, and there is nothing encrypted in {names}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import json
 import os
@@ -14,6 +15,7 @@ import time
 from contextlib import redirect_stderr, redirect_stdout
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -28,6 +30,7 @@ from dcp_tensorizer._cli import app
 from dcp_tensorizer._format import encryption
 from dcp_tensorizer._format.encryption import encryption_cipher
 from dcp_tensorizer._storage.base import Storage
+from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._tools import retention
 from dcp_tensorizer._tools.checkpoint_view import read_parts
 from dcp_tensorizer._tools.retention import Removal
@@ -150,7 +153,8 @@ def test_gc(checkpoint: Path) -> None:
     assert found["bytes"] == expected  # type: ignore[call-overload, index]
     assert checkpoint.exists()
     code, out, _ = run("gc", checkpoint.parent, "--keep", "1")
-    assert (code, "1 checkpoint and" in out, checkpoint.exists()) == (0, True, False)
+    assert (code, "1 checkpoint removed: " in out, checkpoint.exists()) == (0, True, False)
+    assert run("gc", checkpoint.parent, "--keep", "1") == (0, "nothing removed\n", "")
 
 
 @pytest.mark.parametrize(
@@ -191,6 +195,55 @@ def test_mistakes_are_told_in_a_line(
     code, out, err = run(*(argument.format(checkpoint=checkpoint) for argument in arguments))
     assert (code, words in err, "Traceback" in err, out) == (2, True, False, "")
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_files_that_are_not_checkpoints(checkpoint: Path, tmp_path: Path) -> None:
+    """A file says that it is one, and which commands read files; a module says how to make it data."""
+    run("convert", checkpoint, tmp_path / "model.pt", "--to", "torch")
+    for command in ("inspect", "verify"):
+        code, _, err = run(command, tmp_path / "model.pt")
+        assert (code, "only convert, diff and report read files" in err) == (2, True)
+    torch.save(torch.nn.Linear(1, 1), tmp_path / "module.pt")
+    code, _, err = run("report", tmp_path / "module.pt", "-o", tmp_path / "report.html")
+    assert (code, "save its state dict" in err) == (2, True)
+
+
+def test_damage_is_1_for_every_target(checkpoint: Path, tmp_path: Path) -> None:
+    """Also where torch's own writer asks for the tensors, whose errors DCP wraps."""
+    max(checkpoint.glob("*.tensors"), key=lambda path: path.stat().st_size).unlink()
+    for name in ("dcp", "dcp_tensorizer"):
+        code, _, err = run("convert", checkpoint, tmp_path / name, "--to", name)
+        assert (code, "is damaged, or was overwritten or removed" in err) == (1, True)
+
+
+def test_a_copy_that_lacks_a_file_is_not_the_same(checkpoint: Path, tmp_path: Path) -> None:
+    """Tensors are the same by their stored digests; their files have to be there."""
+    copy = shutil.copytree(checkpoint, tmp_path / "copy")
+    assert run("diff", checkpoint, copy)[0] == 0
+    path = max(copy.glob("*.tensors"), key=lambda path: path.stat().st_size)
+    os.truncate(path, 1000)
+    code, _, err = run("diff", checkpoint, copy)
+    assert (code, f"{path.name} has 1,000 bytes instead of" in err) == (2, True)
+    path.unlink()
+    code, _, err = run("diff", checkpoint, copy)
+    assert (code, f"{path.name} is missing" in err) == (2, True)
+
+
+def test_what_is_not_ours_to_read(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """It is not damaged: verify ends with 2. What ls cannot look into is named in the log."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "there")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "open_uncached", refuse)
+        code, out, err = run("verify", checkpoint)
+        assert (code, out, "Permission denied" in err) == (2, "", True)
+    shutil.copytree(checkpoint, checkpoint.parent / "step-8")
+    scan = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: refuse() if str(path).endswith("step-8") else scan(path))
+    assert [found["step"] for found in told("ls", checkpoint.parent)] == [7]  # type: ignore[attr-defined]
+    assert "step-8: [Errno 13] Permission denied" in caplog.text
 
 
 def test_damage_met_by_a_command_is_1(checkpoint: Path, tmp_path: Path) -> None:
@@ -589,7 +642,7 @@ def test_gc_that_cannot_remove_something(checkpoint: Path, monkeypatch: pytest.M
     code, out, _ = run("gc", checkpoint.parent, "--keep", "1", "--dry-run")
     assert (code, out.count("checkpoint ")) == (0, 2)
     code, out, _ = run("gc", checkpoint.parent, "--keep", "1")
-    assert (code, "kept: cannot remove: not yours" in out, "1 checkpoint and" in out) == (2, True, True)
+    assert (code, "kept: cannot remove: not yours" in out, "1 checkpoint removed" in out) == (2, True, True)
     assert {path.name for path in checkpoint.parent.iterdir()} == {"step-7", "step-9"}
 
 
