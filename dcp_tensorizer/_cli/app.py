@@ -37,7 +37,7 @@ _app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Look at checkpoints of dcp_tensorizer, verify, compare, convert and collect them.",
     epilog="Exit codes: 0 fine, 1 damaged or different, 2 not done, 3 unreadable by this version, 130 interrupted, "
-    "141 pipe closed.",
+    "129 and 143 ended by a signal, 141 pipe closed.",
 )
 
 
@@ -85,7 +85,9 @@ def _all_commands(version: Version = False, as_json: Json = False) -> None:
 
 @_command()
 def ls(
-    path: Annotated[str, typer.Argument(help="A directory with checkpoints below it: local path or URL.")],
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="A directory with checkpoints below it: local path or URL.")
+    ],
     storage_option: StorageOptions = None,
     as_json: Json = False,
 ) -> int:
@@ -100,7 +102,9 @@ def ls(
 @_command()
 def inspect(
     checkpoint: Checkpoint,
-    pattern: Annotated[str, typer.Argument(help="Keys to show, as in a shell: 'model.*.weight'.")] = "*",
+    pattern: Annotated[
+        str, typer.Argument(metavar="PATTERN", help="Keys to show, as in a shell: 'model.*.weight'.")
+    ] = "*",
     chunks: Annotated[bool, typer.Option("--chunks", help="Show where each chunk of a tensor is.")] = False,
     key_file: KeyFile = None,
     passphrase_file: PassphraseFile = None,
@@ -243,7 +247,7 @@ def convert(
 @_command()
 def report(
     checkpoints: Annotated[
-        list[str], typer.Argument(metavar="CKPT...", help="Checkpoints of any format that convert reads.")
+        list[str], typer.Argument(metavar="CKPT", help="Checkpoints of any format that convert reads.")
     ],
     output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="The page to write.")] = "report.html",
     key_file: KeyFile = None,
@@ -270,7 +274,9 @@ def report(
 
 @_command()
 def gc(
-    path: Annotated[str, typer.Argument(help="A directory with checkpoints below it: local path or URL.")],
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="A directory with checkpoints below it: local path or URL.")
+    ],
     keep: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Remove committed checkpoints but the N newest.")
     ] = None,

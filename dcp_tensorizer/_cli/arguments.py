@@ -33,6 +33,8 @@ __all__ = [
     "read_split",
 ]
 
+_KEY_BYTES = 32
+
 Checkpoint = Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint: local path, or URL that fsspec opens.")]
 KeyFile = Annotated[
     Path | None, typer.Option("--key-file", metavar="FILE", help="The key of an encrypted checkpoint: 32 bytes.")
@@ -64,7 +66,9 @@ Version = Annotated[
 ]
 StorageOptions = Annotated[
     list[str] | None,
-    typer.Option("--storage-option", metavar="KEY=VALUE", help="For the fsspec file system; VALUE may be JSON."),
+    typer.Option(
+        "--storage-option", metavar="KEY=VALUE", help="For the fsspec file system; VALUE may be JSON; repeatable."
+    ),
 ]
 
 
@@ -92,6 +96,8 @@ def read_key(key_file: Path | None, passphrase_file: Path | None) -> DecryptionP
 
     try:
         key = None if key_file is None else key_file.read_bytes()
+        if key is not None and len(key) != _KEY_BYTES:
+            raise ValueError(f"it has {len(key):,} bytes, and a key has {_KEY_BYTES}; --passphrase-file takes others")
         passphrase = None if passphrase_file is None else passphrase_file.read_text(encoding="utf-8").removesuffix("\n")
         return decryption_key(key=key, passphrase=passphrase)
     except (OSError, ValueError) as error:

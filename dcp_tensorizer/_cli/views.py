@@ -49,8 +49,11 @@ def show_listing(checkpoints: Sequence[CheckpointInfo], path: str, *, as_json: b
     print_table(["checkpoint", "state", "saved", ">size", *shared, ">ranks", ">tensors"], rows)
     if not checkpoints:
         print_line(f"no checkpoints below {redact(path)}")
-    if any(c.state == "torch" for c in checkpoints):
+    states = {c.state for c in checkpoints}
+    if "torch" in states:
         print_line(_TORCHS, "dim")
+    if broken := sorted(states & {"incomplete", "unreadable"}):
+        print_line(f"{', '.join(broken)}: verify says why", "dim")
 
 
 def show_checkpoint(inspected: Inspection, chunks: bool, *, as_json: bool) -> None:
@@ -194,9 +197,9 @@ def show_removals(removals: Sequence[Collected], path: str, dry_run: bool, *, as
     checkpoints = sum(removal.whole for removal in removed)
     others = len(removed) - checkpoints
     verb = "would be removed" if dry_run else "removed"
-    print_line(
-        f"{count(checkpoints, 'checkpoint')} and leftovers in {count(others, 'directory')} {verb}: {size(total)}"
-    )
+    what = [count(checkpoints, "checkpoint")] if checkpoints else []
+    what += [f"leftovers in {count(others, 'directory')}"] if others else []
+    print_line(f"{' and '.join(what)} {verb}: {size(total)}" if what else f"nothing {verb}")
 
 
 def _fields(record: Verified | Converted) -> dict[str, object]:

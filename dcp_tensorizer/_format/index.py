@@ -338,7 +338,8 @@ def _not_an_index(path: str, data: bytes) -> MetadataError:
     if data.startswith(_PICKLE):
         return UnsupportedFormat(
             f"{path} was not written by dcp_tensorizer: it is a pickle, as torch's own FileSystemWriter writes. Load "
-            f"it with open_reader, or bring it over with `dcp-tensorizer convert`."
+            f"it with open_reader, look at it with `dcp-tensorizer report`, or bring it over with `dcp-tensorizer "
+            f"convert`."
         )
     return MetadataError(
         f"{path} was not written by dcp_tensorizer, or is damaged at its beginning. Load another checkpoint."

@@ -196,7 +196,7 @@ def check_no_objects(view: CheckpointView, format_name: str) -> None:
         key = next(iter(view.objects))
         others = f" (and {len(view.objects) - 1:,} more)" if len(view.objects) > 1 else ""
         raise ConversionError(
-            f"{key!r}{others} is not a tensor, which {format_name} cannot hold: leave it out with a selection"
+            f"{key!r}{others} is not a tensor, which {format_name} cannot hold: leave it out with select or exclude"
         )
 
 

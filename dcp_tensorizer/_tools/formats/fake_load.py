@@ -50,7 +50,10 @@ def load_fake(file: FileRange, nbytes: int, path: str) -> Any:
     except UntrustedObject:  # not what torch.save writes
         raise ConversionError(f"{path} cannot be read: {type(refused).__name__}: {refused}") from refused
     if needed:
-        raise UntrustedObject(f"{path} could run code when it is loaded ({', '.join(needed)}): it was not")
+        raise UntrustedObject(
+            f"{path} could run code when it is loaded ({', '.join(needed)}), and was not loaded: if you trust it, "
+            f"load it with torch.load(weights_only=False), and save its state dict"
+        )
     try:
         return _checked(_load(buffered, weights_only=False), records)
     except OSError:
