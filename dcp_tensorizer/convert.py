@@ -39,7 +39,15 @@ _Progress = Callable[[int, int], object]
 
 @dataclass(frozen=True)
 class Converted:
-    """What was converted: ``nbytes`` are those of the tensors in the new file or files."""
+    """What was converted.
+
+    Attributes:
+        source_format: One of `FORMATS`.
+        tensors: How many were converted.
+        objects: How many other values were.
+        nbytes: Bytes of the tensors in the new file or files.
+        seconds: How long it took.
+    """
 
     source_format: str
     tensors: int

@@ -241,7 +241,7 @@ class CheckpointManager:
         Raises:
             NotCommitted: there is no checkpoint of that step.
             MetadataError: checkpoints are there that are not understood, two are of one step, or a pattern or a key
-                is of nothing.
+                is of nothing, or a shape is another one.
             ReadError: it is damaged, or cannot be read.
         """
         since = self._clock.now()
@@ -320,11 +320,14 @@ class CheckpointManager:
         return [step.number for step in self._job.members()]
 
     def latest(self) -> int | None:
-        """The highest of the `steps`; None if there is none."""
+        """The highest of the `steps`; None if there is none. Raises as `steps` does."""
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """The step that is best by the metric of ``keep_best``; None if no checkpoint has a value of it."""
+        """The step that is best by the metric of ``keep_best``; None if no checkpoint has a value of it.
+
+        Raises as `steps` does, and `ValueError` without ``keep_best``.
+        """
         if self._rules.metric is None:
             raise ValueError("there is no best checkpoint without keep_best=")
         best = self._rules.best(self._job.members())
@@ -335,7 +338,7 @@ class CheckpointManager:
         return self._job.path(check_step(step))
 
     def wait_remote(self, timeout: float | None = None) -> bool:
-        """Waits until the folder has what lies in ``local``, as `TensorizerStorageWriter.wait_remote` does."""
+        """Waits until the folder has what lies in ``local``: see `TensorizerStorageWriter.wait_remote`."""
         return self._writer.wait_remote(timeout)
 
     def report(self) -> GoodputReport:

@@ -66,8 +66,8 @@ class TensorizerStorageReader(StorageReader):
         thread_count: Parallel reads; None for a number that suits the storage.
         page_cache: Leave what is read from a local disk in the page cache, so that the next load of it need not read
             the disk. None: if there is room for it, that is twice the bytes that the ranks of this machine read.
-        timeout: Seconds after which a wait for a remote storage is given up. Requests to S3 and SFTP servers that stay
-            silent for a tenth of that are tried again.
+        timeout: Seconds after which a wait for a remote storage is given up; 600 by default. Requests to S3 and SFTP
+            servers that stay silent for a tenth of that are tried again.
         encryption: The key, or the passphrase, of an encrypted checkpoint (`tensorizer.DecryptionParams`). With one, a
             checkpoint that is not encrypted is refused.
         on_progress: Called while tensors are read, with the bytes that are done and the bytes in all; by several

@@ -92,7 +92,7 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
         limits: How long a save may wait, how much memory it may take, and how many may fail: see `SaveLimits`.
         local: A folder on a disk of each node, which mirrors the path: saves are durable there first, and are flushed
             to the path when no save needs the writer process. Then ``on_report`` is called once more.
-        max_unflushed: Training waits for the path when so many checkpoints are in the local folder alone.
+        max_unflushed: Training waits for the path when so many checkpoints are in the local folder alone; 3 by default.
         survive: Seconds that a state stays in this machine's memory when the trainer has died while it was being saved
             by ``async_save``. `open_reader` loads it from there. 0: nothing is kept.
 

@@ -32,12 +32,12 @@ class SaveLimits:
     """How long a save may wait, how much memory it may take, and how many may fail.
 
     Attributes:
-        timeout: Seconds after which a wait for the storage is given up: a write that makes no progress, or another
-            save's clean-up of the same directory. Requests to S3 and SFTP servers that stay silent for a tenth of
-            that are tried again.
-        buffer_bytes: Memory, in the writer process, for the parts of a file that are being made or sent. With less of
-            it, fewer parts are in flight.
-        max_consecutive_failures: From that many failed saves in a row on, ``stage()`` raises on the coordinator, so
+        timeout: Seconds after which a wait for the storage is given up, 600 by default: a write that makes no
+            progress, or another save's clean-up of the same directory. Requests to S3 and SFTP servers that stay
+            silent for a tenth of that are tried again.
+        buffer_bytes: Memory, in the writer process, for the parts of a file that are being made or sent; 256 MiB by
+            default. With less of it, fewer parts are in flight.
+        max_consecutive_failures: From that many failed saves in a row on, ``async_save`` raises on the coordinator, so
             that a job that looks at no future does not train on without checkpoints. None for never.
         max_reuses: With ``reuse_unchanged``: how many saves in a row may share a file with the one that wrote it. The
             next one writes its tensors anew, so that a file that goes bad does not spoil every later checkpoint.

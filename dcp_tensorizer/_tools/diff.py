@@ -31,6 +31,7 @@ class Change:
     """A key whose value is not the same in both.
 
     Attributes:
+        key: Of the flattened state dict.
         what: ``shape``, ``dtype``, ``kind`` (a tensor in one and an object in the other), or ``value``.
         before, after: In short; empty for the values of tensors.
         elements: How many there are, and ``differing`` of them in any bit.
@@ -50,7 +51,15 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The keys that differ; ``nbytes`` were read, the rest was the same by its digests."""
+    """How two checkpoints differ; it is false if they do not.
+
+    Attributes:
+        added: Keys that only the second one has.
+        removed: Keys that only the first one has.
+        changed: What differs of keys that both have.
+        same: How many keys are the same.
+        nbytes: Bytes of tensors that were read of both. The rest was the same by its digests.
+    """
 
     added: tuple[str, ...]
     removed: tuple[str, ...]
