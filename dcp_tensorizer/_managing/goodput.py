@@ -46,7 +46,8 @@ class GoodputReport:
     def young_interval(self, mean_time_between_failures: float) -> float:
         """How many seconds should lie between two saves, by Young's rule: the square root of 2 x stall x MTBF.
 
-        Never less than a save takes until it is durable: before that the next one would wait for it.
+        Never less than a save takes until it is durable: before that the next one would wait for it. Before the first
+        save nothing is known, and it is 0.
 
         Args:
             mean_time_between_failures: Of the whole job, in seconds.
@@ -54,11 +55,13 @@ class GoodputReport:
         return max(math.sqrt(2 * self.stall_per_save * mean_time_between_failures), self.durable_seconds)
 
     def __str__(self) -> str:
+        interval = (
+            f"; for a failure a day Young's interval is {self.young_interval(86_400):,.0f} s" if self.saves else ""
+        )
         return (
             f"goodput {self.goodput:.2%} of {self.seconds:,.1f} s: {self.saves} saves, {self.failures} failed; "
             f"seconds: stall {self.stall_seconds:.3f} ({self.stall_per_save:.3f} a save), durable after "
-            f"{self.durable_seconds:.3f}, restore {self.restore_seconds:.3f}; for a failure a day Young's interval is "
-            f"{self.young_interval(86_400):,.0f} s"
+            f"{self.durable_seconds:.3f}, restore {self.restore_seconds:.3f}{interval}"
         )
 
 
