@@ -9,6 +9,7 @@
     │   └── DecryptionError       there is no key, or not the right one
     ├── MetadataError             a checkpoint's ``.metadata`` is unusable
     │   ├── NotCommitted          there is no committed checkpoint (also a ``FileNotFoundError``)
+    │   ├── StateMismatch         the state is not of the checkpoint's keys or shapes, or takes no such values
     │   ├── UnsupportedFormat     it is of a format or version that this release does not read
     │   └── UntrustedObject       loading would run code that nobody allowed
     └── ConversionError           a checkpoint cannot be brought into another format as asked
@@ -28,6 +29,7 @@ __all__ = [
     "NotCommitted",
     "ReadError",
     "StagingError",
+    "StateMismatch",
     "UnsupportedFormat",
     "UntrustedObject",
     "WriteError",
@@ -70,6 +72,10 @@ class MetadataError(CheckpointError):
 
 class NotCommitted(MetadataError, FileNotFoundError):
     """The path holds no committed checkpoint."""
+
+
+class StateMismatch(MetadataError):
+    """A checkpoint and the state that it is loaded into do not go together; the message says what was raised."""
 
 
 class UnsupportedFormat(MetadataError):

@@ -38,7 +38,6 @@ from ._managing.schedule import Schedule
 from ._managing.signals import StopSignals
 from ._managing.state_part import StatePart
 from ._managing.survival import Survival
-from ._saving.options import SaveLimits
 from ._threads import Deadline
 from ._tiers.open import Opener
 from .errors import CheckpointError, WriteError
@@ -127,7 +126,7 @@ class CheckpointManager:
         must_change = check_patterns("must_change", must_change)
         self._signals = StopSignals(stop_signals)
         check_survival(survive, survive_every, buffers, writer_options)
-        limits, self._max_failures = split_limits(writer_options.pop("limits", SaveLimits()))
+        limits, self._max_failures = split_limits(writer_options)
         self._writer = TensorizerStorageWriter(folder, limits=limits, **writer_options)
         try:
             where = writer_options.get("storage_options"), limits.timeout, writer_options.get("local")

@@ -37,8 +37,8 @@ class TensorizerCheckpointManager(CheckpointManager):
     - What is resumed from, and ``initial_load_path``, may be of any format that `open_reader` loads. So a job that has
       saved by torchtitan's own manager goes on with this one.
     - Old checkpoints are removed when the save that replaces them has committed: by the next save, or by ``close``.
-      torchtitan removes them when that save begins. So there is one more of them than ``keep_latest_k`` meanwhile. A
-      save that failed does not count.
+      torchtitan removes them when that save begins. So there is one more of them than ``keep_latest_k`` meanwhile, and
+      after a last step, which is saved synchronously. A save that failed does not count.
     - ``close`` waits for the save under way.
 
     A save that failed is raised once, by the next save or by ``close``. ``last_save_in_hf`` exports as torchtitan does.

@@ -12,13 +12,14 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from types import MappingProxyType
 
 import torch
 
 from .._format.checksums import DigestCheck, check_digests
 from .._format.encryption import Cipher
-from .._memory.device import CUDA, Device
+from .._memory.device import CUDA
 from .._memory.memory_limit import available_memory
 from .._memory.shared_buffer import aligned
 from .._memory.tensor_bytes import memory_of
@@ -27,7 +28,7 @@ from .._storage.memory_read import MemoryReader
 from .._storage.tuning import UNLIMITED
 from .._threads import ranks_of_node
 from ..errors import CheckpointError, ChecksumMismatch, ReadError
-from .pinned_pool import PinnedPool, Slot, pool_for
+from .pinned_pool import PinnedPool, PinnedPools, Slot
 from .read_planner import MAX_SCRATCH_BYTES, ReadLimits, ReadOperation, Segment, plan_reads
 from .read_target import ReadTarget, in_turns
 from .scatter import scatter
@@ -52,7 +53,7 @@ def fetch(
     limits: ReadLimits | None = None,
     page_cache: bool | None = None,
     in_memory: Mapping[str, bytes] = MappingProxyType({}),
-    device: Device = CUDA,
+    pools: PinnedPools | None = None,
 ) -> int:
     """Reads everything that the targets want; those on a GPU are ready when it returns.
 
@@ -66,7 +67,7 @@ def fetch(
         limits: How reads are joined and cut; None for what suits the storage.
         page_cache: Leave what is read from a local disk in the page cache; None: if there is room for it.
         in_memory: Files that need not be read, by name.
-        device: The kind of GPU.
+        pools: Memory on the way to GPUs, for several reads one after the other; None for this one's own.
 
     Returns:
         Bytes read.
@@ -80,11 +81,9 @@ def fetch(
     turns = [plan_reads(turn, limits or limits_of(storage), verify=verify) for turn in in_turns(targets)]
     operations = [operation for turn in turns for operation in turn]
     total = sum(operation.nbytes for operation in operations)
-    pool = pool_for(operations, threads or storage.reads.max_threads, device)
     if page_cache is None:
         page_cache = _has_room_to_cache(total)
-    files = _OpenFiles(storage, operations, in_memory)
-    executor = _Executor(storage, files, verify, cipher, pool, page_cache=page_cache)
+    min_threads, max_threads = threads or storage.reads.min_threads, threads or storage.reads.max_threads
     counting = threading.Lock()
     is_inference = torch.is_inference_mode_enabled()  # of this thread: others would not write to its tensors
     done = 0
@@ -99,12 +98,13 @@ def fetch(
             progress(done, total)
         return nbytes
 
-    try:
-        min_threads, max_threads = threads or storage.reads.min_threads, threads or storage.reads.max_threads
+    with ExitStack() as stack:
+        pools = pools or stack.enter_context(PinnedPools(CUDA))
+        pool = stack.enter_context(pools.pool_for(operations, max_threads))
+        files = stack.enter_context(closing(_OpenFiles(storage, operations, in_memory)))
+        executor = _Executor(storage, files, verify, cipher, pool, page_cache=page_cache)
         for turn in turns:
             run_all(turn, run, min_threads=min_threads, max_threads=max_threads)
-    finally:
-        executor.close()
     return total
 
 
@@ -176,13 +176,6 @@ class _Executor:
         self._pool = pool
         self._files = files
         self._scratch = threading.local()
-
-    def close(self) -> None:
-        try:
-            if self._pool is not None:
-                self._pool.close()
-        finally:
-            self._files.close()
 
     def run(self, operation: ReadOperation) -> None:
         """Reads, checks and copies out one operation's segments."""

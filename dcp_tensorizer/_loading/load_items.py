@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from .._format.encryption import Cipher
 from .._format.index_reader import Index
+from .._memory.device import CUDA
 from .._memory.garbage import collector_paused
 from .._storage.base import Storage
 from .._torch_compat import real_tensors
@@ -20,6 +21,7 @@ from .exchange import Exchange
 from .executor import fetch, limits_of
 from .located import Located
 from .objects import check_trust, deliver_object, read_objects
+from .pinned_pool import PinnedPools
 from .read_target import is_object, targets_of
 from .tensors import delivers_at_once, read_tensors
 from .validate import check_own_parts
@@ -87,25 +89,27 @@ def load_items(
     Raises:
         CheckpointError: see `TensorizerStorageReader.read_data`.
     """
-    read = functools.partial(
-        fetch,
-        source.storage,
-        threads=options.threads,
-        verify=options.verify,
-        cipher=source.cipher,
-        page_cache=options.page_cache,
-        in_memory=source.index.in_memory,
-    )
-    exchange = None
-    if source.group is not None:
-        limits = limits_of(source.storage)
-        reason = "" if delivers_at_once(planner) else f"a {type(planner).__name__} gets one tensor after the other"
-        inline = source.index.in_memory
-        exchange = Exchange(
-            source.group, source.storage.path, read, limits, verify=options.verify, in_memory=inline, reason=reason
+    with PinnedPools(CUDA) as pools:
+        read = functools.partial(
+            fetch,
+            source.storage,
+            threads=options.threads,
+            verify=options.verify,
+            cipher=source.cipher,
+            page_cache=options.page_cache,
+            in_memory=source.index.in_memory,
+            pools=pools,
         )
-    with exchange or nullcontext():
-        nbytes = _load(source, plan, planner, options, read, exchange, progress)
+        exchange = None
+        if source.group is not None:
+            limits = limits_of(source.storage)
+            reason = "" if delivers_at_once(planner) else f"a {type(planner).__name__} gets one tensor after the other"
+            inline = source.index.in_memory
+            exchange = Exchange(
+                source.group, source.storage.path, read, limits, verify=options.verify, in_memory=inline, reason=reason
+            )
+        with exchange or nullcontext():
+            nbytes = _load(source, plan, planner, options, read, exchange, progress)
     return nbytes, 0 if exchange is None else exchange.received_bytes
 
 

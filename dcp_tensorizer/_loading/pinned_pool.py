@@ -8,6 +8,7 @@ training's, and gives the slot back. Whoever takes it next waits for those copie
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -19,22 +20,72 @@ from ..errors import ReadError, StagingError
 from .read_planner import ReadOperation
 from .read_target import ReadTarget
 
-__all__ = ["PinnedPool", "Slot", "pool_for"]
+__all__ = ["PinnedPool", "PinnedPools", "Slot"]
 
 
-def pool_for(operations: Sequence[ReadOperation], threads: int, device: Device) -> PinnedPool | None:
-    """The slots for a load: one and a half for each thread that reads; None if nothing goes to a device."""
-    indices: set[int] = set()
-    nbytes = 0
-    for operation in operations:
-        of_operation = {device.index_of(target.tensor) for target in operation.targets} - {None}
-        if of_operation:
-            indices |= of_operation  # type: ignore[arg-type]
-            nbytes = max(nbytes, sum(aligned(segment.scratch_bytes) for segment in operation.segments))
-    if not indices:
-        return None
-    readers = min(threads, len(operations))
-    return PinnedPool(device, indices, readers + -(-readers // 2), nbytes)
+class PinnedPools:
+    """The slots of a load, which may consist of many reads: a planner may want one tensor after the other.
+
+    To register memory takes longer than to read as much. So what a read has used is kept for the next ones.
+
+    Args:
+        device: The kind of GPU.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._kept: PinnedPool | None = None
+        self._lock = threading.Lock()  # an exchange reads beside the load
+
+    def __enter__(self) -> PinnedPools:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._keep(None)
+
+    @contextmanager
+    def pool_for(self, operations: Sequence[ReadOperation], threads: int) -> Iterator[PinnedPool | None]:
+        """The slots for a read: one and a half for each thread; None if nothing goes to a device.
+
+        All copies have arrived when the block ends.
+        """
+        indices: set[int] = set()
+        nbytes = 0
+        for operation in operations:
+            of_operation = {self._device.index_of(target.tensor) for target in operation.targets} - {None}
+            if of_operation:
+                indices |= of_operation  # type: ignore[arg-type]
+                nbytes = max(nbytes, sum(aligned(segment.scratch_bytes) for segment in operation.segments))
+        if not indices:
+            yield None
+            return
+        readers = min(threads, len(operations))
+        pool = self._take(indices, readers + -(-readers // 2), nbytes)
+        try:
+            yield pool
+            pool.settle()
+        except BaseException:
+            pool.close()
+            raise
+        self._keep(pool)
+
+    def _take(self, indices: Collection[int], count: int, nbytes: int) -> PinnedPool:
+        with self._lock:
+            kept, self._kept = self._kept, None
+        if kept is not None:
+            if kept.is_enough(indices, count, nbytes):
+                kept.follow()
+                return kept
+            kept.close()
+            # What grows a little with each tensor grows by much, and so seldom.
+            count, nbytes = max(count, kept.count), nbytes if nbytes <= kept.nbytes else max(nbytes, 2 * kept.nbytes)
+        return PinnedPool(self._device, indices, count, nbytes)
+
+    def _keep(self, pool: PinnedPool | None) -> None:
+        with self._lock:
+            before, self._kept = self._kept, pool
+        if before is not None:
+            before.close()
 
 
 class Slot:
@@ -62,7 +113,7 @@ class PinnedPool:
 
     Args:
         device: The kind of device.
-        indices: Which devices. Copies to them come after what their current streams have queued by now.
+        indices: Which devices.
         count: How many slots.
         nbytes: Bytes of each slot.
 
@@ -71,10 +122,9 @@ class PinnedPool:
     """
 
     def __init__(self, device: Device, indices: Collection[int], count: int, nbytes: int) -> None:
-        self.device = device
+        self.device, self.count, self.nbytes = device, count, nbytes
         self.streams = {index: device.side_streams[index] for index in sorted(indices)}
-        for stream in self.streams.values():
-            stream.follow()
+        self.follow()
         try:
             self._buffer = SharedBuffer(count * aligned(nbytes))
         except StagingError as error:
@@ -83,6 +133,15 @@ class PinnedPool:
         self._slots: queue.SimpleQueue[tuple[torch.Tensor, list[Event]]] = queue.SimpleQueue()
         for _ in range(count):
             self._slots.put((self._buffer.allocate(torch.uint8, (aligned(nbytes),)), []))
+
+    def is_enough(self, indices: Collection[int], count: int, nbytes: int) -> bool:
+        """Whether a read can use it that would have so many slots of its own."""
+        return self.streams.keys() >= set(indices) and self.count >= count and self.nbytes >= nbytes
+
+    def follow(self) -> None:
+        """Copies come after what the devices' current streams have queued by now."""
+        for stream in self.streams.values():
+            stream.follow()
 
     def is_for(self, target: ReadTarget) -> bool:
         """Whether a target is on a device."""
@@ -100,11 +159,15 @@ class PinnedPool:
         finally:
             self._slots.put((memory, slot.copies()))
 
+    def settle(self) -> None:
+        """Returns when everything has arrived."""
+        for stream in self.streams.values():
+            stream.mark().synchronize()
+
     def close(self) -> None:
         """Returns when everything has arrived, and gives the memory back."""
         try:
-            for stream in self.streams.values():
-                stream.mark().synchronize()
+            self.settle()
         finally:
             self._slots = queue.SimpleQueue()
             self._buffer.close()

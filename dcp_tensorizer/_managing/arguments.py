@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
@@ -11,6 +12,7 @@ from .._arguments import check_count, check_type
 from .._format.encryption import decryption_key
 from .._saving.options import SaveLimits
 from .._saving.options import check_survival as check_survival_of_writer
+from ..writer import TensorizerStorageWriter
 
 __all__ = [
     "check_metrics",
@@ -70,12 +72,20 @@ def check_patterns(name: str, patterns: object) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-def split_limits(limits: object) -> tuple[SaveLimits, int | None]:
-    """The limits for the writer, and how many saves may fail: the writer knows that on one rank alone.
+def split_limits(writer_options: dict[str, Any]) -> tuple[SaveLimits, int | None]:
+    """Takes the limits out of the writer's options: for the writer, and how many saves may fail.
+
+    The writer knows of failures on one rank alone, and so does not count them here.
 
     Raises:
-        TypeError: they are something else.
+        TypeError: they are something else; or an option is none of a writer, nor of a manager.
     """
+    known = inspect.signature(TensorizerStorageWriter).parameters.keys() - {"path"}
+    if unknown := sorted(writer_options.keys() - known):
+        raise TypeError(
+            f"CheckpointManager has no option {unknown[0]!r}. Besides its own it takes those of TensorizerStorageWriter"
+        )
+    limits = writer_options.pop("limits", SaveLimits())
     check_type("limits", limits, SaveLimits)
     assert isinstance(limits, SaveLimits)
     return dataclasses.replace(limits, max_consecutive_failures=None), limits.max_consecutive_failures

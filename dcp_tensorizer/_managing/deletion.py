@@ -120,6 +120,8 @@ def clean_up(folder: Storage, names: StepNames) -> None:
         for name in found:
             if names.step_in(name) is not None:
                 _clean_up_step(folder.child(name))
+    except NotCommitted:
+        return  # there is no directory, as in a first run
     except (CheckpointError, OSError) as error:
         logger.info("%s: what dead saves have left is not removed: %s", folder.path, describe(error))
 

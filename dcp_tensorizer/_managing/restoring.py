@@ -22,6 +22,7 @@ from ..errors import (
     DecryptionError,
     MetadataError,
     ReadError,
+    StateMismatch,
     UnsupportedFormat,
     UntrustedObject,
     WriteError,
@@ -116,11 +117,7 @@ def load_first(
     return None
 
 
-class _DoesNotFit(MetadataError):
-    """A checkpoint and the state do not go together, or something has failed that is not of this package."""
-
-
-_NO_DAMAGE = (DecryptionError, UntrustedObject, UnsupportedFormat, _DoesNotFit)
+_NO_DAMAGE = (DecryptionError, UntrustedObject, UnsupportedFormat, StateMismatch)
 
 
 def _load(
@@ -151,7 +148,8 @@ def error_of_load(path: str, error: BaseException) -> CheckpointError:
     cause = unwrap(error)
     if isinstance(cause, CheckpointError):
         return cause
-    misfit = _DoesNotFit(f"{path} cannot be loaded: {describe(cause)}")
+    advice = ". With strict=False it stays as it is" if "Missing key in checkpoint" in str(cause) else ""
+    misfit = StateMismatch(f"{path} cannot be loaded: {describe(cause)}{advice}")
     misfit.__cause__ = cause
     return misfit
 

@@ -222,7 +222,8 @@ def _translated(error: Any, arguments: Mapping[str, Any], repeats: int) -> OSErr
     if code in _TAKEN:
         return FileExistsError(TAKEN)
     tries = 1 + repeats + _repeats(error)
-    said = f"{code}: {error.response.get('Error', {}).get('Message', '')} ({error.operation_name}, tried {tries} times)"
+    often = "once" if tries == 1 else f"{tries} times"
+    said = f"{code}: {error.response.get('Error', {}).get('Message', '')} ({error.operation_name}, tried {often})"
     if tries > 1 and "Body" in arguments:
         # Whatever this answer says: an attempt before it, whose answer was lost, may have put the object.
         return _answered(error, said)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -98,6 +99,7 @@ def verify(
     files = {name: (nbytes, part) for part in parts.values() for name, nbytes in part.storage_data["files"].items()}
     items = items_by_file(parts)
     damages: list[Damage] = []
+    cut: dict[str, int] = {}
     runs: list[_Run] = []
     for name, (nbytes, part) in sorted(files.items()):
         size = _size(storage, name)
@@ -106,6 +108,7 @@ def verify(
             continue
         if size != nbytes:
             damages.append(Damage(name, None, min(size, nbytes), f"has {size:,} bytes instead of {nbytes:,}"))
+            cut[name] = size
         runs += _runs(name, size, file_sections(items[name], nbytes, part) if full else block_sections(items[name]))
     check = _Check(storage, progress, sum(run.stop - run.start for run in runs))
     # Twice as many threads as read at full speed, for each hashes what it has read; in full, hashing takes longer.
@@ -118,7 +121,7 @@ def verify(
             raise
     if damages:
         _check_unreplaced(storage, parts)
-        damages = _with_other_names(storage, damages)
+        damages = _with_other_names(storage, _folded(damages, cut))
     damages.sort(key=lambda damage: (damage.file, damage.key is not None, damage.offset))
     return Verified(len(files), sum(map(len, items.values())), check.done, time.monotonic() - started, tuple(damages))
 
@@ -131,6 +134,22 @@ def _check_unreplaced(storage: Storage, parts: Mapping[int | None, Metadata]) ->
         files = {}
     if files != data_files(parts):  # each save gives its files names of their own
         raise ReadError(f"{storage.path} was replaced or removed while it was verified: verify it again")
+
+
+def _folded(damages: Sequence[Damage], cut: Mapping[str, int]) -> list[Damage]:
+    """With one damage for all tensors beyond the end of a file, if they are many; ``cut``: where such files end."""
+    lost: dict[str, dict[str, None]] = defaultdict(dict)
+    for damage in damages:
+        if damage.key is not None and damage.offset >= cut.get(damage.file, damage.offset + 1):
+            lost[damage.file][damage.key] = None
+    many = {file: list(keys) for file, keys in lost.items() if len(keys) > _MAX_NAMED}
+    left = [d for d in damages if d.key is None or d.file not in many or d.offset < cut[d.file]]
+    return [
+        replace(d, what=f"{d.what}, {_lost(many[d.file])}")
+        if d.key is None and d.file in many and d.offset == cut[d.file]
+        else d
+        for d in left
+    ]
 
 
 def _with_other_names(storage: Storage, damages: Sequence[Damage]) -> list[Damage]:

@@ -29,6 +29,7 @@ from dcp_tensorizer import (
     SavePlanner,
     SaveReport,
     StagingError,
+    StateMismatch,
     TensorizerStorageReader,
     TensorizerStorageWriter,
     UnsupportedFormat,
@@ -47,6 +48,7 @@ EXCEPTIONS = [
     NotCommitted,
     ReadError,
     StagingError,
+    StateMismatch,
     UnsupportedFormat,
     UntrustedObject,
     WriteError,
@@ -72,6 +74,7 @@ def test_exported_names_are_pinned() -> None:
         "SavePlanner",
         "SaveReport",
         "StagingError",
+        "StateMismatch",
         "TensorizerStorageReader",
         "TensorizerStorageWriter",
         "UnsupportedFormat",
@@ -203,7 +206,7 @@ def test_the_exception_tree_is_the_one_in_the_docstring() -> None:
         "StagingError": {},
         "WriteError": {"WriterProcessDied": {}},
         "ReadError": {"ChecksumMismatch": {}, "DecryptionError": {}},
-        "MetadataError": {"NotCommitted": {}, "UnsupportedFormat": {}, "UntrustedObject": {}},
+        "MetadataError": {"NotCommitted": {}, "StateMismatch": {}, "UnsupportedFormat": {}, "UntrustedObject": {}},
         "ConversionError": {},
     }
     drawn = [line.split("── ")[1].split()[0] for line in (errors.__doc__ or "").splitlines() if "── " in line]

@@ -219,7 +219,7 @@ def test_credentials_that_have_expired_are_looked_up_again(
 
 def test_anonymous_access(open_s3: Opener) -> None:
     """Requests have no signature, which this server refuses."""
-    with pytest.raises(ReadError, match=r"AccessDenied.*GetObject, tried 1 times"):
+    with pytest.raises(ReadError, match=r"AccessDenied.*GetObject, tried once"):
         open_s3(anon=True).read(".metadata")
 
 

@@ -207,7 +207,7 @@ def test_metadata_whose_answer_is_lost(storage: S3Storage, proxy: S3Proxy, repla
 @pytest.mark.parametrize(
     ("fault", "tries", "error", "said"),
     [
-        (Fault(403, "AccessDenied"), 1, PermissionError, r"AccessDenied: injected \(UploadPart, tried 1 times\)"),
+        (Fault(403, "AccessDenied"), 1, PermissionError, r"AccessDenied: injected \(UploadPart, tried once\)"),
         (Fault(404, "NoSuchBucket"), 1, FileNotFoundError, "the bucket 'tests-bucket' does not exist"),
         (Fault(400, "ExpiredToken"), 2, PermissionError, "ExpiredToken"),
         (Fault(503, "SlowDown"), 2, OSError, r"SlowDown: injected \(UploadPart, tried 2 times\)"),

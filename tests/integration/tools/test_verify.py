@@ -147,3 +147,17 @@ def test_damaged_metadata_is_an_error(checkpoint: Path) -> None:
     flip(checkpoint / ".metadata", 100)
     with pytest.raises(MetadataError, match="checksum"):
         look(checkpoint)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_short_file_with_many_tensors(tmp_path: Path, full: bool) -> None:
+    """What was lost with its end is one damage, however many tensors that were."""
+    make_checkpoint(tmp_path, {f"t{n}": torch.full((1000,), float(n)) for n in range(50)}, {})
+    (path,) = tmp_path.glob("*.tensors")
+    parts = read_parts(open_storage(tmp_path))
+    offsets = sorted(item.offset for part in parts.values() for item in part.storage_data["items"].values())
+    with open(path, "r+b") as file:
+        file.truncate(offsets[10])
+    found = look(tmp_path, full)
+    assert len([damage for damage in found.damages if damage.key is not None]) == 0
+    assert ", ... (40 in all)" in found.damages[0].what

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from dcp_tensorizer import ChecksumMismatch, ReadError
 from dcp_tensorizer._format.chunks import Region
 from dcp_tensorizer._format.layout import StoredItem
 from dcp_tensorizer._loading.executor import fetch, limits_of
+from dcp_tensorizer._loading.pinned_pool import PinnedPools
 from dcp_tensorizer._loading.read_target import ReadTarget
 from dcp_tensorizer._storage.base import Storage
 
@@ -25,6 +28,14 @@ def device() -> SimulatedDevice:
     return SimulatedDevice()
 
 
+@pytest.fixture
+def pools(device: SimulatedDevice) -> Iterator[PinnedPools]:
+    """Of one load, which gives back all of its memory."""
+    with PinnedPools(device) as pools:
+        yield pools
+    assert device.pinned == []
+
+
 def landing(
     key: str, item: StoredItem, stored: torch.Tensor, tensor: torch.Tensor, region: Region | None = None
 ) -> ReadTarget:
@@ -34,7 +45,7 @@ def landing(
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
 def test_targets_on_a_device_of_every_dtype_and_layout(
-    storage: Storage, device: SimulatedDevice, dtype: torch.dtype
+    storage: Storage, device: SimulatedDevice, pools: PinnedPools, dtype: torch.dtype
 ) -> None:
     """Whole tensors and regions, contiguous and not, beside targets on the host, in one read operation."""
     stored, other = filled(dtype, (9, 14)), filled(dtype, (100,), seed=2)
@@ -53,25 +64,26 @@ def test_targets_on_a_device_of_every_dtype_and_layout(
         ],
         threads=2,
         verify=True,
-        device=device,
+        pools=pools,
     )
     assert same(whole_target, stored)
     assert same(as_plain(columns), as_plain(part(stored, region)))
     assert same(on_host, other)
     assert same(both, stored)
-    assert device.pinned == []
 
 
-def test_elements_for_a_device_are_converted_there(storage: Storage, device: SimulatedDevice) -> None:
+def test_elements_for_a_device_are_converted_there(
+    storage: Storage, device: SimulatedDevice, pools: PinnedPools
+) -> None:
     """A target of another dtype gets the stored values."""
     stored = torch.arange(1000, dtype=torch.float32)
     (item,) = write_file(storage, "f", {"t": stored}).values()
     target = device.declare(torch.zeros(1000, dtype=torch.float64))
-    fetch(storage, [landing("t", item, stored, target)], threads=2, verify=True, device=device)
+    fetch(storage, [landing("t", item, stored, target)], threads=2, verify=True, pools=pools)
     assert target.tolist() == stored.tolist()
 
 
-def test_memory_for_loads_to_a_device_is_bounded(storage: Storage, device: SimulatedDevice) -> None:
+def test_memory_for_loads_to_a_device_is_bounded(storage: Storage, device: SimulatedDevice, pools: PinnedPools) -> None:
     """Slots go round: many operations, few slots, none read into before its copies are done."""
     limits = limits_of(storage)._replace(max_scratch_bytes=1 << 16)
     stored = {f"t{n}": filled(torch.int32, (300, 100), seed=n) for n in range(40)}
@@ -82,28 +94,29 @@ def test_memory_for_loads_to_a_device_is_bounded(storage: Storage, device: Simul
         [landing(key, items[key], tensor, targets[key]) for key, tensor in stored.items()],
         threads=3,
         verify=True,
-        device=device,
+        pools=pools,
         limits=limits,
     )
     assert moved >= 40 * 120_000
     assert [key for key in stored if not same(stored[key], targets[key])] == []
     assert device.most_pinned <= 5 * (1 << 17)
-    assert device.pinned == []
 
 
-def test_loads_come_after_what_training_has_queued(storage: Storage, device: SimulatedDevice) -> None:
+def test_loads_come_after_what_training_has_queued(
+    storage: Storage, device: SimulatedDevice, pools: PinnedPools
+) -> None:
     """A kernel that fills the targets, queued before the load, does not overwrite what is loaded."""
     stored = torch.arange(1000)
     (item,) = write_file(storage, "f", {"t": stored}).values()
     target = device.declare(torch.zeros(1000, dtype=torch.int64))
     device.queue(lambda: target.fill_(-1))
-    fetch(storage, [landing("t", item, stored, target)], threads=2, verify=True, device=device)
+    fetch(storage, [landing("t", item, stored, target)], threads=2, verify=True, pools=pools)
     device.run()
     assert target.tolist() == stored.tolist()
 
 
 def test_a_load_to_a_device_that_fails_leaves_nothing_registered(
-    storage: Storage, device: SimulatedDevice, tmp_path: Path
+    storage: Storage, device: SimulatedDevice, pools: PinnedPools, tmp_path: Path
 ) -> None:
     """Damage is found before it goes to the device, and named."""
     stored = torch.arange(1000)
@@ -113,13 +126,13 @@ def test_a_load_to_a_device_that_fails_leaves_nothing_registered(
     (tmp_path / "f").write_bytes(content)
     target = device.declare(torch.zeros(1000, dtype=torch.int64))
     with pytest.raises(ChecksumMismatch, match="'t'"):
-        fetch(storage, [landing("t", item, stored, target)], threads=2, verify=True, device=device)
+        fetch(storage, [landing("t", item, stored, target)], threads=2, verify=True, pools=pools)
     assert target.tolist() == [0] * 1000
     assert device.pinned == []
 
 
 def test_a_shortage_of_memory_for_slots_is_a_read_error(
-    storage: Storage, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+    storage: Storage, device: SimulatedDevice, pools: PinnedPools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It says what for, and how much."""
     stored = torch.arange(100_000)
@@ -127,4 +140,22 @@ def test_a_shortage_of_memory_for_slots_is_a_read_error(
     target = device.declare(torch.zeros(100_000, dtype=torch.int64))
     monkeypatch.setattr("dcp_tensorizer._memory.memory_limit.available_memory", lambda: 1 << 16)
     with pytest.raises(ReadError, match=r"on their way to a GPU.*bytes of memory are available"):
-        fetch(storage, [landing("t", item, stored, target)], threads=2, verify=True, device=device)
+        fetch(storage, [landing("t", item, stored, target)], threads=2, verify=True, pools=pools)
+
+
+def test_reads_of_one_load_use_the_same_memory(storage: Storage, device: SimulatedDevice, pools: PinnedPools) -> None:
+    """A planner may want one tensor after the other: memory is registered anew only for a larger one."""
+    stored = {
+        name: filled(torch.int32, (count,), seed=count) for name, count in (("a", 5000), ("b", 3000), ("c", 9000))
+    }
+    items = write_file(storage, "f", stored)
+    registered = []
+    for name in "abbcab":
+        target = device.declare(torch.zeros_like(stored[name]))
+        device.queue(functools.partial(target.fill_, -1))
+        fetch(storage, [landing(name, items[name], stored[name], target)], threads=1, verify=True, pools=pools)
+        assert same(target, stored[name])
+        registered.append(*device.pinned)
+    assert registered[:3] == registered[:1] * 3
+    assert registered[3:] == registered[3:4] * 3
+    assert registered[3][1] > registered[0][1]

@@ -43,8 +43,10 @@ def test_patterns() -> None:
 
 def test_options() -> None:
     """Readers are told what the writer knows, unless the user says otherwise; failures are counted by the manager."""
-    limits, failures = split_limits(SaveLimits(timeout=7.0, max_consecutive_failures=2))
+    limits, failures = split_limits({"limits": SaveLimits(timeout=7.0, max_consecutive_failures=2)})
     assert (limits, failures) == (SaveLimits(timeout=7.0, max_consecutive_failures=None), 2)
+    with pytest.raises(TypeError, match=r"^CheckpointManager has no option 'keep_lates'"):
+        split_limits({"keep_lates": 2, "sync_files": True})
     writer = {"storage_options": {"key": "k"}}
     expected = {"storage_options": {"key": "k"}, "timeout": 9.0, "verify": False}
     assert options_of_reader(writer, limits, {"timeout": 9.0, "verify": False}) == expected
