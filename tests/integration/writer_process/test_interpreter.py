@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from dcp_tensorizer._threads import Patience
 from dcp_tensorizer._writer_process.interpreter import environment, interpreter
 from dcp_tensorizer._writer_process.process import WriterProcess
 
@@ -124,8 +125,8 @@ def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "path", ["", "relative", *sys.path])
     process = WriterProcess()
     try:
-        process._readable(30.0)
-        message, _ = process._channel.receive()
+        channel, patience = process._channel, Patience(30.0, 1.0)
+        message, _ = channel.receive(lambda: channel.wait_readable(patience))
         assert type(message).__name__ == "Ready"
     finally:
         process.close()

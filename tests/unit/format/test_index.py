@@ -102,7 +102,10 @@ OLD = pickle.dumps({}) + b"\x00DCPTZR1" + bytes(16)
     ("data", "message"),
     [
         (OLD, "is a pickle of dcp_tensorizer from before its first release"),
-        (pickle.dumps({"a": 1}), "FileSystemWriter writes. Load it with open_reader, or bring it over"),
+        (
+            pickle.dumps({"a": 1}),
+            "FileSystemWriter writes. Load it with open_reader, look at it with `dcp-tensorizer report`, or bring it over",
+        ),
         (b"{}", "was not written by dcp_tensorizer, or is damaged at its beginning"),
         (b"", "was not written by dcp_tensorizer"),
         (index_of()[:20], "is damaged: it ends after 20 bytes"),
