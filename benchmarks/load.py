@@ -163,7 +163,7 @@ def _whole_cases(summary: Summary, failures: dict[tuple[str, str], str]) -> list
             continue
         limits = summary.get(f"{_OURS} | {workload} | whole")
         preadv, direct, cached = (
-            cell(limits and rates(limits[kind], limits["bytes"]), _TWO)
+            cell(rates(limits[kind], limits["bytes"]) if limits and kind in limits else None, _TWO)
             for kind in ("preadv", "direct", "through cache")
         )
         rows: list[tuple[str, ...]] = [
