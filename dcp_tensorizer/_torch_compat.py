@@ -67,7 +67,7 @@ __all__ = [
     "layout_of",
     "local_elements",
     "negated_view",
-    "never_fake",
+    "NEVER_FAKE",
     "pickle_of",
     "plain_local",
     "real_tensors",
@@ -123,7 +123,7 @@ REBUILD_PREFIX = "torch._utils._rebuild_"
 """The beginning of the names of what other pickled tensors call."""
 
 
-never_fake = frozenset(
+NEVER_FAKE = frozenset(
     f"{REBUILD_PREFIX}{kind}" for kind in ("sparse_tensor", "qtensor", "nested_tensor", "meta_tensor_no_storage")
 )
 """What pickled tensors call of which torch makes no fake ones, or which have no storage."""

@@ -77,8 +77,9 @@ class PinnedPools:
                 kept.follow()
                 return kept
             kept.close()
-            # What grows a little with each tensor grows by much, and so seldom.
-            count, nbytes = max(count, kept.count), nbytes if nbytes <= kept.nbytes else max(nbytes, 2 * kept.nbytes)
+            # Enough for all that was asked for so far. What grows a little with each tensor grows by much: so seldom.
+            indices, count = {*indices, *kept.streams}, max(count, kept.count)
+            nbytes = kept.nbytes if nbytes <= kept.nbytes else max(nbytes, 2 * kept.nbytes)
         return PinnedPool(self._device, indices, count, nbytes)
 
     def _keep(self, pool: PinnedPool | None) -> None:

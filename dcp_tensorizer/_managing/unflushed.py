@@ -103,7 +103,7 @@ def _wait(flushing: Flushing, agreement: Agreement) -> None:
         "%s: waiting for what the job before has left in local folders, which no node has as a whole",
         flushing.target.name,
     )
-    patience, before = flushing.patience(), _progress(flushing)
+    patience, before = flushing.target.patience(), _progress(flushing)
     while True:
         is_over = flushing.wait(Deadline(_ASK_SECONDS), until=lambda: not flushing.unflushed())
         now = _progress(flushing)

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from .._forks import in_child
-from .._threads import NEVER, Deadline, Patience, in_background
+from .._threads import NEVER, Deadline, in_background
 from .._tiers.queue import LOST, OPEN, REMOTE, TOLD, UNFLUSHED, Entry, Queue, Record
 from .._tiers.target import Target
 from .._tiers.thread import FlushThread
@@ -31,8 +31,6 @@ __all__ = ["Flushing"]
 logger = logging.getLogger("dcp_tensorizer")
 
 _LOOK_SECONDS = 0.2
-_SLOW_LOOK_SECONDS = 10.0
-"""A look at a folder on a slow disk may take so long; more between two looks is no wait."""
 _T = TypeVar("_T")
 
 
@@ -136,7 +134,7 @@ class Flushing:
         """
         is_over = until or (lambda: not self._open())
         before: object = None
-        patience = self.patience()
+        patience = self.target.patience()
         while not is_over():
             now = [(entry.name, entry.changed) for entry, _ in self.open_records()]
             if now != before:
@@ -147,10 +145,6 @@ class Flushing:
             time.sleep(deadline.within(_LOOK_SECONDS / 4))
         self._look_now()  # others are told before whoever waited
         return True
-
-    def patience(self) -> Patience:
-        """For a flush that does not go on."""
-        return Patience(self.target.timeout, _SLOW_LOOK_SECONDS)
 
     def _look_now(self) -> None:
         if self._lock.acquire(timeout=1.0):

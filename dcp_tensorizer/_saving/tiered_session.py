@@ -16,7 +16,6 @@ from .._format.places import RankPlaces
 from .._staging.stager import StagedSave
 from .._storage.base import DirectoryLock, Refused, Storage
 from .._storage.local import LocalStorage
-from .._threads import Patience
 from .._tiers.keeping import free, undo
 from .._tiers.publishing import missing_files, publish
 from .._tiers.queue import Commit, Record, Writing
@@ -35,8 +34,6 @@ __all__ = ["TieredSession"]
 logger = logging.getLogger("dcp_tensorizer")
 
 _LOOK_SECONDS = 0.5
-_SLOW_LOOK_SECONDS = 30.0
-"""A look at a remote that is slow may take so long; more between two looks is no wait."""
 _MAX_FILE_BYTES = 1 << 30
 """Of a file that is flushed. Other nodes see only whole files arrive: where none does for long, a node looks lost."""
 
@@ -213,8 +210,9 @@ class TieredSession(SaveSession):
         """
         remote = self._flushing.target.open(self._place)
         self._flushing.resume()
-        missing, timeout = set(commit.files), self._saver.options.limits.timeout
-        patience = Patience(timeout, _SLOW_LOOK_SECONDS)
+        missing, own = set(commit.files), self._saver.options.target
+        assert own is not None  # other writers with this local folder may have other timeouts
+        patience = own.patience()
         while missing or self._flushing.commits_before(self.id):
             left = missing_files(remote, missing, commit.files)
             if left != missing:
@@ -222,7 +220,7 @@ class TieredSession(SaveSession):
                 patience.renew()
                 continue
             if patience.is_over():
-                raise Refused(f"{self.path}: {len(missing)} files have not come to the remote in {timeout:g} s")
+                raise Refused(f"{self.path}: {len(missing)} files have not come to the remote in {own.timeout:g} s")
             time.sleep(_LOOK_SECONDS)
         self._check_wanted()  # it may have waited for long
         remove(remote, publish(remote, index, commit, {entry.id for entry in self._flushing.entries()}) or ())

@@ -124,11 +124,7 @@ class Flusher:
 
     def _is_hopeless(self, entry: Entry) -> bool:
         """Whether what lies here could not be read for so long that it will not be read any more."""
-        return self._failing.setdefault(entry.stem, self._patience()).is_over()
-
-    def _patience(self) -> Patience:
-        """It is asked at each try. Who has not tried for long has not waited for long, either."""
-        return Patience(self.target.timeout, 2 * _LONGEST_WAIT)
+        return self._failing.setdefault(entry.stem, self.target.patience()).is_over()
 
     def _reporting(self, entry: Entry) -> Callable[[], None]:
         """The gate, which notes that there is progress."""
@@ -164,7 +160,7 @@ class Flusher:
     def _commit(self, entry: Entry, record: Record, commit: Commit) -> None:
         """Commits a checkpoint on the remote, if all of its files are there."""
         remote = self._remote(record.place)
-        patience = self._waits.pop(entry.stem, None) or self._patience()  # a look that fails begins the wait anew
+        patience = self._waits.pop(entry.stem, None) or self.target.patience()  # a look that fails begins the wait anew
         before = self._missing.get(entry.stem, set(commit.files))
         missing = missing_files(remote, before, commit.files)
         if len(missing) < len(before):

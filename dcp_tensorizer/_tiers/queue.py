@@ -199,9 +199,8 @@ class Queue:
         number = max((entry.number for entry in self.entries() if entry.id != record.id), default=0) + 1
         writing = Entry(number, record.rank, record.id, WRITING, time.time())
         while True:  # until no clean-up has taken it for that of a dead save before it was locked
-            self._put(
-                writing, record, sync=False
-            )  # if the machine fails, files that nothing names are all that is left
+            # Not synced: if the machine fails, files that nothing names are all that is left.
+            self._put(writing, record, sync=False)
             with suppress(FileNotFoundError):
                 descriptor = os.open(self.folder / writing.name, os.O_RDONLY | os.O_CLOEXEC)
                 fcntl.flock(descriptor, fcntl.LOCK_EX)

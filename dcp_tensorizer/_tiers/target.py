@@ -12,8 +12,12 @@ from .._storage.base import TIMEOUT, Storage
 from .._storage.open import absolute_path, open_storage
 from .._storage.redact import redact
 from .._storage.urls import is_in_process
+from .._threads import Patience
 
 __all__ = ["Target", "below", "place_of", "target_of"]
+
+_LONGEST_LOOK = 20.0
+"""Seconds from one look at a flush to the next, at a slow disk or remote, or between two tries. More is no wait."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
@@ -41,6 +45,10 @@ class Target:
     def is_in_process(self) -> bool:
         """Whether the remote is the memory of one process, which no other can reach."""
         return is_in_process(self.remote)
+
+    def patience(self) -> Patience:
+        """For a flush that makes no progress."""
+        return Patience(self.timeout, _LONGEST_LOOK)
 
     def open(self, place: str = "") -> Storage:
         """The remote storage of a place; raises `WriteError`."""

@@ -13,7 +13,7 @@ import torch
 
 from ..._format.objects import unsafe_globals
 from ..._format.torch_archive import check_archive, check_pickle, is_archive, record
-from ..._torch_compat import FakeTensor, FakeTensorMode, checkpoint_offset, never_fake
+from ..._torch_compat import NEVER_FAKE, FakeTensor, FakeTensorMode, checkpoint_offset
 from ...errors import ConversionError, UntrustedObject
 from .common import FileRange
 
@@ -73,7 +73,7 @@ class _Unpickler(pickle.Unpickler):
     """Puts a tensor on the meta device in the place of each that torch cannot make as a fake one: a sparse one, say."""
 
     def find_class(self, module: str, name: str) -> Any:
-        return _stand_in if f"{module}.{name}" in never_fake else super().find_class(module, name)
+        return _stand_in if f"{module}.{name}" in NEVER_FAKE else super().find_class(module, name)
 
 
 def _stand_in(*arguments: Any) -> torch.Tensor:

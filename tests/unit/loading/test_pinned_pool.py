@@ -159,3 +159,19 @@ def test_reads_of_one_load_use_the_same_memory(storage: Storage, device: Simulat
     assert registered[:3] == registered[:1] * 3
     assert registered[3:] == registered[3:4] * 3
     assert registered[3][1] > registered[0][1]
+
+
+def test_a_large_read_between_many_small_ones(storage: Storage, device: SimulatedDevice, pools: PinnedPools) -> None:
+    """Few large slots, then many small ones, then large ones again: the memory that is there by then is enough."""
+    large, small = filled(torch.int32, (9000,)), {f"s{n}": filled(torch.int32, (500,), seed=n) for n in range(8)}
+    items = write_file(storage, "f", {"large": large} | small)
+    limits = limits_of(storage)._replace(max_scratch_bytes=1 << 16, max_segments=1)
+    registered = []
+    for stored in ({"large": large}, small, {"large": large}, small):
+        targets = {key: device.declare(torch.zeros_like(tensor)) for key, tensor in stored.items()}
+        wanted = [landing(key, items[key], tensor, targets[key]) for key, tensor in stored.items()]
+        fetch(storage, wanted, threads=4, verify=True, limits=limits, pools=pools)
+        assert [key for key in stored if not same(stored[key], targets[key])] == []
+        registered.append(*device.pinned)
+    assert registered[0] != registered[1]
+    assert registered[1:] == registered[1:2] * 3
