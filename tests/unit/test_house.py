@@ -20,12 +20,6 @@ def test_folders_import_nothing_by_themselves() -> None:
     assert [str(path) for path in PACKAGE.rglob("__init__.py") if path.parent != PACKAGE and path.read_text()] == []
 
 
-def test_no_module_is_longer_than_a_reader_can_hold_in_mind() -> None:
-    """350 lines; what is longer is two things."""
-    lengths = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
-    assert {name: length for name, length in lengths.items() if length > 350} == {}
-
-
 def test_torchs_private_names_are_in_one_place() -> None:
     """A new release of torch may move them: then one module changes."""
     private = re.compile(
