@@ -155,10 +155,10 @@ class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
     save replaces is removed when it is committed, and stays if it fails. A save that failed is raised by the next one,
     or at the end of ``trainer.fit``, which waits for the last one.
 
-    Checkpoints that Lightning's ``ModelParallelStrategy`` has saved are loaded as well.
+    Checkpoints that Lightning's ``ModelParallelStrategy`` has saved are loaded as well. It takes the arguments of that:
+    ``data_parallel_size``, ``tensor_parallel_size``, ``process_group_backend`` and ``timeout``.
 
     Args:
-        data_parallel_size, tensor_parallel_size, process_group_backend, timeout: As of ``ModelParallelStrategy``.
         writer_options: Of `TensorizerStorageWriter`.
     """
 
@@ -220,11 +220,10 @@ class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
     ``fabric.save`` returns when the state is copied, from the device itself. A save that failed is raised by the next
     one, or by ``fabric.strategy.wait_for_save()``. Call that after the last save: Fabric has no end of its own.
 
-    Checkpoints that Lightning's ``ModelParallelStrategy`` has saved are loaded as well.
+    Checkpoints that Lightning's ``ModelParallelStrategy`` has saved are loaded as well. It takes the arguments of that:
+    ``parallelize_fn``, ``data_parallel_size``, ``tensor_parallel_size``, ``process_group_backend`` and ``timeout``.
 
     Args:
-        parallelize_fn, data_parallel_size, tensor_parallel_size, process_group_backend, timeout: As of
-            ``ModelParallelStrategy``.
         writer_options: Of `TensorizerStorageWriter`.
     """
 

@@ -186,7 +186,8 @@ class CheckpointManager:
             force: Save, due or not. Enough on one rank.
             metrics: Numbers that are recorded with the checkpoint; those of rank 0.
             wait: Return when it is committed, and old checkpoints are deleted.
-            exclude, trainable_only: Leave out keys of these patterns, and frozen parameters of modules in the state.
+            exclude: Patterns of keys that are left out.
+            trainable_only: Leave out the frozen parameters of modules in the state.
 
         Returns:
             A future of the checkpoint's path, done when it is committed; None if nothing was due, or the step is in

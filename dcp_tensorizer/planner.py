@@ -198,12 +198,11 @@ class LoadPlanner(DefaultLoadPlanner):
     does so once for all tensors of one shape and sharding that are stored whole, or are shown so: see
     `TensorizerStorageReader.read_metadata`.
 
-    Subclasses may override what those of ``DefaultLoadPlanner`` may.
+    Subclasses may override what those of ``DefaultLoadPlanner`` may. The arguments are those of that class, by name:
 
-    Args:
-        flatten_state_dict: The members of nested dicts and lists were saved one by one.
-        flatten_sharded_tensors: Take apart ``ShardedTensor`` in ``ShardedTensor``.
-        allow_partial_load: A key that the checkpoint does not have stays as it is; otherwise it is an error.
+    - ``flatten_state_dict``: the members of nested dicts and lists were saved one by one; True by default.
+    - ``flatten_sharded_tensors``: take apart ``ShardedTensor`` in ``ShardedTensor``; True by default.
+    - ``allow_partial_load``: a key that the checkpoint does not have stays as it is; by default it is an error.
     """
 
     delivers_as_torch: ClassVar[type[DefaultLoadPlanner]]

@@ -225,7 +225,8 @@ def diff(
     Tensors in the same chunks with the same stored digests are the same, and are not read: `verify` finds damage.
 
     Args:
-        before, after: The checkpoints.
+        before: A checkpoint.
+        after: Another one.
         storage_options: Passed to the fsspec filesystems of URLs.
         encryption: The key, if one of them is encrypted.
         on_progress: Called with the bytes that were compared and the bytes in all.

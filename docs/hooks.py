@@ -42,15 +42,17 @@ def _with_title(path: Path) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turns the links to files outside docs/."""
-    taken, here = _taken(), posixpath.dirname(f"docs/{page.file.src_uri}")
+    """Turns the links to files outside docs/, and those that files from there have to pages."""
+    taken, uri = _taken(), page.file.src_uri
+    sources = {inside: path for path, inside in taken.items()}
+    source = posixpath.dirname(sources.get(uri, f"docs/{uri}"))
 
     def turned(link: re.Match[str]) -> str:
         bang, text, target, anchor = link[1], link[2], link[3], link[4] or ""
-        path = posixpath.normpath(posixpath.join(here, target))
-        if path in taken:
-            inside = posixpath.relpath(f"docs/{taken[path]}", here)
-            return f"{bang}[{text}]({inside}{anchor})"
-        return link[0] if path.startswith("docs/") else text
+        path = posixpath.normpath(posixpath.join(source, target))
+        inside = taken.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
+        if inside is None:
+            return text
+        return f"{bang}[{text}]({posixpath.relpath(inside, posixpath.dirname(uri))}{anchor})"
 
     return LINK.sub(turned, markdown)
