@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test quick unit-integration e2e storage-docs browser check docs bench compat gpu frameworks clouds soak clean
+.PHONY: demo test quick unit-integration e2e storage-docs browser hosts check docs bench compat gpu frameworks clouds soak clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo
@@ -29,6 +29,11 @@ storage-docs: $(READY)
 
 e2e: $(READY)
 	$(BIN)/python -m pytest tests/e2e $(APART:%=--ignore=%)
+
+# As root: disks that are full, broken or frozen, and several hosts made of namespaces. It needs iproute2, util-linux and
+# e2fsprogs, and says so.
+hosts: $(READY)
+	$(BIN)/python -m pytest tests/hosts
 
 # Where Chromium is installed: the report, as a reader sees it.
 browser: $(READY)

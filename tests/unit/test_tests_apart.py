@@ -12,7 +12,11 @@ import pytest
 import dcp_tensorizer
 
 ROOT = Path(__file__).parents[2]
-APART = [path for name in ("browser", "clouds", "frameworks", "gpu") for path in (ROOT / "tests" / name).glob("*.py")]
+APART = [
+    path
+    for name in ("browser", "clouds", "frameworks", "gpu", "hosts")
+    for path in (ROOT / "tests" / name).glob("*.py")
+]
 
 
 def imported(path: Path) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,339 @@
+"""Several hosts on one machine: each has its own network, mounts, processes, name, boot id and disk.
+
+A host hangs on one process, the first of its process namespace: with that, all of the host ends at once. It ends when
+the tests do, even if they are killed; and the network ends with the hosts.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import psutil
+
+from ..support import ROOT
+from .disks import command
+
+__all__ = ["DISK", "SHARED", "Host", "Job", "Lab", "Program"]
+
+_T = TypeVar("_T")
+
+DISK = Path("/mnt/disk")
+"""On each host: a directory that no other host sees. It outlives the host's death, unless that takes the disk."""
+SHARED = Path("/mnt/shared")
+"""On each host: a directory that all of them see."""
+
+_SECONDS = 60.0
+_WITH_US = ("setpriv", "--pdeathsig", "KILL")
+
+# $1: the host's folder outside, $2: the folder that all share, $3: its name, $4...: what it sees of the machine's /tmp
+# and /run, which are its own. The shell waits for all that lose their parent, as an init does.
+_BOOT = """
+set -e
+folder=$1 shared=$2 name=$3; shift 3
+hostname "$name"
+mount -n --bind "$folder/hosts" /etc/hosts
+mount -n --bind "$folder/boot_id" /proc/sys/kernel/random/boot_id
+mount -n -t tmpfs tmpfs /mnt
+mkdir /mnt/disk /mnt/shared /mnt/tmp /mnt/run
+mount -n --bind "$folder/disk" /mnt/disk
+mount -n --bind "$shared" /mnt/shared
+mount -n -t tmpfs -o mode=1777 tmpfs /mnt/tmp
+mount -n -t tmpfs -o mode=755 tmpfs /mnt/run
+for path; do mkdir -p "/mnt$path"; mount -n --rbind "$path" "/mnt$path"; done
+mount -n --move /mnt/tmp /tmp
+mount -n --move /mnt/run /run
+mount -n -t tmpfs -o mode=1777 tmpfs /dev/shm
+mkdir -p -m 700 /run/user/0
+echo up
+exec >/dev/null
+sleep infinity & while :; do wait; done
+"""
+
+
+class Lab:
+    """A network of hosts.
+
+    Args:
+        folder: For the hosts' disks and what they share; it is made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.shared = folder, folder / "shared"
+        self.shared.mkdir(parents=True)
+        self._hosts: list[Host] = []
+        self._jobs: list[Job] = []
+        self._port = 29500
+        self._switch = subprocess.Popen(
+            [*_WITH_US, "unshare", "--net", "sh", "-c", "echo up; exec sleep infinity >&-"], stdout=subprocess.PIPE
+        )
+        assert self._switch.stdout is not None and self._switch.stdout.readline() == b"up\n"
+        self._switch.stdout.close()
+        self.ip("link", "add", "br0", "type", "bridge")
+        self.ip("link", "set", "br0", "up")
+
+    def __enter__(self) -> Lab:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for job in self._jobs:
+            job.end()
+        for host in self._hosts:
+            host.die()
+        self._switch.kill()
+        self._switch.wait()
+
+    def ip(self, *words: object) -> str:
+        """Runs ``ip`` where the hosts' links meet: the one of host 3 is ``v3``."""
+        return command("nsenter", f"--target={self._switch.pid}", "--net", "ip", *words)
+
+    def host(self) -> Host:
+        """Adds a host, which is up."""
+        self._hosts.append(Host(self, len(self._hosts) + 1))
+        return self._hosts[-1]
+
+    def hosts(self, count: int) -> list[Host]:
+        """Adds several."""
+        return [self.host() for _ in range(count)]
+
+    def torchrun(
+        self,
+        hosts: Sequence[Host],
+        *program: object,
+        processes: int = 1,
+        environment: Mapping[str, str] | None = None,
+        max_restarts: int = 0,
+    ) -> Job:
+        """Starts a program with an agent of torchrun on each host.
+
+        Args:
+            hosts: They are the nodes, in this order.
+            program: A script and its arguments; or ``-m``, a module, its arguments.
+            processes: Ranks of each host.
+            environment: More variables.
+            max_restarts: As torchrun's.
+        """
+        self._port += 10  # the one before may be taken by what has ended
+        words = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}"]
+        words += [
+            f"--nproc-per-node={processes}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={hosts[0].address}:{self._port}",
+        ]
+        words += [f"--rdzv-id={uuid.uuid4().hex}", f"--max-restarts={max_restarts}"]
+        agents = [
+            host.start(*words, f"--node-rank={rank}", f"--local-addr={host.address}", *program, environment=environment)
+            for rank, host in enumerate(hosts)
+        ]
+        return self._remember(agents)
+
+    def ranks(self, hosts: Sequence[Host], *program: object, environment: Mapping[str, str] | None = None) -> Job:
+        """Starts a program as one rank on each host, without torchrun: in half the time, and nothing ends the others.
+
+        Args:
+            hosts: The host of each rank. One that is there twice has two ranks.
+            program: Arguments of Python.
+            environment: More variables.
+        """
+        self._port += 10
+        started = []
+        for rank, host in enumerate(hosts):
+            variables = {
+                "RANK": rank,
+                "WORLD_SIZE": len(hosts),
+                "MASTER_ADDR": hosts[0].address,
+                "MASTER_PORT": self._port,
+            }
+            variables |= {"LOCAL_RANK": hosts[:rank].count(host), "LOCAL_WORLD_SIZE": hosts.count(host)}
+            own = {name: str(value) for name, value in variables.items()} | dict(environment or {})
+            started.append(host.start(sys.executable, *program, environment=own))
+        return self._remember(started)
+
+    def _remember(self, programs: list[Program]) -> Job:
+        self._jobs.append(Job(programs))
+        return self._jobs[-1]
+
+
+class Host:
+    """One host, at `address`, with its files of `DISK` in `disk`. `Lab.host` makes it."""
+
+    def __init__(self, lab: Lab, number: int) -> None:
+        self._lab, self.number = lab, number
+        self.name, self.address = f"host{number}", f"10.9.0.{number}"
+        self.folder = lab.folder / self.name
+        self.disk = self.folder / "disk"
+        self.disk.mkdir(parents=True)
+        self._started = 0
+        self.boot()
+
+    def boot(self) -> None:
+        """Starts it, with a new boot id, and what is on its disk."""
+        (self.folder / "boot_id").write_text(f"{uuid.uuid4()}\n")
+        names = [f"10.9.0.{number} host{number}\n" for number in range(1, 100)]
+        (self.folder / "hosts").write_text("".join(["127.0.0.1 localhost\n", f"{self.address} {self.name}\n", *names]))
+        own = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child"]
+        seen = {Path(path).resolve() for path in (ROOT, sys.prefix, sys.base_prefix)} | {ROOT, Path(sys.prefix)}
+        binds = [path for path in sorted(seen) if path.is_relative_to("/tmp") or path.is_relative_to("/run")]
+        self._outer = subprocess.Popen(
+            [*_WITH_US, "unshare", *own, "sh", "-c", _BOOT, "sh", self.folder, self._lab.shared, self.name, *binds],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self._outer.stdout is not None and self._outer.stderr is not None
+        if self._outer.stdout.readline() != b"up\n":
+            _, words = self._outer.communicate()
+            raise OSError(f"{self.name} did not start: {words.decode()}")
+        self._outer.stdout.close()
+        self._outer.stderr.close()
+        (init,) = psutil.Process(self._outer.pid).children()
+        self.init = init.pid
+        self._lab.ip("link", "add", f"v{self.number}", "type", "veth", "peer", "name", "eth0", "netns", self.init)
+        self._lab.ip("link", "set", f"v{self.number}", "master", "br0", "up")
+        for words in (
+            ["addr", "add", f"{self.address}/24", "dev", "eth0"],
+            *(["link", "set", n, "up"] for n in ("lo", "eth0")),
+        ):
+            command("nsenter", f"--target={self.init}", "--net", "ip", *words)
+
+    def start(self, *words: object, environment: Mapping[str, str] | None = None) -> Program:
+        """Starts a command on it, in `DISK`."""
+        variables = {
+            "PATH": os.environ["PATH"],
+            "HOME": "/root",
+            "XDG_RUNTIME_DIR": "/run/user/0",
+            "PYTHONPATH": str(ROOT),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONWARNINGS": "ignore",
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "HOST": self.name,
+        } | dict(environment or {})
+        self._started += 1
+        log = self.folder / f"{self._started}.log"
+        inside = ["nsenter", f"--target={self.init}", "--net", "--mount", "--uts", "--ipc", "--pid"]
+        with open(log, "wb") as output:
+            outer = subprocess.Popen(
+                [*inside, "env", f"--chdir={DISK}", *map(str, words)],
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return Program(f"{self.name}: {' '.join(map(str, words[:6]))}", outer, log)
+
+    def run(self, *words: object, environment: Mapping[str, str] | None = None) -> str:
+        """Runs a command on it to its end, and returns what it prints; an error has that."""
+        program = self.start(*words, environment=environment)
+        try:
+            assert program.wait() == 0, program.account()
+        finally:
+            program.end()
+        return program.words()
+
+    def cut(self) -> None:
+        """Takes it from the network: what is sent to it or by it is lost, and nobody is told."""
+        self._lab.ip("link", "set", f"v{self.number}", "down")
+
+    def heal(self) -> None:
+        """Gives it its network again."""
+        self._lab.ip("link", "set", f"v{self.number}", "up")
+
+    def die(self, *, with_disk: bool = False) -> None:
+        """Ends it as a loss of power does: all of its processes at once, its memory, and its disk if that is said."""
+        with suppress(ProcessLookupError):
+            os.kill(self.init, signal.SIGKILL)
+        self._outer.wait(_SECONDS)
+        if with_disk:
+            shutil.rmtree(self.disk)
+            self.disk.mkdir()
+
+
+@dataclass
+class Program:
+    """A process on a host."""
+
+    name: str
+    outer: subprocess.Popen[bytes]
+    """It waits for the process, and ends as that does."""
+    log: Path
+
+    @property
+    def process(self) -> psutil.Process:
+        """The process itself."""
+        deadline = time.monotonic() + _SECONDS
+        while not (children := psutil.Process(self.outer.pid).children()):
+            assert time.monotonic() < deadline, self.account()
+            time.sleep(0.001)
+        return children[0]
+
+    def wait(self, timeout: float = _SECONDS) -> int:
+        """Waits for its end; returns the code that it ends with, negative for a signal."""
+        try:
+            return self.outer.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout} s: {self.account()}") from None
+
+    def words(self) -> str:
+        """What it has printed."""
+        return self.log.read_text(errors="replace")
+
+    def account(self) -> str:
+        """Its name, its end and what it has printed last."""
+        return f"{self.name} (ended with {self.outer.poll()}):\n{self.words()[-4000:]}"
+
+    def end(self) -> None:
+        """Kills it, if it still runs. What it has started ends with the host."""
+        if self.outer.poll() is None:
+            with suppress(psutil.Error, IndexError, AssertionError):
+                self.process.kill()
+            self.outer.kill()
+            self.outer.wait(_SECONDS)
+
+
+@dataclass
+class Job:
+    """What was started on several hosts."""
+
+    programs: list[Program]
+
+    def wait(self, timeout: float = _SECONDS) -> list[int]:
+        """Waits for all; returns what each ended with. One that does not end fails, with what all have printed."""
+        deadline = time.monotonic() + timeout
+        try:
+            return [program.wait(max(0.0, deadline - time.monotonic())) for program in self.programs]
+        except AssertionError:
+            raise AssertionError(f"after {timeout} s: {self.account()}") from None
+
+    def account(self) -> str:
+        """What all have printed."""
+        return "\n".join(program.account() for program in self.programs)
+
+    def until(self, condition: Callable[[], _T], timeout: float = _SECONDS) -> _T:
+        """Looks until a condition is true, and returns it. Fails at the timeout, with what all have printed."""
+        deadline = time.monotonic() + timeout
+        while not (value := condition()):
+            assert time.monotonic() < deadline, f"it did not come about in {timeout} s: {self.account()}"
+            time.sleep(0.01)
+        return value
+
+    def end(self) -> None:
+        """Kills what still runs."""
+        for program in self.programs:
+            program.end()
