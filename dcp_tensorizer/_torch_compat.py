@@ -5,6 +5,7 @@ What only conversion needs is imported when it is asked for: it takes half a sec
 
 from __future__ import annotations
 
+import inspect
 import io
 import sys
 import zipfile
@@ -62,6 +63,7 @@ __all__ = [
     "cpu_placement",
     "flatten_state_dict",
     "group_devices",
+    "group_of_save",
     "is_fake",
     "is_plain",
     "layout_of",
@@ -265,6 +267,23 @@ def group_devices(group: ProcessGroup) -> Set[str]:
     """
     kinds = group._device_types
     return {kind.type for kind in kinds if kind.type == "cpu" or group._get_backend(kind).name() != "gloo"}
+
+
+def group_of_save() -> ProcessGroup | None:
+    """The process group that the save on this thread runs its collectives on; None if there is no knowing it.
+
+    DCP shows its group to no hook of a storage. So the argument ``process_group`` of the call of ``dcp.save`` is looked
+    at, on the stack of the hook.
+    """
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    code, frame = inspect.unwrap(save).__code__, inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    if frame is None or "process_group" not in code.co_varnames:
+        return None
+    group: ProcessGroup | None = frame.f_locals["process_group"] or torch.distributed.group.WORLD
+    return group
 
 
 def release_ipc_counter(arguments: tuple[Any, ...]) -> None:

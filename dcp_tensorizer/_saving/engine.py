@@ -42,6 +42,7 @@ class Engine:
         files: What is in the files of the last saves.
         keeping: What of the saves under way is kept in memory, for when this process dies.
         connection: To the storage of the last save, kept for the next one.
+        warned_of_group: A warning has said that saves share their process group with training.
     """
 
     def __init__(self, *, devices: bool = False) -> None:
@@ -54,6 +55,7 @@ class Engine:
         self.files = KnownFiles()
         self.keeping = Keeping()
         self.connection: object = None
+        self.warned_of_group = False
         self._flushings: dict[tuple[str, str], Flushing] = {}
         self._all_flushings: list[weakref.ref[Flushing]] = []
         self._open: list[weakref.ref[object]] = []

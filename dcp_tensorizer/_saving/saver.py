@@ -23,6 +23,7 @@ from .._storage.open import absolute_path, open_storage
 from .._storage.redact import redact
 from .._threads import Deadline
 from .._tiers.target import place_of
+from .._torch_compat import group_devices, group_of_save
 from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
 from .engine import engine_of_process
 from .freshness import Freshness
@@ -204,6 +205,7 @@ class Saver:
                 # An error of this save's own: a traceback keeps frames alive, and they keep the tensors.
                 raise StagingError(str(error))
             where = self._where(path, directory, staged_save)
+            self._check_group(where, staged_save)
             place = self._place(where)
             storage = None if place is not None else self._open(where)
             kept = self._kept(where, staged_save)
@@ -290,6 +292,26 @@ class Saver:
         if path is None:
             raise WriteError("there is nowhere to save: give the writer a path, or the save a checkpoint_id")
         return absolute_path(path, directory)
+
+    def _check_group(self, where: str | Path, staged_save: StagedSave | None) -> None:
+        """Warns, once, of a save in the background that has training's own gloo group: both then hang, or abort.
+
+        A group that also has a GPU's backend is not warned of: training's collectives run on that one.
+        """
+        if staged_save is None or not staged_save.distributed or self.engine.warned_of_group:
+            return
+        world = torch.distributed.group.WORLD
+        is_on_own_thread = staged_save.staged_on is not threading.current_thread()
+        if world is None or not is_on_own_thread or group_of_save() is not world or group_devices(world) != {"cpu"}:
+            return
+        self.engine.warned_of_group = True
+        if torch.distributed.get_rank() == 0:
+            logger.warning(
+                "the save to %s runs its collectives on the job's default process group, from a thread. If training "
+                "uses that group meanwhile, the job hangs in silence or is aborted by gloo. Make a group for saves, "
+                'once, on every rank, and pass it to each save: process_group=dist.new_group(backend="gloo")',
+                redact(str(where)),
+            )
 
     def _kept(self, where: str | Path, staged_save: StagedSave | None) -> KeptSave | None:
         """What is kept of a save in memory, if anything is."""

@@ -32,7 +32,7 @@ class Rank:
     index: int
     world_size: int
     saves: dist.ProcessGroup | None
-    """A gloo group for saves alone: gloo aborts when two threads run collectives on one group."""
+    """A gloo group for saves alone: gloo hangs or aborts when two threads run collectives on one group."""
 
 
 def run_ranks(world_size, fn, *args, distributed=True, killed=(), timeout=90.0):

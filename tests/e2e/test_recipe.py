@@ -1,6 +1,7 @@
 """The asynchronous-saving recipe's second example, on four ranks, with its futures dropped."""
 
 import io
+import logging
 import threading
 from collections import defaultdict
 from itertools import pairwise
@@ -55,6 +56,25 @@ def _load(rank, folders):
         dcp.load({"app": AppState(model, optimizer)}, storage_reader=TensorizerStorageReader(folder))
         loaded.append(full(AppState(model, optimizer).state_dict()))
     return loaded
+
+
+def _save_on_groups(rank, folder):
+    """Saves on a group for saves, and then twice without one; returns what was logged of each save."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("dcp_tensorizer")
+    logger.addHandler(handler)
+    warned = []
+    with TensorizerStorageWriter() as writer:
+        for step, group in enumerate([rank.saves, None, None]):
+            path = folder / f"step{step}"
+            dcp.async_save(
+                {"step": torch.tensor(step)}, storage_writer=writer, checkpoint_id=path, process_group=group
+            ).result()
+            warned.append([said for said in records if str(path) in said and "default process group" in said])
+    logger.removeHandler(handler)
+    return warned
 
 
 def _clean_up_too_early(rank, folder):
@@ -138,6 +158,14 @@ def test_stock_tensorizer_opens_every_data_file(job, step):
     sharded = set(filter(_is_sharded, expected))
     assert {name for name, ranks in found.items() if ranks == list(range(WORLD))} == sharded
     assert all(len(found[name]) == 1 for name in found.keys() - sharded)
+
+
+def test_a_save_on_the_group_of_training_is_warned_of(tmp_path):
+    """The recipe gives saves no group of their own, and hangs on CPUs: rank 0 says why at the first such save."""
+    of_rank_0, of_rank_1 = run_ranks(2, _save_on_groups, tmp_path)
+    assert [len(said) for said in of_rank_0] == [0, 1, 0]
+    assert 'process_group=dist.new_group(backend="gloo")' in of_rank_0[1][0]
+    assert of_rank_1 == [[], [], []]
 
 
 @pytest.fixture(scope="module")
