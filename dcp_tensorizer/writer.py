@@ -290,7 +290,8 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
             self._saver.stager.wait_turn()  # a synchronous save, or one that was staged by another stager
         self._end_session()
         path, self._local.path = self.checkpoint_id, None
-        directory = self._directory_of_trainer if staged_save is None else staged_save.directory
+        context = self._context(staged_save)
+        directory = None if context is None else context.directory
         session = self._local.session = self._saver.begin(path, directory, staged_save, self._error_of_trainer)
         return StorageMeta(checkpoint_id=session.storage.path, save_id=session.id)
 

@@ -6,6 +6,8 @@ import threading
 from typing import Any
 
 from .._forks import in_child
+from .._process_context import ProcessContext
+from .._staging.staged_save import StagedSave
 from ..errors import StagingError
 from .options import SaveOptions
 from .saver import Saver
@@ -13,6 +15,8 @@ from .saver import Saver
 __all__ = ["CopiedWriter"]
 
 _NOT_COPIED = {"_saver", "_local"}  # tied to this process, or to one of its threads
+_OF_GROUP = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")
+"""DCP has set these in its own process, for the process group there."""
 
 
 class CopiedWriter:
@@ -24,7 +28,7 @@ class CopiedWriter:
     def _begin(self, saver: Saver) -> None:
         """In the process that the writer was made in."""
         self._error_of_trainer: StagingError | None = None
-        self._directory_of_trainer: str | None = None
+        self._context_of_trainer: ProcessContext | None = None
         self._saver = saver
         self._here()
 
@@ -34,7 +38,7 @@ class CopiedWriter:
         state = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
         state["_closed"] = self._saver.closed
         if staged_save is not None:
-            state |= {"_error_of_trainer": staged_save.error, "_directory_of_trainer": staged_save.directory}
+            state |= {"_error_of_trainer": staged_save.error, "_context_of_trainer": staged_save.context}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -43,6 +47,14 @@ class CopiedWriter:
         self.__dict__.update(state)
         self._saver = Saver(self._options, None, closed=closed)
         self._here()
+
+    def _context(self, staged_save: StagedSave | None) -> ProcessContext | None:
+        """What the process had that asked for a save, taken on where that was another one; None if it is just asked."""
+        if staged_save is not None:
+            return staged_save.context
+        if self._context_of_trainer is not None:
+            self._context_of_trainer.take_on(_OF_GROUP)
+        return self._context_of_trainer
 
     def _renew(self) -> None:
         """In a forked child: the writer process, the buffers and the saves are its parent's."""

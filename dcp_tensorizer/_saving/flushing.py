@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from .._forks import in_child
+from .._process_context import ProcessContext, environment
 from .._threads import NEVER, Deadline, in_background
 from .._tiers.queue import LOST, OPEN, REMOTE, TOLD, UNFLUSHED, Entry, Queue, Record
 from .._tiers.target import Target
@@ -63,6 +64,7 @@ class Flushing:
         self._futures: dict[str, Future[float]] = {}
         self._given_up: list[str] = []
         self._troubles: dict[str, str] = {}
+        self._environment: dict[str, str] = {}  # that the flush was asked for in
         self._lock = threading.RLock()  # on_report, a signal's handler: they may wait for the remote
         self._is_watching = False
         self._has_ended = False
@@ -196,8 +198,10 @@ class Flushing:
         if self._thread is not None:
             self._thread.add(self.target)
             return
+        context = ProcessContext.here()
+        self._environment = dict(context.environment)
         try:
-            self._client.flush(FlushRequest(self.target))
+            self._client.flush(FlushRequest(self.target, context))
         except WriteError as error:
             logger.warning("%s: the flush cannot go on now: %s", self.target.name, str(error))
 
@@ -216,7 +220,7 @@ class Flushing:
                 if not self._look():
                     self._is_watching = False
                     return
-                if self._thread is None and not self._has_ended and not self._client.is_running:
+                if self._thread is None and not self._has_ended and (not self._client.is_running or self._is_outdated):
                     self._request()
 
     def _look(self) -> bool:
@@ -237,6 +241,13 @@ class Flushing:
             elif entry.state in OPEN:
                 self._complain(entry)
         return bool(self._followed) or any(entry.state in OPEN for entry in entries.values())
+
+    @property
+    def _is_outdated(self) -> bool:
+        """Whether a flush fails, perhaps because it has the keys of an environment that has changed since."""
+        if environment() == self._environment:
+            return False
+        return any(self.queue.trouble(entry) for entry in self.queue.entries() if entry.state in OPEN)
 
     def _miss(self, followed: _Followed) -> None:
         """The record of a save is gone, and nobody here has seen the save on the remote.

@@ -13,6 +13,7 @@ from .._memory.garbage import collector_paused
 from .._memory.shared_buffer import SharedBuffer, aligned
 from .._memory.shared_mappings import SharedFile, SharedTensors
 from .._memory.tensor_bytes import host_bytes
+from .._process_context import ProcessContext, identity_of_process
 from .._staging.staged_save import StagedSave
 from .._staging.tensor_copy import Copies
 from .._storage.base import Storage
@@ -63,26 +64,31 @@ class WriterClient:
         self._start = start
         self._device = device
         self._process: WriterProcess | None = None
+        self._identity = identity_of_process()  # that the process was started with
         self._extra: SharedBuffer | None = None  # for tensors that the planner made anew
         self._can_snapshot = True
         self._ends = 0  # how often the process was ended
         # Nothing that ends the process waits for it. A signal's handler may interrupt its holder, and save.
         self._starting = threading.RLock()
 
-    def ensure_process(self) -> WriterProcess:
-        """The writer process; it is started if there is none, or if it has died.
+    def ensure_process(self, context: ProcessContext | None = None) -> WriterProcess:
+        """The writer process; it is started if there is none, if it has died, or if it is of another user or group.
+
+        Args:
+            context: Of the save that needs it.
 
         Raises:
             WriterProcessDied: it cannot be started, or was ended meanwhile.
         """
-        if self._process is not None and self._process.alive:
+        if self._process is not None and self._is_fit(self._process, context):
             return self._process  # without the lock: a handler's save, on another thread, must not wait for its holder
         with self._starting:
             before, ends = self._process, self._ends
             if before is not None:
-                if before.alive:
+                if self._is_fit(before, context):
                     return before
                 before.close()
+            self._identity = identity_of_process()
             process = self._start(devices=self._devices)
             has_other = self._process is not before  # a signal's handler has started it
             if not has_other:
@@ -94,6 +100,12 @@ class WriterClient:
                 process.close()
             assert self._process is not None
             return self._process
+
+    def _is_fit(self, process: WriterProcess, context: ProcessContext | None) -> bool:
+        """Whether a process lives, and has the user and the groups of a save, if a new one would have them."""
+        if not process.alive:
+            return False
+        return context is None or context.identity == self._identity or context.identity != identity_of_process()
 
     def write(
         self,
@@ -132,7 +144,7 @@ class WriterClient:
             sources, extra = self._locate(items, staged_save.buffer, staged_save.shared)
         buffers = [staged_save.buffer] if extra is None else [staged_save.buffer, extra]
         try:
-            return self._write_there(files, items, sources, buffers, options, is_closed)
+            return self._write_there(files, items, sources, buffers, options, staged_save.context, is_closed)
         finally:
             self._keep(extra)
 
@@ -143,6 +155,7 @@ class WriterClient:
         sources: Sequence[TensorSource],
         buffers: Sequence[SharedBuffer],
         options: WriteOptions,
+        context: ProcessContext,
         is_closed: Callable[[], bool],
     ) -> Written:
         storage = files.storage
@@ -151,8 +164,8 @@ class WriterClient:
                 return Written(self._write_here(files, items, options), attempt)
             try:
                 digest = functools.partial(self._digest, options, buffers)
-                request = WriteRequest(storage.location, options, files.plan(sources, digest))
-                done = self.ensure_process().write(request, buffers, options.timeout)
+                request = WriteRequest(storage.location, options, files.plan(sources, digest), context)
+                done = self.ensure_process(context).write(request, buffers, options.timeout)
                 return Written(files.finish(done, digest), attempt)
             except Unsendable as error:
                 raise WriteError(storage.scrub(f"{storage.path}: {error}")) from storage.cause(error)

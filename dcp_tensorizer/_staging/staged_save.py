@@ -7,16 +7,15 @@ at some moment of that, and ends. The buffer may be written to again when both a
 from __future__ import annotations
 
 import enum
-import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from .._forks import in_child
 from .._memory.shared_buffer import SharedBuffer
 from .._memory.shared_mappings import SharedTensors
+from .._process_context import ProcessContext
 from .._threads import NEVER, Deadline, is_running
 from ..errors import StagingError
 from .stage_times import StageTimes
@@ -71,7 +70,7 @@ class StagedSave:
         abandoned: A later save has waited for this one to be taken, in vain. None waits for it again.
         distributed: It was staged by one of several ranks.
         stager: The thread that copies.
-        directory: The working directory when staging began, or None: relative paths of the save are relative to it.
+        context: What the process had when staging began. Relative paths of the save are relative to its directory.
         times: When it was staged.
         record: What the checkpoint's index will say of the save; None for nothing.
         omitted: The keys of tensors that are not staged, because other ranks write them.
@@ -93,7 +92,7 @@ class StagedSave:
         self.abandoned = False
         self.distributed = False
         self.stager = threading.current_thread()
-        self.directory = _working_directory()
+        self.context = ProcessContext.here()
         self.times = StageTimes()
         self.record: Any = None
         self.omitted: frozenset[str] = frozenset()
@@ -280,10 +279,4 @@ class StagedSave:
 
 
 def _no_future() -> StagingFuture | None:
-    return None
-
-
-def _working_directory() -> str | None:
-    with suppress(OSError):
-        return os.getcwd()
     return None

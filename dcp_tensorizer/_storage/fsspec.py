@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .._process_context import environment
 from ..errors import WriteError
 from .base import Storage
 from .option_names import check_names
@@ -22,6 +23,8 @@ from .urls import protocols_of
 __all__ = ["is_known", "open_url"]
 
 _AZURE = ("az", "abfs", "abfss")
+# Where Azure's library looks for keys, proxies and certificates. Not all variables: each change would cost memory.
+_AZURE_VARIABLES = re.compile("(AZURE|IDENTITY|MSI|IMDS|SSL|REQUESTS|CURL)_|.*_PROXY$|HOME$", re.IGNORECASE)
 _shared_filesystems: dict[str, Any] = {}
 _sharing = threading.Lock()
 
@@ -84,12 +87,14 @@ def _open(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: float)
 
 
 def _shared_filesystem(protocol: str, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """A filesystem that this process makes once for the same options, and the path in it."""
+    """A filesystem that this process makes once for the same options and keys, and the path in it."""
     import fsspec
 
     kind = fsspec.get_filesystem_class(protocol)
     arguments = kind._get_kwargs_from_urls(url) | dict(options)
-    key = fsspec.utils.tokenize(kind, os.getpid(), arguments)  # a forked child has no thread for its event loop
+    variables = {name: value for name, value in environment().items() if _AZURE_VARIABLES.match(name)}
+    # A forked child has no thread for its event loop.
+    key = fsspec.utils.tokenize(kind, os.getpid(), arguments, variables)
     with _sharing:
         if key not in _shared_filesystems:
             _shared_filesystems[key] = kind(**arguments)

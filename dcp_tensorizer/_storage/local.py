@@ -22,7 +22,7 @@ from .base import TAKEN, DirectoryLock, FileIdentity, FileInfo, Refused, Storage
 from .local_link import identity_of, link_file
 from .local_listing import linked_directories, list_directory
 from .local_read import LocalFile, UncachedFile
-from .local_write import LocalSink
+from .local_write import LocalSink, new_file
 from .mounts import file_system
 from .tuning import ReadTuning
 
@@ -89,7 +89,7 @@ class LocalStorage(Storage):
     def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True, save_id: str = "") -> None:
         temporary = self._root / temporary_file_name(name, save_id)
         try:
-            with open(temporary, "xb") as file:
+            with open(new_file(temporary), "wb") as file:
                 file.write(data)
                 file.flush()
                 if sync:

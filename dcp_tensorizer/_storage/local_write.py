@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from .._process_context import current_umask
 from .base import Sink
 
-__all__ = ["BLOCK", "LocalSink", "open_direct"]
+__all__ = ["BLOCK", "LocalSink", "new_file", "open_direct"]
 
 BLOCK = 4096
 """O_DIRECT's unit. No file system in use needs a larger one."""
@@ -41,7 +42,7 @@ class LocalSink(Sink):
         super().__init__()
         self.path = path
         self._sync = sync
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._fd = new_file(path)
         self._direct_fd = open_direct(path, os.O_WRONLY)
         self._to_close = [self._fd] if self._direct_fd is None else [self._fd, self._direct_fd]
         try:
@@ -77,6 +78,19 @@ class LocalSink(Sink):
         with ExitStack() as closing:
             for number in numbers:
                 closing.callback(os.close, number)
+
+
+def new_file(path: Path) -> int:
+    """A descriptor of a new file, with the mode that any program's would have.
+
+    A thread that reads the umask by setting another one, and that back, may have done so just now. Where it shows, the
+    mode is set right: such a file could not be opened again.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    if os.fstat(fd).st_mode & 0o600 != 0o600 and (umask := current_umask()) is not None:
+        with suppress(OSError):  # the file system has modes of its own
+            os.fchmod(fd, 0o666 & ~umask)
+    return fd
 
 
 def open_direct(path: Path, access: int) -> int | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from isal.isal_zlib import crc32
 
+from .._process_context import environment
 from .base import TAKEN
 from .retry import patience_of
 
@@ -39,9 +40,10 @@ _sharing = threading.Lock()
 
 def shared_client(filesystem: Any, timeout: float) -> S3Client:
     """The client in use for a filesystem's options, or a new one, which takes 20 ms and has connections of its own."""
-    environment = sorted((name, value) for name, value in os.environ.items() if name.startswith("AWS_"))
+    # Keys, profiles, proxies and certificates are looked for in the environment; keys even by a program of the user's.
+    variables = sorted(environment().items())
     process = os.getpid()  # a forked child must not use its parent's connections
-    key = repr((filesystem.storage_args, filesystem.storage_options, timeout, environment, process))
+    key = repr((filesystem.storage_args, filesystem.storage_options, timeout, variables, process))
     with _sharing:
         return _shared_clients.setdefault(key, S3Client(filesystem, timeout))
 
@@ -50,8 +52,8 @@ class S3Client:
     """botocore's client, made from the options of an s3fs filesystem.
 
     botocore repeats requests that may succeed later (5xx, slow-down, resets, timeouts), with growing waits, and
-    refreshes credentials that it can refresh. If a token has expired all the same, each request looks for credentials
-    once more, with a new client.
+    refreshes credentials that it can refresh. If a token has expired all the same, or the environment has changed since
+    and the server denies, a request looks for credentials once more, with a new client.
 
     Args:
         filesystem: s3fs's, which is not connected.
@@ -72,6 +74,7 @@ class S3Client:
         """The server has, to any request."""
         self._lock = threading.Lock()
         self._botocore: Any = None
+        self._environment: Mapping[str, str] = {}  # of the moment when it was made
 
     def call(self, operation: str, **arguments: Any) -> Any:
         import botocore.exceptions
@@ -88,7 +91,8 @@ class S3Client:
                 self.has_answered = True
                 if _code(error) in _DENIED:
                     self._retire()
-                if _code(error) not in _EXPIRED:
+                is_outdated = _code(error) in _DENIED and self._environment != environment()
+                if not is_outdated and _code(error) not in _EXPIRED:
                     raise
                 repeats = _repeats(error)
                 body = arguments.get("Body")
@@ -124,6 +128,7 @@ class S3Client:
         """The client. Makes one if there is none yet, or if the one there is has expired."""
         with self._lock:
             if self._botocore is expired:
+                self._environment = environment()
                 self._botocore = self._connect()
             return self._botocore
 

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import datetime, timezone
 from typing import Any
 
+from .._process_context import environment
 from .._threads import in_threads
 from ..errors import NotCommitted, ReadError, WriteError
 from .base import TAKEN, FileInfo, RangeReader, Sink
@@ -43,6 +44,7 @@ class StreamStorage(RemoteStorage):
         super().__init__(url, root, scrub, timeout)
         protocol = filesystem.protocol
         self.filesystem = filesystem
+        self._environment = environment()  # of the moment when it was made
         protocols = {protocol} if isinstance(protocol, str) else set(protocol)
         self.in_process = is_in_process(url)
         self._turn: AbstractContextManager[Any] = nullcontext()
@@ -115,11 +117,16 @@ class StreamStorage(RemoteStorage):
             with self._turn:
                 return operation()
 
-        return self.retries.call(in_turn, is_transient, self._renew)
+        return self.retries.call(in_turn, self._may_succeed, self._renew)
+
+    def _may_succeed(self, error: Exception) -> bool:
+        """Whether what has failed may succeed with a fresh filesystem: it has other keys if the environment has."""
+        is_outdated = not isinstance(error, FileNotFoundError | FileExistsError) and environment() != self._environment
+        return is_outdated or is_transient(error)
 
     def _renew(self) -> None:
         """Makes a fresh filesystem: with new connections, and with credentials as they are now."""
-        old = self.filesystem
+        old, self._environment = self.filesystem, environment()
         self.filesystem = type(old)(*old.storage_args, **old.storage_options, skip_instance_cache=True)
 
 

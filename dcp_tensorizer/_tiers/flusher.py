@@ -11,6 +11,7 @@ from contextlib import suppress
 
 from .._format.index import read_head
 from .._format.layout import data_file_rank, metadata_file_name
+from .._process_context import environment
 from .._storage.base import Storage
 from .._storage.local import LocalStorage
 from .._threads import Patience
@@ -45,6 +46,7 @@ class Flusher:
         self._failing: dict[str, Patience] = {}  # with what cannot be read here
         self._wait = _FIRST_WAIT
         self._root: Storage | None = None
+        self._environment: dict[str, str] = {}  # that the remote was opened in
         self._is_clean = False
 
     def step(self) -> float | None:
@@ -269,6 +271,7 @@ class Flusher:
         drop(self._queue, entry, record, forget=False)
 
     def _remote(self, place: str) -> Storage:
-        if self._root is None:
-            self._root = self.target.open()
+        now = environment()
+        if self._root is None or now != self._environment:
+            self._root, self._environment = self.target.open(), now
         return below(self._root, place)

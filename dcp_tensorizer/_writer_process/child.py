@@ -96,7 +96,8 @@ def kill(popen: subprocess.Popen[bytes]) -> int | None:
 
     Without a timeout, `wait` would also wait for a lock, which the thread that a signal interrupts may hold.
     """
-    popen.kill()
+    with suppress(PermissionError):  # the trainer is another user since; the process ends with its socket
+        popen.kill()
     with suppress(subprocess.TimeoutExpired):
         popen.wait(_KILL_SECONDS)
     _unended.append(popen)

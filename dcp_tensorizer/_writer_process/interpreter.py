@@ -10,9 +10,16 @@ from __future__ import annotations
 import os
 import sys
 
-__all__ = ["environment", "interpreter"]
+from .. import _process_context
+
+__all__ = ["OWN_VARIABLES", "environment", "interpreter"]
 
 _PATH = "DCP_TENSORIZER_PATH"
+_GPUS = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "")  # no context, no GPU memory
+_THREADS = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+OWN_VARIABLES = frozenset({*_GPUS, *_THREADS, "PYTHONPATH"})
+"""The environment variables that a process of this package does not take from its trainer."""
 
 # With -S the path is the standard library alone, and with -c a first entry for the working directory, which is not
 # there under PYTHONSAFEPATH and before Python 3.11 cannot be switched off. Only then come the installed packages (site)
@@ -46,9 +53,8 @@ def interpreter() -> list[str]:
 
 def environment(devices: bool) -> dict[str, str]:
     """The trainer's environment, less its GPUs unless they are to be used, and the way to its modules."""
-    hidden = {} if devices else {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}  # no context, no GPU memory
-    own = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", _PATH: os.pathsep.join(_module_path())}
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | hidden | own
+    given = {name: value for name, value in _process_context.environment().items() if name != "PYTHONPATH"}
+    return given | ({} if devices else _GPUS) | _THREADS | {_PATH: os.pathsep.join(_module_path())}
 
 
 def _module_path() -> list[str]:

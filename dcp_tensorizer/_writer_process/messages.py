@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._format.layout import StoredItem
 from .._memory.shared_mappings import SharedFile
+from .._process_context import ProcessContext
 from .._storage.base import FileIdentity
 
 if TYPE_CHECKING:
@@ -151,21 +152,31 @@ class SnapshotRequest:
     buffers: tuple[BufferInfo, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
 class WriteRequest:
-    """Write ``files`` below ``path`` and make them durable. Buffers not in ``buffers`` are let go."""
+    """Write ``files`` below ``path`` and make them durable. Buffers not in ``buffers`` are let go.
+
+    Attributes:
+        context: What the process had that asked for the save, at that moment; None for what it has now.
+    """
 
     path: str
     options: WriteOptions
     files: tuple[FileRequest, ...]
+    context: ProcessContext | None = None
     buffers: tuple[BufferInfo, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
 class FlushRequest:
-    """Flush a local folder to a remote one, from now on, while nothing else is asked for."""
+    """Flush a local folder to a remote one, from now on, while nothing else is asked for.
+
+    Attributes:
+        context: As in a `WriteRequest`.
+    """
 
     target: Target
+    context: ProcessContext | None = None
     buffers: tuple[BufferInfo, ...] = ()
 
 

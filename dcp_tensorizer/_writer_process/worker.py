@@ -27,6 +27,7 @@ from ..errors import describe
 from .channel import Channel
 from .child import ignore_job_signals
 from .digest_job import DigestJob
+from .interpreter import OWN_VARIABLES
 from .messages import (
     Answer,
     BufferInfo,
@@ -139,6 +140,8 @@ class _Worker:
             job.abandon()
 
     def _answer(self, request: Request) -> Answer:
+        if isinstance(request, WriteRequest | FlushRequest) and request.context is not None:
+            request.context.take_on(OWN_VARIABLES)
         match request:
             case WriteRequest():
                 return self._write(request)

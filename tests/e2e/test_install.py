@@ -1,5 +1,6 @@
 """torch's own storage replaced on several ranks."""
 
+import os
 import threading
 
 import pytest
@@ -34,6 +35,7 @@ def _save_and_load(rank, folder):
             [("id", 0, {}), ("writer", 1, {}), ("process, id", 0, process), ("process, writer", 1, process)], start=1
         ):
             path = folder / name
+            os.umask(0o077 if name == "process, writer" else 0o022)
             where = {"storage_writer": FileSystemWriter(path)} if made else {"checkpoint_id": path}
             dcp.async_save(_state(mesh, value), **where, process_group=rank.saves, **options).result()
             loaded = []
@@ -41,16 +43,18 @@ def _save_and_load(rank, folder):
                 state = _state(mesh, 0)
                 dcp.load(state, **source, process_group=rank.saves)
                 loaded.append((state["w"].full_tensor().tolist(), state["n"]))
-            results[name] = is_index((path / ".metadata").read_bytes()), loaded
+            modes = {oct(file.stat().st_mode & 0o777) for file in path.iterdir()}
+            results[name] = is_index((path / ".metadata").read_bytes()), loaded, modes
     return results
 
 
 def test_every_way_to_save_and_load(tmp_path):
     """By a checkpoint_id and by a FileSystemWriter, on a thread and in a process of torch's: all are ours."""
     for results in run_ranks(WORLD, _save_and_load, tmp_path):
-        for value, (ours, loaded) in enumerate(results.values(), start=1):
+        for value, (name, (ours, loaded, modes)) in enumerate(results.items(), start=1):
             assert ours
             assert loaded == [([float(value * i) for i in range(10)], value)] * 2
+            assert modes == {"0o600" if name == "process, writer" else "0o644"}  # of the save, not of torch's process
 
 
 def _save_what_one_rank_cannot_stage(rank, folder, options):

@@ -21,7 +21,7 @@ from dcp_tensorizer import (
 )
 
 from ..proxy import Fault, s3_proxy
-from ..servers import SECRET
+from ..servers import KEY, OTHER_KEY, SECRET
 from ..support import workers
 from .ranks import attempt, eventually, kill_self, run_ranks
 from .training import assert_same, random_tensor
@@ -205,6 +205,38 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(s3, proxy, prefix, operatio
         assert_same(_load(url, s3.options()), _state(1))
         dcp.async_save(_state(3), storage_writer=writer).result()
     assert_same(_load(url, s3.options()), _state(3))
+
+
+def _in_environment(monkeypatch, proxy, key):
+    """Keys are in the environment alone, and only the newest is good."""
+    names = {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_ENDPOINT_URL": proxy.endpoint}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    proxy.rule = lambda request: None if f"={key}/" in request.authorization else Fault(400, "ExpiredToken")
+
+
+def test_keys_that_are_rotated_between_saves(s3, proxy, prefix, monkeypatch):
+    """The writer process has those of the save, and so have the trainer's own requests."""
+    url = f"s3://{s3.bucket}/{prefix}"
+    with TensorizerStorageWriter(url) as writer:
+        for seed, key in enumerate([KEY, OTHER_KEY]):
+            _in_environment(monkeypatch, proxy, key)
+            dcp.async_save(_state(seed, SMALL), storage_writer=writer).result()
+        dcp.save(_state(2, SMALL), storage_writer=writer)
+    assert_same(_load(url, {}, SMALL), _state(2, SMALL))
+
+
+def test_a_flush_has_keys_that_were_rotated_since_its_save(s3, proxy, prefix, monkeypatch, tmp_path):
+    """No save asks for it again: the flush of the last one is refused, and goes on with the keys of now."""
+    url = f"s3://{s3.bucket}/{prefix}"
+    _in_environment(monkeypatch, proxy, OTHER_KEY)
+    with TensorizerStorageWriter(url, local=tmp_path) as writer:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+        dcp.async_save(_state(1, SMALL), storage_writer=writer).result()
+        assert eventually(lambda: any(noted.read_text() for noted in tmp_path.rglob("*.trouble")))
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", OTHER_KEY)
+        assert writer.wait_remote(60)
+    assert_same(_load(url, {}, SMALL), _state(1, SMALL))
 
 
 def _everything_said(error, caplog, capfd):

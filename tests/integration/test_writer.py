@@ -285,6 +285,49 @@ def test_the_working_directory_may_change_before_the_save_begins(tmp_path, monke
     assert loaded(tmp_path / "a" / "x") == (1.0, 1)
 
 
+def modes(folder):
+    """The modes of the files of a checkpoint, and their groups."""
+    return {(oct(file.stat().st_mode & 0o777), file.stat().st_gid) for file in os.scandir(folder)}
+
+
+def test_umask_and_directory_are_those_of_the_save(tmp_path, monkeypatch):
+    """The writer process has those of the moment that asked, also one that is started after another one's death."""
+    before = os.umask(0o077)
+    try:
+        with TensorizerStorageWriter() as writer:
+            dcp.async_save(state_of(1), storage_writer=writer, checkpoint_id=tmp_path / "1").result()
+            os.umask(0o027)
+            monkeypatch.chdir(tmp_path)
+            dcp.async_save(state_of(2), storage_writer=writer, checkpoint_id=tmp_path / "2").result()
+            assert writer_process().cwd() == str(tmp_path)
+            first = writer_process()
+            kill(first)
+            os.umask(0o022)
+            dcp.async_save(state_of(3), storage_writer=writer, checkpoint_id=tmp_path / "3").result()
+            assert writer_process() != first
+    finally:
+        os.umask(before)
+    found = [{mode for mode, _group in modes(tmp_path / name)} for name in "123"]
+    assert found == [{"0o600"}, {"0o640"}, {"0o644"}]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may take another group")
+def test_the_group_is_that_of_the_save(tmp_path):
+    """A process that has another one is replaced, and one that has the same is kept."""
+    before = os.getegid()
+    try:
+        with TensorizerStorageWriter() as writer:
+            pids = []
+            for step, group in enumerate([before, 4321, 4321]):
+                os.setegid(group)
+                dcp.async_save(state_of(step), storage_writer=writer, checkpoint_id=tmp_path / str(step)).result()
+                pids.append(writer_process().pid)
+    finally:
+        os.setegid(before)
+    assert [{group for _mode, group in modes(tmp_path / str(step))} for step in range(3)] == [{before}, {4321}, {4321}]
+    assert pids[0] != pids[1] == pids[2]
+
+
 def test_nowhere_to_save():
     """Without a path and a checkpoint_id the error says what to give."""
     with TensorizerStorageWriter() as writer, pytest.raises(CheckpointException) as caught:

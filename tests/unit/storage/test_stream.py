@@ -12,6 +12,7 @@ import fsspec
 import pytest
 
 from dcp_tensorizer import ReadError, WriteError
+from dcp_tensorizer._storage import stream
 from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.open import open_storage
 
@@ -21,7 +22,15 @@ NAME = f"__0_0_{'a' * 32}.tensors"
 
 
 @pytest.fixture
-def memory() -> Iterator[Any]:
+def variables(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The environment, as the storage sees it: pytest changes the real one all the time."""
+    variables = {"KEY": "old"}
+    monkeypatch.setattr(stream, "environment", variables.copy)
+    return variables
+
+
+@pytest.fixture
+def memory(variables: dict[str, str]) -> Iterator[Any]:
     storage: Any = open_storage("memory://streamed")
     storage.retries = dataclasses.replace(storage.retries, first_wait=0.0)
     storage.make_directory()
@@ -187,3 +196,18 @@ def test_a_put_whose_answer_is_lost(memory: Any) -> None:
     filesystems = script(memory, "pipe_file", ConnectionResetError("reset by peer"), works_before=True)
     memory.put("f", b"ours", sync=True, replace=False)
     assert (len(filesystems), memory.read("f")) == (2, b"ours")
+
+
+# --- keys in the environment -----------------------------------------------------------------------------------------
+
+
+def test_a_denial_after_the_environment_has_changed(memory: Any, variables: dict[str, str]) -> None:
+    """A filesystem that is kept for long has the keys of its first moment: once more with those of now, and not again."""
+    memory.put("f", b"x", sync=True)
+    variables["KEY"] = "new"
+    filesystems = script(memory, "cat_file", PermissionError())
+    assert memory.read("f") == b"x"
+    assert filesystems[0] is not filesystems[1]
+    script(memory, "cat_file", PermissionError())
+    with pytest.raises(ReadError, match="PermissionError"):
+        memory.read("f")
