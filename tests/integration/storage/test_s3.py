@@ -217,6 +217,22 @@ def test_credentials_that_have_expired_are_looked_up_again(
     assert proxy.counts()["UploadPart"] == PARTS + 1
 
 
+def test_keys_that_were_rotated_since_a_storage_was_opened(
+    s3: S3Server, proxy: S3Proxy, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A manager keeps its folder's for the whole job: a denial is no answer where the environment has changed."""
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    storage = open_storage(f"s3://{s3.bucket}/{prefix}", {"endpoint_url": proxy.endpoint})
+    storage.put(NAME, b"x", sync=True)
+    proxy.rule = lambda request: Fault(403, "InvalidAccessKeyId") if f"={KEY}/" in request.authorization else None
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", OTHER_KEY)
+    assert storage.read(NAME) == b"x"
+    proxy.forget()
+    assert storage.read(NAME) == b"x"
+    assert proxy.counts() == {"GetObject": 1}
+
+
 def test_anonymous_access(open_s3: Opener) -> None:
     """Requests have no signature, which this server refuses."""
     with pytest.raises(ReadError, match=r"AccessDenied.*GetObject, tried once"):

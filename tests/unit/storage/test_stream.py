@@ -202,7 +202,7 @@ def test_a_put_whose_answer_is_lost(memory: Any) -> None:
 
 
 def test_a_denial_after_the_environment_has_changed(memory: Any, variables: dict[str, str]) -> None:
-    """A filesystem that is kept for long has the keys of its first moment: once more with those of now, and not again."""
+    """A filesystem that is kept has the keys of its first moment: once more with those of now, and not again."""
     memory.put("f", b"x", sync=True)
     variables["KEY"] = "new"
     filesystems = script(memory, "cat_file", PermissionError())
