@@ -1,6 +1,6 @@
 """torch's private names, each with the reason why there is no public one. Only this module imports or touches them.
 
-What only conversion needs is imported when it is asked for: it takes half a second.
+What few need is imported when it is asked for: for conversion it takes half a second.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+    from torch.distributed.checkpoint._traverse import set_element
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
     from torch.distributed.distributed_c10d import ProcessGroup
 
@@ -76,6 +77,7 @@ __all__ = [
     "rebuild_dtensor",
     "rebuild_sharded_tensor",
     "release_ipc_counter",
+    "set_element",
     "tensor_makers",
     "trusted_globals",
 ]
@@ -85,8 +87,9 @@ _FSSPEC = "torch.distributed.checkpoint.fsspec_filesystem"
 if find_spec(_FSSPEC) is None:
     _FSSPEC = "torch.distributed.checkpoint._fsspec_filesystem"
 
-# What only conversion needs: fake tensors (see ``torch.serialization.skip_data``), what ``dcp.save`` does with a nested
-# state dict, the places in the ``.metadata`` of torch's FileSystemWriter, and torch's writer for URLs.
+# What conversion needs: fake tensors (see ``torch.serialization.skip_data``), what ``dcp.save`` does with a nested
+# state dict, the places in the ``.metadata`` of torch's FileSystemWriter, and torch's writer for URLs. And how
+# ``dcp.load`` sets a value in a nested state dict.
 _ON_USE = {
     "FakeTensor": ("torch._subclasses.fake_tensor", "FakeTensor"),
     "FakeTensorMode": ("torch._subclasses.fake_tensor", "FakeTensorMode"),
@@ -94,12 +97,13 @@ _ON_USE = {
     "FsspecWriter": (_FSSPEC, "FsspecWriter"),
     "StorageInfo": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     "flatten_state_dict": ("torch.distributed.checkpoint._nested_dict", "flatten_state_dict"),
+    "set_element": ("torch.distributed.checkpoint._traverse", "set_element"),
 }
 
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Imports what only conversion needs when it is first asked for."""
+        """Imports what few need when it is first asked for."""
         if name not in _ON_USE:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module, attribute = _ON_USE[name]

@@ -18,7 +18,7 @@ All of them are built from one message, so that they survive pickling: DCP hands
 wrapped in ``torch.distributed.checkpoint.api.CheckpointException``, and the message must be enough there.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 __all__ = [
     "CheckpointError",
@@ -36,6 +36,8 @@ __all__ = [
     "WriterProcessDied",
     "unwrap",
 ]
+
+_KEYS_SHOWN = 5
 
 
 class CheckpointError(Exception):
@@ -115,3 +117,9 @@ def unwrap(error: BaseException) -> BaseException:
 def describe(error: BaseException) -> str:
     """An error as a part of another one's message: ours speak for themselves, others need their type."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def listed(keys: Sequence[object]) -> str:
+    """The first of some keys, and how many more there are, as a part of a message."""
+    more = len(keys) - _KEYS_SHOWN
+    return ", ".join(map(repr, keys[:_KEYS_SHOWN])) + (f", and {more} more" if more > 0 else "")

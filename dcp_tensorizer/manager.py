@@ -219,12 +219,14 @@ class CheckpointManager:
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
         strict: bool = True,
+        allow_shape_mismatch: bool = False,
         fallback: bool = False,
     ) -> int | None:
         """Loads a checkpoint into the state: the newest, the same on every rank.
 
         Whoever goes back to an earlier one begins a branch. The checkpoints beyond it stay, and are not counted.
         With ``survive``, a newer state that a run before has left in memory is taken, unless a step is asked for.
+        An optimizer in the state that has taken no step yet gets the state that was saved.
 
         Args:
             state: A state dict, as for ``dcp.load``.
@@ -232,7 +234,10 @@ class CheckpointManager:
             include: Patterns of the keys to load, as ``model.*``; all if there are none. Keys are those of the
                 flattened state dict.
             exclude: Patterns of keys that stay as they are.
-            strict: A key that the checkpoint does not have is an error. Otherwise it stays as it is, with a warning.
+            strict: A key that the checkpoint does not have is an error. Otherwise it stays as it is, with a warning. So
+                is what the checkpoint has and an optimizer, or an empty dict, has no place for.
+            allow_shape_mismatch: A tensor that the checkpoint has in another shape stays as it is, with a warning. So
+                does the optimizer's state of it. Otherwise it is an error.
             fallback: Where a checkpoint is damaged or unreadable, load the one before it, with an error in the log.
 
         Returns:
@@ -246,7 +251,8 @@ class CheckpointManager:
         """
         since = self._clock.now()
         self._check_open()
-        selection = Selection(check_patterns("include", include), check_patterns("exclude", exclude), strict)
+        patterns = check_patterns("include", include), check_patterns("exclude", exclude)
+        selection = Selection(*patterns, strict, allow_shape_mismatch)
         step = None if step is None else check_step(step)
         restored = self._job.restore(state, selection, step, fallback=fallback)
         self._clock.restored(since)

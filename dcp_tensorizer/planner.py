@@ -15,12 +15,14 @@ state dict --create_local_plan()--> read items          one made for each layout
 
 from __future__ import annotations
 
+import io
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 
 from ._memory.garbage import collector_paused
 from ._planning.columns import Table, Unsupported, columns_of_rows
@@ -223,6 +225,21 @@ class LoadPlanner(DefaultLoadPlanner):
             return super().create_local_plan()
         return LoadPlan(read_items_of(self.state_dict, self.metadata, strict=not self.allow_partial_load))
 
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Sets a value that is no tensor, also in a dict with keys that are no strings.
+
+        Paths have strings for them: torch's planner adds a value under ``"1"`` to a dict that has it under ``1``.
+        """
+        key = read_item.dest_index.fqn
+        if not self.flatten_state_dict or key not in self.mappings:
+            super().load_bytes(read_item, value)
+            return
+        *outer, last = self.mappings[key]
+        container: Any = self.original_state_dict
+        for part in outer:
+            container = container[_own_key(container, part)]
+        container[_own_key(container, last)] = torch.load(value, weights_only=False)
+
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """The tensor that receives an item."""
         value = self.state_dict.get(index.fqn)
@@ -230,6 +247,15 @@ class LoadPlanner(DefaultLoadPlanner):
             return value
         local = plain_local(value)
         return super().lookup_tensor(index) if local is None else local
+
+
+def _own_key(container: Any, part: Any) -> Any:
+    """What a dict calls what a path calls ``part``."""
+    if not isinstance(container, Mapping) or part in container:
+        return part
+    if isinstance(part, str) and part.isdigit() and int(part) in container:
+        return int(part)
+    return next((key for key in container if str(key) == part), part)
 
 
 LoadPlanner.delivers_as_torch = LoadPlanner

@@ -7,12 +7,14 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import uuid
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
@@ -28,11 +30,13 @@ from ._loading.located import Located
 from ._loading.metadata_reader import read_index, read_metadata, unreadable
 from ._loading.report import LoadClock, LoadReport, Progress, publish
 from ._loading.validate import (
+    EMPTY_DICT,
     ReadFrom,
     check_coverage,
     check_files,
     check_one_save,
     check_world_size,
+    keys_below_empty_dicts,
     not_committed,
 )
 from ._memory.garbage import collector_paused
@@ -40,12 +44,14 @@ from ._storage.base import TIMEOUT, Storage
 from ._storage.open import absolute_path, is_location
 from ._storage.redact import redact, shown
 from ._tiers.open import Opener
-from .errors import CheckpointError, MetadataError, NotCommitted
+from .errors import CheckpointError, MetadataError, NotCommitted, listed
 
 if TYPE_CHECKING:
     from ._format.encryption import DecryptionParams
 
 __all__ = ["TensorizerStorageReader"]
+
+logger = logging.getLogger("dcp_tensorizer")
 
 
 class TensorizerStorageReader(StorageReader):
@@ -274,6 +280,7 @@ class TensorizerStorageReader(StorageReader):
         self._clock.begin_reading()
         storage, index = self._opened()
         assert self._metadata is not None
+        _warn_of_empty_dicts(storage.path, planner)
         located = self._located or Located(index, ())
         self._located = self._plan = None  # the plan has come back
         group = None if self._reads_alone else self._exchange
@@ -325,3 +332,12 @@ class TensorizerStorageReader(StorageReader):
         """The checkpoint's key, before any target changes."""
         storage, index = self._opened()
         return unlock(self._encryption, index.encryption, storage.path, self._cipher)
+
+
+def _warn_of_empty_dicts(path: str, planner: LoadPlanner) -> None:
+    """Says which keys are not loaded because the state dict has an empty dict in their place, as of a new optimizer."""
+    if not isinstance(planner, DefaultLoadPlanner) or not planner.flatten_state_dict or planner.metadata is None:
+        return
+    more = planner.metadata.state_dict_metadata.keys() - planner.state_dict.keys()
+    if more and (lost := sorted(keys_below_empty_dicts(planner.original_state_dict, more, planner.metadata))):
+        logger.warning("%s has %s, and %s", path, listed(lost), EMPTY_DICT)

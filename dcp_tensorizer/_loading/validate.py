@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -21,6 +21,7 @@ from .._torch_compat import local_elements
 from ..errors import MetadataError, NotCommitted, ReadError
 
 __all__ = [
+    "EMPTY_DICT",
     "ReadFrom",
     "check_chunks",
     "check_coverage",
@@ -29,7 +30,9 @@ __all__ = [
     "check_one_save",
     "check_own_parts",
     "check_world_size",
+    "keys_below_empty_dicts",
     "not_committed",
+    "recorded_paths",
     "stored_item",
 ]
 
@@ -82,6 +85,44 @@ def not_committed(path: str) -> NotCommitted:
         f"{path} holds no committed checkpoint: there is no {metadata_file_name()}. The path is wrong, or the save "
         f"that wrote there never finished."
     )
+
+
+EMPTY_DICT = (
+    "the state has an empty dict there, into which nothing is loaded. If it is of a new optimizer, give the optimizer "
+    "itself to CheckpointManager.restore, or use get_optimizer_state_dict of torch.distributed.checkpoint.state_dict. "
+    "Other dicts need the keys that are to be loaded"
+)
+"""What is wrong with keys of `keys_below_empty_dicts`, and what to do."""
+
+
+def recorded_paths(metadata: Metadata) -> Mapping[str, Sequence[str | int]]:
+    """Where the values of keys were in the nested state dict that was saved; empty if it does not say."""
+    return metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+
+
+def keys_below_empty_dicts(state: Mapping[str, Any], keys: Iterable[str], metadata: Metadata) -> list[str]:
+    """The keys that a checkpoint has in a dict that is empty in the state: DCP loads nothing into it, and says nothing.
+
+    Args:
+        state: The nested state dict that is loaded into.
+        keys: What the checkpoint has, and the state has not.
+        metadata: The checkpoint's.
+    """
+    empty = set(_empty_dicts(state, ()))
+    if not empty:
+        return []
+    paths = recorded_paths(metadata)
+    path_of = {key: tuple(map(str, paths.get(key) or key.split("."))) for key in keys}
+    return [key for key, path in path_of.items() if any(path[:depth] in empty for depth in range(1, len(path)))]
+
+
+def _empty_dicts(container: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    members = container.items() if isinstance(container, Mapping) else enumerate(container)
+    for name, member in members:
+        if isinstance(member, Mapping) and not member:
+            yield (*path, str(name))
+        elif isinstance(member, (Mapping, list)):
+            yield from _empty_dicts(member, (*path, str(name)))
 
 
 def stored_item(path: str, metadata: Metadata, index: MetadataIndex) -> StoredItem:

@@ -224,7 +224,7 @@ class Job:
         number = load_first(self._folder, steps, state, selection, self.saves.group, self._reader_options)
         if number is not None or (problem is not None and problem.is_damage):
             self._survival.discard()
-        if problem is not None and (number is None or (problem.has_touched and not selection.strict)):
+        if problem is not None and (number is None or (problem.has_touched and selection.tolerates)):
             raise ReadError(
                 f"{self._folder.path}: the state in memory could not be loaded, and storage does not have all of it. "
                 f"What is in the state now may be of neither: make it anew, and restore again. {problem.error}"

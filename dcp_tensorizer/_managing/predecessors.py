@@ -163,7 +163,7 @@ class Predecessors:
     ) -> tuple[dict[str, Any], Problem | None]:
         """Loads a state, on this rank by itself; what was loaded, and why it could not be."""
         path = f"the memory of step {head.step} on rank {self._agreement.rank}"
-        planner = SelectivePlanner(path, selection)
+        planner = SelectivePlanner(path, selection, state)
         is_whole = True
         try:
             plain = StatePart().of(state)

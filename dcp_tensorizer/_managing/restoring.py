@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+from .._loading.validate import EMPTY_DICT, keys_below_empty_dicts, recorded_paths
+from .._planning.read_items import has_older_keys
 from .._storage.base import Storage
 from ..any_format import open_reader
 from ..errors import (
@@ -27,17 +30,19 @@ from ..errors import (
     UntrustedObject,
     WriteError,
     describe,
+    listed,
     unwrap,
 )
 from ..planner import LoadPlanner
 from .catalogue import Step
+from .optimizer_state import OptimizerTarget, address_of
 
 __all__ = ["Selection", "SelectivePlanner", "error_of_load", "load_first"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
 _LOCK_SECONDS = 60.0  # a clean-up that holds the lock takes milliseconds
-_KEYS_SHOWN = 5
+_SHAPES_SHOWN = 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,16 +55,23 @@ class Selection:
         include: Patterns, as `fnmatch` has them; empty for all keys.
         exclude: Patterns of keys that stay as they are.
         strict: A key that the checkpoint does not have is an error; otherwise it stays as it is.
+        allow_shape_mismatch: A tensor of another shape in the checkpoint stays as it is; otherwise it is an error.
     """
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     strict: bool = True
+    allow_shape_mismatch: bool = False
 
     @property
     def is_all(self) -> bool:
         """Every key is loaded."""
         return not self.include and not self.exclude
+
+    @property
+    def tolerates(self) -> bool:
+        """What does not fit stays as it is."""
+        return not self.strict or self.allow_shape_mismatch
 
     def has(self, names: Iterable[str]) -> bool:
         """Whether a key is loaded, by its name and those of the lists that it is in."""
@@ -75,8 +87,7 @@ class Selection:
         """
         for pattern in (*self.include, *self.exclude):
             if not _matches(known, [pattern]):
-                shown = ", ".join(map(repr, keys[:_KEYS_SHOWN]))
-                raise MetadataError(f"no key of the state matches {pattern!r}. Keys are as these: {shown}")
+                raise MetadataError(f"no key of the state matches {pattern!r}. Keys are as these: {listed(keys)}")
 
 
 def load_first(
@@ -103,7 +114,7 @@ def load_first(
     """
     for number, step in enumerate(steps):
         storage = folder.child(step.name)
-        planner = SelectivePlanner(storage.path, selection)
+        planner = SelectivePlanner(storage.path, selection, state)
         try:
             _load(folder, storage, state, planner, group, options)
         except (ReadError, MetadataError) as error:
@@ -111,7 +122,7 @@ def load_first(
                 raise
             logger.error("%s cannot be restored; trying the one before: %s", storage.path, error)
             if planner.has_begun:  # the state may hold some of it: nothing may stay as it is now
-                selection = dataclasses.replace(selection, strict=True)
+                selection = dataclasses.replace(selection, strict=True, allow_shape_mismatch=False)
         else:
             return number
     return None
@@ -149,7 +160,7 @@ def error_of_load(path: str, error: BaseException) -> CheckpointError:
     if isinstance(cause, CheckpointError):
         return cause
     advice = ". With strict=False it stays as it is" if "Missing key in checkpoint" in str(cause) else ""
-    misfit = StateMismatch(f"{path} cannot be loaded: {describe(cause)}{advice}")
+    misfit = StateMismatch(f"{path} cannot be loaded: {describe(cause).rstrip('.')}{advice}")
     misfit.__cause__ = cause
     return misfit
 
@@ -171,17 +182,23 @@ def _shared_lock(storage: Storage) -> Iterator[None]:
 
 
 class SelectivePlanner(LoadPlanner):
-    """Plans loads for the keys that are chosen.
+    """Plans loads for the keys that are chosen, and makes the state of optimizers that have none yet.
+
+    Args:
+        path: The checkpoint's, for messages.
+        selection: Which keys.
+        state: What is loaded into, with its ``Stateful`` values.
 
     Attributes:
         has_begun: All ranks have agreed on what to read: from here on the state changes.
     """
 
-    def __init__(self, path: str, selection: Selection) -> None:
+    def __init__(self, path: str, selection: Selection, state: Mapping[str, Any]) -> None:
         super().__init__(allow_partial_load=not selection.strict)
         self.has_begun = False
         self._path = path
         self._selection = selection
+        self._of_optimizers = {key: value for key, value in state.items() if isinstance(value, torch.optim.Optimizer)}
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Called by DCP with what this rank is to read."""
@@ -191,27 +208,115 @@ class SelectivePlanner(LoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Called by DCP with the state and what the checkpoint holds: what is not chosen is in neither from here on."""
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-        assert metadata is not None
-        stored = metadata.state_dict_metadata
-        if not self._selection.is_all:
-            recorded = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-            paths = recorded | getattr(self, "mappings", {})
-            names = {key: {key, *_lists_around(paths.get(key, ()))} for key in {*self.state_dict, *stored}}
-            self._selection.check(list(self.state_dict), set().union(*names.values()))
-            has = self._selection.has
-            self.state_dict = {key: value for key, value in self.state_dict.items() if has(names[key])}
-            chosen = {key: value for key, value in stored.items() if has(names[key])}
-            self.metadata = dataclasses.replace(metadata, state_dict_metadata=chosen)
-        if missing := [key for key in self.state_dict if key not in stored]:
-            self._report_missing(missing)
+        """Called by DCP with the state and what the checkpoint holds: what is not chosen is in neither from here on.
 
-    def _report_missing(self, keys: list[str]) -> None:
-        shown = ", ".join(map(repr, keys[:_KEYS_SHOWN])) + (", ..." if len(keys) > _KEYS_SHOWN else "")
+        Raises:
+            StateMismatch: they do not go together; names the keys.
+        """
+        assert metadata is not None
+        optimizers = [OptimizerTarget(*item, state_dict.get(item[0])) for item in self._of_optimizers.items()]
+        self._set_up(state_dict, metadata, is_coordinator)
+        misfits = self._misfits()
+        left = set(misfits) if self._selection.allow_shape_mismatch else set()
+        if optimizers and (more := self._more()):
+            paths = recorded_paths(metadata)
+            addresses = {address_of(self.state_dict[key]) for key in left}
+            left.update(key for optimizer in optimizers for key in optimizer.keys_of(addresses, paths))
+            for optimizer in optimizers:
+                optimizer.make_state({key: entry for key, entry in more.items() if key not in left}, paths)
+            self._set_up(state_dict, metadata, is_coordinator)
+        self._report(misfits, left)
+        self._drop(left)
+        if more := self._more():
+            self._report_lost(more, metadata, optimizers)
+            self._drop(more)
+
+    def _set_up(self, state_dict: dict[str, Any], metadata: Metadata, is_coordinator: bool) -> None:
+        """Flattens the state, and takes what is chosen of it and of the checkpoint."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        stored = metadata.state_dict_metadata
+        if self._selection.is_all:
+            return
+        paths = dict(recorded_paths(metadata)) | getattr(self, "mappings", {})
+        names = {key: {key, *_lists_around(paths.get(key, ()))} for key in {*self.state_dict, *stored}}
+        self._selection.check(list(self.state_dict), set().union(*names.values()))
+        self._drop({key for key in names if not self._selection.has(names[key])})
+
+    def _drop(self, keys: Collection[str]) -> None:
+        """Keys that are not loaded: they are neither in the state nor in the checkpoint, for what comes after."""
+        assert self.metadata is not None
+        if keys:
+            self.state_dict = {key: value for key, value in self.state_dict.items() if key not in keys}
+            stored = self.metadata.state_dict_metadata
+            chosen = {key: entry for key, entry in stored.items() if key not in keys}
+            self.metadata = dataclasses.replace(self.metadata, state_dict_metadata=chosen)
+
+    def _more(self) -> dict[str, Any]:
+        """What the checkpoint has, and the state has not."""
+        assert self.metadata is not None
+        stored = self.metadata.state_dict_metadata
+        more = stored.keys() - self.state_dict.keys()
+        return {key: entry for key, entry in stored.items() if key in more} if more else {}
+
+    def _misfits(self) -> dict[str, str]:
+        """The tensors that the checkpoint has in another shape, with both shapes."""
+        assert self.metadata is not None
+        stored, misfits = self.metadata.state_dict_metadata, {}
+        for key, value in self.state_dict.items():
+            entry = stored.get(key)
+            if isinstance(value, torch.Tensor) and isinstance(entry, TensorStorageMetadata):
+                shape = value.size()
+                if shape != entry.size:
+                    misfits[key] = f"{key!r} is {tuple(entry.size)} there and {tuple(shape)} here"
+        return misfits
+
+    def _report(self, misfits: Mapping[str, str], left: Set[str]) -> None:
+        """Says which keys stay as they are, or raises `StateMismatch` where they must not."""
+        assert self.metadata is not None
+        stored = self.metadata.state_dict_metadata
+        missing = [key for key in self.state_dict if key not in stored]
+        problems = []
+        if missing and not self._selection.strict:
+            logger.warning("%s has no %s: they stay as they are (strict=False)", self._path, listed(missing))
+        elif missing and not has_older_keys(self.metadata, self.state_dict, self.original_state_dict):
+            # Otherwise torch looks for keys of its older releases, and names what is not there.
+            problems.append(f"it has no {listed(missing)}. With strict=False such keys stay as they are")
+        shapes = "; ".join(list(misfits.values())[:_SHAPES_SHOWN])
+        if len(misfits) > _SHAPES_SHOWN:
+            shapes += f"; and {len(misfits) - _SHAPES_SHOWN} more"
+        if misfits and self._selection.allow_shape_mismatch:
+            state = [key for key in left if key not in misfits]
+            logger.warning(
+                "%s has other shapes, and these keys stay as they are (allow_shape_mismatch=True): %s%s",
+                *(
+                    self._path,
+                    shapes,
+                    f". So does the optimizer's state of them: {listed(sorted(state))}" if state else "",
+                ),
+            )
+        elif misfits:
+            problems.append(f"shapes differ: {shapes}. With allow_shape_mismatch=True such keys stay as they are")
+        if problems:
+            raise StateMismatch(f"{self._path} cannot be loaded: {'. '.join(problems)}")
+
+    def _report_lost(self, more: Mapping[str, Any], metadata: Metadata, optimizers: Sequence[OptimizerTarget]) -> None:
+        """Looks for what the state asks for, and has no place for; raises `StateMismatch` if it is strict."""
+        paths = recorded_paths(metadata)
+        advice = ""
+        lost = [key for key in more if any(optimizer.owns(paths.get(key, ())) for optimizer in optimizers)]
+        if lost:
+            advice = (
+                "the optimizer has no place for them: it has other parameters or groups than the one that was saved. "
+                "Or they are of another shape than a sharded parameter: then the optimizer has to take a step before"
+            )
+        elif lost := keys_below_empty_dicts(self.original_state_dict, more, metadata):
+            advice = EMPTY_DICT
+        if not lost:
+            return
+        problem = f"{self._path} has {listed(lost)}, and {advice}"
         if self._selection.strict:
-            return  # torch looks for keys of its older releases, and names what is not there
-        logger.warning("%s has no %s: they stay as they are (strict=False)", self._path, shown)
+            raise StateMismatch(f"{problem}. Leave them out by exclude=, or by strict=False, which warns of them")
+        logger.warning("%s. They are not loaded (strict=False)", problem)
 
 
 def _lists_around(path: Sequence[str | int]) -> Iterator[str]:

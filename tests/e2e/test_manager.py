@@ -28,14 +28,22 @@ def _state(world_size):
 
 
 def _train(rank, folder, stop_at):
-    """Trains until it is told to stop, which one rank is, or to the last step."""
+    """Trains until it is told to stop, which one rank is, or to the last step. The optimizer is new at first."""
     heard = []
     signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
     state = _state(rank.world_size)
+    weight = torch.nn.Parameter(_state(rank.world_size)["w"])
+    state["adam"] = adam = torch.optim.AdamW([weight], lr=0.0)
     with CheckpointManager(folder, save_every=10, keep_latest=2, stop_signals=[signal.SIGUSR1]) as manager:
         start = manager.restore(state) or 0
         assert (state["step"], state["w"].full_tensor().unique().tolist()) == (start, [float(start)])
+        if start:
+            moment = adam.state[weight]["exp_avg"]
+            assert (adam.state[weight]["step"].item(), moment.placements) == (start, weight.placements)
+            torch.testing.assert_close(moment.full_tensor(), torch.full((ROWS, 256), 1 - 0.9**start))
         for step in range(start + 1, STEPS + 1):
+            weight.grad = torch.ones_like(weight)
+            adam.step()
             state["w"] += 1
             state["step"] = step
             if step == stop_at and rank.index == rank.world_size - 1:

@@ -311,7 +311,7 @@ def test_only_some_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
         manager.restore(state, exclude=["model.weight", "head"])
         assert (state["model"]["bias"][0].item(), state["step"]) == (5.0, 5)
         state = state_of(0) | {"head": torch.zeros(3)}
-        with pytest.raises(StateMismatch, match=r"head.*With strict=False it stays as it is"):
+        with pytest.raises(StateMismatch, match=r"it has no 'head'\. With strict=False such keys stay as they are"):
             manager.restore(state)
         manager.restore(state, strict=False)
         assert (state["step"], state["head"].tolist()) == (5, [0.0, 0.0, 0.0])
@@ -321,6 +321,140 @@ def test_only_some_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
         part = {"step": 0}  # as a stage of a pipeline has it: the weights are of another one
         manager.restore(part, exclude=["model.*"])
         assert part["step"] == 5
+
+
+class HistoryOptimizer(torch.optim.Optimizer):
+    """An optimizer with lists, dicts and a value of its own in its state, and no use of its learning rate."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": torch.tensor(0.5)})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        closure()
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state.setdefault("past", []).append(parameter.grad.clone())
+            state["counts"] = {"steps": len(state["past"]), "norm": {"sum": parameter.grad.sum()}}
+            parameter.data -= 0.01 * parameter.grad
+        self.state["scale"] = {"growth": torch.arange(3.0)}
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.5, amsgrad=True),
+    "tensor_lr": lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.1)),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "factors": lambda parameters: torch.optim.Adafactor(parameters),
+    "lbfgs": lambda parameters: torch.optim.LBFGS(parameters),
+    "own": HistoryOptimizer,
+}
+
+
+def trainer(kind: str, rows: int = 5) -> dict[str, Any]:
+    torch.manual_seed(rows)
+    model = torch.nn.Sequential(torch.nn.Linear(3, rows), torch.nn.Linear(rows, 2))
+    return {"model": model, "optimizer": OPTIMIZERS[kind](model.parameters())}
+
+
+def train(state: dict[str, Any], steps: int = 3) -> None:
+    model, optimizer = state["model"], state["optimizer"]
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        result: torch.Tensor = model(torch.ones(4, 3)).square().sum()
+        result.backward()
+        return result
+
+    for _ in range(steps):
+        optimizer.step(loss)
+
+
+def assert_same(state: dict[str, Any], expected: dict[str, Any]) -> None:
+    for part, value in expected.items():
+        torch.testing.assert_close(state[part].state_dict(), value.state_dict(), rtol=0, atol=0)
+
+
+def test_a_new_optimizer_gets_its_state(tmp_path: Path) -> None:
+    """It has the state that was saved, bit for bit, and goes on as the one that was saved does."""
+    with manager_of(tmp_path) as manager:
+        for step, kind in enumerate(OPTIMIZERS):
+            train(state := trainer(kind))
+            manager.save(step, state, wait=True)
+            new = trainer(kind)
+            assert manager.restore(new) == step
+            assert_same(new, state)
+            train(state)
+            train(new)
+            assert_same(new, state)
+
+
+def test_an_optimizer_that_does_not_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It stays as it is, and the error says what it has no place for; so does a warning with ``strict=False``."""
+    train(state := trainer("tensor_lr"))
+    with manager_of(tmp_path) as manager:
+        manager.save(1, state, wait=True)
+        new = trainer("tensor_lr")
+        fewer = torch.optim.Adam([*new["model"].parameters()][:3], lr=torch.tensor(0.7))
+        with pytest.raises(
+            StateMismatch, match=r"'optimizer\.state\.3\.step'.*has no place for them: it has other param"
+        ):
+            manager.restore({"model": new["model"], "optimizer": fewer})
+        assert (fewer.state_dict()["state"], fewer.param_groups[0]["lr"].item()) == ({}, pytest.approx(0.7))
+        assert_same({"model": new["model"]}, {"model": trainer("tensor_lr")["model"]})
+        manager.restore({"optimizer": fewer}, exclude=["optimizer.*"])
+        assert fewer.state_dict()["state"] == {}
+        assert said(caplog) == ""
+        new["optimizer"].add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))], "lr": 0.2})
+        with pytest.raises(StateMismatch, match=r"it has no 'optimizer\.param_groups\.1\.lr'"):
+            manager.restore(new)
+        assert new["optimizer"].state_dict()["state"] == {}
+
+
+def test_an_empty_dict_does_not_swallow_what_was_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What a checkpoint has in its place is an error, or a warning: by the manager, and by ``dcp.load``."""
+    train(state := trainer("momentum"))
+    lost = "'optimizer.state.0.momentum_buffer', 'optimizer.state.1.momentum_buffer', "
+    with manager_of(tmp_path) as manager:
+        manager.save(1, state | {"losses": {1: 0.5, 2: 0.25}}, wait=True)
+        new = trainer("momentum")
+        with pytest.raises(StateMismatch, match=rf"{lost}.*give the optimizer itself"):
+            manager.restore({"optimizer": new["optimizer"].state_dict(), "losses": {1: 0.0, 2: 0.0}})
+        with pytest.raises(StateMismatch, match=r"'losses\.1', 'losses\.2', and the state has an empty dict there"):
+            manager.restore(new | {"losses": {}})
+        assert said(caplog) == ""
+        manager.restore(new | {"losses": {}}, strict=False)
+        assert_same(new, state)
+        assert re.findall(r"has ('losses.*'), and the state has an empty dict", said(caplog)) == [
+            "'losses.1', 'losses.2'"
+        ]
+        losses = {1: 0.0}  # less than there is, on purpose
+        manager.restore({"losses": losses})
+        assert losses == {1: 0.5}
+    caplog.clear()
+    new = trainer("momentum")
+    dcp.load(new | {"losses": losses}, storage_reader=TensorizerStorageReader(tmp_path / "step-1"))
+    assert f"has {lost}" in said(caplog)
+    assert "losses" not in said(caplog)
+
+
+def test_tensors_of_another_shape(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All are named, with both shapes. They may stay as they are, and then so does the optimizer's state of them."""
+    train(state := trainer("adamw"))
+    with manager_of(tmp_path) as manager:
+        manager.save(1, state, wait=True)
+        new = trainer("adamw", rows=7)
+        shapes = (
+            r"'model\.0\.weight' is \(5, 3\) there and \(7, 3\) here; 'model\.0\.bias' is .*; 'model\.1\.weight' is"
+        )
+        with pytest.raises(StateMismatch, match=shapes):
+            manager.restore(new)
+        manager.restore(new, allow_shape_mismatch=True)
+        assert "'model.0.weight' is (5, 3) there and (7, 3) here; " in said(caplog)
+        assert said(caplog).count("\n") == 0
+        kept = trainer("adamw", rows=7)["model"].state_dict() | {"1.bias": state["model"].state_dict()["1.bias"]}
+        torch.testing.assert_close(new["model"].state_dict(), kept, rtol=0, atol=0)
+        moments = state["optimizer"].state_dict()["state"]
+        torch.testing.assert_close(new["optimizer"].state_dict()["state"], {3: moments[3]}, rtol=0, atol=0)
+        train(new)
 
 
 def test_what_a_save_leaves_out_a_restore_leaves_out(tmp_path: Path) -> None:

@@ -1,0 +1,113 @@
+"""The state of an optimizer that has made none yet: room for it, as the checkpoint has it, so that it is loaded.
+
+An optimizer makes its state in its first step. DCP loads what the state dict asks for, and so nothing into a new one.
+torch's way is a step with gradients of zero. Here no step is taken: the checkpoint says which tensors and objects the
+state consists of, parameters say how tensors of their shape are sharded, and ``load_state_dict`` takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from .._torch_compat import DTensor, plain_local, set_element
+
+__all__ = ["OptimizerTarget", "address_of"]
+
+_Path = Sequence[str | int]
+
+
+class OptimizerTarget:
+    """An optimizer that a checkpoint is loaded into.
+
+    Args:
+        key: Its key in the state.
+        optimizer: As it is in the state.
+        collected: What its ``state_dict`` gave. It is changed, the optimizer is not.
+    """
+
+    def __init__(self, key: str, optimizer: torch.optim.Optimizer, collected: Any) -> None:
+        self.key = key
+        self._state: dict[Any, Any] = {}
+        self._params: dict[str, tuple[Any, torch.Tensor]] = {}
+        try:
+            numbers = [number for group in collected["param_groups"] for number in group["params"]]
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            state = collected["state"]
+        except (LookupError, TypeError, AttributeError):
+            return  # an optimizer with a state dict of its own kind
+        if not isinstance(state, dict) or len(numbers) != len(params):
+            return
+        # A learning rate may be a tensor, which would be read into before it is known that all can be read.
+        collected["param_groups"] = [
+            {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
+            for group in collected["param_groups"]
+        ]
+        self._state = state
+        self._params = {str(number): (number, param) for number, param in zip(numbers, params, strict=True)}
+
+    def make_state(self, stored: Mapping[str, Any], paths: Mapping[str, _Path]) -> None:
+        """Makes room for what a checkpoint has of the state.
+
+        Args:
+            stored: What the checkpoint has that the state has not, by key.
+            paths: Of the keys, in the nested state dict.
+        """
+        for key, entry in stored.items():
+            path = paths.get(key, ())
+            if not self._is_of_state(path):
+                continue
+            number, param = self._params.get(str(path[2]), (path[2], None))
+            if not _can_be_made(entry, param) or (param is None and str(number).isdigit()):
+                continue  # the last is of a parameter that this optimizer does not have
+            value = _room(entry, param, str(path[-1]))
+            if len(path) == 3:
+                self._state[number] = value
+            else:
+                set_element(self._state, (number, *path[3:]), value)
+
+    def keys_of(self, addresses: Set[int | None], paths: Mapping[str, _Path]) -> Iterator[str]:
+        """The keys of the state of some parameters.
+
+        Args:
+            addresses: Of these parameters.
+            paths: Of all keys, in the nested state dict.
+        """
+        addresses = addresses - {None}
+        numbers = {name for name, (_, param) in self._params.items() if address_of(param) in addresses}
+        if numbers:
+            yield from (key for key, path in paths.items() if self._is_of_state(path) and str(path[2]) in numbers)
+
+    def owns(self, path: _Path) -> bool:
+        """Whether a key is the optimizer's, by its path."""
+        return bool(path) and path[0] == self.key
+
+    def _is_of_state(self, path: _Path) -> bool:
+        return len(path) > 2 and path[0] == self.key and path[1] == "state"
+
+
+def address_of(tensor: torch.Tensor) -> int | None:
+    """Where this rank's part of a tensor lies; None if it has none."""
+    tensor = tensor.detach()
+    local = plain_local(tensor)
+    return (tensor if local is None else local).data_ptr() or None
+
+
+def _can_be_made(entry: Any, param: torch.Tensor | None) -> bool:
+    """Whether it is known how a value is sharded: as its parameter, or not at all."""
+    if not isinstance(entry, TensorStorageMetadata) or not isinstance(param, DTensor):
+        return True
+    return not entry.size or entry.size == param.size()
+
+
+def _room(entry: Any, param: torch.Tensor | None, name: str) -> torch.Tensor | None:
+    """What an entry of the checkpoint is loaded into: a tensor; None for an object, which takes its place."""
+    if not isinstance(entry, TensorStorageMetadata):
+        return None
+    dtype = entry.properties.dtype
+    if param is not None and entry.size == param.size() and name != "step":  # a "step" stays on the host, as in torch
+        return torch.empty_like(param.detach(), dtype=dtype)
+    return torch.empty(entry.size, dtype=dtype, device="cpu")  # `load_state_dict` brings it to the parameter's device
