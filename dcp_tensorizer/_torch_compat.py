@@ -36,7 +36,8 @@ from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+    from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
     from torch.distributed.checkpoint._traverse import set_element
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
@@ -45,19 +46,21 @@ if TYPE_CHECKING:
 __all__ = [
     "DCP_VERSION",
     "GET_LAYOUT",
+    "OLD_PROPERTIES",
     "PROCESS_EXECUTOR",
     "REBUILD_PREFIX",
     "REBUILD_SUBCLASS",
     "STORAGE_SETUP",
     "DTensor",
+    "ExtensionRegistry",
     "FakeTensor",
     "FakeTensorMode",
-    "FsspecReader",
     "FsspecWriter",
     "Shard",
     "ShardMetadata",
     "ShardedTensor",
     "StorageInfo",
+    "StreamTransformExtension",
     "awaited",
     "checkpoint_offset",
     "copy_all",
@@ -87,13 +90,14 @@ _FSSPEC = "torch.distributed.checkpoint.fsspec_filesystem"
 if find_spec(_FSSPEC) is None:
     _FSSPEC = "torch.distributed.checkpoint._fsspec_filesystem"
 
-# What conversion needs: fake tensors (see ``torch.serialization.skip_data``), what ``dcp.save`` does with a nested
-# state dict, the places in the ``.metadata`` of torch's FileSystemWriter, and torch's writer for URLs. And how
-# ``dcp.load`` sets a value in a nested state dict.
+# What only torch's own checkpoints need: the places in their ``.metadata``, and decoding their streams. What only
+# conversion needs: fake tensors (see ``torch.serialization.skip_data``), what ``dcp.save`` does with a nested state
+# dict, and torch's writer for URLs. And how ``dcp.load`` sets a value in a nested state dict.
 _ON_USE = {
+    "ExtensionRegistry": ("torch.distributed.checkpoint._extension", "ExtensionRegistry"),
+    "StreamTransformExtension": ("torch.distributed.checkpoint._extension", "StreamTransformExtension"),
     "FakeTensor": ("torch._subclasses.fake_tensor", "FakeTensor"),
     "FakeTensorMode": ("torch._subclasses.fake_tensor", "FakeTensorMode"),
-    "FsspecReader": (_FSSPEC, "FsspecReader"),
     "FsspecWriter": (_FSSPEC, "FsspecWriter"),
     "StorageInfo": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     "flatten_state_dict": ("torch.distributed.checkpoint._nested_dict", "flatten_state_dict"),
@@ -117,6 +121,9 @@ PROCESS_EXECUTOR = "_ProcessBasedAsyncCheckpointExecutor"
 """What runs a save in a process of torch's, in DCP's saver."""
 
 GET_LAYOUT = "torch.serialization._get_layout"
+
+OLD_PROPERTIES = "torch.distributed._shard.sharded_tensor.metadata"
+"""The module of the class in ``.metadata`` that says what a tensor is, before torch 2.3."""
 
 tensor_makers = frozenset({"torch", "torch._utils", "torch._tensor"})
 """The modules whose functions and classes a pickle calls to make tensors and shapes."""

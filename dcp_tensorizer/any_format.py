@@ -7,17 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from . import _torch_compat
 from ._arguments import check_path
 from ._loading.directory_format import contents, format_of
 from ._loading.metadata_reader import unreadable
+from ._loading.torch_reader import TorchReader
 from ._loading.validate import ReadFrom
 from ._storage.base import TIMEOUT, Storage
 from ._storage.open import absolute_path, is_location
@@ -38,10 +37,11 @@ def open_reader(path: str | os.PathLike[str], *, from_memory: bool = True, **opt
     """A reader for ``dcp.load`` that looks what is at a path, and reads it with what is made for that.
 
     It reads checkpoints of this package; those that torch's ``FileSystemWriter`` and ``FsspecWriter`` wrote; and local
-    directories of safetensors files, as Hugging Face has them. The last two are read by torch's own readers. What is
+    directories of safetensors files, as Hugging Face has them. The last are read by torch's own reader. What is
     there is looked at in each load, not here: so a job may switch its storage between two saves.
 
-    torch's own metadata is a pickle, which can run code when it is read. Load only what you trust.
+    No code of a checkpoint runs, whatever its format. torch's ``.metadata`` is a pickle: only DCP's own records are
+    made of it. Its objects load as those of this package do. ``allow_pickle=True`` unpickles both, whatever they hold.
 
     Where a writer with ``survive`` was saving to the path when its process died, the state is still in this machine's
     memory. It is loaded from there, unless something newer is at the path.
@@ -49,8 +49,8 @@ def open_reader(path: str | os.PathLike[str], *, from_memory: bool = True, **opt
     Args:
         path: A local path, or any URL that fsspec opens. The ``checkpoint_id`` of ``dcp.load`` overrides it.
         from_memory: Look in memory, too.
-        options: Of `TensorizerStorageReader`. For the other formats only ``storage_options``, ``timeout`` and
-            ``thread_count`` have a meaning, and ``encryption`` is refused.
+        options: Of `TensorizerStorageReader`. For torch's own format only ``storage_options``, ``timeout`` and
+            ``allow_pickle`` have a meaning, for safetensors ``thread_count``; ``encryption`` is refused for both.
 
     Raises:
         ValueError, TypeError: an argument makes no sense.
@@ -162,7 +162,6 @@ class AnyFormatReader(StorageReader):
         Raises:
             CheckpointError: there is nothing, or nothing that can be loaded.
         """
-        storage_options = dict(self._options.get("storage_options") or {})
         storage = self._storage(self._path)
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if _is_distributed() else (0, 1)
         if self._looks_in_memory:
@@ -178,12 +177,10 @@ class AnyFormatReader(StorageReader):
             raise _unknown(storage)
         if self._options.get("encryption") is not None:
             raise DecryptionError(f"{storage.path} is of the format {found}, which is not encrypted: leave the key out")
-        is_local = isinstance(self._path, os.PathLike)
         if found == "dcp":
-            if is_local:
-                return _Torch(self._path, self._extensions)
-            return _torch_compat.FsspecReader(self._path, **storage_options)
-        if not is_local:
+            trusts = bool(self._options.get("allow_pickle"))
+            return TorchReader(storage, allow_pickle=trusts, extensions=self._extensions)
+        if not isinstance(self._path, os.PathLike):
             raise ReadError(
                 f"{storage.path} holds safetensors, which torch reads from local disks only: copy it to one"
             )
@@ -213,10 +210,6 @@ class KeptReader(TensorizerStorageReader):
             return super().read_data(plan, planner)
         finally:
             self._checkpoint.close()
-
-
-class _Torch(FileSystemReader):
-    """torch's own, also where `install` has put another one in the place of the class that this one is made from."""
 
 
 def _is_distributed() -> bool:

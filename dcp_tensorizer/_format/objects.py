@@ -71,7 +71,7 @@ def advice(names: Sequence[str]) -> str:
     return (
         f"If you trust these types, import their modules and call "
         f"torch.serialization.add_safe_globals([{', '.join(names)}]) before the load. If you trust the whole "
-        f"checkpoint as you trust a program, pass allow_pickle=True to TensorizerStorageReader."
+        f"checkpoint as you trust a program, pass allow_pickle=True to the reader."
     )
 
 

@@ -14,13 +14,14 @@ from typing import IO, Any
 from .._torch_compat import tensor_makers
 from .inert_pickle import Made, load_inert
 
-__all__ = ["check_archive", "check_pickle", "is_archive", "record"]
+__all__ = ["check_archive", "check_pickle", "check_saved", "is_archive", "record"]
 
 _END = struct.Struct("<4s4HIIH")
 _END_64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR_64 = struct.Struct("<4sIQI")
 _LOCAL = struct.Struct("<26xHH")  # of a record's header: the lengths of its name and of what else is before its data
 _MAX_DIMENSIONS = 255
+_HAS_DESCRIPTOR = 0x8  # the flag of an entry that is followed by its CRC-32 and its size
 
 
 def is_archive(data: bytes) -> bool:
@@ -89,6 +90,36 @@ def record(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
 def _read(file: IO[bytes], offset: int, nbytes: int) -> bytes:
     file.seek(offset)
     return file.read(nbytes)
+
+
+def check_saved(file: IO[bytes], nbytes: int) -> list[tuple[int, int]]:
+    """Looks at a file of ``torch.save`` before the weights-only rules of ``torch.load`` are applied to it.
+
+    The elements of tensors must lie in the file as they are, and where torch looks for them.
+
+    Returns:
+        Where the header of each record begins, and how many bytes the record has, in the file's order.
+
+    Raises:
+        ValueError: they do not, or the archive would take more time or memory than it has bytes.
+    """
+    is_zip = is_archive(file.read(4))
+    file.seek(0)
+    if not is_zip:
+        raise ValueError("it is no archive (files of torch before 1.6 must be loaded and saved once more)")
+    archive = check_archive(file, nbytes)
+    infos = archive.infolist()
+    for info in infos:
+        name = info.filename.lower()  # as torch looks names up
+        if name.endswith("/data.pkl"):
+            check_pickle(record(archive, info))
+        if name.endswith("/byteorder") and record(archive, info) == b"big":
+            raise ValueError("it is of a big-endian machine: load and save it once more on this one")
+    # With this record, torch counts with a descriptor behind each record, and does not look where the next one is.
+    is_counted = any(info.filename.endswith("/.format_version") for info in infos)
+    if is_counted and any(info.file_size and not info.flag_bits & _HAS_DESCRIPTOR for info in infos):
+        raise ValueError("it is packed again, and not as torch.save does it: load and save it once more")
+    return sorted((info.header_offset, info.file_size) for info in infos)
 
 
 def check_pickle(pickled: bytes) -> None:

@@ -14,7 +14,7 @@ from .._format.objects import advice, unsafe_globals
 from ..errors import CheckpointError, ReadError, UntrustedObject, describe
 from .read_target import ReadTarget
 
-__all__ = ["check_trust", "deliver_object", "read_objects"]
+__all__ = ["check_trust", "copy_to_target", "deliver_object", "read_objects"]
 
 
 def read_objects(
@@ -56,7 +56,7 @@ def check_trust(path: str, objects: Sequence[tuple[ReadItem, bytes]]) -> None:
         except UntrustedObject as error:
             raise UntrustedObject(
                 f"{key!r} in {path} could run code when it is loaded: {error}. If you trust the checkpoint as you "
-                f"trust a program, pass allow_pickle=True to TensorizerStorageReader."
+                f"trust a program, pass allow_pickle=True to the reader."
             ) from None
         if checked[content]:
             keys.append(key)
@@ -87,10 +87,16 @@ def _deliver(planner: LoadPlanner, read_item: ReadItem, content: bytes) -> None:
     if read_item.type == LoadItemType.BYTE_IO:
         planner.load_bytes(read_item, io.BytesIO(content))
         return
-    tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)
+    copy_to_target(planner, read_item, torch.load(io.BytesIO(content), map_location="cpu", weights_only=False))
+
+
+def copy_to_target(planner: LoadPlanner, read_item: ReadItem, tensor: torch.Tensor) -> None:
+    """Copies the part of a stored tensor that an item is to the planner's target."""
     for dim, (start, length) in enumerate(zip(read_item.storage_offsets, read_item.lengths, strict=True)):
         if length < tensor.size(dim):  # not every class can be narrowed
             tensor = tensor.narrow(dim, start, length)
     target = planner.resolve_tensor(read_item).detach()
+    if target.shape != tensor.shape:  # which `copy_` might spread over it
+        raise ValueError(f"it is of shape {tuple(tensor.shape)}, and its target of {tuple(target.shape)}")
     target.copy_(tensor)
     planner.commit_tensor(read_item, target)

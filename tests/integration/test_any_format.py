@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import io
+import pickle
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from tensorizer import DecryptionParams
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 from dcp_tensorizer import (
     CheckpointError,
+    CheckpointManager,
     DecryptionError,
     MetadataError,
     NotCommitted,
     ReadError,
     TensorizerStorageWriter,
+    UntrustedObject,
+    installed,
     open_reader,
 )
 
@@ -30,15 +38,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SAVED = {"w": torch.arange(6.0).reshape(2, 3), "step": 7}
 
 
-def load(path: Path | str, **options: object) -> dict[str, object]:
-    state = {"w": torch.zeros(2, 3), "step": 0}
+def load(path: Path | str, state: dict[str, object] | None = None, **options: object) -> dict[str, object]:
+    state = {"w": torch.zeros(2, 3), "step": 0} if state is None else state
     dcp.load(state, storage_reader=open_reader(path, **options))
     return state
 
 
-def error_of(path: Path | str, **options: object) -> CheckpointError:
+def error_of(path: Path | str, state: dict[str, object] | None = None, **options: object) -> CheckpointError:
     with pytest.raises(CheckpointException) as caught:
-        load(path, **options)
+        load(path, state, **options)
     (failure,) = caught.value.failures.values()
     assert isinstance(failure[0], CheckpointError)
     return failure[0]
@@ -83,6 +91,107 @@ def test_it_reads_what_each_rank_has_saved_for_itself(tmp_path: Path) -> None:
         state = {"w": torch.zeros(2, 3), "step": 0}
         dcp.load(state, storage_reader=open_reader(tmp_path / name))
         assert_is_saved(state)
+
+
+RAN: list[str] = []
+
+
+def run(value: str) -> None:
+    RAN.append(value)
+
+
+class Runs:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return run, ("it",)
+
+
+def torch_saves(path: Path, value: object = 7) -> None:
+    dcp.save({**SAVED, "step": value}, storage_writer=FileSystemWriter(path), planner=DefaultSavePlanner())
+
+
+def with_pickle(path: Path) -> Path:
+    """A checkpoint whose metadata runs code."""
+    path.mkdir(parents=True)
+    (path / ".metadata").write_bytes(pickle.dumps(Runs()))
+    return path
+
+
+def with_object(path: Path) -> Path:
+    """A checkpoint whose metadata is torch's, with an object that runs code."""
+    torch_saves(path, Runs())
+    return path
+
+
+@pytest.mark.parametrize("make", [with_pickle, with_object])
+def test_code_in_what_torch_has_saved_does_not_run(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    """By no reader: of a path, of a URL, of `install`, of a manager; no target changes. What it needs is named."""
+    path = make(tmp_path / "step-9")
+    state: dict[str, object] = {"w": torch.zeros(2, 3), "step": 0}
+    RAN.clear()
+    named = r"test_any_format\.run"
+    for target in (path, f"file://{path}"):
+        error = error_of(target, state=state)
+        assert isinstance(error, UntrustedObject)
+        assert re.search(named, str(error))
+        assert "allow_pickle=True" in str(error)
+    with installed(), pytest.raises(CheckpointException, match=named):
+        dcp.load(state, checkpoint_id=path)
+    with installed(), pytest.raises(CheckpointException, match=named):
+        dcp.load(state, storage_reader=FileSystemReader(path))
+    for fallback in (False, True):
+        with CheckpointManager(tmp_path) as manager, pytest.raises(UntrustedObject, match=named):
+            manager.restore(state, fallback=fallback)
+    assert RAN == []
+    assert state["step"] == 0
+    assert not torch.any(state["w"])  # type: ignore[arg-type]
+
+
+def test_whoever_allows_it_gets_objects_of_any_type(tmp_path: Path) -> None:
+    """With ``allow_pickle``, as from torch's own reader: objects, and metadata of a planner of one's own."""
+    torch_saves(tmp_path, Path("x"))
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    metadata.planner_data = Inverse()
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert isinstance(error_of(tmp_path), UntrustedObject)
+    assert load(tmp_path, allow_pickle=True)["step"] == Path("x")
+
+
+class Inverse:
+    """What a planner might keep."""
+
+
+def test_what_torch_has_saved_is_looked_at_before_a_target_changes(tmp_path: Path) -> None:
+    """A file that is missing or short; bytes that are no tensor or of another shape are named with their key."""
+    torch_saves(tmp_path)
+    (path,) = tmp_path.glob("*.distcp")
+    content = path.read_bytes()
+    state: dict[str, object] = {"w": torch.ones(2, 3), "step": 0}
+    path.write_bytes(content[:-1])
+    assert isinstance(error := error_of(tmp_path, state=state), ReadError)
+    assert f"{path} has {len(content) - 1:,} bytes" in str(error)
+    path.write_bytes(b"\0" * len(content))
+    with pytest.raises(CheckpointException, match=f"'step' in {tmp_path} could run code"):
+        load(tmp_path)
+    path.unlink()
+    assert f"{path} does not exist, and '" in str(error_of(tmp_path, state=state))
+    assert torch.equal(state["w"], torch.ones(2, 3))  # type: ignore[arg-type]
+
+
+def test_a_tensor_of_another_shape_is_not_spread_over_the_target(tmp_path: Path) -> None:
+    """Of a damaged checkpoint of torch's: the metadata says one shape, and the data has another."""
+    torch_saves(tmp_path)
+    (path,) = tmp_path.glob("*.distcp")
+    stream = io.BytesIO()
+    torch.save(torch.ones(1, 1), stream)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    for index, info in metadata.storage_data.items():
+        if index.fqn == "w":
+            info.offset, info.length = path.stat().st_size, len(stream.getvalue())
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    path.write_bytes(path.read_bytes() + stream.getvalue())
+    assert re.search(rf"'w' in {path} cannot be loaded: .*shape \(1, 1\)", str(error_of(tmp_path)))
 
 
 def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import io
 import mmap
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..._format.chunks import Region
+from ..._format.dcp_metadata import read_pickled
 from ..._loading.scatter import copy_elements
 from ..._loading.validate import check_chunks
 from ..._storage.base import Storage
@@ -37,7 +37,6 @@ from ..atomic_output import new_directory, shown_path
 from ..checkpoint_view import CheckpointView, Path, StoredObject, StoredTensor, StoredValue, named_paths
 from ..chunk_reader import Chunk, read_region
 from .common import FileRange, Options, open_file, read_range
-from .dcp_metadata import read_pickled
 from .fake_load import load_fake
 from .nesting import check_lists, check_names, check_paths, nested
 from .torch_file import locate
@@ -58,12 +57,14 @@ def read(storage: Storage, pickled: bytes) -> CheckpointView:
     """
     path = f"{storage.path}/.metadata"
     stored = read_pickled(pickled, path)
+    entries, places = stored.state_dict_metadata, stored.storage_data
+    paths = named_paths(dict.fromkeys(entries, stored.planner_data))
     size_of = functools.cache(storage.head)
     values: dict[str, StoredValue] = {}
-    for stored_key, (key, value_path) in named_paths(dict.fromkeys(stored.entries, stored.planner_data)).items():
-        entry = stored.entries[stored_key]
+    for stored_key, (key, value_path) in paths.items():
+        entry = entries[stored_key]
         if isinstance(entry, BytesStorageMetadata):
-            info = _checked(stored.places.get((stored_key, None)), key, path)
+            info = _checked(places.get(MetadataIndex(stored_key)), key, path)
             if info.offset + info.length > (nbytes := size_of(info.relative_path) or 0):
                 raise MetadataError(
                     f"{storage.path}/{info.relative_path} is missing, or too short to hold {key!r}: it has {nbytes:,} "
@@ -73,7 +74,7 @@ def read(storage: Storage, pickled: bytes) -> CheckpointView:
             values[key] = StoredObject(key, value_path, info.length, read_object)
         else:
             infos = [
-                _checked(stored.places.get((stored_key, tuple(chunk.offsets))), key, path) for chunk in entry.chunks
+                _checked(places.get(MetadataIndex(stored_key, chunk.offsets)), key, path) for chunk in entry.chunks
             ]
             values[key] = _tensor(storage, (key, value_path), entry, infos)
     return CheckpointView(storage.path, "dcp", values)
@@ -208,16 +209,12 @@ def _read_object(storage: Storage, info: StorageInfo, key: str) -> bytes:
         return read_range(reader, info.offset, info.length)
 
 
-def _checked(info: Any, key: str, path: str) -> StorageInfo:
-    """A place in a data file, as far as a hostile one could do harm."""
-    if not isinstance(info, StorageInfo):
+def _checked(info: StorageInfo | None, key: str, path: str) -> StorageInfo:
+    """A place in a data file that can be read by ranges."""
+    if info is None:
         raise MetadataError(f"{path} has no data for {key!r}")
     if info.transform_descriptors:
-        transforms: Sequence[str] = info.transform_descriptors
-        raise ConversionError(f"{key!r} is stored transformed ({', '.join(map(str, transforms))}): load and save it")
-    name = info.relative_path
-    if os.path.basename(name) != name or name in ("", ".", ".."):
-        raise MetadataError(f"{path} names a data file {name!r} that is not beside it")
-    if not (0 <= info.offset < 2**63 and 0 <= info.length < 2**63):
-        raise MetadataError(f"{path} has no data for {key!r}, but {info.length:,} bytes at {info.offset:,}")
+        raise ConversionError(
+            f"{key!r} is stored transformed ({', '.join(info.transform_descriptors)}): load and save it"
+        )
     return info

@@ -12,14 +12,12 @@ from typing import IO, Any
 import torch
 
 from ..._format.objects import unsafe_globals
-from ..._format.torch_archive import check_archive, check_pickle, is_archive, record
+from ..._format.torch_archive import check_saved
 from ..._torch_compat import NEVER_FAKE, FakeTensor, FakeTensorMode, checkpoint_offset
 from ...errors import ConversionError, UntrustedObject
 from .common import FileRange
 
 __all__ = ["is_located", "load_fake", "tensors_in"]
-
-_HAS_DESCRIPTOR = 0x8  # the flag of an entry that is followed by its CRC-32 and its size
 
 
 def load_fake(file: FileRange, nbytes: int, path: str) -> Any:
@@ -36,7 +34,7 @@ def load_fake(file: FileRange, nbytes: int, path: str) -> Any:
     """
     buffered = io.BufferedReader(file)
     try:
-        records = _check_archive(buffered, nbytes)
+        records = check_saved(buffered, nbytes)
     except ValueError as error:
         raise ConversionError(f"{path} cannot be read: {error}") from error
     try:
@@ -83,33 +81,6 @@ def _stand_in(*arguments: Any) -> torch.Tensor:
 def _checked(value: Any, records: Sequence[tuple[int, int]]) -> Any:
     _check_storages(value, records)
     return value
-
-
-def _check_archive(file: IO[bytes], nbytes: int) -> list[tuple[int, int]]:
-    """Where the header of each record begins, and how many bytes the record has, in the file's order.
-
-    The elements of tensors must lie in the file as they are, and where torch looks for them.
-
-    Raises:
-        ValueError: they do not, or the archive would take more time or memory than it has bytes.
-    """
-    is_zip = is_archive(file.read(4))
-    file.seek(0)
-    if not is_zip:
-        raise ValueError("it is no archive (files of torch before 1.6 must be loaded and saved once more)")
-    archive = check_archive(file, nbytes)
-    infos = archive.infolist()
-    for info in infos:
-        name = info.filename.lower()  # as torch looks names up
-        if name.endswith("/data.pkl"):
-            check_pickle(record(archive, info))
-        if name.endswith("/byteorder") and record(archive, info) == b"big":
-            raise ValueError("it is of a big-endian machine: load and save it once more on this one")
-    # With this record, torch counts with a descriptor behind each record, and does not look where the next one is.
-    is_counted = any(info.filename.endswith("/.format_version") for info in infos)
-    if is_counted and any(info.file_size and not info.flag_bits & _HAS_DESCRIPTOR for info in infos):
-        raise ValueError("it is packed again, and not as torch.save does it: load and save it once more")
-    return sorted((info.header_offset, info.file_size) for info in infos)
 
 
 def _check_storages(value: Any, records: Sequence[tuple[int, int]]) -> None:

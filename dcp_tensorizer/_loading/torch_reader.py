@@ -1,0 +1,209 @@
+"""Loading what torch's own ``FileSystemWriter`` and ``FsspecWriter`` saved, without running code from it.
+
+torch's readers unpickle ``.metadata`` and every object, whatever they hold. This one makes DCP's own records of the
+first, and looks at the others as at this package's objects.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from .._format.dcp_metadata import read_pickled
+from .._format.layout import metadata_file_name
+from .._format.torch_archive import check_saved
+from .._memory.garbage import collector_paused
+from .._storage.base import Storage
+from .._torch_compat import ExtensionRegistry, StorageInfo, StreamTransformExtension
+from ..errors import CheckpointError, MetadataError, NotCommitted, ReadError, UntrustedObject, describe
+from .metadata_reader import unreadable
+from .objects import check_trust, copy_to_target, deliver_object
+from .validate import not_committed
+
+__all__ = ["TorchReader"]
+
+
+class TorchReader(StorageReader):
+    """Loads a checkpoint of torch's own format.
+
+    Args:
+        storage: Its directory.
+        allow_pickle: Unpickle ``.metadata`` and objects of any type.
+        extensions: Decode what torch's writer has encoded; None for those that torch has.
+    """
+
+    def __init__(
+        self, storage: Storage, *, allow_pickle: bool = False, extensions: ExtensionRegistry | None = None
+    ) -> None:
+        self._storage = storage
+        self._allows_pickle = allow_pickle
+        self._extensions = extensions
+        self._metadata: Metadata | None = None
+        self._error: CheckpointError | None = None
+
+    def reset(self, checkpoint_id: object = None) -> None:
+        """Nothing: each load has a reader of its own."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Reads the checkpoint's metadata, or with ``rank=`` that rank's own.
+
+        Errors are kept for `set_up_storage_reader`, as those of `TensorizerStorageReader` are.
+
+        Raises:
+            NotCommitted: there is no metadata of all ranks, and ``rank`` was not given.
+        """
+        rank = kwargs.get("rank")
+        self._error = None
+        meta = StorageMeta(load_id=str(uuid.uuid4()))
+        try:
+            metadata = self._read_metadata(rank)
+        except NotCommitted as error:
+            if rank is None:
+                raise
+            self._error = error
+        except CheckpointError as error:
+            self._error = error
+        else:
+            metadata.storage_meta = metadata.storage_meta or meta
+            metadata.storage_meta.load_id = meta.load_id
+            return metadata
+        return unreadable(self._error, meta)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Raises what `read_metadata` could not, and keeps the metadata."""
+        if self._error is not None:
+            raise self._error
+        self._metadata = metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Checks, before any target changes, that the files hold as many bytes as the plan asks for.
+
+        Raises:
+            MetadataError: there is no place for an item; names the key.
+            ReadError: a file is missing or too short; names the key.
+        """
+        sizes: dict[str, int | None] = {}
+        for item in plan.items:
+            info = self._place(item)
+            if info.relative_path not in sizes:
+                sizes[info.relative_path] = self._storage.head(info.relative_path)
+            nbytes = sizes[info.relative_path]
+            if nbytes is None or info.offset + info.length > nbytes:
+                found = "does not exist" if nbytes is None else f"has {nbytes:,} bytes"
+                raise ReadError(
+                    f"{self._storage.path}/{info.relative_path} {found}, and {item.storage_index.fqn!r} is at byte "
+                    f"{info.offset:,} to {info.offset + info.length:,} of it. Load another checkpoint."
+                )
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Nothing to agree on."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads everything in the plan into the targets that the planner gives, in the order of files and places.
+
+        Raises:
+            ReadError: stored bytes cannot be read, or do not fit their target; names key and file.
+            UntrustedObject: objects could run code; names keys and types, before any target changes.
+        """
+        items = sorted(plan.items, key=lambda item: (self._place(item).relative_path, self._place(item).offset))
+        objects = [(item, self._content(item)) for item in items if item.type == LoadItemType.BYTE_IO]
+        if not self._allows_pickle:
+            check_trust(self._storage.path, objects)
+        for item in items:
+            if item.type != LoadItemType.BYTE_IO:
+                content = self._content(item)
+                with self._naming(item):
+                    copy_to_target(planner, item, _tensor(content))
+        for item, content in objects:
+            deliver_object(self._storage.path, planner, item, content)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        """Never: it has its storage when it is made."""
+        return False
+
+    def _read_metadata(self, rank: int | None) -> Metadata:
+        name = metadata_file_name(rank)
+        pickled = self._storage.read(name)
+        if pickled is None:
+            raise not_committed(self._storage.path)
+        path = f"{self._storage.path}/{name}"
+        if not self._allows_pickle:
+            try:
+                with collector_paused():
+                    return read_pickled(pickled, path)
+            except UntrustedObject as error:
+                raise UntrustedObject(
+                    f"{error}. If you trust the checkpoint as you trust a program, pass allow_pickle=True to the "
+                    f"reader."
+                ) from None
+        try:
+            metadata = pickle.loads(pickled)
+        except Exception as error:
+            raise MetadataError(f"{path} cannot be read: {describe(error)}") from error
+        if not isinstance(metadata, Metadata):
+            raise MetadataError(f"{path} holds a {type(metadata).__name__}, and no checkpoint's metadata")
+        return metadata
+
+    def _place(self, item: ReadItem) -> StorageInfo:
+        assert self._metadata is not None, "read_metadata comes first"
+        info: StorageInfo | None = (self._metadata.storage_data or {}).get(item.storage_index)
+        if info is None:
+            raise MetadataError(f"{self._storage.path}/.metadata has no data for {item.storage_index.fqn!r}")
+        return info
+
+    def _content(self, item: ReadItem) -> bytes:
+        """What was written for an item, decoded."""
+        info = self._place(item)
+        content = self._storage.read_range(info.relative_path, info.offset, info.length)
+        # Before torch 2.7 there was no such field.
+        if descriptors := getattr(info, "transform_descriptors", None):
+            with self._naming(item):
+                return self._decode(content, descriptors)
+        return content
+
+    def _decode(self, content: bytes, descriptors: Sequence[str]) -> bytes:
+        stream: IO[bytes] = io.BytesIO(content)
+        for extension in (self._extensions or ExtensionRegistry()).from_descriptor_list(descriptors):
+            if isinstance(extension, StreamTransformExtension):
+                stream = extension.transform_from(stream)
+        return stream.read(-1)
+
+    @contextmanager
+    def _naming(self, item: ReadItem) -> Iterator[None]:
+        """Translates what is raised for an item, and names its key and file."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:
+            path = f"{self._storage.path}/{self._place(item).relative_path}"
+            raise ReadError(f"{item.dest_index.fqn!r} in {path} cannot be loaded: {describe(error)}") from error
+
+
+def _tensor(content: bytes) -> torch.Tensor:
+    """A tensor, of what ``torch.save`` made of it.
+
+    Raises:
+        Exception: it is damaged, or something else.
+    """
+    check_saved(io.BytesIO(content), len(content))
+    tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"a {type(tensor).__name__} where a tensor belongs")
+    return tensor
