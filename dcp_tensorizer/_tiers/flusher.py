@@ -60,7 +60,7 @@ class Flusher:
             self._is_clean = True
         before = self._open()
         for entry, record in before:
-            if entry.state == UNFLUSHED:
+            if entry.state == UNFLUSHED and self._is_turn_of(entry, record):
                 self._tried(entry, lambda e=entry, r=record: self._send(e, r))  # type: ignore[misc]
                 self._settle()
         self._settle()
@@ -75,6 +75,27 @@ class Flusher:
     def _open(self) -> list[tuple[Entry, Record]]:
         """What has to be brought to the remote, in the order of the saves."""
         return self._queue.records(OPEN, self.target.name)
+
+    def _is_turn_of(self, entry: Entry, record: Record) -> bool:
+        """Whether a part may be sent: not before what was saved earlier is on the remote.
+
+        It could take the room there that this still needs, and then neither would ever be committed.
+        """
+        before = [(e, r) for e, r in self._open() if e.number < entry.number]
+        return not any(
+            (other.place != record.place or other.rank == record.rank) and self._is_awaited(e, other)
+            for e, other in before
+        )
+
+    def _is_awaited(self, entry: Entry, record: Record) -> bool:
+        """Whether a part that is not on the remote is of a checkpoint that will be there, as far as is known here."""
+        if record.commit is not None:
+            return True
+        committed = self._committed_here(record)
+        if committed is not None:
+            return committed[0].state in OPEN
+        # Who commits it is on another node: nobody says here that he has given it up.
+        return self._queue.is_confirmed(entry) and time.time() - entry.changed <= self.target.timeout
 
     def _tried(self, entry: Entry, operation: Callable[[], object]) -> None:
         """Does something with a record, if nobody else does. What fails is noted, and tried again later."""
@@ -93,12 +114,16 @@ class Flusher:
     def _send(self, entry: Entry, record: Record) -> None:
         """Brings a rank's files to the remote."""
         self._gate()
+        is_first = self._queue.trouble(entry) is None
+        if not is_first and self._ends_with_its_save(entry, record):
+            return
         remote, local = self._remote(record.place), LocalStorage(self.target.folder(record.place))
         remote.make_directory()
         files = record.files
-        if self._queue.trouble(entry) is None:
+        self._queue.set_trouble(entry, "")
+        if is_first and self._queue.is_writable:
             missing = set(files)
-        else:  # this has been tried before
+        else:  # this has been tried before, or the folder does not show it
             missing = missing_files(remote, files, files)
             discard(remote, *missing)
         gone = {name for name in missing if local.head(name) != files[name]}
@@ -106,7 +131,6 @@ class Flusher:
             self._give_up(entry, record, f"{local.path}/{min(lost)} is gone, or not as long as it was")
             return
         missing -= gone
-        self._queue.set_trouble(entry, "")
         lock = remote.lock_directory()
         try:
             lock.share(self.target.timeout)
@@ -125,8 +149,12 @@ class Flusher:
         self._queue.set_trouble(entry, None)
 
     def _is_hopeless(self, entry: Entry) -> bool:
-        """Whether what lies here could not be read for so long that it will not be read any more."""
-        return self._failing.setdefault(entry.stem, self.target.patience()).is_over()
+        """Whether what lies here could not be read for so long that it will not be read any more.
+
+        From a disk that takes no more changes either, nothing is waited for.
+        """
+        is_over = self._failing.setdefault(entry.stem, self.target.patience()).is_over()
+        return is_over or not self._queue.is_writable
 
     def _reporting(self, entry: Entry) -> Callable[[], None]:
         """The gate, which notes that there is progress."""
@@ -151,13 +179,9 @@ class Flusher:
             if commit is not None:
                 if is_next and entry.state == SENT:
                     self._tried(entry, lambda e=entry, r=record, c=commit: self._commit(e, r, c))  # type: ignore[misc]
-                is_next = is_next and not self._is_open(entry)
+                is_next = is_next and self._queue.state(entry) not in OPEN
             elif entry.state == SENT:
                 self._tried(entry, lambda e=entry, r=record: self._look(e, r))  # type: ignore[misc]
-
-    def _is_open(self, entry: Entry) -> bool:
-        # In the order in which a record comes by them: or else one that is just being renamed would be missed.
-        return any((self._queue.folder / f"{entry.stem}.{state}").exists() for state in (UNFLUSHED, SENT))
 
     def _commit(self, entry: Entry, record: Record, commit: Commit) -> None:
         """Commits a checkpoint on the remote, if all of its files are there."""
@@ -235,15 +259,19 @@ class Flusher:
                 return
         else:
             other, of_other = committed
-            if other.state in OPEN:
-                return
-            if other.state != REMOTE or of_other.commit is None:
-                self._queue.give_up(entry, record, of_other.reason)
-                drop(self._queue, entry, record, forget=False)
+            if other.state in OPEN or self._ends_with_its_save(entry, record) or of_other.commit is None:
                 return
             named = set(of_other.commit.files)
         self._queue.set_trouble(entry, None)
         arrive(self._queue, entry, record, named)
+
+    def _ends_with_its_save(self, entry: Entry, record: Record) -> bool:
+        """Gives a rank's part up if the save was given up that it is of, where that is known here; whether it was."""
+        committed = None if record.commit is not None else self._committed_here(record)
+        if committed is None or committed[0].state in (*OPEN, REMOTE):
+            return False
+        self._give_up(entry, record, committed[1].reason)
+        return True
 
     def _committed_here(self, record: Record) -> tuple[Entry, Record] | None:
         """The record of the rank that commits, if that is on this node."""

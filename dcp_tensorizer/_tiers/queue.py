@@ -3,13 +3,20 @@
 Every rank of a node has a record of each of its saves, in one folder beside the checkpoints. What is in a record is
 written once. How far it has come is in the file's name, which changes by renaming. So each step is atomic, and whoever
 comes after a death sees which was the last.
+
+A disk may take no more changes, and still hold checkpoints that can be read. How far these come is written down aside:
+in a folder in the memory of this machine, which all of its processes see.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import hashlib
 import os
 import re
+import stat
+import tempfile
 import time
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,7 +27,7 @@ import msgspec
 
 from .._descriptor import Descriptor
 from .._storage.local import LocalStorage
-from ..errors import MetadataError, NotCommitted, ReadError, WriteError
+from ..errors import CheckpointError, MetadataError, NotCommitted, ReadError, WriteError
 
 __all__ = [
     "FOLDER",
@@ -49,6 +56,8 @@ _ORDER = (WRITING, UNFLUSHED, SENT, REMOTE, LOST, TOLD)
 _ENTRY = re.compile(rf"(\d+)-(\d+)-([0-9a-f]{{32}})\.({'|'.join(_ORDER)})")
 _TEMPORARY_SECONDS = 3600.0  # a record that is written takes milliseconds
 _TRIES = 100  # to list records while others rename them
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_MEMORY = ("/dev/shm",)  # the disk of temporary files may be the one that takes no changes
 
 
 class _Moved(Exception):
@@ -118,11 +127,15 @@ class Queue:
 
     Args:
         root: The local folder.
+
+    Attributes:
+        is_writable: Whether the last change of a record could be written to the folder, as far as that is not full.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.folder = root / FOLDER
+        self.is_writable = True
         self._storage = LocalStorage(self.folder)
         self._records: dict[str, Record] = {}
 
@@ -141,21 +154,24 @@ class Queue:
             return []
         except OSError as error:
             raise ReadError(f"cannot list {self.folder}: {error}") from error
-        for name in names:
-            if match := _ENTRY.fullmatch(name):
-                entry = Entry(int(match[1]), int(match[2]), match[3], match[4], self._changed(name))
+        for path in [*(self.folder / name for name in names), *self._files_aside()]:
+            if match := _ENTRY.fullmatch(path.name):
+                entry = Entry(int(match[1]), int(match[2]), match[3], match[4], _changed(path))
                 other = latest.get(entry.stem)
-                if other is None or _ORDER.index(other.state) < _ORDER.index(entry.state):
+                if other is None and path.parent != self.folder:
+                    continue  # its record is gone
+                if other is None or _progress(other) < _progress(entry):
                     latest[entry.stem] = entry
         return sorted(latest.values())
 
-    def _changed(self, name: str) -> float:
-        try:
-            return os.stat(self.folder / name).st_mtime
-        except FileNotFoundError as error:  # it has another name by now, which the list may lack
-            raise _Moved from error
-        except OSError as error:
-            raise ReadError(f"cannot read {self.folder / name}: {error}") from error
+    def state(self, entry: Entry) -> str | None:
+        """The state that a record is in now; None if it is gone."""
+        # In the order in which a record comes by them: or else one that is just being renamed would be missed.
+        state = None
+        for other in _ORDER:
+            if any((folder / f"{entry.stem}.{other}").exists() for folder in self._folders()):
+                state = other
+        return state
 
     def record(self, entry: Entry) -> Record | None:
         """What is in a record, also if it is renamed meanwhile.
@@ -163,9 +179,10 @@ class Queue:
         None if it is gone, or nobody of this package wrote it.
         """
         known = self._records.get(entry.name)
-        for state in _ORDER[_ORDER.index(entry.state) :] if known is None else ():
+        names = [f"{entry.stem}.{state}" for state in _ORDER[_ORDER.index(entry.state) :]]
+        for path in [folder / name for name in names for folder in self._folders()] if known is None else ():
             with suppress(msgspec.MsgspecError, OSError):
-                known = msgspec.json.decode((self.folder / f"{entry.stem}.{state}").read_bytes(), type=Record)
+                known = msgspec.json.decode(path.read_bytes(), type=Record)
                 if len(self._records) > 1000:  # of a job that has saved very often
                     self._records.clear()
                 self._records[entry.name] = known
@@ -209,51 +226,100 @@ class Queue:
                 os.close(descriptor)
 
     def move(self, entry: Entry, state: str) -> Entry:
-        """Takes a record to another state, now."""
+        """Takes a record to another state, now. Of several processes that try it at once, one does."""
         moved = entry._replace(state=state, changed=time.time())
-        os.utime(self.folder / entry.name)
-        os.rename(self.folder / entry.name, self.folder / moved.name)
+        if self._is_aside(entry.name):
+            os.rename(self._aside / entry.name, self._aside / moved.name)
+            return moved
+        try:
+            os.utime(self.folder / entry.name)
+            os.rename(self.folder / entry.name, self.folder / moved.name)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            self._put_aside(moved.name, self._content(entry), error)
         return moved
 
     def progress(self, entry: Entry) -> None:
         """Notes that the flush of a record goes on."""
         with suppress(OSError):
-            os.utime(self.folder / entry.name)
+            try:
+                os.utime((self._aside if self._is_aside(entry.name) else self.folder) / entry.name)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                self._put_aside(entry.name, self._content(entry), error)
 
-    def give_up(self, entry: Entry, record: Record, reason: str) -> None:
-        """Notes that a save will not be on the remote. What is left of it can be removed then."""
-        self._put(entry._replace(state=LOST), msgspec.structs.replace(record, reason=reason), sync=True)
+    def give_up(self, entry: Entry, record: Record, reason: str, state: str = LOST) -> None:
+        """Notes that a save will not be on the remote. What is left of it can be removed then.
+
+        Args:
+            entry, record: Of the save.
+            reason: Why.
+            state: `TOLD` if that has been said already.
+        """
+        lost, record = entry._replace(state=state), msgspec.structs.replace(record, reason=reason)
+        try:
+            self._put(lost, record, sync=True)
+        except WriteError as error:
+            if not isinstance(error.__cause__, OSError):
+                raise
+            try:
+                self._put_aside(lost.name, msgspec.json.encode(record), error.__cause__)
+            except OSError:
+                raise error from error.__cause__
         self._unlink(entry.name)
 
     def remove(self, entry: Entry) -> None:
         """Removes a record, and what belongs to it; its data must be gone."""
-        self._unlink(f"{entry.stem}.index", f"{entry.stem}.trouble", *(f"{entry.stem}.{state}" for state in _ORDER))
+        own = [f"{entry.stem}.{suffix}" for suffix in ("index", "trouble", "committed", *_ORDER)]
+        self._unlink(*own)
+        if not any((self.folder / name).exists() for name in own):  # or else it would be in an earlier state again
+            for name in own if self._has_aside() else ():
+                with suppress(OSError):
+                    (self._aside / name).unlink(missing_ok=True)
+            with suppress(OSError):
+                self._aside.rmdir()
+
+    def confirm(self, entry: Entry) -> None:
+        """Notes on a rank that does not commit that the save was committed: if that is lost, it is a loss."""
+        self._note(f"{entry.stem}.committed", b"")
+
+    def is_confirmed(self, entry: Entry) -> bool:
+        """Whether it is known here that a save was committed by another rank."""
+        return any((folder / f"{entry.stem}.committed").exists() for folder in self._folders())
 
     def trouble(self, entry: Entry) -> str | None:
         """What has gone wrong while a record was flushed; empty while it is flushed, None before and after that."""
-        with suppress(OSError):
-            return (self.folder / f"{entry.stem}.trouble").read_text(encoding="utf-8", errors="replace")
+        for folder in self._folders():
+            with suppress(OSError):
+                return (folder / f"{entry.stem}.trouble").read_text(encoding="utf-8", errors="replace")
         return None
 
     def set_trouble(self, entry: Entry, text: str | None) -> None:
         """Notes what has gone wrong."""
+        name = f"{entry.stem}.trouble"
         if text is None:
-            self._unlink(f"{entry.stem}.trouble")
+            self._unlink(name)
+            if self._is_aside(name):
+                self._note(name, b"")
         else:
-            with suppress(OSError):  # a full disk; the flush goes on
-                (self.folder / f"{entry.stem}.trouble").write_text(text, encoding="utf-8")
+            self._note(name, text.encode())
 
     @contextmanager
     def claimed(self, entry: Entry) -> Iterator[bool]:
         """Whether nobody else works on a record; nobody else will then, until the block ends."""
+        # The one in the folder is locked, also if a later state is aside: it is the same file for all.
+        names = [f"{entry.stem}.{state}" for state in _ORDER[: _ORDER.index(entry.state) + 1]]
+        name = next((name for name in reversed(names) if (self.folder / name).exists()), entry.name)
         try:
-            descriptor = os.open(self.folder / entry.name, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             yield False
             return
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_there = (self.folder / entry.name).exists()  # not moved before it was locked
+            is_there = (self.folder / name).exists() and self.state(entry) == entry.state  # not moved before that
         except OSError:
             is_there = False
         try:
@@ -264,11 +330,30 @@ class Queue:
             os.close(descriptor)
 
     def sweep(self) -> None:
-        """Removes what is left of records that were being written when their process died."""
+        """Removes what is left of records that were being written when their process died.
+
+        What was written down aside comes back to the folder, if that can be written again.
+        """
         with suppress(NotCommitted, OSError):
             for file in self._storage.listing()[0]:
                 if file.name.endswith(".tmp") and time.time() - (file.changed or 0) > _TEMPORARY_SECONDS:
                     self._unlink(file.name)
+        with suppress(CheckpointError, OSError):
+            aside = {path.name for path in self._files_aside()}
+            for entry in self.entries() if aside else ():
+                if entry.name in aside:
+                    self._bring_back(entry)
+
+    def _bring_back(self, entry: Entry) -> None:
+        with self.claimed(entry) as is_free:
+            if is_free:
+                self._storage.put(entry.name, self._content(entry), sync=True)
+                self._unlink(*(f"{entry.stem}.{state}" for state in _ORDER if state != entry.state))
+                for path in self._files_aside():
+                    if path.stem == entry.stem:
+                        path.unlink()
+                with suppress(OSError):
+                    self._aside.rmdir()
 
     def _put(self, entry: Entry, record: Record, *, sync: bool) -> None:
         self._storage.put(entry.name, msgspec.json.encode(record), sync=sync)
@@ -280,6 +365,83 @@ class Queue:
         for name in names:
             with suppress(OSError):
                 (self.folder / name).unlink(missing_ok=True)
+
+    # --- what is written down aside ----------------------------------------------------------------------------
+
+    @property
+    def _aside(self) -> Path:
+        """Where changes are written down that the folder does not take; raises `OSError` if there is no folder."""
+        status = os.stat(self.folder)
+        named = f"{os.path.realpath(self.folder)} {status.st_dev} {status.st_ino}".encode("utf-8", "surrogatepass")
+        base = next((base for base in _MEMORY if os.access(base, os.W_OK)), tempfile.gettempdir())
+        name = hashlib.blake2b(named, digest_size=8).hexdigest()
+        return Path(base, f"dcp_tensorizer-flush-{os.getuid()}-{name}")
+
+    def _has_aside(self) -> bool:
+        """Whether something is written down aside, by this user."""
+        with suppress(OSError):
+            status = os.lstat(self._aside)
+            return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+        return False
+
+    def _folders(self) -> list[Path]:
+        """Where to look for what is known of a record: the latest first."""
+        return [self._aside, self.folder] if self._has_aside() else [self.folder]
+
+    def _files_aside(self) -> list[Path]:
+        if self._has_aside():
+            with suppress(OSError):
+                return [self._aside / name for name in os.listdir(self._aside)]
+        return []
+
+    def _is_aside(self, name: str) -> bool:
+        return self._has_aside() and (self._aside / name).exists()
+
+    def _note(self, name: str, content: bytes) -> None:
+        """Writes something down that is of use to others, but not needed."""
+        with suppress(OSError):
+            try:
+                (self.folder / name).write_bytes(content)
+                self.is_writable = True
+            except OSError as error:
+                self._put_aside(name, content, error)
+
+    def _content(self, entry: Entry) -> bytes:
+        record = self.record(entry)
+        if record is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), entry.name)
+        return msgspec.json.encode(record)
+
+    def _put_aside(self, name: str, content: bytes, error: OSError) -> None:
+        """Writes down aside what the folder does not take.
+
+        Raises:
+            OSError: that of the folder, if it cannot be written down there, either.
+        """
+        self.is_writable = error.errno in _FULL
+        try:
+            with suppress(FileExistsError):
+                self._aside.mkdir(mode=0o700)
+            if not self._has_aside():
+                raise error
+            temporary = self._aside / f"{name}.{os.getpid()}.tmp"
+            temporary.write_bytes(content)
+            os.replace(temporary, self._aside / name)
+        except OSError as other:
+            raise error from other
+
+
+def _changed(path: Path) -> float:
+    try:
+        return os.stat(path).st_mtime
+    except FileNotFoundError as error:  # it has another name by now, which the list may lack
+        raise _Moved from error
+    except OSError as error:
+        raise ReadError(f"cannot read {path}: {error}") from error
+
+
+def _progress(entry: Entry) -> tuple[int, float]:
+    return _ORDER.index(entry.state), entry.changed
 
 
 class Writing:

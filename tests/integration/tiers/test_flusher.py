@@ -122,6 +122,94 @@ def test_checkpoints_arrive_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert run.states() == ["remote"] * 3
 
 
+def _full_for(monkeypatch: pytest.MonkeyPatch, remote: Path) -> None:
+    """Has a folder on the remote have no room."""
+    create = LocalStorage.create
+
+    def full(self: LocalStorage, name: str, nbytes: int, *, sync: bool) -> Any:
+        if self.location == str(remote):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return create(self, name, nbytes, sync=sync)
+
+    monkeypatch.setattr(LocalStorage, "create", full)
+
+
+def test_nothing_is_sent_ahead_of_what_finds_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later save, which may be smaller, would take the room that the earlier one needs, for good."""
+    run = Run(tmp_path)
+    run.save_unflushed(1, 2)
+    with monkeypatch.context() as patch:
+        _full_for(patch, run.remote / "step-1")
+        flusher = Flusher(run.target)
+        assert flusher.step() is not None
+        assert (run.states(), files_below(run.remote)) == (["unflushed"] * 2, set())
+    assert flusher.step() is None
+    assert [run.load(f"step-{step}") for step in (1, 2)] == [1, 2]
+
+
+def _written(run: Run, step: int, rank: int, *, commits: bool = False) -> Entry:
+    """A part of a save of a rank on this node; with ``commits``, rank 1's part is in the commit as well."""
+    names = [f"__{other}_0_{10 * step + other:032}.tensors" for other in (0, 1)]
+    folder = run.local / f"step-{step}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[rank]).write_bytes(b"data")
+    writing = run.queue.begin(Record(run.target.name, folder.name, rank, f"{10 * step + rank:032}", "a"))
+    commit = Commit(".metadata", dict.fromkeys(names, 4), True) if commits else None
+    writing.written({names[rank]: 4}, sync=False, commit=commit, index=b"")
+    return writing.entry
+
+
+def test_a_rank_does_not_send_ahead_of_another_one_of_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rank 1 has of the first save finds no room: nothing of the second is sent, and that of the first is."""
+    run = Run(tmp_path)
+    for step in (1, 2):
+        _written(run, step, 0, commits=True)
+        _written(run, step, 1)
+    copy = flusher_module.copy_file
+
+    def no_room(source: Storage, target: Storage, name: str, *rest: Any) -> None:
+        if name.startswith("__1_") and target.location.endswith("step-1"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        copy(source, target, name, *rest)
+
+    monkeypatch.setattr(flusher_module, "copy_file", no_room)
+    Flusher(run.target).step()
+    assert run.states() == ["sent", "unflushed", "unflushed", "unflushed"]
+    assert {path.parent.name for path in run.remote.rglob("*.tensors")} == {"step-1"}
+
+
+@pytest.mark.parametrize(("confirmed", "age", "states"), [(True, 0, "su"), (True, 7200, "ss"), (False, 0, "ss")])
+def test_a_part_of_another_nodes_commit_goes_first_for_a_while(
+    tmp_path: Path, confirmed: bool, age: float, states: str
+) -> None:
+    """If it is known to be of a checkpoint: what a failed save has left, or a lost node, keeps nobody back for long."""
+    run = Run(tmp_path)
+    first, _ = _written(run, 1, 1), _written(run, 2, 1)
+    if confirmed:
+        run.queue.confirm(first)
+    changed = time.time() - age
+    sent = run.queue.move(first, SENT)
+    os.utime(run.queue.folder / sent.name, (changed, changed))
+    (run.remote / "step-1").mkdir(parents=True)
+    Flusher(run.target).step()
+    assert "".join(state[0] for state in run.states()) == states
+
+
+def test_a_part_that_finds_no_room_ends_with_its_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without that it would be tried for ever, when the save has been given up for want of it."""
+    run = Run(tmp_path)
+    commit, part = _written(run, 1, 0, commits=True), _written(run, 1, 1)
+    with monkeypatch.context() as patch:
+        _full_for(patch, run.remote / "step-1")
+        Flusher(run.target).step()
+    record = run.queue.record(commit)
+    assert record is not None
+    run.queue.give_up(commit, record, "no reason")
+    assert Flusher(run.target).step() is None
+    assert run.queue.record(part).reason == "no reason"  # type: ignore[union-attr]
+    assert list(tmp_path.rglob("*.tensors")) == [run.local / "step-1" / f"__0_0_{10:032}.tensors"]
+
+
 def _awaiting(run: Run, *others: str) -> list[str]:
     """Has a save that is not flushed yet wait for files of 4 bytes, of other ranks; returns the names of its own."""
     (entry,) = run.queue.entries()
