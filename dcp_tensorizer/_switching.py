@@ -19,9 +19,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-import weakref
 
-from ._forks import in_child
+from ._forks import Finalizer, free_in_child, in_child
 
 __all__ = ["QuickTurns"]
 
@@ -35,14 +34,13 @@ class _Interval:
 
     def __init__(self) -> None:
         # Taken twice by one thread where a signal's handler, or the collector, has interrupted it.
-        self._lock = threading.RLock()
+        self._lock = free_in_child(threading.RLock())
         self._users: set[int] = set()
         self._before: float | None = None  # the trainer's, while it is short
         in_child(self, _Interval._let_go)
 
     def _let_go(self) -> None:
         """In a forked child: none of the threads that use it is there."""
-        self._lock = threading.RLock()
         self._users.clear()
         self._restore()
 
@@ -80,7 +78,7 @@ class QuickTurns:
 
     def __init__(self) -> None:
         _interval.shorten(id(self))
-        self._end = weakref.finalize(self, _interval.leave, id(self))
+        self._end = Finalizer(self, _interval.leave, id(self))
         time.sleep(_FIRST_TURN)
 
     def end(self) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
+from ._forks import free_in_child
+
 __all__ = ["NEVER", "Deadline", "Patience", "Workers", "cores", "in_background", "in_threads", "is_running"]
 
 _T = TypeVar("_T")
@@ -121,7 +123,7 @@ class _Work(Generic[_T]):
 
     def __init__(self, operation: Callable[[], _T]) -> None:
         self._operation: Callable[[], _T] | None = operation
-        self._doing = threading.Lock()
+        self._doing = free_in_child(threading.Lock())
 
     def __call__(self) -> _T:
         with self._doing:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ._forks import free_in_child
 from ._format.chunks import Region
 from ._format.encryption import check_decryption
 from ._tools.checkpoint_view import CheckpointView, StoredTensor, StoredValue
@@ -151,7 +152,7 @@ def _cast(tensor: StoredTensor, dtype: torch.dtype | None) -> StoredTensor:
 
 def _with_progress(view: CheckpointView, on_progress: _Progress) -> CheckpointView:
     total = view.nbytes
-    counting = threading.Lock()
+    counting = free_in_child(threading.Lock())
     done = 0
 
     def counted(tensor: StoredTensor) -> StoredTensor:

@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
+from ._forks import free_in_child
 from .any_format import open_reader
 from .errors import WriteError
 from .planner import LoadPlanner
@@ -75,7 +76,7 @@ class _Asynchronous:
         self._group: dist.ProcessGroup | None = None
         self._save: Future[None] | None = None
         self._after_commit: list[Callable[[], object]] = []
-        self._cleaning = threading.Lock()
+        self._cleaning = free_in_child(threading.Lock())
 
     def wait_for_save(self) -> None:
         """Waits until the save under way is committed, and what it replaces is removed.

@@ -8,6 +8,7 @@ restore() ──rank 0──▶ the newest checkpoint of the branch ──all ra
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any
 
 from ._arguments import check_path, check_timeout
+from ._forks import in_child
 from ._managing.agreement import Agreement, make_groups
 from ._managing.arguments import (
     check_metrics,
@@ -38,6 +40,7 @@ from ._managing.schedule import Schedule
 from ._managing.signals import StopSignals
 from ._managing.state_part import StatePart
 from ._managing.survival import Survival
+from ._storage.open import absolute_path
 from ._threads import Deadline
 from ._tiers.open import Opener
 from .errors import CheckpointError, WriteError
@@ -129,9 +132,10 @@ class CheckpointManager:
         limits, self._max_failures = split_limits(writer_options)
         self._writer = TensorizerStorageWriter(folder, limits=limits, **writer_options)
         try:
-            where = writer_options.get("storage_options"), limits.timeout, writer_options.get("local")
-            self._folder = Opener(folder, *where)(folder)
-            reader_options = options_of_reader(writer_options, limits, reader_options)
+            opener = Opener(folder, writer_options.get("storage_options"), limits.timeout, writer_options.get("local"))
+            self._open_folder = functools.partial(opener, absolute_path(folder))
+            self._folder = self._open_folder()
+            self._reader_options = options_of_reader(writer_options, limits, reader_options)
             group, agreements = make_groups(process_group)
         except BaseException:
             self._writer.close()
@@ -141,11 +145,13 @@ class CheckpointManager:
         self._survival = Survival(saver, self._folder, self._names.template, agreement, survive, buffers)
         in_memory = None if survive_every is None else Schedule(survive_every, None)
         steps = self._folder, self._names, schedule, in_memory
-        self._job = Job(*steps, agreement, self._survival, saver.flushing, reader_options)
+        self._job = Job(*steps, agreement, self._survival, saver.flushing, self._reader_options)
         self._retaining = Retaining(self._folder, self._names, rules, saver.flushing, lambda: self._job.place)
         what = self._clock, must_change, self._retaining.after
         self._saves = self._job.saves = Saves(self._writer, group, agreement, *what, omits_replicas=not survive)
         self._stopping = self._closed = self._is_over = False
+        self._is_copy = self._is_new_copy = False
+        in_child(self, CheckpointManager._let_go)
         self._signals.install()
 
     def __repr__(self) -> str:
@@ -156,6 +162,8 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if self._is_copy:
+            return
         if kind is not None and not (isinstance(error, SystemExit) and not error.code):
             self._survival.leave()
         with suppress(*() if kind is None else (CheckpointError,)):  # the block's own error is the one to raise
@@ -195,11 +203,13 @@ class CheckpointManager:
 
         Raises:
             TypeError, ValueError: an argument makes no sense, or the ranks save different steps.
-            WriteError: too many saves in a row have failed (``limits``), the manager is closed, or a rank is gone.
+            WriteError: too many saves in a row have failed (``limits``), the manager is closed, a rank is gone, or this
+                is a forked child of the process that made the manager.
             CheckpointError: this save has failed, and is waited for; or the folder cannot be read, at the first call.
         """
         since = self._clock.now()
         self._check_open()
+        self._check_at_home()
         step, recorded = check_step(step), check_metrics(metrics)
         self._saves.part = StatePart(check_patterns("exclude", exclude), trainable_only)
         decision, future = self._job.step(
@@ -227,6 +237,7 @@ class CheckpointManager:
         Whoever goes back to an earlier one begins a branch. The checkpoints beyond it stay, and are not counted.
         With ``survive``, a newer state that a run before has left in memory is taken, unless a step is asked for.
         An optimizer in the state that has taken no step yet gets the state that was saved.
+        A forked child restores from storage, by itself, and changes nothing of the job.
 
         Args:
             state: A state dict, as for ``dcp.load``.
@@ -254,17 +265,20 @@ class CheckpointManager:
         patterns = check_patterns("include", include), check_patterns("exclude", exclude)
         selection = Selection(*patterns, strict, allow_shape_mismatch)
         step = None if step is None else check_step(step)
-        restored = self._job.restore(state, selection, step, fallback=fallback)
+        restored = self._job_here().restore(state, selection, step, fallback=fallback)
         self._clock.restored(since)
-        if restored is not None and strict and not include and not exclude:  # or what is saved may be a part, too
+        is_whole = strict and not include and not exclude
+        if restored is not None and is_whole and not self._is_copy:  # or what is saved may be a part, too
             self._saves.warm_up(state)
         return restored
 
     def wait(self) -> None:
         """Waits for the save under way. On rank 0 old checkpoints are deleted then. Raises as `close` does.
 
-        A step that is in memory alone is saved before.
+        A step that is in memory alone is saved before. A forked child waits for nothing.
         """
+        if self._is_copy:
+            return
         self._job.write_held()
         self._saves.wait()
         self._saves.tell()
@@ -282,7 +296,7 @@ class CheckpointManager:
         """Waits for the save under way and what comes after it, and ends the writer process. Idempotent.
 
         A step that is in memory alone is saved before, unless there is a timeout: so every rank has to close. What is
-        kept in memory is given back, unless the last save has failed.
+        kept in memory is given back, unless the last save has failed. In a forked child nothing of this is done.
 
         Args:
             timeout: Seconds that this may take. Then the save under way is abandoned, and the checkpoint before stays.
@@ -291,7 +305,7 @@ class CheckpointManager:
             TypeError, ValueError: the timeout is no number of seconds.
             CheckpointError: the last save has failed, and nobody has been told.
         """
-        if self._is_over:
+        if self._is_over or self._is_copy:
             return
         if timeout is not None:
             check_timeout(timeout, least=0)
@@ -323,7 +337,7 @@ class CheckpointManager:
             MetadataError: two directories are of one step.
             ReadError: the folder cannot be read.
         """
-        return [step.number for step in self._job.members()]
+        return [step.number for step in self._job_here().members()]
 
     def latest(self) -> int | None:
         """The highest of the `steps`; None if there is none. Raises as `steps` does."""
@@ -336,15 +350,16 @@ class CheckpointManager:
         """
         if self._rules.metric is None:
             raise ValueError("there is no best checkpoint without keep_best=")
-        best = self._rules.best(self._job.members())
+        best = self._rules.best(self._job_here().members())
         return None if best is None else best.number
 
     def path(self, step: int) -> str:
         """Where the checkpoint of a step is, or would be: a path, or a URL as the folder's."""
-        return self._job.path(check_step(step))
+        return self._job_here().path(check_step(step))
 
     def wait_remote(self, timeout: float | None = None) -> bool:
         """Waits until the folder has what lies in ``local``: see `TensorizerStorageWriter.wait_remote`."""
+        self._check_at_home()
         return self._writer.wait_remote(timeout)
 
     def report(self) -> GoodputReport:
@@ -354,3 +369,32 @@ class CheckpointManager:
     def _check_open(self) -> None:
         if self._closed:
             raise WriteError("the manager is closed: make a new one, or close it after the last save")
+
+    # --- in a forked child ------------------------------------------------------------------------------------------
+
+    def _let_go(self) -> None:
+        """In a forked child: the job and its saves are the parent's."""
+        self._is_copy = self._is_new_copy = True
+
+    def _check_at_home(self) -> None:
+        if self._is_copy:
+            raise WriteError(
+                f"{self._folder.path}: this process is a forked child of the one that made this manager, and saves of "
+                f"that job are its parent's. Here the manager can restore. To save, make another one in this process, "
+                f"for another folder"
+            )
+
+    def _job_here(self) -> Job:
+        """The job; in a forked child one that reads by itself, over connections of its own, and stands where it did."""
+        if self._is_new_copy:
+            alone, place = Agreement(None), self._job.place
+            folder = self._folder = self._open_folder()
+            survival = Survival(self._writer.saver, folder, self._names.template, alone, 0.0, 2)
+            schedule = Schedule(None, None)
+            self._job = Job(
+                folder, self._names, schedule, None, alone, survival, None, self._reader_options, is_alone=True
+            )
+            self._saves = self._job.saves = Saves(self._writer, None, alone, self._clock, (), lambda saved: None)
+            self._job.place = place
+            self._is_new_copy = False
+        return self._job

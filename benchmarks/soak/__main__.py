@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..harness import machine, rewrite, store, stored
-from . import crashes, exchanges, faults, interleavings, managers, power_cuts, preemption, survival, tiers
+from . import crashes, exchanges, faults, forks, interleavings, managers, power_cuts, preemption, survival, tiers
 from .report import render
 from .tally import Part, Unavailable
 
@@ -24,6 +24,7 @@ PARTS: dict[str, Part] = {
     "exchanges": exchanges.PART,
     "tiers": tiers.PART,
     "survival": survival.PART,
+    "forks": forks.PART,
     # Another part is a module with a `PART`, and a line here.
 }
 

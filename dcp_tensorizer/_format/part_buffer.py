@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from .._direct_memory import direct_memory
+from .._forks import free_in_child
 from .._threads import Workers
 
 __all__ = ["PartMemory", "PartSink", "Parts"]
@@ -52,7 +53,7 @@ class PartMemory:
 
     def __init__(self, kept_bytes: int = 0) -> None:
         self._kept_bytes = kept_bytes
-        self.changed = threading.Condition()
+        self.changed = free_in_child(threading.Condition())
         self._free: list[np.ndarray] = []
         self._part_bytes = 0
         self._allowed = 0

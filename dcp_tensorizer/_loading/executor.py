@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 import torch
 
+from .._forks import free_in_child
 from .._format.checksums import DigestCheck, check_digests
 from .._format.encryption import Cipher
 from .._memory.device import CUDA
@@ -84,7 +85,7 @@ def fetch(
     if page_cache is None:
         page_cache = _has_room_to_cache(total)
     min_threads, max_threads = threads or storage.reads.min_threads, threads or storage.reads.max_threads
-    counting = threading.Lock()
+    counting = free_in_child(threading.Lock())
     is_inference = torch.is_inference_mode_enabled()  # of this thread: others would not write to its tensors
     done = 0
 
@@ -128,7 +129,7 @@ class _OpenFiles:
         self._in_memory = in_memory
         self._operations_left = Counter(operation.file for operation in operations)
         self._files: dict[str, RangeReader] = {}
-        self._lock = threading.Lock()
+        self._lock = free_in_child(threading.Lock())
 
     def open(self, name: str) -> RangeReader:
         with self._lock:

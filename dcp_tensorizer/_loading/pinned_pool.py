@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
+from .._forks import free_in_child
 from .._memory.device import Device, Event
 from .._memory.shared_buffer import SharedBuffer, aligned
 from ..errors import ReadError, StagingError
@@ -35,7 +36,7 @@ class PinnedPools:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._kept: PinnedPool | None = None
-        self._lock = threading.Lock()  # an exchange reads beside the load
+        self._lock = free_in_child(threading.Lock())  # an exchange reads beside the load
 
     def __enter__(self) -> PinnedPools:
         return self

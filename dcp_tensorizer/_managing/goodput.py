@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from .._forks import free_in_child
+
 __all__ = ["GoodputClock", "GoodputReport"]
 
 
@@ -71,7 +73,7 @@ class GoodputClock:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.now = clock
         self._began = clock()
-        self._lock = threading.Lock()
+        self._lock = free_in_child(threading.Lock())
         self._stall = self._restore = self._durable = 0.0
         self._saves = self._failures = 0
 

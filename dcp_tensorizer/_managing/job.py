@@ -41,6 +41,7 @@ class Job:
         survival: What is kept in memory.
         flushing: Of the local folder, if there is one.
         reader_options: For readers.
+        is_alone: This process loads by itself, whatever ranks there are.
 
     Attributes:
         place: Where the job stands; None before its first save or restore.
@@ -59,6 +60,8 @@ class Job:
         survival: Survival,
         flushing: Flushing | None,
         reader_options: Mapping[str, Any],
+        *,
+        is_alone: bool = False,
     ) -> None:
         self.place: Place | None = None
         self._folder = folder
@@ -69,6 +72,7 @@ class Job:
         self._survival = survival
         self._flushing = flushing
         self._reader_options = reader_options
+        self._is_alone = is_alone
         self._last_step = -1
 
     def step(
@@ -221,7 +225,15 @@ class Job:
             problem: Why what is in memory was not loaded, if there is something.
         """
         steps = [step for step, _ in found.candidates]
-        number = load_first(self._folder, steps, state, selection, self.saves.group, self._reader_options)
+        number = load_first(
+            self._folder,
+            steps,
+            state,
+            selection,
+            self.saves.group,
+            self._reader_options,
+            is_alone=self._is_alone,
+        )
         if number is not None or (problem is not None and problem.is_damage):
             self._survival.discard()
         if problem is not None and (number is None or (problem.has_touched and selection.tolerates)):

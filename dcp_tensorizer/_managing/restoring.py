@@ -97,6 +97,8 @@ def load_first(
     selection: Selection,
     group: dist.ProcessGroup | None,
     options: Mapping[str, Any],
+    *,
+    is_alone: bool = False,
 ) -> int | None:
     """Loads the first checkpoint that is not damaged; returns which one that is, or None if there are none.
 
@@ -107,6 +109,7 @@ def load_first(
         selection: Which keys.
         group: Of the ranks.
         options: For the reader.
+        is_alone: Load on this process by itself, whatever ranks there are.
 
     Raises:
         CheckpointError: one of them is whole and cannot be loaded, or the last of them is damaged; on any rank, and
@@ -116,7 +119,7 @@ def load_first(
         storage = folder.child(step.name)
         planner = SelectivePlanner(storage.path, selection, state)
         try:
-            _load(folder, storage, state, planner, group, options)
+            _load(folder, storage, state, planner, group, options, is_alone=is_alone)
         except (ReadError, MetadataError) as error:
             if number + 1 == len(steps) or isinstance(error, _NO_DAMAGE):
                 raise
@@ -138,6 +141,8 @@ def _load(
     planner: SelectivePlanner,
     group: dist.ProcessGroup | None,
     options: Mapping[str, Any],
+    *,
+    is_alone: bool,
 ) -> None:
     """Loads a checkpoint, under a lock that keeps others from deleting it; see `load_first`."""
     with _shared_lock(storage):
@@ -148,6 +153,7 @@ def _load(
                 storage_reader=open_reader(folder.location, **options),
                 planner=planner,
                 process_group=group,
+                no_dist=is_alone,
             )
         except CheckpointException as error:
             failure = error_of_load(storage.path, error)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 
+from .._forks import free_in_child
 from .._saving.flushing import Flushing
 from .._storage.base import Storage
 from .._threads import Deadline, in_background
@@ -46,7 +47,7 @@ class Retaining:
         self._rules = rules
         self._flushing = flushing
         self._place = place
-        self._lock = threading.Lock()
+        self._lock = free_in_child(threading.Lock())
         self._running: list[Future[None]] = []
         self._deleted: set[int] = set()
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-from .._forks import in_child
+from .._forks import Home, in_child
 
 __all__ = ["StopSignals"]
 
@@ -49,6 +49,7 @@ class StopSignals:
         self._first = 0.0
         self._before: dict[int, Any] = {}
         self._over = False
+        self._home = Home()
         in_child(self, StopSignals.restore)  # a worker of a data loader must end when it is told to
 
     def install(self) -> None:
@@ -80,7 +81,8 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_second = self.seen and time.monotonic() - self._first > _SAME_SIGNAL_SECONDS
-        if (is_second or self._over) and self._put_back(number):
+        is_over = self._over or not self._home.is_here  # it may come in a child before the handlers are back
+        if (is_second or is_over) and self._put_back(number):
             signal.raise_signal(number)
             return
         if not self.seen:

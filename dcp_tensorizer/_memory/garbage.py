@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .._forks import in_child
+from .._forks import free_in_child, in_child
 
 __all__ = ["age_objects", "collector_paused"]
 
@@ -30,7 +30,7 @@ class _Collector:
 
     def __init__(self) -> None:
         # Taken twice by one thread where the handler of a signal has interrupted it, and saves.
-        self._lock = threading.RLock()
+        self._lock = free_in_child(threading.RLock())
         self._users: set[object] = set()
         self._thresholds: tuple[int, int, int] | None = None  # the trainer's, while it is paused
         self._aged = 0
@@ -39,7 +39,6 @@ class _Collector:
 
     def _let_go(self) -> None:
         """In a forked child: none of the threads that use the pause is there."""
-        self._lock = threading.RLock()
         self._users.clear()
         thresholds, self._thresholds = self._thresholds, None
         if thresholds is not None and gc.get_threshold() == (0, *thresholds[1:]):

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from .._descriptor import Descriptor, anonymous_file
-from .._forks import in_child
+from .._forks import Finalizer, in_child
 from .._threads import cores, in_threads
 from .._torch_compat import is_plain
 from ..errors import StagingError
@@ -101,7 +101,7 @@ class SharedBuffer:
         self.is_kept = False
         self._pinning = False
         self._undo: list[Callable[[], None]] = []
-        self._release = weakref.finalize(self, _release, self._descriptor, self._undo, os.getpid())
+        self._release = Finalizer(self, _release, self._descriptor, self._undo)
 
     @property
     def fd(self) -> int:
@@ -180,9 +180,7 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _release(descriptor: Descriptor, undo: list[Callable[[], None]], pid: int) -> None:
-    if os.getpid() != pid:  # a forked child must not undo its parent's registration
-        return
+def _release(descriptor: Descriptor, undo: list[Callable[[], None]]) -> None:
     try:
         while undo:
             undo.pop()()

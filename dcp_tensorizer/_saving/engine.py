@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 
-from .._forks import in_child
+from .._forks import free_in_child, in_child
 from .._format.entry_writer import EntryWriter
 from .._staging.staged_saves import StagedSaves
 from .._threads import Deadline
@@ -59,7 +59,8 @@ class Engine:
         self._flushings: dict[tuple[str, str], Flushing] = {}
         self._all_flushings: list[weakref.ref[Flushing]] = []
         self._open: list[weakref.ref[object]] = []
-        self._opening = threading.RLock()  # a signal's handler may interrupt its holder, and close a writer
+        # A signal's handler may interrupt its holder, and close a writer.
+        self._opening = free_in_child(threading.RLock())
 
     def open(self, user: object) -> None:
         """Somebody uses it, until he calls `leave` or is gone. Idempotent."""

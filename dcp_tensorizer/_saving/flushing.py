@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
 
-from .._forks import in_child
+from .._forks import free_in_child
 from .._process_context import ProcessContext, environment
 from .._threads import NEVER, Deadline, in_background
 from .._tiers.queue import LOST, OPEN, REMOTE, TOLD, UNFLUSHED, Entry, Queue, Record
@@ -65,11 +65,10 @@ class Flushing:
         self._given_up: list[str] = []
         self._troubles: dict[str, str] = {}
         self._environment: dict[str, str] = {}  # that the flush was asked for in
-        self._lock = threading.RLock()  # on_report, a signal's handler: they may wait for the remote
+        self._lock = free_in_child(threading.RLock())  # on_report, a signal's handler: they may wait for the remote
         self._is_watching = False
         self._has_ended = False
         self.is_readable = True
-        in_child(self, Flushing._let_go)
 
     def resume(self) -> None:
         """Has flushed what is in the folder: also what a job has left there that has died."""
@@ -286,9 +285,3 @@ class Flushing:
         if trouble and self._troubles.get(entry.stem) != trouble:
             self._troubles = {entry.stem: trouble}
             logger.warning("%s: a flush has failed, and is tried again: %s", self.target.name, trouble)
-
-    def _let_go(self) -> None:
-        """In a forked child: the flush is its parent's."""
-        self._followed, self._is_watching, self._lock = {}, False, threading.RLock()
-        if self._thread is not None:
-            self._thread = FlushThread()

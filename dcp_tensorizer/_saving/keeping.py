@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-from .._forks import in_child
+from .._forks import free_in_child
 from .._memory.garbage import collector_paused
 from .._memory.memory_limit import available_memory
 from .._memory.shared_buffer import SharedBuffer
@@ -143,13 +143,7 @@ class Keeping:
         self._process: KeeperProcess | None = None
         self._kept: list[_Kept] = []  # changed by several threads, without a lock that one could die with
         self._ends_at_exit = False
-        self._starting = threading.Lock()
-        in_child(self, Keeping._let_go)
-
-    def _let_go(self) -> None:
-        """In a forked child: all of it is its parent's."""
-        self.run, self._starting = uuid.uuid4().hex, threading.Lock()
-        self._process, self._kept, self._ends_at_exit = None, [], False
+        self._starting = free_in_child(threading.Lock())
 
     def keep(
         self,

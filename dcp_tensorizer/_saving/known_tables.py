@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch.distributed.checkpoint.planner import SavePlan
 
+from .._forks import free_in_child
 from .._format.places import RankPlaces
 from ..errors import WriteError
 
@@ -51,7 +52,7 @@ class KnownTables:
         self._own: deque[bytes] = deque(maxlen=_OFFERED)
         self._tables: OrderedDict[bytes, bytes] = OrderedDict()
         self._nbytes = 0
-        self._lock = threading.Lock()  # saves may be side by side
+        self._lock = free_in_child(threading.Lock())  # saves may be side by side
 
     @property
     def own(self) -> tuple[bytes, ...]:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from .._forks import free_in_child
 from .._format.layout import INDEX_CAPACITY, StoredItem, data_file_name
 from .._storage.base import UNLIMITED
 from .._writer_process.messages import FileRequest, FileResult, Home, TensorSource, WriteDone
@@ -105,7 +106,7 @@ class KnownFiles:
         self._files: tuple[_KnownFile, ...] = ()
         self._histories: dict[Subject, _History] = {}
         self._saves = 0
-        self._changing = threading.RLock()  # a signal's handler may interrupt its holder, and save
+        self._changing = free_in_child(threading.RLock())  # a signal's handler may interrupt its holder, and save
 
     def begin(self, contents: Mapping[Subject, bytes]) -> tuple[int, list[_KnownFile], dict[Subject, _History]]:
         """Of a save that is beginning: its number, the files that may be adopted, and what is known of its tensors.

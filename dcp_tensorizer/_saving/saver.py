@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._forks import free_in_child
 from .._format.index_rows import SaveRecord
 from .._staging.stage_times import StageTimes
 from .._staging.stager import StagedSave, StagedStateDict, Stager
@@ -103,7 +104,8 @@ class Saver:
         self.id = uuid.uuid4().hex
         self.save_id = uuid.uuid4().hex
         self._next_id = self.save_id
-        self._numbering = threading.RLock()  # saves that nobody staged may begin at once, also in a signal's handler
+        # Saves that nobody staged may begin at once, also in a signal's handler.
+        self._numbering = free_in_child(threading.RLock())
         self._ends_engine = False
         self._flushes = False
         self._next_save = NextSave()

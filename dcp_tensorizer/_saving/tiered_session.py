@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
+from .._forks import Finalizer
 from .._format.layout import metadata_file_name
 from .._format.places import RankPlaces
 from .._staging.stager import StagedSave
@@ -93,7 +93,7 @@ class TieredSession(SaveSession):
             self._lock = self.storage.lock_directory()
             self._lock.share(self._saver.options.limits.timeout)
             # If another rank fails, no hook says so. Not at exit: a save on a daemon thread may be under way then.
-            weakref.finalize(self, _end, self._writing, self._lock).atexit = False
+            Finalizer(self, _end, self._writing, self._lock).atexit = False
         except (CheckpointError, OSError) as error:
             self._go_direct(error)
 

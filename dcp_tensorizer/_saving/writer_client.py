@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from .._forks import free_in_child
 from .._memory.device import CUDA, Device
 from .._memory.garbage import collector_paused
 from .._memory.shared_buffer import SharedBuffer, aligned
@@ -69,7 +70,7 @@ class WriterClient:
         self._can_snapshot = True
         self._ends = 0  # how often the process was ended
         # Nothing that ends the process waits for it. A signal's handler may interrupt its holder, and save.
-        self._starting = threading.RLock()
+        self._starting = free_in_child(threading.RLock())
 
     def ensure_process(self, context: ProcessContext | None = None) -> WriterProcess:
         """The writer process; it is started if there is none, if it has died, or if it is of another user or group.

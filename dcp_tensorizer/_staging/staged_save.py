@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .._forks import in_child
+from .._forks import Finalizer, free_in_child
 from .._memory.shared_buffer import SharedBuffer
 from .._memory.shared_mappings import SharedTensors
 from .._process_context import ProcessContext
@@ -99,19 +99,14 @@ class StagedSave:
         self.on_written: Callable[[Mapping[tuple[int, int], bytes]], object] | None = None
         # All waiting is on this condition. Its lock may be taken twice by one thread: a signal's handler that closes
         # the writer, and the collector that drops a staged state dict, may interrupt whoever holds it.
-        self._changed = threading.Condition(threading.RLock())
+        self._changed = free_in_child(threading.Condition())
         self._progress = Progress.STAGING
         self._dropped = False  # nothing refers to the staged state dict any more
         self._future: Callable[[], StagingFuture | None] = _no_future
-        in_child(self, StagedSave._let_go)
-
-    def _let_go(self) -> None:
-        """In a forked child: nobody is left there who could give the lock back."""
-        self._changed = threading.Condition(threading.RLock())
 
     def attach(self, staged: StagedStateDict) -> None:
         """Ties the staged save to the life of the staged state dict."""
-        weakref.finalize(staged, self._drop).atexit = False
+        Finalizer(staged, self._drop).atexit = False
 
     def _drop(self) -> None:
         with self._changed:

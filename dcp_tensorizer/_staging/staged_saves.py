@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 
+from .._forks import free_in_child
 from .._memory.memory_limit import check_headroom
 from .._memory.shared_buffer import SharedBuffer
 from .._threads import NEVER, Deadline, in_background
@@ -47,7 +48,7 @@ class StagedSaves:
         self._kept: list[SharedBuffer] = []  # no save uses them, and what is in them may be asked for
         self._prewarming: Future[SharedBuffer] | None = None
         # A signal's handler may interrupt whoever holds it, and close the writer. Nothing is waited for inside.
-        self._lock = threading.RLock()
+        self._lock = free_in_child(threading.RLock())
 
     def of(self, owner: object) -> list[StagedSave]:
         """Those that one stager has staged, or saves."""

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from .._forks import free_in_child
 from ..errors import ReadError, WriteError
 from .redact import redact
 from .tuning import UNLIMITED, ReadTuning
@@ -69,7 +70,7 @@ class Sink(abc.ABC):
         """Time spent in `put_part`, added up over threads."""
         self.complete_seconds = 0.0
         """Time spent in `complete`."""
-        self._lock = threading.Lock()
+        self._lock = free_in_child(threading.Lock())
         self._is_open = True
 
     def put_part(self, number: int, data: memoryview) -> None:

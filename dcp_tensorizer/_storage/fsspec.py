@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .._forks import free_in_child
 from .._process_context import environment
 from ..errors import WriteError
 from .base import Storage
@@ -26,7 +27,7 @@ _AZURE = ("az", "abfs", "abfss")
 # Where Azure's library looks for keys, proxies and certificates. Not all variables: each change would cost memory.
 _AZURE_VARIABLES = re.compile("(AZURE|IDENTITY|MSI|IMDS|SSL|REQUESTS|CURL)_|.*_PROXY$|HOME$", re.IGNORECASE)
 _shared_filesystems: dict[str, Any] = {}
-_sharing = threading.Lock()
+_sharing = free_in_child(threading.Lock())
 
 
 def open_url(url: str, options: Mapping[str, Any], timeout: float) -> Storage | Path:

@@ -8,13 +8,13 @@ import functools
 import os
 import stat
 import time
-import weakref
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from .._descriptor import identity
+from .._descriptor import Descriptor
+from .._forks import Finalizer
 from .._threads import cores, in_threads
 from ..errors import ReadError, WriteError
 from . import directory_record
@@ -247,15 +247,15 @@ class _FileLock(DirectoryLock):
         try:
             with suppress(FileExistsError):
                 self._root.mkdir()
-            self._fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._directory = Descriptor(os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         except OSError as error:
             raise WriteError(f"cannot open the checkpoint directory {self._root}: {error}") from error
-        self._release = weakref.finalize(self, _unlock, self._fd, identity(self._fd), os.getpid())
+        self._release = Finalizer(self, _unlock, self._directory)
 
     def _is_current(self) -> bool:
         """Whether the directory at the path is still the one that is locked."""
         with suppress(FileNotFoundError):
-            return os.path.samestat(os.fstat(self._fd), os.stat(self._root))
+            return os.path.samestat(os.fstat(self._directory.number), os.stat(self._root))
         return False
 
     def _wait(self, deadline: float, timeout: float) -> None:
@@ -270,7 +270,7 @@ class _FileLock(DirectoryLock):
     def _lock(self, operation: int) -> bool:
         """Whether this process has the lock now. Where a file system has no locks, it has only shared ones."""
         try:
-            fcntl.flock(self._fd, operation | fcntl.LOCK_NB)
+            fcntl.flock(self._directory.number, operation | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         except OSError:
@@ -278,11 +278,10 @@ class _FileLock(DirectoryLock):
         return True
 
 
-def _unlock(fd: int, directory: tuple[int, int] | None, pid: int) -> None:
-    if os.getpid() == pid and identity(fd) == directory:  # a forked child must not end its parent's lock
-        with suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_UN)  # the lock would last as long as a forked child's copy of the descriptor
-        os.close(fd)
+def _unlock(directory: Descriptor) -> None:
+    with suppress(OSError):  # a child that knows nothing of us may have a copy, with which the lock would last
+        fcntl.flock(directory.number, fcntl.LOCK_UN)
+    directory.close()
 
 
 def _read(most: int | None, path: Path) -> bytes:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from .._direct_memory import direct_memory
+from .._forks import free_in_child
 from .base import RangeReader, rest_of
 from .local_write import BLOCK, open_direct
 from .memory_read import MemoryReader
@@ -32,7 +33,7 @@ class LocalFile(RangeReader):
         self._fds = [os.open(path, os.O_RDONLY | os.O_CLOEXEC)]
         self._own = threading.local()
         self._own.fd = self._fds[0]
-        self._lock = threading.Lock()
+        self._lock = free_in_child(threading.Lock())
         self._uncached: _Uncached | None = None
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from isal.isal_zlib import crc32
 
+from .._forks import Finalizer, free_in_child
 from .._process_context import environment
 from .base import TAKEN
 from .retry import patience_of
@@ -35,7 +36,7 @@ _MISSING = {"404", "NoSuchKey", "NotFound"}
 _DENIED = {"401", "403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"} | _EXPIRED
 
 _shared_clients: weakref.WeakValueDictionary[str, S3Client] = weakref.WeakValueDictionary()
-_sharing = threading.Lock()
+_sharing = free_in_child(threading.Lock())
 
 
 def shared_client(filesystem: Any, timeout: float) -> S3Client:
@@ -72,7 +73,7 @@ class S3Client:
         """By the user."""
         self.has_answered = False
         """The server has, to any request."""
-        self._lock = threading.Lock()
+        self._lock = free_in_child(threading.Lock())
         self._botocore: Any = None
         self._environment: Mapping[str, str] = {}  # of the moment when it was made
 
@@ -155,7 +156,7 @@ class S3Client:
         session = botocore.session.Session(**given.kwargs)
         session.register_component("data_loader", _models())
         client = session.create_client("s3", config=botocore.config.Config(**config), **options)
-        weakref.finalize(self, client.close)
+        Finalizer(self, client.close)
         return client
 
     def _extra(self, client: Any, operation: str) -> dict[str, Any]:

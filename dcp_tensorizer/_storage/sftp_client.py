@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -14,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 import paramiko
 from paramiko.sftp import CMD_EXTENDED, CMD_READ, CMD_STATUS, CMD_VERSION, int64
 
+from .._forks import Finalizer, free_in_child, in_child
 from .option_names import names_of, refuse_unknown
 from .retry import Retries, is_transient, patience_of
 
@@ -29,6 +29,8 @@ _CHANNELS = 8  # OpenSSH allows 10 a connection, unless it is told otherwise (Ma
 _FOR_FSSPEC = {"skip_instance_cache", "use_listings_cache", "temppath"}
 _FSYNC = "fsync@openssh.com"
 _REQUESTS = 256  # to read, under way at a time: 8 MiB
+_inherited: list[object] = []
+"""A forked child's copies of its parent's connections, which are never freed there."""
 
 
 class _Channel(paramiko.SFTPClient):  # type: ignore[misc]
@@ -65,12 +67,29 @@ class SftpClient:
         waits = dict.fromkeys(("timeout", "banner_timeout", "auth_timeout"), self._patience)
         self._options = waits | _of_address(address) | {k: v for k, v in options.items() if k not in _FOR_FSSPEC}
         self._policy = self._options.pop("host_key_policy", "auto_add")
-        self._lock = threading.Lock()
+        self._lock = free_in_child(threading.Lock())
+        self._begin()
+        in_child(self, SftpClient._let_go)
+        self.call(lambda channel: None)
+
+    def _begin(self) -> None:
         self._free = threading.BoundedSemaphore(_CHANNELS)
         self._idle: list[Any] = []
         self._connection: Any = None
         self._failure: OSError | None = None
-        self.call(lambda channel: None)
+
+    def _let_go(self) -> None:
+        """In a forked child: the connection is its parent's, and the next call makes one of its own."""
+        connection, idle = self._connection, self._idle
+        self._begin()
+        if connection is not None:
+            # A channel that is freed says so to the server: in the middle of what the parent says.
+            _inherited.append((connection, idle))
+            transport = connection.get_transport()
+            if transport is not None:
+                transport.active = False
+                if isinstance(transport.sock, socket.socket):
+                    transport.sock.close()
 
     def call(self, use: Callable[[Any], _T]) -> _T:
         """The result of a function of a channel (paramiko's ``SFTPClient``); repeated if the connection is lost.
@@ -157,7 +176,7 @@ class SftpClient:
             if isinstance(error, paramiko.SSHException | EOFError):
                 raise ConnectionResetError(f"no SSH connection: {error}") from None
             raise
-        weakref.finalize(self, connection.close)
+        Finalizer(self, connection.close)
         return connection
 
     def _open(self, connection: Any) -> Any:

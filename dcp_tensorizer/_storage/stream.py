@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import datetime, timezone
 from typing import Any
 
+from .._forks import free_in_child
 from .._process_context import environment
 from .._threads import in_threads
 from ..errors import NotCommitted, ReadError, WriteError
@@ -49,7 +50,7 @@ class StreamStorage(RemoteStorage):
         self.in_process = is_in_process(url)
         self._turn: AbstractContextManager[Any] = nullcontext()
         if not type(filesystem).async_impl and protocols.isdisjoint(_FOR_THREADS):
-            self._turn = threading.RLock()
+            self._turn = free_in_child(threading.RLock())
             self.reads = dataclasses.replace(self.reads, max_threads=1)
 
     def listing(self) -> tuple[list[FileInfo], list[str]]:

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 
+from .._forks import free_in_child
 from .._format.checksums import Digester
 from .._format.layout import block_size
 from .._storage.local_read import read_into
@@ -121,7 +122,7 @@ class Keeper:
         self._claims: dict[object, str] = {}  # by connection: the run of a job that waits, or has taken
         self._is_orphaned = self._is_over = False
         self._deadline: float | None = None
-        self._changed = threading.Condition()
+        self._changed = free_in_child(threading.Condition())
         self._digesting = ThreadPoolExecutor(1, thread_name_prefix="digest")
 
     def serve(self, channel: Channel, *, is_trainer: bool = False) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .._descriptor import Descriptor, anonymous_file
-from .._forks import in_child
+from .._forks import Home, free_in_child
 from .._threads import NEVER, Deadline, Patience, in_background
 from .._writer_process.channel import LOOK_SECONDS, Channel
 from .._writer_process.child import kill, said_by, socket_pair, start
@@ -48,7 +48,7 @@ class KeeperProcess:
     """
 
     def __init__(self, job: str, run: str, seconds: float) -> None:
-        self._lock = threading.Lock()
+        self._lock = free_in_child(threading.Lock())
         try:
             self._path = socket_path(runtime_directory(), job)
             with ExitStack() as undo:
@@ -66,12 +66,8 @@ class KeeperProcess:
         except OSError as error:
             raise WriteError(f"the keeper of states in memory cannot be started: {error}") from error
         self._channel = Channel(ours)
-        in_child(self, KeeperProcess._let_go)
         self._started = self._is_left = False
-
-    def _let_go(self) -> None:
-        """In a forked child: the process is its parent's."""
-        self._popen.returncode = 0  # it cannot be waited for here
+        self._home = Home()
 
     def keep(self, state: Keep, buffer: SharedBuffer) -> None:
         """Has a state kept; raises `WriteError`, and `KeeperDied` if no other will be."""
@@ -118,9 +114,10 @@ class KeeperProcess:
         self._close()
 
     def kill(self) -> None:
-        """Ends it at once, whatever it does."""
-        kill(self._popen)
-        remove(self._path)
+        """Ends it at once, whatever it does; in a forked child it does nothing, for there it is the parent's."""
+        if self._home.is_here:
+            kill(self._popen)
+            remove(self._path)
 
     def leave(self, deadline: Deadline = NEVER) -> None:
         """Leaves it to a successor, as this process's death would; from then on, one finds it. Idempotent."""

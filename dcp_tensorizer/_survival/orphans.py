@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
+from .._forks import in_child
 from .._format.index import find_index
 from .._format.layout import metadata_file_name
 from .._storage.base import Storage
@@ -144,6 +145,11 @@ class Loaded:
         self.is_replaced = False
         self.last_number = 0
         self._sizes: dict[str, int] = {}
+        in_child(self, Loaded._let_go)
+
+    def _let_go(self) -> None:
+        """In a forked child: its parent may need them still."""
+        self._sizes.clear()
 
     @property
     def nbytes(self) -> int:

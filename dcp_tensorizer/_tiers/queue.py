@@ -26,6 +26,7 @@ from typing import NamedTuple
 import msgspec
 
 from .._descriptor import Descriptor
+from .._forks import Home
 from .._storage.local import LocalStorage
 from ..errors import CheckpointError, MetadataError, NotCommitted, ReadError, WriteError
 
@@ -460,14 +461,14 @@ class Writing:
         self.queue = queue
         self.record = record
         self._descriptor = Descriptor(descriptor)
-        self._pid = os.getpid()
+        self._home = Home()
         self._is_handed_over = False
         self._is_aborted = False
 
     @property
     def is_unfinished(self) -> bool:
         """Whether what the save has written is of no use if it ends here. A forked child cannot end it."""
-        return not self._is_handed_over and os.getpid() == self._pid
+        return not self._is_handed_over and self._home.is_here
 
     def written(
         self, files: Mapping[str, int], *, sync: bool, commit: Commit | None = None, index: bytes = b""

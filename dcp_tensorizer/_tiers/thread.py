@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from .._forks import free_in_child
 from .flusher import Flusher
 from .target import Target
 
@@ -28,7 +29,7 @@ class FlushThread:
 
     def __init__(self, is_busy: Callable[[], bool] = lambda: False) -> None:
         self._is_busy = is_busy
-        self._changed = threading.Condition()
+        self._changed = free_in_child(threading.Condition())
         self._requests = 0
         self._flushers: dict[tuple[str, str], Flusher] = {}
         self._thread: threading.Thread | None = None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .._forks import free_in_child
 from .._format.chunks import Region
 from .._format.encryption import Cipher
 from .._format.layout import StoredItem
@@ -93,7 +94,7 @@ class StridedCache:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = free_in_child(threading.Lock())
         self._chunk: Chunk | None = None
         self._elements: torch.Tensor | None = None
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from torch.distributed.checkpoint.metadata import Metadata
 
 from .._direct_memory import direct_memory
+from .._forks import free_in_child
 from .._storage.base import RangeReader, Storage
 from .._storage.remote import RemoteStorage
 from .._threads import cores
@@ -231,7 +232,7 @@ class _Check:
         self._storage = storage
         self._progress = progress
         self._total = total
-        self._counting = threading.Lock()
+        self._counting = free_in_child(threading.Lock())
         self._buffers = threading.local()
 
     def run(self, run: _Run) -> list[Damage]:

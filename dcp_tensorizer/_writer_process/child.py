@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from .._descriptor import Descriptor, above_standard_streams
+from .._forks import in_child
 from .interpreter import environment, interpreter
 
 __all__ = ["ignore_job_signals", "kill", "said_by", "socket_pair", "start"]
@@ -60,7 +61,7 @@ def start(
         trainer = above_standard_streams(os.pidfd_open(os.getpid()))
     try:
         with _job_signals_blocked():
-            return subprocess.Popen(
+            popen = subprocess.Popen(
                 [*interpreter(), module, str(theirs.fileno()), str(trainer), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -69,9 +70,15 @@ def start(
                 env=environment(devices),
                 start_new_session=own_session,
             )
+            in_child(popen, _leave_to_parent)
+            return popen
     finally:
         if trainer >= 0:
             os.close(trainer)
+
+
+def _leave_to_parent(popen: subprocess.Popen[bytes]) -> None:
+    popen.returncode = 0  # it can be neither waited for nor killed here
 
 
 @contextmanager

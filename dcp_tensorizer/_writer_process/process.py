@@ -7,13 +7,12 @@ import functools
 import signal
 import subprocess
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Protocol
 
 from .._descriptor import Descriptor, anonymous_file
-from .._forks import in_child
+from .._forks import Finalizer, free_in_child
 from .._threads import Deadline, Patience
 from ..errors import WriteError, WriterProcessDied, describe
 from .channel import LOOK_SECONDS, Channel, pickled
@@ -90,15 +89,9 @@ class WriterProcess:
         self._channel = Channel(ours)
         self._attached: set[int] = set()
         self._sent: set[int] = set()  # buffers that it may have mapped, also by a request that failed
-        self._lock = threading.Lock()
+        self._lock = free_in_child(threading.Lock())
         self._was_killed = False
-        self._end = weakref.finalize(self, _end, self._popen, self._channel)
-        in_child(self, WriterProcess._let_go)
-
-    def _let_go(self) -> None:
-        """In a forked child: the process is its parent's."""
-        self._end.detach()
-        self._popen.returncode = 0  # it cannot be waited for here
+        self._end = Finalizer(self, _end, self._popen, self._channel)
 
     @property
     def pid(self) -> int:

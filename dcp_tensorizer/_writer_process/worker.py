@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from .._forks import free_in_child
 from .._format.part_buffer import PartMemory
 from .._memory.shared_mappings import SharedFile, attach, map_shared
 from .._storage.open import open_storage
@@ -109,10 +110,10 @@ class _Worker:
     def __init__(self, channel: Channel, snapshots: Snapshots | None) -> None:
         self._channel = channel
         self._snapshots = snapshots
-        self._sending = threading.Lock()
+        self._sending = free_in_child(threading.Lock())
         self._buffers: dict[int, mmap.mmap] = {}
         self._shared: dict[SharedFile, mmap.mmap] = {}
-        self._mapping = threading.Lock()
+        self._mapping = free_in_child(threading.Lock())
         self._part_memory = PartMemory(_KEPT_BYTES)
         self._job: FileJob | DigestJob | None = None
         self._connection: object = None

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from .._forks import free_in_child
 from .._format.encoder import BUFFER_BYTES, encode_ahead
 from .._format.part_buffer import PartMemory, Parts
 from .._format.tensorizer_file import lay_out
@@ -81,7 +82,7 @@ class FileJob:
         self._sinks: list[Sink] = []
         self._memory = memory or PartMemory()
         self._abandoned = False
-        self._completing = threading.Lock()
+        self._completing = free_in_child(threading.Lock())
 
     @classmethod
     def of(

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from benchmarks.soak import crashes, exchanges, faults, interleavings, managers, power_cuts, preemption, tiers
+from benchmarks.soak import crashes, exchanges, faults, forks, interleavings, managers, power_cuts, preemption, tiers
 from benchmarks.soak.actors import Event
 from benchmarks.soak.history import History
 from benchmarks.soak.tally import Tally
@@ -87,6 +87,14 @@ def test_kills_in_a_flush(tmp_path):
     assert blamed(tally) == NOTHING
     kills = [tally.counts.get(f"kills of the {what}", 0) for what in ("trainer", "writer process")]
     assert (tally.rounds, sum(kills)) == (2, 2)
+
+
+def test_forked_children(tmp_path):
+    """In two saves some have ended, and nothing is lost, wrong, hung or left over."""
+    tally = forks.run(2, 1, tmp_path)
+    assert blamed(tally) == NOTHING
+    assert tally.rounds == 2
+    assert sum(number for what, number in tally.counts.items() if what.startswith("children: ")) > 1
 
 
 def test_a_preempted_job_is_judged(tmp_path):

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from isal.isal_zlib import crc32
 
+from ..._forks import free_in_child
 from ..._format.chunks import Region
 from ..._format.encoder import encode
 from ..._format.layout import INDEX_CAPACITY, index_entry_size
@@ -92,7 +93,7 @@ class _VerifiedReads:
         self._file = file
         self._entry = entry
         self._tensor = tensor
-        self._lock = threading.Lock()
+        self._lock = free_in_child(threading.Lock())
         self._expected: int | None = None
         self._crc32 = 0
         self._next = -1  # the element up to which the CRC-32 has got; before the header is read
