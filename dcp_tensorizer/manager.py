@@ -77,6 +77,7 @@ class CheckpointManager:
             next commit, never the newest. Without rules everything is kept.
         keep_every: Keep the checkpoints whose step is a multiple of this.
         keep_best: Keep the checkpoint with the least value of this metric; ``("accuracy", "max")``: with the largest.
+                While no checkpoint has a value of it, none is deleted, and a warning says so.
         delete_after: Seconds that a checkpoint has to be old before it is deleted, where a job that loads it cannot
             lock it: on object stores and network mounts.
         delete_other_files: Delete also checkpoints with files beside them that no save wrote, and these files.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,6 +13,7 @@ from .._saving.flushing import Flushing
 from .._storage.base import Storage
 from .._threads import Deadline, in_background
 from .._tiers.nearest import NearestStorage
+from ..errors import listed
 from .catalogue import Step
 from .deletion import retain
 from .names import StepNames
@@ -19,6 +21,8 @@ from .place import Place
 from .retention import Retention
 
 __all__ = ["Retaining"]
+
+logger = logging.getLogger("dcp_tensorizer")
 
 
 class Retaining:
@@ -50,11 +54,13 @@ class Retaining:
         self._lock = free_in_child(threading.Lock())
         self._running: list[Future[None]] = []
         self._deleted: set[int] = set()
+        self._has_warned = False
 
     def after(self, saved: Step) -> None:
         """A checkpoint is committed. Called on a thread of its own."""
         if self._rules is None or self._rules.keeps_all:
             return
+        self._look_for_metric(saved)
         self._deleted.discard(saved.number)
         arrival = None if self._flushing is None else self._flushing.future(saved.save_id)
         if arrival is None:
@@ -65,6 +71,19 @@ class Retaining:
     def wait(self, deadline: Deadline) -> None:
         """Waits until what was begun is done."""
         wait_for(self._running, deadline.left)
+
+    def _look_for_metric(self, saved: Step) -> None:
+        """Warns once of a checkpoint without the metric that the best is known by."""
+        metric = None if self._rules is None else self._rules.metric
+        if metric is None or metric in saved.metrics or self._has_warned:
+            return
+        self._has_warned = True
+        given = f" (its metrics are {listed(sorted(saved.metrics))})" if saved.metrics else ""
+        logger.warning(
+            "%s: step %d was saved without the metric %r, which keep_best needs%s: pass metrics={%r: ...} to save. "
+            "While no checkpoint has it, none is deleted",
+            *(self._folder.path, saved.number, metric, given, metric),
+        )
 
     def _after_arrival(self, done: Future[float], saved: Step) -> None:
         if done.exception() is None:

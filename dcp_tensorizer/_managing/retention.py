@@ -26,6 +26,8 @@ _Step = TypeVar("_Step", bound=_Measured)
 class Retention:
     """The rules. A checkpoint is kept if any of them keeps it; without rules all are.
 
+    Where no checkpoint has the metric, it is not known which one is the best, and all are kept.
+
     Attributes:
         latest: Keep so many of the newest. The newest is kept in any case.
         every: Keep every multiple of it.
@@ -83,7 +85,7 @@ class Retention:
     def kept(self, steps: Sequence[_Step]) -> set[int]:
         """The numbers of those that are kept."""
         numbers = sorted((step.number for step in steps), reverse=True)
-        if self.keeps_all:
+        if self.keeps_all or (self.metric is not None and not any(self.metric in step.metrics for step in steps)):
             return set(numbers)
         kept = set(numbers[: self.latest or 1])
         if self.every is not None:

@@ -529,6 +529,26 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
         assert state["step"] == 1
 
 
+def test_nothing_is_deleted_while_the_best_is_not_known(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One warning says that the metric of ``keep_best`` is missing; when a checkpoint has it, the rules hold."""
+    with manager_of(tmp_path, keep_latest=1, keep_best="loss") as manager:
+        manager.save(1, state_of(1), wait=True)
+        assert "step 1 was saved without the metric 'loss', which keep_best needs: pass metrics" in said(caplog)
+        for step in (2, 3):
+            manager.save(step, state_of(step), metrics={"val_loss": 1.0}, wait=True)
+        assert (manager.steps(), said(caplog).count("\n")) == ([1, 2, 3], 0)
+        manager.save(4, state_of(4), metrics={"loss": 0.5}, wait=True)
+        manager.save(5, state_of(5), metrics={"loss": 0.75}, wait=True)
+        assert manager.steps() == [4, 5]
+    caplog.clear()
+    with manager_of(tmp_path, keep_latest=1, keep_best="loss") as manager:
+        manager.save(6, state_of(6), metrics={"val_loss": 1.0}, wait=True)
+        assert manager.steps() == [4, 6]
+    assert "step 6 was saved without the metric 'loss', which keep_best needs (its metrics are 'val_loss')" in said(
+        caplog
+    )
+
+
 def test_what_is_never_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A checkpoint that somebody loads, or that holds what no save wrote, stays, and the log says why."""
     saved(tmp_path, 1, 2, 3)
