@@ -19,6 +19,7 @@ replaces another one would else leave the new ``meta.pt`` beside old weights whe
 
 from __future__ import annotations
 
+import inspect
 import io
 import threading
 from collections.abc import Callable, Mapping
@@ -61,17 +62,23 @@ class _Asynchronous:
     Args:
         args: Of ``ModelParallelStrategy``.
         writer_options: Of `TensorizerStorageWriter`.
-        kwargs: Of ``ModelParallelStrategy``, but for ``save_distributed_checkpoint``: each rank saves its shards.
+        kwargs: Of ``ModelParallelStrategy``.
 
     Raises:
-        TypeError, ValueError: an argument makes no sense.
+        TypeError, ValueError: an argument makes no sense; or ``save_distributed_checkpoint`` is False.
     """
 
     is_global_zero: bool
     broadcast: Callable[[Any], Any]
 
     def __init__(self, *args: Any, writer_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, save_distributed_checkpoint=True, **kwargs)  # type: ignore[call-arg]
+        given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
+        if not given.get("save_distributed_checkpoint", True):
+            raise ValueError(
+                "save_distributed_checkpoint=False asks for one file with all of the state, and this strategy has each "
+                "rank save its shards: leave it out, or use Lightning's own strategy"
+            )
+        super().__init__(*args, **kwargs)
         self._writer = TensorizerStorageWriter(**(writer_options or {}))
         self._group: dist.ProcessGroup | None = None
         self._save: Future[None] | None = None
@@ -228,7 +235,13 @@ class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
         writer_options: Of `TensorizerStorageWriter`.
     """
 
-    def save_checkpoint(self, path: Any, state: dict[str, Any], storage_options: Any = None, **filtered: Any) -> None:
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: Any = None,  # noqa: A002 - the base class names it so
+    ) -> None:
         """Begins a save. A collective.
 
         Raises:
@@ -237,7 +250,7 @@ class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
             CheckpointException: the save before failed.
             WriteError: the directory or its ``meta.pt`` could not be written.
         """
-        _refuse(storage_options=storage_options, **filtered)
+        _refuse(storage_options=storage_options, filter=filter)
         name, model = _model_of(state)
         saved: dict[str, Any] = {}
         meta: dict[str, Any] = {}

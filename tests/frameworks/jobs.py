@@ -1,6 +1,7 @@
 """Jobs on real ranks that frameworks set up by themselves, and digests of what is trained."""
 
 import hashlib
+import inspect
 import os
 import socket
 import subprocess
@@ -94,3 +95,22 @@ def _digests(value, path):
 def is_ours(path):
     """Whether this package has saved the checkpoint."""
     return is_index((path / ".metadata").read_bytes())
+
+
+def takes_what_its_base_takes(cls, module):
+    """Checks that the methods that a module overrides take the arguments of the base class's; returns their names.
+
+    All of them by name, and those that have a place by that.
+    """
+    ours = [base for base in cls.__mro__ if base.__module__ == module]
+    names = {name for base in ours for name, value in vars(base).items() if inspect.isfunction(value)}
+    base = next(base for base in cls.__mro__ if base.__module__ not in (module, "builtins"))
+    overridden = {name for name in names if hasattr(base, name)}
+    for name in overridden:
+        parameters = inspect.signature(getattr(base, name)).parameters.values()
+        known = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        placed = [p.name for p in known if p.kind is not p.KEYWORD_ONLY]
+        signature = inspect.signature(getattr(cls, name))
+        signature.bind(*placed, **{p.name: p.name for p in known if p.kind is p.KEYWORD_ONLY})
+        signature.bind(placed[0], **{p.name: p.name for p in known if p.name != placed[0]})
+    return overridden

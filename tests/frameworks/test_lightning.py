@@ -23,7 +23,7 @@ from dcp_tensorizer.lightning import TensorizerFabricStrategy, TensorizerStrateg
 from ..checkpoints import tensors_of
 from ..support import workers
 from ..waiting import WAIT, Gate, hold_memory, in_thread, wait_until_inside
-from .jobs import die, digests, is_ours, run_job
+from .jobs import die, digests, is_ours, run_job, takes_what_its_base_takes
 
 
 class _Module(LightningModule):
@@ -337,8 +337,6 @@ def _bad_fabric(rank, folder):
             fabric.save(folder / "a", state)
     with pytest.raises(TypeError, match="filter means nothing"):
         fabric.save(folder / "a", {"model": model}, filter={"model": lambda key, value: True})
-    with pytest.raises(TypeError, match="save_distributed_checkpoint"):
-        TensorizerFabricStrategy(_shard, save_distributed_checkpoint=False)
     with pytest.raises(TypeError, match="no_such"):
         TensorizerFabricStrategy(_shard, writer_options={"no_such": 1})
 
@@ -347,6 +345,25 @@ def test_arguments_that_make_no_sense_are_refused(tmp_path):
     """By name, before anything is saved."""
     run_job(1, _bad_fabric, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+STRATEGIES = [(TensorizerStrategy, ()), (TensorizerFabricStrategy, (_shard,))]
+
+
+@pytest.mark.parametrize(("strategy", "first"), STRATEGIES)
+def test_each_rank_saves_its_shards(strategy, first):
+    """Lightning's default may be given, by name or place; the other value is refused."""
+    strategy(*first, save_distributed_checkpoint=True)
+    assert strategy(*first, "auto", "auto", True, "gloo").process_group_backend == "gloo"
+    for arguments in (((), {"save_distributed_checkpoint": False}), (("auto", "auto", False), {})):
+        with pytest.raises(ValueError, match="save_distributed_checkpoint=False asks for one file"):
+            strategy(*first, *arguments[0], **arguments[1])
+
+
+@pytest.mark.parametrize("strategy", [TensorizerStrategy, TensorizerFabricStrategy])
+def test_methods_take_what_those_of_the_base_class_take(strategy):
+    """Each argument, by its place and by its name."""
+    assert takes_what_its_base_takes(strategy, "dcp_tensorizer.lightning") >= {"__init__", "save_checkpoint"}
 
 
 def test_a_link_to_what_is_not_committed_is_refused(tmp_path):

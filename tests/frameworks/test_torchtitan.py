@@ -23,7 +23,7 @@ from dcp_tensorizer.torchtitan import TensorizerCheckpointManager
 
 from ..e2e.ranks import eventually
 from ..support import workers
-from .jobs import die, digests, is_ours, run_job
+from .jobs import die, digests, is_ours, run_job, takes_what_its_base_takes
 
 
 class _Data(torch.utils.data.IterableDataset):
@@ -223,3 +223,9 @@ def test_the_initial_checkpoint_may_be_of_any_format(tmp_path):
     convert(ours, tmp_path / "safetensors", "safetensors", options=model)
     for path in (ours, tmp_path / "torch", tmp_path / "safetensors"):
         assert run_job(1, _initial, tmp_path / f"new-{path.name}", {"initial_load_path": str(path)}) == [weights]
+
+
+def test_methods_take_what_those_of_torchtitan_take():
+    """Each argument, by its place and by its name."""
+    names = takes_what_its_base_takes(TensorizerCheckpointManager, "dcp_tensorizer.torchtitan")
+    assert names >= {"__init__", "dcp_save", "dcp_load"}
