@@ -31,17 +31,22 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 
 # What ``Metadata.version`` says: in torch it is a constant of a module.
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION as DCP_VERSION
+
+# A group's store and its timeout: ``ProcessGroup`` says neither in every release.
+from torch.distributed.distributed_c10d import _get_process_group_store, _set_pg_timeout
 from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
     from torch.distributed.checkpoint._traverse import set_element
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
-    from torch.distributed.distributed_c10d import ProcessGroup
+    from torch.distributed.distributed_c10d import ProcessGroup, Store
 
 __all__ = [
     "DCP_VERSION",
@@ -67,6 +72,8 @@ __all__ = [
     "cpu_placement",
     "flatten_state_dict",
     "group_devices",
+    "group_store",
+    "group_timeout",
     "group_of_save",
     "is_fake",
     "is_plain",
@@ -81,6 +88,7 @@ __all__ = [
     "rebuild_sharded_tensor",
     "release_ipc_counter",
     "set_element",
+    "set_group_timeout",
     "tensor_makers",
     "trusted_globals",
 ]
@@ -295,6 +303,26 @@ def group_of_save() -> ProcessGroup | None:
         return None
     group: ProcessGroup | None = frame.f_locals["process_group"] or torch.distributed.group.WORLD
     return group
+
+
+def group_store(group: ProcessGroup) -> Store:
+    """Where the ranks of a group have found each other. What is put there is the group's alone."""
+    return _get_process_group_store(group)
+
+
+def group_timeout(group: ProcessGroup) -> timedelta:
+    """How long a collective of a group waits for a rank that does not come."""
+    kinds = {kind.type: kind for kind in group._device_types}
+    for name in sorted(kinds, key=lambda name: name != "cpu"):
+        options = getattr(group._get_backend(kinds[name]), "options", None)
+        if options is not None and hasattr(options, "_timeout"):
+            return options._timeout  # type: ignore[no-any-return]
+    return group_store(group).timeout  # type: ignore[attr-defined, no-any-return] # `init_process_group` was given it
+
+
+def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
+    """Has the collectives of a group that begin from now on wait so long."""
+    _set_pg_timeout(timeout, group)
 
 
 def release_ipc_counter(arguments: tuple[Any, ...]) -> None:

@@ -45,6 +45,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from ._forks import free_in_child
+from ._managing.agreement import make_group
+from ._managing.together import Together
 from .any_format import open_reader
 from .errors import WriteError
 from .planner import LoadPlanner
@@ -123,7 +125,8 @@ class _Asynchronous:
         """
         self.wait_for_save()
         if self._group is None:
-            self._group = dist.new_group(backend="gloo")
+            self._group = make_group()
+            Together(self._group).accompany_saves(self._writer, self._writer.saver.options.limits.timeout)
         replaced = path.with_name(f"{path.name}.replaced")
         failure = None
         if self.is_global_zero:

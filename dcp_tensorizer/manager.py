@@ -40,6 +40,7 @@ from ._managing.schedule import Schedule
 from ._managing.signals import StopSignals
 from ._managing.state_part import StatePart
 from ._managing.survival import Survival
+from ._managing.together import Together
 from ._storage.open import absolute_path
 from ._threads import Deadline
 from ._tiers.open import Opener
@@ -65,6 +66,7 @@ class CheckpointManager:
 
     Every rank makes one and makes the same calls, in the same order; `latest`, `best`, `steps`, `path` and `report` are
     each rank's own affair. It makes two gloo groups: saves run their collectives on a thread, on a group of their own.
+    They have the timeout of the ranks' process group: no rank waits longer for one that gives no sign of life.
     Close it before ``destroy_process_group()``. Its errors are never wrapped in DCP's ``CheckpointException``.
 
     Args:
@@ -138,6 +140,9 @@ class CheckpointManager:
             self._folder = self._open_folder()
             self._reader_options = options_of_reader(writer_options, limits, reader_options)
             group, agreements = make_groups(process_group)
+            together = None if group is None else Together(group)
+            if together is not None:
+                together.accompany_saves(self._writer, limits.timeout)
         except BaseException:
             self._writer.close()
             raise
@@ -149,7 +154,7 @@ class CheckpointManager:
         self._job = Job(*steps, agreement, self._survival, saver.flushing, self._reader_options)
         self._retaining = Retaining(self._folder, self._names, rules, saver.flushing, lambda: self._job.place)
         what = self._clock, must_change, self._retaining.after
-        self._saves = self._job.saves = Saves(self._writer, group, agreement, *what, omits_replicas=not survive)
+        self._saves = self._job.saves = Saves(self._writer, together, agreement, *what, omits_replicas=not survive)
         self._stopping = self._closed = self._is_over = False
         self._is_copy = self._is_new_copy = False
         in_child(self, CheckpointManager._let_go)

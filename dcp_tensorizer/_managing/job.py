@@ -230,7 +230,7 @@ class Job:
             steps,
             state,
             selection,
-            self.saves.group,
+            None if self._is_alone else self.saves.together,
             self._reader_options,
             is_alone=self._is_alone,
         )

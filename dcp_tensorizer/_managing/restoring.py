@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
@@ -36,6 +35,8 @@ from ..errors import (
 from ..planner import LoadPlanner
 from .catalogue import Step
 from .optimizer_state import OptimizerTarget, address_of
+from .roll_call import is_of_ranks
+from .together import Together
 
 __all__ = ["Selection", "SelectivePlanner", "error_of_load", "load_first"]
 
@@ -95,7 +96,7 @@ def load_first(
     steps: Sequence[Step],
     state: dict[str, Any],
     selection: Selection,
-    group: dist.ProcessGroup | None,
+    together: Together | None,
     options: Mapping[str, Any],
     *,
     is_alone: bool = False,
@@ -107,19 +108,19 @@ def load_first(
         steps: Those that may be loaded.
         state: What to load it into.
         selection: Which keys.
-        group: Of the ranks.
+        together: Of the ranks; None where there is only this one.
         options: For the reader.
         is_alone: Load on this process by itself, whatever ranks there are.
 
     Raises:
         CheckpointError: one of them is whole and cannot be loaded, or the last of them is damaged; on any rank, and
-            the same on all of them.
+            the same on all of them. Or a rank is gone.
     """
     for number, step in enumerate(steps):
         storage = folder.child(step.name)
         planner = SelectivePlanner(storage.path, selection, state)
         try:
-            _load(folder, storage, state, planner, group, options, is_alone=is_alone)
+            _load(folder, storage, state, planner, together, options, is_alone=is_alone)
         except (ReadError, MetadataError) as error:
             if number + 1 == len(steps) or isinstance(error, _NO_DAMAGE):
                 raise
@@ -139,22 +140,29 @@ def _load(
     storage: Storage,
     state: dict[str, Any],
     planner: SelectivePlanner,
-    group: dist.ProcessGroup | None,
+    together: Together | None,
     options: Mapping[str, Any],
     *,
     is_alone: bool,
 ) -> None:
     """Loads a checkpoint, under a lock that keeps others from deleting it; see `load_first`."""
     with _shared_lock(storage):
+        reader = open_reader(folder.location, **options)
+        if together is not None:
+            together.accompany_load(reader)
         try:
             dcp_load(
                 state,
                 checkpoint_id=storage.location,
-                storage_reader=open_reader(folder.location, **options),
+                storage_reader=reader,
                 planner=planner,
-                process_group=group,
+                process_group=None if together is None else together.group,
                 no_dist=is_alone,
             )
+        except RuntimeError as error:
+            if together is None or not is_of_ranks(error):
+                raise
+            raise together.error_of(error, f"{storage.path} was not loaded") from error
         except CheckpointException as error:
             failure = error_of_load(storage.path, error)
             raise failure from failure.__cause__

@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
@@ -29,8 +28,10 @@ from .agreement import Agreement
 from .catalogue import Step
 from .goodput import GoodputClock
 from .replicas import Replicas
+from .roll_call import is_of_ranks
 from .state_part import StatePart
 from .survival import OnStaged
+from .together import Together
 
 __all__ = ["Saves"]
 
@@ -88,7 +89,7 @@ class Saves:
 
     Args:
         writer: Writes all of them.
-        group: For their collectives alone; None without ranks.
+        together: Their ranks, with a group for them alone; None without ranks.
         agreement: Of all ranks.
         clock: Takes their times.
         must_change: Patterns of the keys of which some must differ from the save before.
@@ -100,13 +101,13 @@ class Saves:
         error: Of the last save, if that has failed and nobody has been told.
         last_error: What the last one that failed said.
         part: What is saved of states, from now on.
-        group: For their collectives alone; None without ranks.
+        together: Their ranks; None without ranks.
     """
 
     def __init__(
         self,
         writer: TensorizerStorageWriter,
-        group: dist.ProcessGroup | None,
+        together: Together | None,
         agreement: Agreement,
         clock: GoodputClock,
         must_change: Sequence[str],
@@ -121,7 +122,7 @@ class Saves:
         self._writer = writer
         self._planner = SavePlanner()
         self._replicas = Replicas(self._planner, agreement) if omits_replicas else None
-        self.group = group
+        self.together = together
         self._clock = clock
         self._must_change = must_change
         self._after = after
@@ -185,7 +186,7 @@ class Saves:
             checkpoint_id=storage.location,
             storage_writer=self._writer,
             planner=self._planner,
-            process_group=self.group,
+            process_group=None if self.together is None else self.together.group,
         )
         done = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
         save = self._last = _Save(record.step, storage, name, record, since)
@@ -294,7 +295,11 @@ class Saves:
         try:
             meta: StorageMeta | None = done.result().storage_meta
         except BaseException as error:
-            self._fail(save, unwrap(error))
+            cause = unwrap(error)
+            if self.together is not None and is_of_ranks(cause):
+                assert isinstance(cause, RuntimeError)
+                cause = self.together.error_of(cause, f"{save.storage.path} was not saved")
+            self._fail(save, cause)
         else:
             save_id = "" if meta is None else meta.save_id or ""
             branch, metrics = save.record.branch, save.record.metrics
