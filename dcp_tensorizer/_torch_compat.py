@@ -289,17 +289,18 @@ def group_devices(group: ProcessGroup) -> Set[str]:
 
 
 def group_of_save() -> ProcessGroup | None:
-    """The process group that the save on this thread runs its collectives on; None if there is no knowing it.
+    """The process group that a save on this thread runs its collectives on; None if there is no knowing it.
 
-    DCP shows its group to no hook of a storage. So the argument ``process_group`` of the call of ``dcp.save`` is looked
-    at, on the stack of the hook.
+    DCP shows its group to no hook of a storage or a stager. So the argument ``process_group`` of the call of
+    ``dcp.save`` or ``dcp.async_save`` is looked at, on the stack of the hook.
     """
-    from torch.distributed.checkpoint.state_dict_saver import save
+    from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-    code, frame = inspect.unwrap(save).__code__, inspect.currentframe()
-    while frame is not None and frame.f_code is not code:
+    codes = inspect.unwrap(save).__code__, inspect.unwrap(async_save).__code__
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code not in codes:
         frame = frame.f_back
-    if frame is None or "process_group" not in code.co_varnames:
+    if frame is None or "process_group" not in frame.f_code.co_varnames:
         return None
     group: ProcessGroup | None = frame.f_locals["process_group"] or torch.distributed.group.WORLD
     return group

@@ -51,7 +51,8 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
                 future = dcp.async_save(state_dict, storage_writer=writer, process_group=gloo_group)
 
     ``async_save`` copies the rank's state into a buffer of shared memory and returns; another process hashes and
-    writes the buffer. The checkpoint appears, whole, when every rank's data is durable. Saves run one at a time.
+    writes the buffer. The checkpoint appears, whole, when every rank's data is durable. Saves of one process group run
+    one at a time.
 
     A writer is a cheap handle. All writers of a process share buffer and process, which the first ``async_save`` or
     `prewarm` starts. So there may be a new writer for every save. It need not be closed if the future of the last save

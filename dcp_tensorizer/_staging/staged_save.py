@@ -17,6 +17,7 @@ from .._memory.shared_buffer import SharedBuffer
 from .._memory.shared_mappings import SharedTensors
 from .._process_context import ProcessContext
 from .._threads import NEVER, Deadline, is_running
+from .._torch_compat import group_of_save
 from ..errors import StagingError
 from .stage_times import StageTimes
 from .tensor_copy import Copies
@@ -24,7 +25,7 @@ from .tensor_copy import Copies
 if TYPE_CHECKING:
     from .staged_state_dict import StagedStateDict, StagingFuture
 
-__all__ = ["Progress", "StagedSave"]
+__all__ = ["Progress", "StagedSave", "name_of_group"]
 
 _STEP_SECONDS = 0.02  # between two looks at a save
 _END_SECONDS = 0.005  # and at its thread, whose end wakes nobody
@@ -60,6 +61,7 @@ class StagedSave:
     Attributes:
         owners: The stager that has staged it, and that of the writer that saves it, if that is another one.
         staged_on: The thread that has staged it.
+        group: The name of the process group of its save; None if there is no knowing it.
         buffer: Where the staged tensors are. None before there is one, and after the stager has taken it back.
         copies: Those that are under way.
         error: Why there is nothing to save. The save raises it.
@@ -83,6 +85,7 @@ class StagedSave:
         self.keeps_buffer = keeps_buffer
         self.is_kept = is_kept
         self.staged_on = threading.current_thread()
+        self.group = name_of_group()
         self.buffer: SharedBuffer | None = None
         self.copies: Copies | None = None
         self.error: StagingError | None = None
@@ -271,6 +274,12 @@ class StagedSave:
             else:
                 self.wait_taken(deadline.within(_STEP_SECONDS))
         return True
+
+
+def name_of_group() -> str | None:
+    """The name of the process group of the save on this thread, which lives as long as it would anyway."""
+    group = group_of_save()
+    return None if group is None else group.group_name
 
 
 def _no_future() -> StagingFuture | None:

@@ -15,7 +15,7 @@ from .._forks import free_in_child
 from .._memory.memory_limit import check_headroom
 from .._memory.shared_buffer import SharedBuffer
 from .._threads import NEVER, Deadline, in_background
-from .staged_save import StagedSave
+from .staged_save import StagedSave, name_of_group
 
 __all__ = ["StagedSaves"]
 
@@ -31,7 +31,8 @@ class StagedSaves:
     """Staged saves in the order of their staging, and the buffers that they are in.
 
     Saves that one stager has staged, or one thread, run one at a time, in that order: on every rank the same. Others
-    run side by side. Each rank may have staged them in another order, and would wait for another one.
+    run side by side, and so do those of different process groups. Each rank may have staged them in another order, and
+    would wait for another one.
 
     Attributes:
         take_seconds: How long a save is waited for that has not taken what was staged for it.
@@ -87,9 +88,11 @@ class StagedSaves:
         if before is not None:  # it has been given up if it is not there, and was earlier than those that are left
             del earlier[earlier.index(before) if before in earlier else 0 :]
         thread = threading.current_thread() if before is None else before.staged_on
+        group = name_of_group() if before is None else before.group
         for staged_save in earlier:
             in_order = owner in staged_save.owners or staged_save.staged_on is thread
-            if staged_save.abandoned or staged_save.is_interrupted or not in_order:
+            is_apart = None not in (group, staged_save.group) and group != staged_save.group
+            if staged_save.abandoned or staged_save.is_interrupted or is_apart or not in_order:
                 continue
             if not staged_save.wait_taken(self.take_seconds if before is None else self.start_seconds):
                 staged_save.abandoned = before is not None

@@ -133,6 +133,40 @@ def test_a_tensor_kept_from_a_dropped_staged_state_dict_keeps_the_buffer(stager:
     assert inode(stager.stage({"a": torch.zeros(4)})) == number
 
 
+@pytest.mark.parametrize(
+    ("groups", "waits"), [(("0", "1"), False), (("0", "0"), True), (("0", None), True), ((None, "1"), True)]
+)
+def test_only_saves_of_one_process_group_wait_for_each_other(
+    stager: Stager, groups: tuple[str | None, str | None], waits: bool
+) -> None:
+    """Ranks may have staged others in another order; where there is no knowing the group, it may be the same."""
+    gate, saved = Gate(), threading.Event()
+    staged = [stager.stage({"a": torch.full((1000,), float(value))}) for value in range(2)]
+    for state, group in zip(staged, groups, strict=True):
+        state.staged_save.group = group
+
+    def save_first() -> None:
+        staged[0].items()
+        gate.pass_through()
+
+    def save_second() -> None:
+        staged[1].items()
+        saved.set()
+
+    saving = [in_thread(save_first)]
+    gate.wait_reached()
+    saving.append(in_thread(save_second))
+    if waits:
+        wait_until_inside(saving[1], Stager.wait_turn)
+        assert not saved.is_set()
+        gate.open()
+    assert saved.wait(WAIT)
+    gate.open()
+    for thread in saving:
+        thread.join(WAIT)
+    assert [dict(state)["a"][0].item() for state in staged] == [0.0, 1.0]
+
+
 def test_saves_run_in_the_order_in_which_they_were_staged(stager: Stager) -> None:
     """A save whose thread starts first waits for the one that was staged before it."""
     first, second = stager.stage({"a": torch.ones(1)}), stager.stage({"a": torch.zeros(1)})
