@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -29,10 +29,11 @@ from ._saving.options import MAX_UNFLUSHED, SaveLimits, Staging, check_options
 from ._saving.report import SaveReport
 from ._saving.saver import Saver
 from ._saving.session import SaveSession
-from ._staging.stager import StagingFuture
+from ._staging.stager import StagedSave, StagingFuture
 from ._storage.open import absolute_path, is_location
-from ._storage.redact import shown
+from ._storage.redact import redact, shown
 from ._threads import Deadline
+from .errors import WriteError
 
 if TYPE_CHECKING:
     from ._format.encryption import EncryptionParams
@@ -273,32 +274,43 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Called by DCP before a save that is given a ``checkpoint_id``: it holds for the calling thread's save, and
-        for the next one without an id if a ``state_dict()`` fails first. It may be relative to the working directory
-        in which the save was staged."""
+        for the next one without an id if a ``state_dict()`` or a planner's ``set_up_planner`` fails first. It may be
+        relative to the working directory in which the save was staged."""
         if checkpoint_id is not None:
             check_path(checkpoint_id)
         self._local.path = checkpoint_id
 
     def storage_meta(self) -> StorageMeta:
-        """DCP's first hook in every save, inside the step in which it hands errors round: the save begins here.
+        """Says where the calling thread's save goes, and its id.
+
+        It is DCP's first hook in every save, inside the step in which DCP hands errors round. The save of what was
+        staged begins here, and any other with the next hook: so whoever only asks begins nothing.
+
+        Raises:
+            StagingError: this rank could not stage its state dict.
+            WriteError: there is no path to save what was staged to, or the writer is closed.
+        """
+        staged_save = self._saver.stager.begin_save()
+        if staged_save is not None:
+            self._local.begun = self.checkpoint_id, self._begin_session(staged_save)
+        if (begun := self._begun()) is not None:
+            return StorageMeta(checkpoint_id=begun.path, save_id=begun.id)
+        path, context = self.checkpoint_id, self._context_of_trainer
+        if path is not None:
+            with suppress(WriteError):  # the save will say so
+                path = redact(str(absolute_path(path, None if context is None else context.directory)))
+        return StorageMeta(checkpoint_id=path, save_id=self._saver.next_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Called by DCP with this rank's part in the save: one that was not staged begins here.
 
         Raises:
             StagingError: this rank could not stage its state dict.
             WriteError: there is no path, or the writer is closed.
         """
-        staged_save = self._saver.stager.begin_save()
-        if staged_save is None:
-            self._saver.stager.wait_turn()  # a synchronous save, or one that was staged by another stager
-        self._end_session()
-        path, self._local.path = self.checkpoint_id, None
-        context = self._context(staged_save)
-        directory = None if context is None else context.directory
-        session = self._local.session = self._saver.begin(path, directory, staged_save, self._error_of_trainer)
-        return StorageMeta(checkpoint_id=session.storage.path, save_id=session.id)
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Called by DCP with this rank's part in the save."""
-        self._session.set_up(
+        session = self._begun() or self._begin_session(None)
+        self._local.begun = self._local.path = None
+        session.set_up(
             rank=kwargs.get("rank") or 0,
             is_coordinator=is_coordinator,
             use_collectives=kwargs.get("use_collectives", True),
@@ -344,6 +356,29 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
     @property
     def _session(self) -> SaveSession:
         return self._local.session  # type: ignore[no-any-return]
+
+    def _begin_session(self, staged_save: StagedSave | None) -> SaveSession:
+        """Begins the calling thread's save; raises what `Saver.begin` does."""
+        if staged_save is None:
+            self._saver.stager.wait_turn()  # a synchronous save, or one that was staged by another stager
+        self._end_session()
+        context = self._context(staged_save)
+        directory = None if context is None else context.directory
+        try:
+            session = self._saver.begin(self.checkpoint_id, directory, staged_save, self._error_of_trainer)
+        except BaseException:
+            self._local.path = None  # it was that save's
+            raise
+        self._local.session = session
+        return session
+
+    def _begun(self) -> SaveSession | None:
+        """The calling thread's save of what was staged, if it has begun and DCP has not set the writer up for it.
+
+        After a planner that failed in between, DCP goes on to another path, or nothing is left of what was staged.
+        """
+        path, session = getattr(self._local, "begun", None) or (None, None)
+        return None if session is None or session.is_dropped or path != self.checkpoint_id else session
 
     def _end_session(self) -> None:
         """This thread's save before is over: if another rank failed, no hook has said so."""

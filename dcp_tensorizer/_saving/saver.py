@@ -110,6 +110,11 @@ class Saver:
         self._flushes = False
         self._next_save = NextSave()
 
+    @property
+    def next_id(self) -> str:
+        """The id of the save that begins next."""
+        return self._next_id
+
     def prewarm(self, state_dict: Mapping[str, Any]) -> None:
         """Starts the writer process, and allocates the staging buffer in the background.
 

@@ -45,7 +45,7 @@ logger = logging.getLogger("dcp_tensorizer")
 
 
 class SaveSession:
-    """One save, as one rank sees it, from DCP's first hook to its last; all of them run on the save's thread.
+    """One save, as one rank sees it, from DCP's first hooks to the last; all run on the save's thread.
 
     Args:
         saver: Of the writer.
@@ -83,6 +83,11 @@ class SaveSession:
     def path(self) -> str:
         """Where the checkpoint will be, without credentials."""
         return self.storage.path
+
+    @property
+    def is_dropped(self) -> bool:
+        """Nothing can save what was staged for it any more: DCP has gone on without it."""
+        return self._staged_save is not None and self._staged_save.over()
 
     @property
     def _commits(self) -> bool:

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import logging
 import os
 import pickle
 import subprocess
@@ -79,6 +80,62 @@ def test_what_torchs_storage_says_of_itself(tmp_path):
             each.reset(path)
             loads.append(each.load_id)
         assert len(set(loads)) == 3
+
+
+class AskingPlanner(DefaultSavePlanner):
+    """Asks the writer where its save goes, after DCP has asked."""
+
+    def __init__(self, writer):
+        super().__init__()
+        self.writer, self.told, self.asked = writer, [], []
+
+    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+        self.told.append(storage_meta)
+        self.asked.append(self.writer.storage_meta())
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    def create_local_plan(self):
+        self.writer.storage_meta()
+        return super().create_local_plan()
+
+
+def test_to_ask_where_a_save_goes_begins_none(tmp_path, caplog):
+    """The answer is the same each time, and that of the save; nothing fails, is logged, locked or made."""
+    with TensorizerStorageWriter(tmp_path / "a") as writer:
+        planner = AskingPlanner(writer)
+        metas, ids = [], []
+        for step, save in enumerate((dcp.save, dcp.async_save, dcp.save)):
+            metas += [writer.storage_meta() for _ in range(3)]
+            assert metas[-3:] == [metas[-1]] * 3
+            assert step or not (tmp_path / "a").exists()
+            done = save(state_of(step), storage_writer=writer, planner=planner)
+            ids.append((done if step != 1 else done.result()).storage_meta.save_id)
+            assert loaded(tmp_path / "a") == (float(step), step)
+        assert planner.told == planner.asked == metas[::3]
+        assert [meta.save_id for meta in metas[::3]] == ids
+        assert len(set(ids)) == 3
+        assert {meta.checkpoint_id for meta in metas} == {str(tmp_path / "a")}
+        writer.reset("memory://place")
+        assert writer.storage_meta().checkpoint_id == "memory://place"
+    assert TensorizerStorageWriter().storage_meta().checkpoint_id is None
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_a_save_goes_on_to_its_own_path_after_one_whose_planner_has_failed(tmp_path):
+    """Before DCP has set the writer up; what had been staged for that save is not taken for the next one's."""
+
+    class Failing(DefaultSavePlanner):
+        def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+            raise RuntimeError("no plan")
+
+    with TensorizerStorageWriter() as writer:
+        for state in (state_of(1), writer.stage(state_of(1))):
+            with pytest.raises(CheckpointException, match="no plan"):
+                dcp.save(state, storage_writer=writer, checkpoint_id=tmp_path / "a", planner=Failing())
+        del state
+        dcp.save(state_of(2), storage_writer=writer, checkpoint_id=tmp_path / "b")
+    assert loaded(tmp_path / "b") == (2.0, 2)
+    assert not (tmp_path / "a").exists()
 
 
 def test_overlapping_saves_keep_their_own_values(tmp_path):
