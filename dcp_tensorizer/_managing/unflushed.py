@@ -103,10 +103,10 @@ def _wait(flushing: Flushing, agreement: Agreement) -> None:
         "%s: waiting for what the job before has left in local folders, which no node has as a whole",
         flushing.target.name,
     )
-    patience, before = flushing.target.patience(), _progress(flushing)
+    patience, before = flushing.target.patience(), flushing.progress()
     while True:
         is_over = flushing.wait(Deadline(_ASK_SECONDS), until=lambda: not flushing.unflushed())
-        now = _progress(flushing)
+        now = flushing.progress()
         if now != before:
             before = now
             patience.renew()
@@ -114,7 +114,3 @@ def _wait(flushing: Flushing, agreement: Agreement) -> None:
         (goes_on,) = agreement.largest(int(not is_over and not is_stuck))
         if not goes_on:
             return
-
-
-def _progress(flushing: Flushing) -> list[tuple[str, float]]:
-    return [(entry.name, entry.changed) for entry in flushing.entries()]

@@ -64,6 +64,7 @@ class Flushing:
         self._futures: dict[str, Future[float]] = {}
         self._given_up: list[str] = []
         self._troubles: dict[str, str] = {}
+        self._unread: set[str] = set()
         self._environment: dict[str, str] = {}  # that the flush was asked for in
         self._lock = free_in_child(threading.RLock())  # on_report, a signal's handler: they may wait for the remote
         self._is_watching = False
@@ -117,9 +118,13 @@ class Flushing:
             counts[entry.rank] += entry.state == UNFLUSHED or record.commit is not None
         return max(counts.values(), default=0)
 
-    def commits_before(self, save_id: str) -> bool:
-        """Whether checkpoints are still to be committed on the remote that were saved before one."""
-        return any(entry.id != save_id and record.commit is not None for entry, record in self.open_records())
+    def commits_before(self, save_id: str) -> list[tuple[Entry, Record]]:
+        """What is still to be committed on the remote that was saved before one."""
+        return [(e, record) for e, record in self.open_records() if e.id != save_id and record.commit is not None]
+
+    def progress(self) -> list[tuple[str, float]]:
+        """What changes as long as the flush goes on."""
+        return [(entry.name, entry.changed) for entry, _ in self.open_records()]
 
     def wait(self, deadline: Deadline = NEVER, *, until: Callable[[], bool] | None = None) -> bool:
         """Waits until the remote has everything, or something else is so; whether it is.
@@ -137,7 +142,7 @@ class Flushing:
         before: object = None
         patience = self.target.patience()
         while not is_over():
-            now = [(entry.name, entry.changed) for entry, _ in self.open_records()]
+            now = self.progress()
             if now != before:
                 before = now
                 patience.renew()
@@ -186,7 +191,7 @@ class Flushing:
             found, self.is_readable = read(), True
         except ReadError as error:
             if self.is_readable:  # once, and not at each look
-                logger.warning("%s: what lies there is not waited for", str(error))
+                logger.error("%s: what lies there is not waited for", str(error))
             found, self.is_readable = [], False
         return found
 
@@ -239,6 +244,7 @@ class Flushing:
                 self._lament(entry)
             elif entry.state in OPEN:
                 self._complain(entry)
+                self._mourn(entry)
         return bool(self._followed) or any(entry.state in OPEN for entry in entries.values())
 
     @property
@@ -258,8 +264,9 @@ class Flushing:
             f"rank {report.rank} has not seen {report.path} on the remote, and its record in {self.queue.folder} is "
             f"gone: it was given up, or something newer has replaced it"
         )
-        logger.warning("%s", words)
-        if report.commit_seconds is not None:
+        commits = report.commit_seconds is not None
+        logger.log(logging.ERROR if commits else logging.WARNING, "%s", words)
+        if commits:
             self._given_up.append(words)
         followed.future.set_exception(WriteError(words))
 
@@ -285,3 +292,11 @@ class Flushing:
         if trouble and self._troubles.get(entry.stem) != trouble:
             self._troubles = {entry.stem: trouble}
             logger.warning("%s: a flush has failed, and is tried again: %s", self.target.name, trouble)
+
+    def _mourn(self, entry: Entry) -> None:
+        """Says once that a record cannot be read, and nobody knows what it was of."""
+        if entry.stem not in self._unread and self.queue.record(entry) is None and self.queue.state(entry) in OPEN:
+            self._unread.add(entry.stem)
+            words = f"{self.queue.folder / entry.name} cannot be read, nor flushed: a part of rank {entry.rank} is lost"
+            self._given_up.append(words)
+            logger.error("%s", words)

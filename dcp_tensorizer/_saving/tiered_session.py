@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -11,14 +12,15 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._forks import Finalizer
-from .._format.layout import metadata_file_name
+from .._format.layout import data_file_rank, metadata_file_name
 from .._format.places import RankPlaces
 from .._staging.stager import StagedSave
 from .._storage.base import DirectoryLock, Refused, Storage
 from .._storage.local import LocalStorage
+from .._tiers.copying import copy_file, discard
 from .._tiers.keeping import free, undo
-from .._tiers.publishing import missing_files, publish
-from .._tiers.queue import Commit, Record, Writing
+from .._tiers.publishing import Superseded, missing_files, publish
+from .._tiers.queue import Commit, Entry, Record, Writing
 from ..errors import CheckpointError, WriteError, WriterProcessDied, describe
 from .commit import encoded, remove
 from .flushing import Flushing
@@ -142,13 +144,17 @@ class TieredSession(SaveSession):
         return written
 
     def _go_direct(self, error: Exception) -> None:
-        """From now on this rank saves to the remote."""
+        """From now on this rank saves to the remote; what it has written to the local folder goes."""
+        self._let_go()
+        self._writing, self._local_files = None, {}
+        self._leave_local(error)
+
+    def _leave_local(self, error: Exception) -> None:
+        """From now on the remote is where this rank's files are."""
         logger.warning(
             "rank %d: %s is not used, and this save goes to %s directly, which takes longer: %s",
             *(self._rank, self.storage.path, self.path, describe(error)),
         )
-        self._let_go()
-        self._writing, self._local_files = None, {}
         self.storage = self._flushing.target.open(self._place)
         self.storage.make_directory()
         self._lock = self.storage.lock_directory()
@@ -158,7 +164,10 @@ class TieredSession(SaveSession):
         if self._commits:
             return
         with self._or_fail():
-            self._hand_over(None, b"")
+            try:
+                self._hand_over(None, b"")
+            except CheckpointError as error:
+                self._bring(error)
         self.end()
 
     def _replaced_files(self) -> set[str]:
@@ -197,34 +206,87 @@ class TieredSession(SaveSession):
                 self._hand_over(commit, index)
                 return
         except CheckpointError as error:
-            logger.warning("rank %d: %s; waiting for the remote instead", self._rank, error)
-            self._hand_over(None, b"")  # there may be room for the names of its files
-            self._writing, self._local_files = None, {}
+            self._bring(error)
         self._publish_directly(index, commit)
+
+    def _bring(self, error: Exception) -> None:
+        """Brings this rank's files to the remote itself: they are in the local folder, which takes no record of them.
+
+        Raises:
+            WriteError: they cannot be read there any more, or not be written.
+        """
+        files, local, before = self._local_files, self.storage, self._lock
+        self._lock = None  # until they are there
+        try:
+            self._leave_local(error)
+            for name, nbytes in files.items():
+                copy_file(local, self.storage, name, nbytes, self._check_wanted)
+        except (CheckpointError, OSError) as failure:
+            with suppress(CheckpointError, OSError):
+                discard(self._flushing.target.open(self._place), *files)
+            raise WriteError(f"{describe(error)}; and {describe(failure)}") from failure
+        finally:
+            if before is not None:
+                before.release()
+            if self._writing is not None:
+                undo(self._writing)
+            self._writing, self._local_files = None, {}
 
     def _publish_directly(self, index: bytes, commit: Commit) -> None:
         """Commits the save on the remote: when what was saved before is there, and the files of all ranks are.
 
         Raises:
-            WriteError: they have not come in time, or it cannot be committed.
+            WriteError: they have not come in time, or it cannot be committed. Of its files none is left there, unless
+                nobody knows what has become of the commit.
         """
         remote = self._flushing.target.open(self._place)
-        self._flushing.resume()
-        missing, own = set(commit.files), self._saver.options.target
-        assert own is not None  # other writers with this local folder may have other timeouts
-        patience = own.patience()
-        while missing or self._flushing.commits_before(self.id):
-            left = missing_files(remote, missing, commit.files)
-            if left != missing:
-                missing = left
-                patience.renew()
-                continue
-            if patience.is_over():
-                raise Refused(f"{self.path}: {len(missing)} files have not come to the remote in {own.timeout:g} s")
-            time.sleep(_LOOK_SECONDS)
-        self._check_wanted()  # it may have waited for long
-        remove(remote, publish(remote, index, commit, {entry.id for entry in self._flushing.entries()}) or ())
+        is_known = True
+        try:
+            self._wait_for_turn(remote, commit)
+            is_known = False
+            replaced = publish(remote, index, commit, {entry.id for entry in self._flushing.entries()})
+        except BaseException as error:
+            if is_known or isinstance(error, (Refused, Superseded)):
+                remove(remote, commit.files)
+            raise
+        remove(remote, replaced or ())
         self._is_published = True
+
+    def _wait_for_turn(self, remote: Storage, commit: Commit) -> None:
+        """Waits until the remote has what was saved before, and the files of all ranks.
+
+        Raises:
+            Refused: nothing of that has come for the timeout, or nobody wants the save any more.
+            ReadError: the remote cannot be looked at.
+        """
+        self._flushing.resume()
+        own = self._saver.options.target
+        assert own is not None  # other writers with this local folder may have other timeouts
+        patience, before = own.patience(), None
+        missing = set(commit.files)
+        while True:
+            missing = missing_files(remote, missing, commit.files)
+            ahead = self._flushing.commits_before(self.id)
+            self._check_wanted()  # it may have waited for long
+            if not missing and not ahead:
+                return
+            now = len(missing), self._flushing.progress()
+            if now != before:
+                before = now
+                patience.renew()
+            elif patience.is_over():
+                raise Refused(f"{self.path}: {self._reason(missing, ahead)} has not come for {own.timeout:g} s")
+            time.sleep(_LOOK_SECONDS)
+
+    def _reason(self, missing: set[str], ahead: list[tuple[Entry, Record]]) -> str:
+        """What a commit waits for."""
+        if missing:
+            ranks = sorted({data_file_rank(name) for name in missing})
+            return f"data of rank {', '.join(map(str, ranks[:8]))} ({min(missing)})"
+        entry, record = ahead[0]
+        trouble = self._flushing.queue.trouble(entry)
+        words = f"{record.place or 'what'} was saved before, lies in {self._flushing.target.folder(record.place)}, and"
+        return words + (f" cannot be flushed ({trouble}): it" if trouble else "")
 
     def _follow(self) -> None:
         """Has it said when the remote has the save."""

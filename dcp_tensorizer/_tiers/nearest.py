@@ -7,6 +7,7 @@ folder. Where nodes have folders of their own it is not, on any of them: so all 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from typing import NamedTuple
 from .._storage.base import DirectoryLock, FileInfo, RangeReader, ReadTuning, Sink, Storage
 from .._storage.local import LocalStorage
 from ..errors import MetadataError, NotCommitted, ReadError
+from .publishing import is_superseded
 from .queue import OPEN, REMOTE, Commit, Entry, Queue
 from .target import Target
 
@@ -77,8 +79,16 @@ class NearestStorage(Storage):
         indexes = dict[str, bytes]()
         for name, entry in whole.items():
             with suppress(MetadataError):  # it is gone: the flush gives it up, and it is no checkpoint here, either
-                indexes[name] = queue.index(entry)
+                index = queue.index(entry)
+                if os.access(queue.folder, os.W_OK) or not self._is_superseded(index, name):
+                    indexes[name] = index
         return _Copies(sizes, indexes)
+
+    def _is_superseded(self, index: bytes, name: str) -> bool:
+        """Whether the remote has something later, which a folder that takes no changes may not know of."""
+        with suppress(ReadError):
+            return is_superseded(self.remote, index, name)
+        return False
 
     def _size(self, name: str) -> int | None:
         try:

@@ -11,7 +11,7 @@ from .._threads import in_threads
 from ..errors import MetadataError, WriteError
 from .queue import Commit
 
-__all__ = ["Superseded", "missing_files", "named_files", "publish"]
+__all__ = ["Superseded", "is_superseded", "missing_files", "named_files", "publish"]
 
 
 class Superseded(WriteError):
@@ -57,12 +57,7 @@ def publish(remote: Storage, index: bytes, commit: Commit, earlier: Container[st
     there = _committed(remote, commit.name)
     if there is not None and there.save_id == own.save_id:
         return None
-    if (
-        there is not None
-        and there.saved_at > own.saved_at
-        and there.save_id not in earlier
-        and not _has_left(own, there)
-    ):
+    if there is not None and _is_later(there, own, earlier):
         raise Superseded(f"{remote.path} holds a checkpoint that was saved later, by another job: it stays")
     replaced = set() if there is None else set(data_files(there)) - set(commit.files)
     try:
@@ -75,6 +70,21 @@ def publish(remote: Storage, index: bytes, commit: Commit, earlier: Container[st
             raise Superseded(str(error)) from error
         raise
     return replaced
+
+
+def is_superseded(remote: Storage, index: bytes, name: str) -> bool:
+    """Whether the remote holds a checkpoint under a metadata file's name that was saved later than this one.
+
+    Raises:
+        MetadataError, ReadError: this one is damaged, or the remote cannot be read.
+    """
+    there = _committed(remote, name)
+    return there is not None and _is_later(there, read_head(index, name), ())
+
+
+def _is_later(there: Head, own: Head, earlier: Container[str]) -> bool:
+    """Whether what is there was saved later, as far as clocks and branches say."""
+    return there.saved_at > own.saved_at and there.save_id not in earlier and not _has_left(own, there)
 
 
 def _has_left(own: Head, there: Head) -> bool:

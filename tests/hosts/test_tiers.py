@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from ..integration.tiers.support import aside
 from ..support import run_python
 from .disks import Disk
 
@@ -46,3 +48,44 @@ def test_a_smaller_save_does_not_take_the_room_of_an_earlier_one(
     remote = small_disk(22 * MEBI)
     run_python(_FULL_REMOTE, remote.path, tmp_path / "nvme", timeout=150.0)
     assert [path.name for path in (remote.path / "run").iterdir()] == ["step-3"]
+
+
+# Step 1 is not on the remote when the local disk turns read-only. Two more are saved, and as many by the next job.
+_READ_ONLY = """
+import logging, subprocess, sys
+from pathlib import Path
+import torch
+from dcp_tensorizer import CheckpointManager, SaveLimits
+from tests.integration.tiers.support import Run, state_of
+
+disk, remote = map(Path, sys.argv[1:])
+
+class Local(Run):
+    local = disk / "run"
+
+run = Local(remote)
+if not run.local.exists():
+    run.save_unflushed(1)
+    subprocess.run(["mount", "-n", "-o", "remount,ro", str(disk)], check=True)
+logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
+state, limits = state_of(0), SaveLimits(timeout=60.0)
+with CheckpointManager(run.remote, local=run.local, keep_latest=3, stop_signals=(), limits=limits) as manager:
+    print("restored", start := manager.restore(state))
+    for step in (start + 1, start + 2):
+        manager.save(step, state_of(step), wait=True)
+        print("there", sorted(path.parent.name for path in run.remote.rglob(".metadata")))
+"""
+
+
+def test_a_local_disk_that_turns_read_only(tmp_path: Path, small_disk: Callable[..., Disk]) -> None:
+    """What lies there arrives, saves go to the remote in their order, and the next job does not bring it back."""
+    disk, before = small_disk(64 * MEBI), aside()
+    done = [run_python(_READ_ONLY, disk.path, tmp_path, timeout=150.0) for _ in range(2)]
+    assert [run.stdout.splitlines() for run in done] == [
+        ["restored 1", "there ['step-1', 'step-2']", "there ['step-1', 'step-2', 'step-3']"],
+        ["restored 3", "there ['step-2', 'step-3', 'step-4']", "there ['step-3', 'step-4', 'step-5']"],
+    ]
+    assert all(run.stderr.count("this save goes to") == 2 and "ERROR" not in run.stderr for run in done)
+    assert len(list((tmp_path / "remote").rglob("*.tensors"))) == 3
+    for name in set(aside()) - set(before):
+        shutil.rmtree(f"/dev/shm/{name}")

@@ -13,6 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_tensorizer import SaveLimits, TensorizerStorageReader, TensorizerStorageWriter
+from dcp_tensorizer._storage.base import Refused
+from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._tiers.queue import Queue
 from dcp_tensorizer._tiers.target import Target
 
@@ -85,6 +87,37 @@ def files_below(folder: Path) -> set[str]:
     return {
         f"{path.parent.relative_to(folder)}/{path.suffix or path.name}" for path in folder.rglob("*") if path.is_file()
     }
+
+
+def read_only(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Has what is below a folder change no more, for this process."""
+
+    def refusing(function: Any, *which: int) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if any(Path(os.fspath(args[n])).is_relative_to(folder) for n in which):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            return function(*args, **kwargs)
+
+        return call
+
+    for owner, name in ((os, "utime"), (os, "rename"), (os, "replace"), (Path, "unlink"), (Path, "write_bytes")):
+        monkeypatch.setattr(owner, name, refusing(getattr(owner, name), 0))
+    put, create = LocalStorage.put, LocalStorage.create
+
+    def refuse(storage: LocalStorage) -> None:
+        if Path(storage.location).is_relative_to(folder):
+            error = OSError(errno.EROFS, os.strerror(errno.EROFS))
+            raise Refused(f"cannot write to {storage.location}: {error}") from error
+
+    monkeypatch.setattr(LocalStorage, "put", lambda self, *args, **rest: (refuse(self), put(self, *args, **rest))[1])
+    monkeypatch.setattr(
+        LocalStorage, "create", lambda self, *args, **rest: (refuse(self), create(self, *args, **rest))[1]
+    )
+
+
+def aside() -> list[str]:
+    """What is written down aside, of any local folder."""
+    return [name for name in os.listdir("/dev/shm") if name.startswith("dcp_tensorizer-flush-")]
 
 
 def unlistable(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:

@@ -27,7 +27,7 @@ from dcp_tensorizer._tiers.queue import REMOTE, SENT, Commit, Entry, Queue, Reco
 from dcp_tensorizer.errors import unwrap
 
 from ...support import quietly
-from .support import Run, files_below, state_of
+from .support import Run, aside, files_below, read_only, state_of
 
 
 class _Killed(BaseException):
@@ -145,6 +145,44 @@ def test_nothing_is_sent_ahead_of_what_finds_no_room(tmp_path: Path, monkeypatch
         assert (run.states(), files_below(run.remote)) == (["unflushed"] * 2, set())
     assert flusher.step() is None
     assert [run.load(f"step-{step}") for step in (1, 2)] == [1, 2]
+
+
+def test_a_disk_that_takes_no_changes_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies there arrives once; who does not know that any more sees it on the remote, and sends nothing again."""
+    run = Run(tmp_path)
+    run.save_unflushed(1, 2)
+    before = aside()
+    with monkeypatch.context() as patch:
+        read_only(patch, run.local)
+        assert Flusher(run.target).step() is None
+        assert run.states() == ["remote"] * 2
+        for name in set(aside()) - set(before):  # the machine has started anew
+            shutil.rmtree(f"/dev/shm/{name}")
+        patch.setattr(flusher_module, "copy_file", None)
+        assert Flusher(run.target).step() is None
+        assert run.states() == ["remote"] * 2
+    assert [run.load(f"step-{step}") for step in (1, 2)] == [1, 2]
+    Flusher(run.target).step()
+    assert aside() == before
+
+
+def test_a_disk_that_gives_nothing_and_takes_nothing_is_lost_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not read for the whole timeout, while saves wait for what was before them."""
+    run = Run(tmp_path)
+    run.save_unflushed(1)
+    with monkeypatch.context() as patch:
+        read_only(patch, run.local)
+
+        def damaged(self: LocalStorage, name: str) -> Any:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        patch.setattr(LocalStorage, "open_uncached", damaged)
+        assert Flusher(run.target).step() is None
+        assert "Input/output error" in run.queue.record(run.queue.entries()[0]).reason  # type: ignore[union-attr]
+        assert list(run.remote.rglob("*.*")) == []
+    Flusher(run.target).step()
 
 
 def _written(run: Run, step: int, rank: int, *, commits: bool = False) -> Entry:

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from dcp_tensorizer._tiers.keeping import clean_up
-from dcp_tensorizer._tiers.queue import REMOTE, SENT, Queue, Record
+from dcp_tensorizer._tiers.queue import LOST, REMOTE, SENT, Queue, Record
+
+from .support import aside, read_only
 
 
 def test_a_record_that_is_renamed_while_it_is_listed_is_not_missed(
@@ -64,3 +66,37 @@ def test_a_record_is_not_cleaned_up_before_it_is_locked(tmp_path: Path, monkeypa
     clean_up(queue)
     assert [entry.name for entry in queue.entries()] == [writing.entry.name]
     writing.abort()
+
+
+def test_a_folder_that_takes_no_changes_is_gone_on_with_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process sees how far a record has come, one at a time works on it, and it comes back to the folder."""
+    queue, entries = Queue(tmp_path), []
+    for name in "ab":
+        writing = queue.begin(Record("remote", "step-1", 0, name * 32))
+        writing.written({"file": 3}, sync=False)
+        entries.append(writing.entry)
+    before = aside()
+    with monkeypatch.context() as patch:
+        read_only(patch, tmp_path)
+        queue.set_trouble(entries[0], "no room")
+        queue.progress(entries[0])
+        assert (Queue(tmp_path).trouble(entries[0]), queue.is_writable) == ("no room", False)
+        sent = queue.move(entries[0], SENT)
+        record = queue.record(entries[1])
+        assert record is not None
+        queue.give_up(entries[1], record, "no reason")
+        assert [entry.state for entry in Queue(tmp_path).entries()] == [SENT, LOST]
+        with queue.claimed(sent) as is_free, Queue(tmp_path).claimed(sent) as is_free_too:
+            assert (is_free, is_free_too) == (True, False)
+        with queue.claimed(entries[0]) as is_free:
+            assert not is_free  # it is in another state since
+        lost = Queue(tmp_path).record(entries[1]._replace(state=LOST))
+        assert lost is not None and lost.reason == "no reason"
+        Queue(tmp_path).remove(queue.move(sent, REMOTE))
+        assert [entry.state for entry in queue.entries()] == [REMOTE, LOST]  # and not again in an earlier one
+    Queue(tmp_path).sweep()
+    assert aside() == before
+    assert {path.suffix for path in queue.folder.iterdir()} == {".remote", ".lost"}
+    for entry in queue.entries():
+        queue.remove(entry)
+    assert list(queue.folder.iterdir()) == []

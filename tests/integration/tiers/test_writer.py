@@ -28,8 +28,9 @@ from dcp_tensorizer import (
 )
 from dcp_tensorizer._saving import tiered_session
 from dcp_tensorizer._saving.tiered_session import TieredSession
+from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.local import LocalStorage
-from dcp_tensorizer._tiers.queue import Writing
+from dcp_tensorizer._tiers.queue import Queue, Writing
 from dcp_tensorizer.errors import unwrap
 
 from ...servers import S3Server
@@ -281,25 +282,63 @@ def test_a_local_copy_of_the_wrong_size_is_removed(tmp_path: Path, monkeypatch: 
     assert files_below(run.local) == set()
 
 
-def test_a_part_that_cannot_be_written_down_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank without room for its record fails the save, and keeps nothing of it."""
+def test_what_cannot_be_written_down_is_brought_to_the_remote(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank whose local disk takes the data, and no record of it any more, has saved nevertheless."""
     run = Run(tmp_path)
 
     def full(writing: Writing, *args: Any, **options: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(Writing, "written", full)
     with run.writer() as writer:
+        dcp.async_save(state_of(1), storage_writer=writer, checkpoint_id=run.remote / "step-1").result()
+        assert writer.last_report.remote_durable_at is not None  # type: ignore[union-attr]
+    assert "Read-only file system" in said(caplog)
+    assert run.load("step-1") == 1
+    assert files_below(run.local) == set()
+
+
+def test_what_cannot_be_brought_either_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that can neither write down what it has, nor read it, keeps nothing of it anywhere."""
+    run, name = Run(tmp_path), f"__1_0_{'a' * 32}.tensors"
+
+    def fails(*args: Any, **options: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with quietly(), run.writer() as writer, monkeypatch.context() as patch:
         saver = writer._saver
         assert saver.flushing is not None
         session = TieredSession(saver, "a" * 32, saver.flushing, "step-1", None)
         session.set_up(rank=1, is_coordinator=False, use_collectives=True)
         session._open()
-        (run.local / "step-1" / f"__1_0_{'a' * 32}.tensors").write_bytes(b"data")
-        session._local_files = {f"__1_0_{'a' * 32}.tensors": 4}
-        with pytest.raises(WriteError, match="No space left on device"):
+        (run.local / "step-1" / name).write_bytes(b"data")
+        session._local_files = {name: 4}
+        patch.setattr(Writing, "written", fails)
+        patch.setattr(LocalStorage, "open_uncached", fails)
+        with pytest.raises(WriteError, match=r"cannot write to .*Input/output error.*; and cannot open .*Input/output"):
             session._wrote()
-    assert files_below(run.local) == set()
+    assert files_below(run.folder) == set()
+
+
+def test_a_save_that_waits_in_vain_for_the_one_before_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The local disk is full, and the remote has no room for what lies there: the error says so, and where."""
+    run = Run(tmp_path)
+    run.save_unflushed(1)
+    (run.remote / "step-1").mkdir(parents=True)
+    (run.remote / "step-1" / ".metadata").mkdir()  # nothing can be committed there
+    monkeypatch.setattr(Queue, "begin", lambda *args: (_ for _ in ()).throw(Refused("No space left on device")))
+    limits = SaveLimits(timeout=2.0, max_consecutive_failures=None)
+    with quietly(), run.writer(limits=limits) as writer, pytest.raises(CheckpointException) as caught:
+        dcp.async_save(state_of(2), storage_writer=writer, checkpoint_id=run.remote / "step-2").result()
+    words = str(unwrap(caught.value))
+    assert f"step-1 was saved before, lies in {run.local / 'step-1'}, and cannot be flushed (cannot " in words
+    assert "has not come for 2 s" in words
+    assert list((run.remote / "step-2").iterdir()) == []
+    assert run.states() == ["sent"]
 
 
 def test_a_local_checkpoint_without_its_metadata_is_none(tmp_path: Path) -> None:
@@ -310,3 +349,15 @@ def test_a_local_checkpoint_without_its_metadata_is_none(tmp_path: Path) -> None
     with quietly(), pytest.raises(CheckpointException) as caught:
         run.load("step-1", local=run.local)
     assert isinstance(unwrap(caught.value), NotCommitted)
+
+
+def test_what_a_read_only_disk_still_calls_unflushed_does_not_hide_what_is_newer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The remote has a later checkpoint at that place, and the records of the disk could not be changed."""
+    run = Run(tmp_path)
+    run.save_unflushed(1, place="latest")
+    dcp.save(state_of(2), storage_writer=TensorizerStorageWriter(run.remote / "latest"))
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != run.queue.folder and access(path, mode))
+    assert run.load("latest", local=run.local) == 2
