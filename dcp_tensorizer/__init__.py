@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ._version import __version__
 from .errors import (
     CheckpointError,
     ChecksumMismatch,
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from .planner import LoadPlanner, SavePlanner
     from .reader import TensorizerStorageReader
     from .writer import TensorizerStorageWriter
-
-    __version__: str
 
 __all__ = [
     "CheckpointError",
@@ -86,8 +85,6 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         """Imports what takes time when it is first asked for: an import of the package takes none."""
-        if name == "__version__":
-            return import_module("importlib.metadata").version(__name__)
         if name in _MODULES:
             return import_module(f".{name}", __name__)
         if name in _ON_USE:

@@ -48,7 +48,9 @@ from .errors import CheckpointError, WriteError
 from .writer import TensorizerStorageWriter
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
+    from torch.utils.hooks import RemovableHandle
 
 __all__ = ["CheckpointManager"]
 
@@ -297,6 +299,10 @@ class CheckpointManager:
     def lock(self) -> AbstractContextManager[None]:
         """To be entered around ``optimizer.step()`` with ``overlap_staging``: see `TensorizerStorageWriter.lock`."""
         return self._writer.lock()
+
+    def hold_optimizer(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
+        """Makes each step of an optimizer wait as inside `lock`: see `TensorizerStorageWriter.hold_optimizer`."""
+        return self._writer.hold_optimizer(optimizer)
 
     def close(self, timeout: float | None = None) -> None:
         """Waits for the save under way and what comes after it, and ends the writer process. Idempotent.

@@ -11,6 +11,7 @@ Here are DCP's hooks; what happens in each of them is in ``_saving.session``.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,9 @@ from ._threads import Deadline
 from .errors import WriteError
 
 if TYPE_CHECKING:
+    import torch
+    from torch.utils.hooks import RemovableHandle
+
     from ._format.encryption import EncryptionParams
 
 __all__ = ["TensorizerStorageWriter"]
@@ -259,6 +263,26 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
         """
         self._saver.stager.hold_training()
         yield
+
+    def hold_optimizer(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
+        """Makes each step of an optimizer wait as inside `lock`: for ``overlap_staging``, without a change to the loop.
+
+        It holds `optimizer.step()` alone. What changes the state elsewhere needs `lock`: a forward pass with BatchNorm,
+        moving averages of the weights, optimizers that step in the backward pass, the scales of FP8.
+
+        Args:
+            optimizer: Whose steps wait, as long as the writer lives.
+
+        Returns:
+            A handle, whose ``remove()`` ends it.
+        """
+        writer = weakref.ref(self)
+
+        def hold(*_: object) -> None:
+            if (held := writer()) is not None:
+                held._saver.stager.hold_training()
+
+        return optimizer.register_step_pre_hook(hold)
 
     # --- StorageWriter: on the save's thread --------------------------------------------------------------------
 

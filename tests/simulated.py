@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from dcp_tensorizer._memory.device import SideStreams
+from dcp_tensorizer._memory.device import SideStream, SideStreams
 
 WAIT = 10.0
 
@@ -37,8 +37,9 @@ Work = tuple[SimulatedEvent | None, Callable[[], object]]
 """The event that must be done first, and what is done then."""
 
 
-class SimulatedStream:
+class SimulatedStream(SideStream):
     def __init__(self, device: SimulatedDevice) -> None:
+        super().__init__()
         self.device = device
         self.queue: list[Work] = []
 
@@ -63,7 +64,7 @@ class SimulatedStream:
         with torch.no_grad():
             target.copy_(source)
 
-    def buffer(self, nbytes: int) -> torch.Tensor:
+    def allocate(self, nbytes: int) -> torch.Tensor:
         if nbytes > self.device.memory:
             raise torch.OutOfMemoryError("CUDA out of memory")
         self.device.buffers.append(nbytes)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import itertools
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from msgspec.msgpack import Ext
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from .._memory.garbage import collector_paused
+from .._version import __version__
 from ..errors import WriteError, describe
 from .encryption import Cipher
 from .entry_writer import EntryWriter
@@ -62,7 +61,7 @@ def encode(
     ]
     meta = metadata.storage_meta or StorageMeta()
     head = Head(
-        release=_release(),
+        release=__version__,
         torch=str(torch.__version__),
         saved_at=time.time_ns(),
         rank=rank,
@@ -84,11 +83,6 @@ def _inline(parts: Sequence[RankPlaces]) -> list[InlineItem]:
     items = [item for part in parts for item in part.inline]
     ends = itertools.accumulate(len(item.content) for item in items)
     return [item for item, end in zip(items, ends, strict=True) if end <= MAX_INLINE_BYTES]
-
-
-@functools.cache
-def _release() -> str:
-    return version("dcp_tensorizer")
 
 
 def _optional_text(value: Any) -> str | Ext | None:

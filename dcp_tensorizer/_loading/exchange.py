@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from .._memory.device import CUDA
 from .._memory.shared_buffer import aligned
 from .._memory.tensor_bytes import host_bytes
 from .._threads import in_background
@@ -158,6 +159,8 @@ class Exchange:
         if common:
             device = self._group.device(prefers_gpu=all(vote.is_on_gpu for vote in votes))
             nbytes = self._exchange(common, device, lambda done: progress(done, total))
+            # What a GPU's collectives have brought is copied by its streams, which other streams do not wait for.
+            CUDA.side_streams.settle(target.tensor for target in exchanged)
         return nbytes + self._fetch(left, progress=lambda done, rest: progress(shared + done, shared + rest))
 
     def _log(self, common: Sequence[Want], wants: Mapping[bytes, Want], reason: str) -> None:

@@ -27,7 +27,7 @@ from .._memory.tensor_bytes import memory_of
 from .._storage.base import RangeReader, Storage
 from .._storage.memory_read import MemoryReader
 from .._storage.tuning import UNLIMITED
-from .._threads import ranks_of_node
+from .._threads import cores, ranks_of_node
 from ..errors import CheckpointError, ChecksumMismatch, ReadError
 from .pinned_pool import PinnedPool, PinnedPools, Slot
 from .read_planner import MAX_SCRATCH_BYTES, ReadLimits, ReadOperation, Segment, plan_reads
@@ -36,6 +36,9 @@ from .scatter import scatter
 from .thread_pool import run_all
 
 __all__ = ["fetch", "limits_of", "with_gaps"]
+
+
+_MAX_DEVICE_THREADS = 16  # each reads, hashes and hands on a few GB/s, and the bus takes some 50
 
 
 def limits_of(storage: Storage) -> ReadLimits:
@@ -84,7 +87,6 @@ def fetch(
     total = sum(operation.nbytes for operation in operations)
     if page_cache is None:
         page_cache = _has_room_to_cache(total)
-    min_threads, max_threads = threads or storage.reads.min_threads, threads or storage.reads.max_threads
     counting = free_in_child(threading.Lock())
     is_inference = torch.is_inference_mode_enabled()  # of this thread: others would not write to its tensors
     done = 0
@@ -101,6 +103,9 @@ def fetch(
 
     with ExitStack() as stack:
         pools = pools or stack.enter_context(PinnedPools(CUDA))
+        min_threads, max_threads = threads or storage.reads.min_threads, threads or storage.reads.max_threads
+        if threads is None and pools.takes(targets):  # a bus takes more than as many readers bring as suit a disk
+            max_threads = max(max_threads, min(_MAX_DEVICE_THREADS, cores()))
         pool = stack.enter_context(pools.pool_for(operations, max_threads))
         files = stack.enter_context(closing(_OpenFiles(storage, operations, in_memory)))
         executor = _Executor(storage, files, verify, cipher, pool, page_cache=page_cache)

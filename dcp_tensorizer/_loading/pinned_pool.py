@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -43,6 +43,10 @@ class PinnedPools:
 
     def __exit__(self, *error: object) -> None:
         self._keep(None)
+
+    def takes(self, targets: Iterable[ReadTarget]) -> bool:
+        """Returns whether any target is on a device."""
+        return any(self._device.index_of(target.tensor) is not None for target in targets)
 
     @contextmanager
     def pool_for(self, operations: Sequence[ReadOperation], threads: int) -> Iterator[PinnedPool | None]:
@@ -97,6 +101,17 @@ class Slot:
         self.memory = memory
         self.pool = pool
         self._copied_to: set[int] = set()
+
+    def send(self, data: memoryview | torch.Tensor, target: ReadTarget) -> torch.Tensor:
+        """Queues a copy of bytes of this slot to the device of a target; they are there for this slot's copies."""
+        index = self.pool.device.index_of(target.tensor)
+        assert index is not None
+        self._copied_to.add(index)
+        content = data if isinstance(data, torch.Tensor) else torch.frombuffer(data, dtype=torch.uint8)
+        stream = self.pool.streams[index]
+        sent = stream.allocate(content.numel())
+        stream.copy([sent], [content])
+        return sent
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queues a copy from this slot to a device; elements are converted to the target's dtype there."""

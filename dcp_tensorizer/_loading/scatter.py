@@ -25,7 +25,9 @@ def scatter(segment: Segment, data: memoryview | torch.Tensor, slot: Slot | None
     """
     for target in segment.targets:
         queued = slot is not None and slot.pool.is_for(target)
-        for destination, source in _parts(target, segment, data):
+        # Rows of a few bytes each would cross the bus by way of unpinned memory: all that encloses them does instead.
+        sent = slot.send(data, target) if queued and slot is not None and target.run is None else data
+        for destination, source in _parts(target, segment, sent):
             if queued:
                 assert slot is not None
                 slot.copy(destination, source)

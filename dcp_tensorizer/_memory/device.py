@@ -6,18 +6,47 @@ another rank's GPU. Nothing here starts CUDA in a process that does not use it: 
 
 from __future__ import annotations
 
+import abc
+import functools
+import logging
+import os
+import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
 
-from .._torch_compat import copy_all
+from .._torch_compat import copy_all, is_plain
 from ..errors import StagingError
 
-__all__ = ["CUDA", "Device", "Event", "SideStream", "SideStreams"]
+__all__ = [
+    "CUDA",
+    "Device",
+    "Event",
+    "SideStream",
+    "SideStreams",
+    "expandable_segments",
+    "pieces_of",
+    "settle_other_devices",
+]
+
+logger = logging.getLogger("dcp_tensorizer")
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of this process
+
+PIN_BYTES = 1 << 30
+"""Of one registration. One call for hundreds of GiB fails on current drivers, Linux 6.11 to 6.13 refuse 2 GiB and more,
+and the driver keeps its locks, which other processes' calls wait for, as long as a call lasts."""
+
+PIECE_BYTES = 32 << 20
+"""Of one copy over the bus. What training sends over it meanwhile, as for ``.item()``, waits for one piece, and not for
+a whole tensor. A piece takes a millisecond, some hundred times as long as it takes to queue it."""
+
+LANES = 4
+"""Streams that large copies are queued on in turn. Whoever queues waits where some 1,000 operations are pending on one
+stream."""
 
 
 class Event(Protocol):
@@ -30,21 +59,54 @@ class Event(Protocol):
         """Has the calling thread's current stream wait for it; returns at once."""
 
 
-class SideStream(Protocol):
+class SideStream(abc.ABC):
     """A queue of copies on one device, beside training's."""
 
-    def follow(self) -> None:
-        """Has what is queued here from now on wait for everything in the calling thread's current stream."""
+    def __init__(self) -> None:
+        self._buffer: torch.Tensor | None = None
 
+    @abc.abstractmethod
+    def follow(self) -> None:
+        """Makes what is queued here from now on wait for everything in the calling thread's current stream."""
+
+    @abc.abstractmethod
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Queues copies to the device, from it, or on it. Host memory should be pinned, and must not change then."""
 
-    def buffer(self, nbytes: int) -> torch.Tensor:
+    def spread(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Queues copies that need not come one after the other, nor before or after those of `copy`."""
+        self.copy(targets, sources)
+
+    def buffer(self, most: int, least: int) -> torch.Tensor:
+        """Memory on the device for copies of this stream only.
+
+        It is kept from the first call on: a save must not fail later because training has taken the rest.
+
+        Args:
+            most: Bytes that are of use.
+            least: Bytes that are needed. Where the device has no more, it is half of ``most``, and so on down to this.
+
+        Raises:
+            torch.OutOfMemoryError: the device has less.
+        """
+        while self._buffer is None:
+            try:
+                self._buffer = self.allocate(most)
+            except torch.OutOfMemoryError:
+                if most <= least:
+                    raise
+                most = max(most // 2, least)
+        return self._buffer
+
+    @abc.abstractmethod
+    def allocate(self, nbytes: int) -> torch.Tensor:
         """Uninitialised bytes on the device, for copies of this stream only."""
 
+    @abc.abstractmethod
     def mark(self) -> Event:
         """The moment when everything that is queued here by now is done."""
 
+    @abc.abstractmethod
     def current(self) -> AbstractContextManager[None]:
         """Inside, this is the calling thread's current stream on its device."""
 
@@ -68,7 +130,7 @@ class Device(Protocol):
             What undoes it, to be called while the memory is still mapped.
 
         Raises:
-            StagingError: it is refused; says which limit to raise.
+            StagingError: it is refused; says why that may be.
         """
 
 
@@ -108,41 +170,116 @@ class SideStreams(dict[int, SideStream]):
             stream.mark().synchronize()
 
 
-class _CudaStream:
-    def __init__(self, index: int) -> None:
+def pieces_of(address: int, nbytes: int, borders: Sequence[int], most: int = PIECE_BYTES) -> list[tuple[int, int]]:
+    """Cuts host memory into pieces that one copy each can take.
+
+    Args:
+        address: Of its first byte.
+        nbytes: Of all of it.
+        borders: The addresses at which registrations begin, in order: no copy may reach over one.
+        most: Bytes of a piece.
+
+    Returns:
+        The first byte of each piece, and the one after its last, counted from the address.
+    """
+    inside = borders[bisect_right(borders, address) : bisect_left(borders, address + nbytes)]
+    ends = [*(border - address for border in inside), nbytes]
+    return [
+        (first, min(first + most, end))
+        for start, end in zip([0, *ends], ends, strict=False)
+        for first in range(start, end, most)
+    ]
+
+
+class _CudaStream(SideStream):
+    """Streams of CUDA: those that large copies are spread over, of which the first is the queue of all others.
+
+    Args:
+        index: Of the GPU.
+        borders: Gives the addresses at which registrations of host memory begin.
+    """
+
+    def __init__(self, index: int, borders: Callable[[], Sequence[int]]) -> None:
+        super().__init__()
         self._index = index
-        self._stream = torch.cuda.Stream(device=index)
+        self._borders = borders
+        self._lanes = [torch.cuda.Stream(device=index) for _ in range(LANES)]
 
     def follow(self) -> None:
         queued = torch.cuda.Event()
         with torch.cuda.device(self._index):
             queued.record(torch.cuda.current_stream(self._index))
-        self._stream.wait_event(queued)
+        for lane in self._lanes:
+            lane.wait_event(queued)
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        with self.current(), torch.no_grad():
-            if len(targets) == 1:  # unlike the other, it takes every dtype, and lazy views without a temporary copy
-                targets[0].copy_(sources[0], non_blocking=True)
-            else:
-                copy_all(targets, sources, non_blocking=True)
+        pairs = [piece for pair in zip(targets, sources, strict=True) for piece in self._pieces(*pair)]
+        with self.current():
+            _queue(pairs)
 
-    def buffer(self, nbytes: int) -> torch.Tensor:
+    def spread(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        pairs = [piece for pair in zip(targets, sources, strict=True) for piece in self._pieces(*pair)]
+        for number, lane in enumerate(self._lanes[: len(pairs)]):
+            with torch.cuda.device(self._index), torch.cuda.stream(lane):
+                _queue(pairs[number::LANES])
+
+    def _pieces(self, target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        if target.is_cuda == source.is_cuda:
+            return [(target, source)]
+        host = source if target.is_cuda else target
+        cuts = pieces_of(host.data_ptr(), _span(host), self._borders())
+        if len(cuts) == 1:
+            return [(target, source)]
+        if target.dtype == source.dtype and is_plain(target) and is_plain(source):
+            into, out = _bytes(target), _bytes(source)
+            return [(into[start:stop], out[start:stop]) for start, stop in cuts]
+        if host is source:  # elements are converted or moved on the device: they come in one copy, of ordinary memory
+            return [(target, source.clone())]
+        raise AssertionError("what is staged is contiguous, and copied as it is")
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
         with self.current():
             return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", self._index))
 
     def mark(self) -> _CudaEvent:
-        event = torch.cuda.Event(
-            blocking=True
-        )  # a thread that waits for it must not spin on a core that training needs
+        # A thread that waits for it must not spin on a core that training needs.
+        event = torch.cuda.Event(blocking=True)
+        first, *others = self._lanes
         with torch.cuda.device(self._index):
-            event.record(self._stream)
+            for lane in others:
+                done = torch.cuda.Event()
+                done.record(lane)
+                first.wait_event(done)
+            event.record(first)
         return _CudaEvent(event, self._index)
 
     @contextmanager
     def current(self) -> Iterator[None]:
         # The device comes first: a stream's context, when it is left, sets the device that was current before it.
-        with torch.cuda.device(self._index), torch.cuda.stream(self._stream):
+        with torch.cuda.device(self._index), torch.cuda.stream(self._lanes[0]):
             yield
+
+
+def _queue(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Queues copies on the current stream."""
+    with torch.no_grad():
+        if len(pairs) == 1:  # unlike the other, it takes every dtype, and lazy views without a temporary copy
+            pairs[0][0].copy_(pairs[0][1], non_blocking=True)
+        elif pairs:
+            copy_all(*map(list, zip(*pairs, strict=True)), non_blocking=True)
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """The bytes from a tensor's first element to its last."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
+
+
+def _bytes(plain: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's bytes. Where it has one element, that may have any stride, which no view takes."""
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 class _CudaEvent:
@@ -163,33 +300,57 @@ class Cuda:
 
     def __init__(self) -> None:
         self.side_streams = SideStreams(self)
+        self._borders: tuple[int, ...] = ()  # replaced as a whole: whoever copies looks without a lock
+        self._registering = threading.Lock()
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
         return tensor.device.index if tensor.is_cuda else None
 
     def new_stream(self, index: int) -> SideStream:
-        return _CudaStream(index)
+        return _CudaStream(index, lambda: self._borders)
 
     def pin(self, address: int, nbytes: int, index: int) -> Callable[[], None]:
         cudart: Any = torch.cuda.cudart()
-        with torch.cuda.device(index):
-            status = cudart.cudaHostRegister(address, nbytes, _PORTABLE)
-            if int(status) != 0:
-                _forget_error(index)
-                raise StagingError(
-                    f"{nbytes:,} bytes of the staging buffer could not be pinned for GPU {index} (cudaHostRegister: "
-                    f"error {int(status)}); copies from the GPU will be several times slower. Raise the limit of "
-                    f"locked memory (ulimit -l, LimitMEMLOCK= of a service, --ulimit memlock=-1 of a container), or "
-                    f"free memory."
-                )
+        registered: list[int] = []
 
         def undo() -> None:
             # After a fault on the GPU every call fails. What has failed says so, and here is nothing left to undo.
             with suppress(RuntimeError), torch.cuda.device(index):
-                if int(cudart.cudaHostUnregister(address)) != 0:
-                    _forget_error(index)
+                while registered:
+                    start = registered.pop()
+                    self._know(gone=start)
+                    if int(cudart.cudaHostUnregister(start)) != 0:
+                        _forget_error(index)
 
+        with torch.cuda.device(index):
+            for start in range(address, address + nbytes, PIN_BYTES):
+                status = cudart.cudaHostRegister(start, min(PIN_BYTES, address + nbytes - start), _PORTABLE)
+                if int(status) != 0:
+                    _forget_error(index)
+                    undo()
+                    raise StagingError(
+                        f"the {nbytes:,} bytes of the staging buffer could not be pinned for GPU {index}: "
+                        f"cudaHostRegister says {int(status)} ({_name_of(cudart, status)}) at byte "
+                        f"{start - address:,}. Copies from the GPU will be several times slower. Reasons are: the "
+                        f"machine or the container is short of memory that can be pinned, the virtual machine or the "
+                        f"sandbox has a bound of its own, or the driver does not register memory of files."
+                    )
+                registered.append(start)
+                self._know(new=start)
         return undo
+
+    def _know(self, *, new: int | None = None, gone: int | None = None) -> None:
+        """Notes where a registration begins, or that it is gone."""
+        with self._registering:
+            known = {*self._borders, *(() if new is None else (new,))} - {gone}
+            self._borders = tuple(sorted(number for number in known if number is not None))
+
+
+def _name_of(cudart: Any, status: Any) -> str:
+    try:
+        return str(cudart.cudaGetErrorString(status))
+    except (AttributeError, TypeError, RuntimeError):
+        return "no name"
 
 
 def _forget_error(index: int) -> None:
@@ -199,3 +360,39 @@ def _forget_error(index: int) -> None:
 
 
 CUDA = Cuda()
+
+
+def expandable_segments() -> str | None:
+    """The environment's setting that turns torch's expandable segments on, as it is there; None if there is none."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        value = os.environ.get(name, "")
+        if any(part.replace(" ", "").lower() == "expandable_segments:true" for part in value.split(",")):
+            return f"{name}={value}"
+    return None
+
+
+def settle_other_devices(tensors: Iterable[torch.Tensor]) -> None:
+    """Waits for what the calling thread has queued on devices that have no side streams here: XPU, MPS and the like.
+
+    Their tensors are copied as host tensors are, by torch itself, by threads with streams of their own.
+    """
+    if not _has_other_accelerator():
+        return
+    for device in {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "cuda", "meta")}:
+        _say_plain_copies(device.type)
+        module = torch.get_device_module(device)
+        if hasattr(module, "current_stream"):
+            module.current_stream(device).synchronize()
+        else:
+            module.synchronize()
+
+
+@functools.cache
+def _has_other_accelerator() -> bool:
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type != "cuda"
+
+
+@functools.cache  # once for each kind of device
+def _say_plain_copies(kind: str) -> None:
+    logger.info("tensors on %s are staged by plain copies: streams beside training's are for CUDA and ROCm", kind)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from .._arguments import check_choice, check_count, check_storage_options, check_thread_count, check_timeout, check_type
 from .._format.encoder import BUFFER_BYTES
 from .._format.encryption import encryption_cipher
+from .._memory.device import expandable_segments
 from .._storage.base import TIMEOUT
 from .._storage.urls import check_writable
 from .._threads import cores
@@ -121,6 +122,11 @@ def check_options(
     check_thread_count(thread_count)
     check_storage_options(storage_options)
     check_type("limits", limits, SaveLimits)
+    if staging == "device" and (setting := expandable_segments()) is not None:
+        raise ValueError(
+            f"staging='device' and expandable segments ({setting}) exclude each other: such memory is not safe to hand "
+            f"to another process, which may be ended by it. Use staging='buffer', or turn them off"
+        )
     if encryption is not None and staging == "shared":
         raise ValueError(
             "staging='shared' and encryption exclude each other: what is encrypted can be read twice, and if it "

@@ -40,6 +40,8 @@ __all__ = ["WriterClient", "Written"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
+_MAX_DEATHS = 2  # in copying from GPUs: each costs a save the start of a process
+
 
 @dataclass(frozen=True, slots=True)
 class Written:
@@ -68,6 +70,7 @@ class WriterClient:
         self._identity = identity_of_process()  # that the process was started with
         self._extra: SharedBuffer | None = None  # for tensors that the planner made anew
         self._can_snapshot = True
+        self._deaths = 0  # while it copied from GPUs
         self._ends = 0  # how often the process was ended
         # Nothing that ends the process waits for it. A signal's handler may interrupt its holder, and save.
         self._starting = free_in_child(threading.RLock())
@@ -208,9 +211,16 @@ class WriterClient:
                 withdraw(request.storages)
                 raise
         except WriteError as error:
-            # A refusal will be repeated, so it is not asked again. A death may not be.
-            self._can_snapshot = isinstance(error, WriterProcessDied)
+            # A refusal will be repeated, so it is not asked again. One death may not be.
+            self._deaths += isinstance(error, WriterProcessDied)
+            self._can_snapshot = isinstance(error, WriterProcessDied) and self._deaths < _MAX_DEATHS
             logger.warning("the writer process could not copy from the GPU, the trainer does: %s", str(error))
+            if self._deaths == _MAX_DEATHS:
+                logger.error(
+                    "staging='device': the writer process died %d times while it copied from the GPU. From now on the "
+                    "trainer copies, as with staging='buffer': pass that.",
+                    self._deaths,
+                )
             return False
         return True
 

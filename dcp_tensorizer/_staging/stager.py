@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .._memory.device import CUDA, Device
+from .._memory.device import CUDA, Device, settle_other_devices
 from .._memory.garbage import collector_paused
 from .._memory.shared_buffer import SharedBuffer, aligned
 from .._memory.shared_mappings import SharedMappings, SharedTensors
@@ -148,6 +148,7 @@ class Stager:
             staged_save.shared = snapshot.shared
             if snapshot.devices:
                 self._device.side_streams.follow(snapshot.sources)
+            settle_other_devices(snapshot.sources)
             if self._overlap:
                 if staged_save.shared is not None:  # its save may end without having written anything
                     threading.Thread(target=staged_save.wait_released, name="release", daemon=True).start()

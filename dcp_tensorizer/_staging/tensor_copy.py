@@ -35,7 +35,7 @@ class GatherLimits:
     """What is gathered on a device before it crosses the bus.
 
     Attributes:
-        buffer_bytes: Memory that staging takes on each GPU, at most, while it copies.
+        buffer_bytes: Memory that staging takes on each GPU, at most, and keeps.
         small_bytes: Tensors of up to so many bytes are gathered. A copy over the bus costs some 10 microseconds of
             this thread's time and 5 of the bus's, in which it moves 128 KiB. Views for the gathering cost less, and the
             gathering itself next to nothing.
@@ -155,9 +155,9 @@ def queue_on_device(pairs: Sequence[Pair], stream: SideStream, limits: GatherLim
     plain = [pair for pair in large if is_plain(pair[1])]
     strided = [pair for pair in large if not is_plain(pair[1])]
     if plain:
-        stream.copy(*zip(*plain, strict=True))
+        stream.spread(*zip(*plain, strict=True))
     if small or strided:
-        buffer = _gathering_buffer(stream, limits)
+        buffer = stream.buffer(limits.buffer_bytes, limits.small_bytes)
         for batch in _batches(small, buffer.nbytes):
             _gather(batch, buffer, stream)
         for staged, source in strided:
@@ -165,17 +165,6 @@ def queue_on_device(pairs: Sequence[Pair], stream: SideStream, limits: GatherLim
                 gathered = buffer[: part.nbytes].view(part.dtype).view(part.shape)
                 stream.copy([gathered], [piece])
                 stream.copy([part], [gathered])
-
-
-def _gathering_buffer(stream: SideStream, limits: GatherLimits) -> torch.Tensor:
-    """As large as the limit, or half of that and so on where the device has less memory."""
-    nbytes = limits.buffer_bytes
-    while nbytes > limits.small_bytes:
-        try:
-            return stream.buffer(nbytes)
-        except torch.OutOfMemoryError:
-            nbytes //= 2
-    return stream.buffer(nbytes)
 
 
 def _batches(pairs: Iterable[Pair], nbytes: int) -> Iterator[list[Pair]]:

@@ -46,14 +46,15 @@ def export(
     """
     for stream in streams.values():
         stream.mark().synchronize()  # then no storage needs an event of its own, of which torch keeps a thousand only
-    numbers: dict[int, int] = {}
+    numbers: dict[tuple[int, int], int] = {}  # by all of a storage: others of other sizes may begin where it does
     aliases: list[torch.Tensor] = []
     storages: list[tuple[Any, ...]] = []
     tensors: list[DeviceTensor] = []
     for (_, source), offset in zip(pairs, offsets, strict=True):
         storage = source.untyped_storage()
-        if storage.data_ptr() not in numbers:
-            numbers[storage.data_ptr()] = len(storages)
+        allocation = storage.data_ptr(), storage.nbytes()
+        if allocation not in numbers:
+            numbers[allocation] = len(storages)
             try:
                 alias, arguments = _export_storage(storage, streams[source.device.index])
             except WriteError:
@@ -63,7 +64,7 @@ def export(
             storages.append(arguments)
         tensors.append(
             DeviceTensor(
-                storage=numbers[storage.data_ptr()],
+                storage=numbers[allocation],
                 dtype=dtype_name(source.dtype),
                 shape=tuple(source.shape),
                 stride=tuple(source.stride()),

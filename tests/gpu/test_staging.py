@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from dcp_tensorizer._memory import device as device_module
 from dcp_tensorizer._memory.device import CUDA
 from dcp_tensorizer._memory.shared_buffer import SharedBuffer
 from dcp_tensorizer._staging.stager import Stager
@@ -118,7 +119,7 @@ def test_memory_that_cannot_be_registered_is_a_warning_and_nothing_else() -> Non
     torch.zeros(1, device=GPU)
     buffer = SharedBuffer(1 << 20)
     undo = CUDA.pin(buffer.allocate(torch.uint8, (1,)).data_ptr(), 1 << 20, 0)
-    with pytest.warns(RuntimeWarning, match="locked memory"):
+    with pytest.warns(RuntimeWarning, match="cudaHostRegister says"):
         buffer.pin(CUDA, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -138,8 +139,42 @@ def test_device_memory_stays_within_its_bound(stager: Stager) -> None:
         result = stager.stage(state)
         result.staged_save.wait_copied()
         assert torch.cuda.memory_reserved() - before <= DEFAULT_LIMITS.buffer_bytes + (2 << 20)
-        assert torch.equal(dict(result)["strided"], state["strided"].cpu())
+        last = dict(result)["strided"]
         del result
+    assert torch.equal(last.to(GPU), state["strided"])  # once, and there: on the host it takes seconds
+
+
+@pytest.mark.parametrize("piece", [1 << 20, 3 << 20], ids=["1 MiB", "3 MiB"])
+def test_copies_are_cut_at_the_borders_of_registrations(
+    stager: Stager, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each MiB of the buffer is registered by itself, and no copy reaches over two; all arrives bit for bit."""
+    monkeypatch.setattr(device_module, "PIN_BYTES", 1 << 20)
+    monkeypatch.setattr(device_module, "PIECE_BYTES", piece)
+    state = random_state(20, 700_001) | {f"s{n}": torch.rand(1000 + n, device=GPU) for n in range(3000)}
+    state |= {"strided": torch.rand(1500, 900, device=GPU).t()}
+    result = stager.stage(state)
+    result.staged_save.wait_copied()
+    assert len(CUDA._borders) > 60
+    assert [key for key, tensor in state.items() if not torch.equal(dict(result)[key].to(GPU), tensor)] == []
+    del result
+
+
+def test_thousands_of_large_copies_are_queued_without_a_wait(stager: Stager) -> None:
+    """More than one stream takes before it holds up whoever queues: they are spread over several."""
+    state = random_state(3000, 100_000)
+    stager.prewarm(state)
+    stager.saves.wait_prewarmed()
+    delay()
+    queued = torch.cuda.Event()
+    queued.record()
+    result = stager.stage(state)
+    if stager._overlap:
+        stager.hold_training()
+        assert not queued.query()
+    result.staged_save.wait_copied()
+    assert all(torch.equal(dict(result)[f"t{n}"], state[f"t{n}"].cpu()) for n in range(0, 3000, 100))
+    del result
 
 
 def test_other_gpus_get_no_context() -> None:

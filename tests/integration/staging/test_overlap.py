@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from dcp_tensorizer import StagingError, TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._staging.staged_save import StagedSave
+from dcp_tensorizer._staging.stager import Stager
 
 from ...waiting import WAIT, Gate, HeldTensor, hold_memory, in_thread, save_thread, wait_until_inside
 
@@ -90,6 +91,29 @@ def test_overlapped_staging_says_when_the_state_may_change(tmp_path):
         response.upload_completion.result(WAIT)
     assert loaded(tmp_path) == ({1.0}, {1.0}, 1)
     assert set(weight.plain.tolist()) == {0.0}
+
+
+def test_an_optimizer_that_is_held_waits_by_itself(tmp_path):
+    """Its step comes after the copy, with no change to the loop; when the handle is removed it does not wait."""
+    copying = Gate()
+    parameter = torch.nn.Parameter(torch.ones(1000))
+    weight = HeldTensor(parameter.detach(), copying.pass_through)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    parameter.grad = torch.ones(1000)
+    with TensorizerStorageWriter(tmp_path, overlap_staging=True) as writer:
+        handle = writer.hold_optimizer(optimizer)
+        response = dcp.async_save({"w": weight, "b": torch.ones(10), "step": 1}, storage_writer=writer)
+        training = in_thread(optimizer.step)
+        copying.wait_reached()
+        wait_until_inside(training, Stager.hold_training)
+        assert set(parameter.tolist()) == {1.0}
+        copying.open()
+        training.join(WAIT)
+        response.upload_completion.result(WAIT)
+        assert set(parameter.tolist()) == {0.0}
+        handle.remove()
+        assert not optimizer._optimizer_step_pre_hooks
+    assert loaded(tmp_path) == ({1.0}, {1.0}, 1)
 
 
 class Looking(DefaultSavePlanner):

@@ -72,6 +72,20 @@ def test_targets_on_a_device_of_every_dtype_and_layout(
     assert same(both, stored)
 
 
+def test_columns_for_a_device_are_taken_apart_there(
+    storage: Storage, device: SimulatedDevice, pools: PinnedPools
+) -> None:
+    """The bytes that enclose them cross the bus in one piece, from pinned memory, into memory of the device."""
+    stored = filled(torch.float32, (64, 100))
+    item = write_file(storage, "f", {"t": stored})["t"]
+    region = Region((0, 10), (64, 5))
+    target = device.declare(torch.zeros(64, 5))
+    fetch(storage, [landing("columns", item, stored, target, region)], threads=1, verify=True, pools=pools)
+    assert same(target, stored[:, 10:15].contiguous())
+    assert len(device.buffers) == 1 and device.buffers[0] <= stored.nbytes
+    assert device.crossings == [1]
+
+
 def test_elements_for_a_device_are_converted_there(
     storage: Storage, device: SimulatedDevice, pools: PinnedPools
 ) -> None:

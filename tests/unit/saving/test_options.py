@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tensorizer import EncryptionParams
 
-from dcp_tensorizer import SaveLimits
+from dcp_tensorizer import SaveLimits, TensorizerStorageWriter
 from dcp_tensorizer._saving.options import SaveOptions, check_options
 from dcp_tensorizer._threads import cores
 
@@ -81,6 +81,14 @@ def test_options_that_make_no_sense_are_refused(given: dict[str, Any], error: ty
     """Each error names the argument and what is allowed."""
     with pytest.raises(error, match=message):
         options(**given)
+
+
+def test_device_staging_is_refused_with_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable is named, and the way out."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(ValueError, match=r"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.*staging='buffer'"):
+        TensorizerStorageWriter(staging="device")
+    assert TensorizerStorageWriter(staging="buffer").checkpoint_id is None
 
 
 def test_threads_are_as_many_as_there_are_cores_up_to_four() -> None:

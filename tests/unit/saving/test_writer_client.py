@@ -64,7 +64,7 @@ def client_of(start: Callable[..., Any]) -> WriterClient:
 def test_a_snapshot_that_was_refused_is_not_tried_again(
     buffer: SharedBuffer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After a death it is; each time the handles are given back, and the trainer copies."""
+    """After one death it is; each time the handles are given back, and the trainer copies."""
     withdrawn: list[Any] = []
     monkeypatch.setattr(writer_client, "export", lambda *arguments: (SnapshotRequest(0, 0, (("a handle",),), ()), []))
     monkeypatch.setattr(writer_client, "withdraw", withdrawn.extend)
@@ -75,6 +75,20 @@ def test_a_snapshot_that_was_refused_is_not_tried_again(
     assert [str(error) for error in process.errors] == ["never asked for"]
     assert withdrawn == [("a handle",)] * 2
     assert len(caplog.records) == 2
+
+
+def test_after_two_deaths_no_snapshot_is_asked_for(
+    buffer: SharedBuffer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each save would kill and start a process: an error says what to pass instead."""
+    monkeypatch.setattr(writer_client, "export", lambda *arguments: (SnapshotRequest(0, 0, (), ()), []))
+    process = Refusing([WriterProcessDied("died")] * 3)
+    client = client_of(lambda **options: process)
+    copies = Copies([], SideStreams(SimulatedDevice()), 1)
+    assert [client.snapshot(10.0, buffer, copies) for _ in range(4)] == [False] * 4
+    assert len(process.errors) == 1
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(errors) == 1 and "died 2 times" in errors[0] and "staging='buffer'" in errors[0]
 
 
 def test_a_process_that_starts_while_it_is_ended_is_ended() -> None:

@@ -76,6 +76,16 @@ def test_what_is_sent_is_not_what_training_has() -> None:
     assert alias.view(torch.int64).tolist() == list(range(1000))
 
 
+def test_storages_that_begin_together_are_two(handles: None) -> None:
+    """A short one and the whole: tensors of the whole are opened in the whole."""
+    whole = torch.arange(100.0)
+    short = torch.empty(0).set_(torch.frombuffer(memoryview(whole.numpy())[:10], dtype=torch.float32).untyped_storage())
+    assert short.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    sources = [short, whole]
+    request, _kept = export([(s.clone(), s) for s in sources], [0, 1024], 0, streams())
+    assert [tensor.storage for tensor in request.tensors] == [0, 1]
+
+
 def test_memory_that_cannot_be_handed_over_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's own words, and the way out."""
 
