@@ -8,12 +8,13 @@ from concurrent.futures import Future
 from typing import Any
 
 from .._format.index_rows import SaveRecord
+from .._format.layout import metadata_file_name
 from .._saving.flushing import Flushing
 from .._storage.base import Storage
-from ..errors import ReadError
+from ..errors import CheckpointError, ReadError
 from .agreement import Agreement
 from .branches import leave
-from .catalogue import Step
+from .catalogue import Step, read_steps
 from .decision import Action, Decision, Vote, decide
 from .names import StepNames
 from .place import Choice, Place, begin, choose, newest_of, read_members
@@ -103,7 +104,38 @@ class Job:
         self._last_step = step
         self._survival.advance(has_failed=decision.has_failed, ends=decision.ends)
         self.saves.check(decision.failures, max_failures)
+        if decision.action in (Action.JOIN, Action.KEEP) and self._is_gone(step):
+            decision = decision._replace(action=Action.SAVE)
         return decision, self._act(decision, step, state, metrics)
+
+    def _is_gone(self, step: int) -> bool:
+        """Looks whether somebody has deleted a step that was saved; then the job stands among what is left.
+
+        Every rank calls it, and only for a step that is not saved because it is there: it costs a request.
+        """
+        place = self._agreement.decided(lambda: self._place_without(step))
+        if place is None:
+            return False
+        logger.warning("%s: step %d was saved, and is not there any more: it is saved again", self._folder.path, step)
+        self.saves.wait()
+        self.saves.forget()
+        self.place = place
+        return True
+
+    def _place_without(self, step: int) -> Place | None:
+        """Where the job stands without a step; None if that is there, is being saved, or cannot be seen."""
+        assert self.place is not None
+        if self.saves.is_last(step) and self.saves.is_busy:
+            return None
+        try:
+            name = self.place.name_of(step, self._names)
+            if self._folder.child(name).head(metadata_file_name()) is not None:
+                return None
+            steps = read_steps(self._folder, self._names)
+        except CheckpointError as error:
+            logger.warning("whether step %d is still there cannot be seen: %s", step, str(error))
+            return None
+        return Place.at(self.place.branch, newest_of(steps, self.place.branch), steps)
 
     def _decide(self, step: int, stop: bool, force: bool, must_write: bool) -> Decision:
         """What all ranks decide about a step, from where the job stands."""

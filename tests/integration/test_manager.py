@@ -529,6 +529,38 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
         assert state["step"] == 1
 
 
+@pytest.mark.parametrize("survive", [0, 60])
+def test_a_step_that_somebody_has_deleted_is_saved_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, survive: float
+) -> None:
+    """One of this job, just saved or earlier, and one of the job before; nothing is looked at but for such a step."""
+    saved(tmp_path, 1, 2)
+    with manager_of(tmp_path, survive=survive) as manager:
+        assert manager.restore(state_of(0)) == 2
+        shutil.rmtree(tmp_path / "step-2")
+        manager.save(2, state_of(2), force=True, wait=True)
+        manager.save(3, state_of(3), wait=True)
+        assert said(caplog) == f"{tmp_path}: step 2 was saved, and is not there any more: it is saved again"
+        assert (record_of(tmp_path, "step-3").parent, record_of(tmp_path, "step-2").parent) == tuple(
+            read_head(LocalStorage(tmp_path / f"step-{step}")).save_id
+            for step in (2, 1)  # type: ignore[union-attr]
+        )
+        shutil.rmtree(tmp_path / "step-3")
+        assert manager.steps() == [1, 2]
+        future = manager.save(3, state_of(4), force=True, wait=True)
+        assert future is not None and future.result() == str(tmp_path / "step-3")
+        assert manager.steps() == [1, 2, 3]
+        shutil.rmtree(tmp_path)
+        manager.save(3, state_of(5), force=True, wait=True)
+        manager.save(4, state_of(6), wait=True)
+        assert manager.steps() == [3, 4]
+    with manager_of(tmp_path) as manager:
+        state = state_of(0)
+        assert manager.restore(state, step=3) == 3
+        assert state["step"] == 5
+        assert manager.restore(state) == 4
+
+
 def test_nothing_is_deleted_while_the_best_is_not_known(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One warning says that the metric of ``keep_best`` is missing; when a checkpoint has it, the rules hold."""
     with manager_of(tmp_path, keep_latest=1, keep_best="loss") as manager:
