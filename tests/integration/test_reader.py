@@ -29,6 +29,7 @@ from dcp_tensorizer import (
 from dcp_tensorizer._format.chunks import Region
 from dcp_tensorizer._format.metadata import decode
 from dcp_tensorizer._saving import write_items
+from dcp_tensorizer.tools import verify
 
 from ..checkpoints import make_checkpoint
 
@@ -448,3 +449,16 @@ def test_fake_tensors(tmp_path):
         dcp.load(target, storage_reader=TensorizerStorageReader(path))
     assert type(target["w"]) is FakeTensor
     assert target["note"] == {"step": 3}
+
+
+def test_a_load_looks_at_the_files_that_it_reads(tmp_path):
+    """Values that stand in the metadata load without the data file; whoever wants more, or verifies, is told."""
+    save(tmp_path, {"w": torch.arange(5000.0), "small": torch.arange(3.0), "step": 7})
+    (path,) = tmp_path.glob("*.tensors")
+    path.unlink()
+    state = {"small": torch.zeros(3), "step": 0}
+    load(tmp_path, state)
+    assert (state["small"].tolist(), state["step"]) == ([0.0, 1.0, 2.0], 7)
+    with pytest.raises(CheckpointException, match="is missing"):
+        load(tmp_path, {"w": torch.zeros(5000), **state})
+    assert [path.name in str(damage) for damage in verify(tmp_path).damages] == [True]
