@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ._arguments import check_path
-from ._loading.directory_format import contents, format_of
+from ._loading.directory_format import contents, format_of, has_data, nothing_committed
 from ._loading.metadata_reader import unreadable
 from ._loading.torch_reader import TorchReader
 from ._loading.validate import ReadFrom
@@ -25,7 +25,10 @@ from ._survival.kept_checkpoint import KeptCheckpoint
 from ._survival.orphans import find_orphan
 from ._tiers.open import Opener
 from .errors import CheckpointError, DecryptionError, MetadataError, ReadError
-from .reader import TensorizerStorageReader
+from .reader import ReaderOptions, TensorizerStorageReader
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["AnyFormatReader", "KeptReader", "open_reader"]
 
@@ -33,7 +36,9 @@ _KEPT_OPTIONS = ("verify", "allow_pickle", "thread_count", "on_progress", "on_re
 """What readers of a checkpoint in memory take of the options of others."""
 
 
-def open_reader(path: str | os.PathLike[str], *, from_memory: bool = True, **options: Any) -> StorageReader:
+def open_reader(
+    path: str | os.PathLike[str], *, from_memory: bool = True, **options: Unpack[ReaderOptions]
+) -> StorageReader:
     """A reader for ``dcp.load`` that looks what is at a path, and reads it with what is made for that.
 
     It reads checkpoints of this package; those that torch's ``FileSystemWriter`` and ``FsspecWriter`` wrote; and local
@@ -68,7 +73,9 @@ class AnyFormatReader(StorageReader):
     The arguments are those of `open_reader`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, from_memory: bool = True, **options: Any) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, from_memory: bool = True, **options: Unpack[ReaderOptions]
+    ) -> None:
         TensorizerStorageReader(path, **options)  # checks the arguments
         self._looks_in_memory = from_memory
         self._path: str | os.PathLike[str] = absolute_path(path)
@@ -168,7 +175,7 @@ class AnyFormatReader(StorageReader):
             orphan = find_orphan(absolute_path(self._path), storage, rank, world_size)
             if orphan is not None:
                 return KeptReader(orphan, self._options)
-        found = format_of(storage, rank)
+        found = format_of(storage, rank) if storage.file_in_place() is None else None
         if found == "dcp_tensorizer":
             reader = TensorizerStorageReader(self._root, **self._options)
             reader.reset(self._path)
@@ -217,6 +224,8 @@ def _is_distributed() -> bool:
 
 
 def _unknown(storage: Storage) -> CheckpointError:
+    if storage.file_in_place() is not None or has_data(storage):
+        return nothing_committed(storage)
     found = contents(storage)
     return MetadataError(
         f"{storage.path} holds no checkpoint that can be loaded: {found}. Checkpoints are directories with a .metadata "

@@ -9,12 +9,13 @@ restore() ──rank 0──▶ the newest checkpoint of the branch ──all ra
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import signal
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ._arguments import check_path, check_timeout
 from ._forks import in_child
@@ -22,6 +23,7 @@ from ._managing.agreement import Agreement, make_groups
 from ._managing.arguments import (
     check_metrics,
     check_patterns,
+    check_state,
     check_step,
     check_survival,
     options_of_reader,
@@ -45,12 +47,13 @@ from ._storage.open import absolute_path
 from ._threads import Deadline
 from ._tiers.open import Opener
 from .errors import CheckpointError, WriteError
-from .writer import TensorizerStorageWriter
+from .writer import TensorizerStorageWriter, WriterOptions
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
     from torch.utils.hooks import RemovableHandle
+    from typing_extensions import Unpack
 
 __all__ = ["CheckpointManager"]
 
@@ -81,7 +84,7 @@ class CheckpointManager:
             next commit, never the newest. Without rules everything is kept.
         keep_every: Keep the checkpoints whose step is a multiple of this.
         keep_best: Keep the checkpoint with the least value of this metric; ``("accuracy", "max")``: with the largest.
-                While no checkpoint has a value of it, none is deleted, and a warning says so.
+            While no checkpoint has a value of it, none is deleted, and a warning says so.
         delete_after: Seconds that a checkpoint has to be old before it is deleted, where a job that loads it cannot
             lock it: on object stores and network mounts.
         delete_other_files: Delete also checkpoints with files beside them that no save wrote, and these files.
@@ -115,7 +118,7 @@ class CheckpointManager:
         save_interval: float | None = None,
         keep_latest: int | None = None,
         keep_every: int | None = None,
-        keep_best: str | tuple[str, str] | None = None,
+        keep_best: str | tuple[str, Literal["min", "max"]] | None = None,
         delete_after: float = 0.0,
         delete_other_files: bool = False,
         must_change: Sequence[str] = ("*",),
@@ -125,22 +128,23 @@ class CheckpointManager:
         buffers: int = 3,
         process_group: dist.ProcessGroup | None = None,
         reader_options: Mapping[str, Any] | None = None,
-        **writer_options: Any,
+        **writer_options: Unpack[WriterOptions],
     ) -> None:
         check_path(folder)
+        options: dict[str, Any] = dict(writer_options)
         self._names = StepNames(name)
         schedule = Schedule(save_every, save_interval)
         self._rules = Retention.of(keep_latest, keep_every, keep_best, delete_after, delete_other_files)
         must_change = check_patterns("must_change", must_change)
         self._signals = StopSignals(stop_signals)
-        check_survival(survive, survive_every, buffers, writer_options)
-        limits, self._max_failures = split_limits(writer_options)
-        self._writer = TensorizerStorageWriter(folder, limits=limits, **writer_options)
+        check_survival(survive, survive_every, buffers, options)
+        limits, self._max_failures = split_limits(options, inspect.signature(CheckpointManager).parameters)
+        self._writer = TensorizerStorageWriter(folder, limits=limits, **options)
         try:
-            opener = Opener(folder, writer_options.get("storage_options"), limits.timeout, writer_options.get("local"))
+            opener = Opener(folder, options.get("storage_options"), limits.timeout, options.get("local"))
             self._open_folder = functools.partial(opener, absolute_path(folder))
             self._folder = self._open_folder()
-            self._reader_options = options_of_reader(writer_options, limits, reader_options)
+            self._reader_options = options_of_reader(options, limits, reader_options)
             group, agreements = make_groups(process_group)
             together = None if group is None else Together(group)
             if together is not None:
@@ -218,6 +222,7 @@ class CheckpointManager:
         since = self._clock.now()
         self._check_open()
         self._check_at_home()
+        check_state(state)
         step, recorded = check_step(step), check_metrics(metrics)
         self._saves.part = StatePart(check_patterns("exclude", exclude), trainable_only)
         decision, future = self._job.step(
@@ -270,6 +275,7 @@ class CheckpointManager:
         """
         since = self._clock.now()
         self._check_open()
+        check_state(state)
         patterns = check_patterns("include", include), check_patterns("exclude", exclude)
         selection = Selection(*patterns, strict, allow_shape_mismatch)
         step = None if step is None else check_step(step)

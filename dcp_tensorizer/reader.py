@@ -11,7 +11,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -23,6 +23,7 @@ from torch.futures import Future
 from ._arguments import check_callable, check_path, check_storage_options, check_thread_count, check_timeout
 from ._format.encryption import Cipher, check_decryption, unlock
 from ._format.index_reader import Index
+from ._loading.directory_format import nothing_committed
 from ._loading.exchange_group import identity_of, members_of, reads_alone
 from ._loading.kept_plan import KeptPlan
 from ._loading.load_items import LoadOptions, LoadSource, load_items, world_size
@@ -49,9 +50,25 @@ from .errors import CheckpointError, MetadataError, NotCommitted, listed
 if TYPE_CHECKING:
     from ._format.encryption import DecryptionParams
 
-__all__ = ["TensorizerStorageReader"]
+__all__ = ["ReaderOptions", "TensorizerStorageReader"]
 
 logger = logging.getLogger("dcp_tensorizer")
+
+
+class ReaderOptions(TypedDict, total=False):
+    """The options of `TensorizerStorageReader`, for what passes them on: a type checker then knows their names."""
+
+    storage_options: Mapping[str, Any] | None
+    verify: bool
+    allow_pickle: bool
+    thread_count: int | None
+    page_cache: bool | None
+    timeout: float
+    encryption: DecryptionParams | None
+    exchange: dist.ProcessGroup | None
+    on_progress: Callable[[int, int], object] | None
+    on_report: Callable[[LoadReport], object] | None
+    local: str | os.PathLike[str] | None
 
 
 class TensorizerStorageReader(StorageReader):
@@ -219,7 +236,7 @@ class TensorizerStorageReader(StorageReader):
         storage = self._open(self._path)
         metadata = read_metadata(storage, rank)
         if metadata is None:
-            raise not_committed(storage.path)
+            raise nothing_committed(storage)
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -322,8 +339,8 @@ class TensorizerStorageReader(StorageReader):
         index = self._index = read_index(storage, rank)
         if rank is not None:
             check_world_size(storage, index is not None, world_size())
-        if index is None:
-            raise not_committed(storage.path)
+        if index is None:  # DCP's first question only finds out that there is a second one to ask
+            raise not_committed(storage.path) if rank is None else nothing_committed(storage)
         metadata = index.metadata()
         metadata.storage_meta = dataclasses.replace(metadata.storage_meta or StorageMeta(), load_id=self._load_id)
         return metadata

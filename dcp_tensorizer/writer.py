@@ -14,7 +14,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -42,7 +42,29 @@ if TYPE_CHECKING:
 
     from ._format.encryption import EncryptionParams
 
-__all__ = ["TensorizerStorageWriter"]
+__all__ = ["TensorizerStorageWriter", "WriterOptions"]
+
+
+class WriterOptions(TypedDict, total=False):
+    """The options of `TensorizerStorageWriter` that `CheckpointManager` passes on: type checkers then know their names.
+
+    All but ``survive``, which the manager has itself.
+    """
+
+    cache_staged_state_dict: bool
+    staging: Staging
+    overlap_staging: bool
+    overwrite: bool
+    sync_files: bool
+    thread_count: int | None
+    storage_options: Mapping[str, Any] | None
+    sha256: bool
+    reuse_unchanged: bool
+    encryption: EncryptionParams | None
+    on_report: Callable[[SaveReport], object] | None
+    limits: SaveLimits
+    local: str | os.PathLike[str] | None
+    max_unflushed: int
 
 
 class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):

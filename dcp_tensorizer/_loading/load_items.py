@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -17,16 +18,19 @@ from .._memory.device import CUDA
 from .._memory.garbage import collector_paused
 from .._storage.base import Storage
 from .._torch_compat import real_tensors
+from ..errors import listed
 from .exchange import Exchange
 from .executor import fetch, limits_of
 from .located import Located
 from .objects import check_trust, deliver_object, read_objects
 from .pinned_pool import PinnedPools
-from .read_target import is_object, targets_of
+from .read_target import Casts, is_object, targets_of
 from .tensors import delivers_at_once, read_tensors
 from .validate import check_own_parts
 
 __all__ = ["LoadOptions", "LoadSource", "load_items", "world_size"]
+
+logger = logging.getLogger("dcp_tensorizer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,13 +137,25 @@ def _load(
         contents, nbytes = read_objects(objects, read if exchange is None else exchange.read)
     if not options.allow_pickle:
         check_trust(path, contents)
+    casts: Casts = {}
     nbytes += read_tensors(
         tensors,
         planner,
-        functools.partial(targets_of, path, source.metadata, world_size=world_size()),
+        functools.partial(targets_of, path, source.metadata, world_size=world_size(), casts=casts),
         exchange.read if exchange is not None and exchange.exchanges_tensors else read,
         progress,
     )
+    for (stored_dtype, dtype), keys in casts.items():
+        logger.warning(
+            "%s: %s stored as %s and converted to the %s of the target: %s",
+            *(
+                path,
+                "1 tensor is" if len(keys) == 1 else f"{len(keys):,} tensors are",
+                stored_dtype,
+                dtype,
+                listed(keys),
+            ),
+        )
     for read_item, content in contents:
         deliver_object(path, planner, read_item, content)
     return nbytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from ..errors import ReadError
 from .validate import check_length
 
 __all__ = [
+    "Casts",
     "ReadTarget",
     "can_read_in_place",
     "in_turns",
@@ -31,7 +31,8 @@ __all__ = [
     "wanted_of",
 ]
 
-logger = logging.getLogger("dcp_tensorizer")
+Casts = dict[tuple[torch.dtype, torch.dtype], list[str]]
+"""The keys of tensors that are converted while they are loaded, by their dtype and that of their targets."""
 
 
 @dataclass(slots=True, eq=False)  # two targets that want the same are still two
@@ -115,6 +116,7 @@ def targets_of(
     pieces: Sequence[Piece],
     tensor: torch.Tensor,
     world_size: int,
+    casts: Casts,
 ) -> list[ReadTarget]:
     """What to read for one item of a load plan, after a look that it fits.
 
@@ -125,6 +127,7 @@ def targets_of(
         pieces: Where that is stored.
         tensor: Receives it.
         world_size: How many ranks load.
+        casts: Gets the key, if the tensor has another dtype.
 
     Raises:
         ReadError: it does not fit the tensor; names the key.
@@ -137,7 +140,7 @@ def targets_of(
     if not stored and isinstance(entry, TensorStorageMetadata):
         stored = {entry.properties.dtype}
     for dtype in stored:
-        _check_fit(key, size, dtype, tensor)
+        _check_fit(key, size, dtype, tensor, casts)
     whole = Region((0,) * len(size), size)
     targets = []
     for piece in pieces:
@@ -158,7 +161,7 @@ def part_of(tensor: torch.Tensor, region: Region, whole: Region) -> torch.Tensor
     return tensor
 
 
-def _check_fit(key: str, size: tuple[int, ...], stored_dtype: torch.dtype, tensor: torch.Tensor) -> None:
+def _check_fit(key: str, size: tuple[int, ...], stored_dtype: torch.dtype, tensor: torch.Tensor, casts: Casts) -> None:
     if tensor.shape != size:
         raise ReadError(f"{key!r}: stored {size} do not fit a target of {tuple(tensor.shape)}")
     if _is_expanded(tensor):
@@ -170,7 +173,9 @@ def _check_fit(key: str, size: tuple[int, ...], stored_dtype: torch.dtype, tenso
             f"{key!r} is stored as {stored_dtype}, which does not convert to the {tensor.dtype} of its target: "
             f"load it into a tensor of {stored_dtype}"
         )
-    logger.warning("%r is stored as %s and is converted to the %s of its target", key, stored_dtype, tensor.dtype)
+    keys = casts.setdefault((stored_dtype, tensor.dtype), [])
+    if key not in keys[-1:]:  # each chunk of a tensor is looked at
+        keys.append(key)
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:

@@ -26,6 +26,7 @@ from .._memory.garbage import collector_paused
 from .._storage.base import Storage
 from .._torch_compat import ExtensionRegistry, StorageInfo, StreamTransformExtension
 from ..errors import CheckpointError, MetadataError, NotCommitted, ReadError, UntrustedObject, describe
+from .directory_format import nothing_committed
 from .metadata_reader import unreadable
 from .objects import check_trust, copy_to_target, deliver_object
 from .validate import not_committed
@@ -141,7 +142,7 @@ class TorchReader(StorageReader):
         name = metadata_file_name(rank)
         pickled = self._storage.read(name)
         if pickled is None:
-            raise not_committed(self._storage.path)
+            raise not_committed(self._storage.path) if rank is None else nothing_committed(self._storage)
         path = f"{self._storage.path}/{name}"
         if not self._allows_pickle:
             try:

@@ -19,6 +19,7 @@ from .._storage.base import Storage
 from .._threads import in_threads
 from .._torch_compat import local_elements
 from ..errors import MetadataError, NotCommitted, ReadError
+from .directory_format import nothing_committed
 
 __all__ = [
     "EMPTY_DICT",
@@ -184,7 +185,7 @@ def check_world_size(storage: Storage, has_own: bool, world_size: int) -> None:
         MetadataError: another number of ranks saved it.
     """
     if storage.head(metadata_file_name(0)) is None:
-        raise not_committed(storage.path)
+        raise nothing_committed(storage)
     has_last = storage.head(metadata_file_name(world_size - 1)) is not None
     if not has_own or not has_last or storage.head(metadata_file_name(world_size)) is not None:
         raise MetadataError(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
+
+import torch
 
 from .._arguments import check_count, check_type
 from .._format.encryption import decryption_key
@@ -17,6 +20,7 @@ from ..writer import TensorizerStorageWriter
 __all__ = [
     "check_metrics",
     "check_patterns",
+    "check_state",
     "check_step",
     "check_survival",
     "options_of_reader",
@@ -72,18 +76,32 @@ def check_patterns(name: str, patterns: object) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-def split_limits(writer_options: dict[str, Any]) -> tuple[SaveLimits, int | None]:
+def check_state(state: object) -> None:
+    """Raises `TypeError` unless a state is a mapping: a module itself, say, has no key to be found by."""
+    if not isinstance(state, Mapping):
+        name = "optimizer" if isinstance(state, torch.optim.Optimizer) else "model"
+        raise TypeError(f'state must be a dict, as {{"{name}": {name}}}, and is {type(state).__name__}')
+
+
+def split_limits(writer_options: dict[str, Any], own: Iterable[str] = ()) -> tuple[SaveLimits, int | None]:
     """Takes the limits out of the writer's options: for the writer, and how many saves may fail.
 
     The writer knows of failures on one rank alone, and so does not count them here.
+
+    Args:
+        writer_options: Of the writer; the limits are removed.
+        own: The names of the manager's own options.
 
     Raises:
         TypeError: they are something else; or an option is none of a writer, nor of a manager.
     """
     known = inspect.signature(TensorizerStorageWriter).parameters.keys() - {"path"}
     if unknown := sorted(writer_options.keys() - known):
+        near = difflib.get_close_matches(unknown[0], [*own, *known], n=1)
+        hint = f": did you mean {near[0]!r}?" if near else "."
         raise TypeError(
-            f"CheckpointManager has no option {unknown[0]!r}. Besides its own it takes those of TensorizerStorageWriter"
+            f"CheckpointManager has no option {unknown[0]!r}{hint} Besides its own it takes those of "
+            f"TensorizerStorageWriter"
         )
     limits = writer_options.pop("limits", SaveLimits())
     check_type("limits", limits, SaveLimits)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from .._format.index_rows import Head
 from .._format.layout import is_data_file_name, metadata_file_name
+from .._loading.directory_format import kind_of_file
 from .._loading.metadata_reader import read_head
 from .._storage.base import Storage
 from .._threads import in_threads
@@ -37,6 +38,8 @@ class Step:
         metrics: That were recorded with it.
         job: The run of the job that saved it; empty if that is not known.
         problem: Why it is not one of this package that can be read; empty if it is.
+        recorded: The step that its index says, which is another one if the directory was renamed or copied; None if it
+            does not say.
     """
 
     number: int
@@ -47,6 +50,7 @@ class Step:
     metrics: Mapping[str, float] = field(default_factory=dict)
     job: str = ""
     problem: str = ""
+    recorded: int | None = None
 
 
 def read_steps(folder: Storage, names: StepNames) -> list[Step]:
@@ -61,6 +65,8 @@ def read_steps(folder: Storage, names: StepNames) -> list[Step]:
     try:
         found = [*folder.listing()[1], *folder.linked_directories()]
     except NotCommitted:
+        if (head := folder.file_in_place()) is not None:
+            raise MetadataError(f"{folder.path} is a file {kind_of_file(head)}") from None
         return []
     places = [(number, name) for name in sorted(found) if (number := names.step_in(name)) is not None]
     read = in_threads(functools.partial(_read_step, folder), sorted(places))
@@ -88,7 +94,9 @@ def step_of(number: int, name: str, head: Head) -> Step:
     record, save_id = head.record, head.save_id if isinstance(head.save_id, str) else ""
     if record is None:
         return Step(number, name, save_id, head.saved_at)
-    return Step(number, name, save_id, head.saved_at, record.branch or TRUNK, record.metrics, record.job)
+    return Step(
+        number, name, save_id, head.saved_at, record.branch or TRUNK, record.metrics, record.job, recorded=record.step
+    )
 
 
 class Others(NamedTuple):

@@ -273,7 +273,15 @@ class Job:
                 f"{self._folder.path}: the state in memory could not be loaded, and storage does not have all of it. "
                 f"What is in the state now may be of neither: make it anew, and restore again. {problem.error}"
             )
-        return None if number is None else (found.place(number), steps[number].number)
+        if number is None:
+            return None
+        step = steps[number]
+        if self._agreement.is_first and step.recorded not in (None, step.number):
+            logger.warning(
+                "%s/%s says that it is of step %d: it was renamed, or is a copy. It is restored as step %d",
+                *(self._folder.path, step.name, step.recorded, step.number),
+            )
+        return found.place(number), step.number
 
 
 def _place_of(record: SaveRecord, found: Choice) -> Place:

@@ -193,7 +193,7 @@ def _look_around(folder: Storage, names: StepNames) -> None:
     if lost:
         logger.warning(
             "%s holds no committed checkpoint. But data lies in %s, without .metadata: a save never finished there, or "
-            "is not finished yet, or a copy has left out hidden files",
+            "is not finished yet, or a copy has left out hidden files, as `cp step/* ...` does: copy by `cp -r`",
             *(folder.path, _listed(lost)),
         )
 

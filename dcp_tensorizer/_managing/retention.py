@@ -49,7 +49,7 @@ class Retention:
         cls,
         keep_latest: int | None,
         keep_every: int | None,
-        keep_best: str | tuple[str, str] | None,
+        keep_best: str | tuple[str, Literal["min", "max"]] | None,
         delete_after: float = 0.0,
         delete_other_files: bool = False,
     ) -> Retention:

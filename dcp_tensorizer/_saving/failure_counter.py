@@ -20,9 +20,14 @@ _UNTOLD = "it was interrupted, or another rank or a collective failed: whoever s
 @dataclass(slots=True)
 class _Save:
     path: str
+    """Empty if nobody has given one."""
     error: str = _UNTOLD
     is_coordinator: bool | None = None
     """None before DCP has said so."""
+
+    @property
+    def name(self) -> str:
+        return f"the save to {self.path}" if self.path else "a save without a path"
 
 
 class FailureCounter:
@@ -56,7 +61,7 @@ class FailureCounter:
         save = self._saves.get(threading.current_thread())
         if save is not None:
             save.error = describe(error)
-            logger.error("the save to %s failed: %s", save.path, save.error)
+            logger.error("%s failed: %s", save.name, save.error)
 
     def committed(self) -> None:
         """The calling thread's save is the checkpoint at its path now."""
@@ -73,7 +78,7 @@ class FailureCounter:
                 if save is not None and self._coordinates(save):
                     self._failures += 1
                     self._last_error = save.error
-                    logger.error("the save to %s was not committed: %s", save.path, save.error)
+                    logger.error("%s was not committed: %s", save.name, save.error)
 
     def check(self, limit: int | None) -> None:
         """Raises `WriteError` when that many saves in a row have failed; None is no limit."""

@@ -206,7 +206,7 @@ class Saver:
             WriteError: there is no path, or the writer is closed.
         """
         if not self.closed:  # that is a mistake of the program's, and says nothing of the storage
-            self.engine.failures.begin(redact(str(path)))
+            self.engine.failures.begin("" if path is None else redact(str(path)))
         try:
             if error := error or (None if staged_save is None else staged_save.error):
                 # An error of this save's own: a traceback keeps frames alive, and they keep the tensors.

@@ -219,8 +219,8 @@ class SaveSession:
         refuses = self._commits and not self._saver.options.overwrite
         if refuses and storage.head(metadata_file_name(self._metadata_rank)) is not None:
             raise WriteError(
-                f"{storage.path} holds a checkpoint already, and overwrite=False: save to another path, or "
-                f"pass overwrite=True"
+                f"{storage.path}: Checkpoint already exists and overwrite=False: save to another path, or pass "
+                f"overwrite=True"
             )
         if not self._use_collectives and storage.head(metadata_file_name()) is not None:
             raise WriteError(

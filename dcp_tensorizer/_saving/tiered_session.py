@@ -108,8 +108,8 @@ class TieredSession(SaveSession):
         for _, record in self._flushing.open_records():
             if record.place == self._place and record.commit is not None and record.commit.name == name:
                 raise WriteError(
-                    f"a checkpoint for {self.path} is in {self.storage.path}, and not on the remote yet, and "
-                    f"overwrite=False: save to another path, or pass overwrite=True"
+                    f"{self.path}: Checkpoint already exists and overwrite=False. It is in {self.storage.path}, and "
+                    f"not on the remote yet: save to another path, or pass overwrite=True"
                 )
 
     def _write_files(self, items: list[Item]) -> Written:

@@ -199,6 +199,10 @@ class Storage(abc.ABC):
         Links to files count as files. Links to directories are left out.
         """
 
+    def file_in_place(self) -> bytes | None:
+        """The first bytes of a file that has the directory's path; None if there is none, or nobody can tell."""
+        return None
+
     def linked_directories(self) -> list[str]:
         """The names of links to directories that lie elsewhere; raises what `listing` does."""
         return []

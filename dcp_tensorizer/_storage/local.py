@@ -37,6 +37,9 @@ _LOCAL_TYPES = frozenset({"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "
 _UNANSWERED = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ENOTCONN, errno.EHOSTUNREACH}
 
 
+_HEAD_BYTES = 64  # of a file, from which one tells what it is
+
+
 class LocalStorage(Storage):
     """A directory on a file system.
 
@@ -68,6 +71,11 @@ class LocalStorage(Storage):
     def listing(self) -> tuple[list[FileInfo], list[str]]:
         return list_directory(self._root)
 
+    def file_in_place(self) -> bytes | None:
+        with suppress(OSError):
+            return _read(_HEAD_BYTES, self._root)
+        return None
+
     def linked_directories(self) -> list[str]:
         return linked_directories(self._root)
 
@@ -77,6 +85,10 @@ class LocalStorage(Storage):
             self._root.mkdir(parents=True, exist_ok=True)
             for folder in created:
                 _sync_directory(folder.parent)
+        except (FileExistsError, NotADirectoryError) as error:
+            files = [folder for folder in (self._root, *self._root.parents) if folder.exists() and not folder.is_dir()]
+            why = f"{files[0]} is a file, and no directory" if files else error
+            raise WriteError(f"cannot create the checkpoint directory {self.path}: {why}") from error
         except OSError as error:
             raise WriteError(f"cannot create the checkpoint directory {self.path}: {error}") from error
 

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from .._format.chunks import Region, regions_of_range
 from .._format.encryption import Cipher, unlock
 from .._format.layout import StoredItem, data_file_rank, is_data_file_name, is_metadata_file_name, metadata_file_name
+from .._loading.directory_format import nothing_committed
 from .._loading.metadata_reader import read_metadata
-from .._loading.validate import not_committed
 from .._memory.tensor_bytes import dtype_name
 from .._storage.base import Storage
 from ..errors import ConversionError, MetadataError
@@ -175,7 +175,7 @@ def read_parts(storage: Storage) -> dict[int | None, Metadata]:
     while (part := read_metadata(storage, len(parts))) is not None:
         parts[len(parts)] = part
     if not parts:
-        raise not_committed(storage.path)
+        raise nothing_committed(storage)
     _check_ranks(storage, len(parts))
     return parts
 

@@ -244,6 +244,31 @@ def test_a_directory_that_is_spelled_otherwise(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["step-000009", "step-000010"]
 
 
+def test_a_step_whose_index_says_another(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A copy under another name is restored as it is named, with a warning that says of which step it is."""
+    saved(tmp_path, 1)
+    shutil.copytree(tmp_path / "step-1", tmp_path / "step-10")
+    with manager_of(tmp_path) as manager:
+        assert manager.restore(state_of(0), 1) == 1
+        assert "says that it is of step" not in said(caplog)
+        assert manager.restore(state_of(0), 10) == 10
+    assert f"{tmp_path}/step-10 says that it is of step 1: it was renamed, or is a copy. It is restored as" in said(
+        caplog
+    )
+
+
+def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
+    """No job begins at 0 because of it: the error names the file, and what it is."""
+    torch.save({}, tmp_path / "run.pt")
+    with manager_of(tmp_path / "run.pt") as manager:
+        with pytest.raises(MetadataError, match=r"run\.pt is a file of torch\.save: load it by torch\.load"):
+            manager.restore(state_of(0))
+        with pytest.raises(TypeError, match=r"as \{\"model\": model\}, and is Linear"):
+            manager.restore(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"as \{\"model\": model\}, and is Linear"):
+            manager.save(1, torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
 def test_a_step_that_is_not_there(tmp_path: Path) -> None:
     """The error says which ones are."""
     saved(tmp_path, 1, 2)

@@ -140,12 +140,21 @@ def test_a_planner_that_looks_into_metadata_that_cannot_be_read(weights, make):
 
 
 def test_a_safe_conversion_is_done_and_said(weights, caplog):
-    """float32 is converted to a bfloat16 target, with a warning that names the key."""
+    """float32 is converted to bfloat16 targets, with one warning that counts them and names the first keys."""
     path, expected = weights
     target = {"w": torch.zeros(200, 500, dtype=torch.bfloat16)}
     load(path, target)
     assert torch.equal(target["w"], expected.to(torch.bfloat16))
-    assert "'w' is stored as torch.float32 and is converted" in caplog.text
+    assert "1 tensor is stored as torch.float32 and converted to the torch.bfloat16 of the target: 'w'" in caplog.text
+    many = {f"w{number}": torch.full((3,), number + 0.5) for number in range(7)}
+    make_checkpoint(path.parent / "many", many)
+    caplog.clear()
+    loaded = {key: torch.zeros(3, dtype=torch.float64) for key in many}
+    load(path.parent / "many", loaded)
+    assert {key: value.tolist() for key, value in loaded.items()} == {key: v.tolist() for key, v in many.items()}
+    (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert "7 tensors are stored as torch.float32" in said
+    assert said.endswith("of the target: 'w0', 'w1', 'w2', 'w3', 'w4', and 2 more")
 
 
 def test_a_lossy_conversion_is_an_error(weights):

@@ -108,7 +108,7 @@ def test_a_path_whose_checkpoints_lie_below(run: Path) -> None:
     for path, hint in (
         (run, r"below it: step-11, step-10, step-9\.$"),
         (run.parent, r"below it: run/step-11, run/step-10, run/step-9\.$"),
-        (run / "step-12", r"never finished\.$"),
+        (run / "step-12", r"there is no such directory\.$"),
     ):
         with pytest.raises(NotCommitted, match=hint):
             tools.verify(path)

@@ -38,6 +38,8 @@ from dcp_tensorizer import (
     WriterProcessDied,
     errors,
 )
+from dcp_tensorizer.reader import ReaderOptions
+from dcp_tensorizer.writer import WriterOptions
 
 EXCEPTIONS = [
     CheckpointError,
@@ -125,6 +127,21 @@ def test_overridden_methods_take_what_torch_passes(ours: type, theirs: type) -> 
         actual = list(inspect.signature(getattr(ours, name)).parameters.values())
         assert [p.name for p in actual[: len(expected)]] == [p.name for p in expected], name
         assert not [p for p in actual[len(expected) :] if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
+@pytest.mark.parametrize(
+    ("options", "cls", "others"),
+    [
+        (WriterOptions, TensorizerStorageWriter, {"path", "survive"}),
+        (ReaderOptions, TensorizerStorageReader, {"path"}),
+    ],
+    ids=["writer", "reader"],
+)
+def test_options_that_are_passed_on_are_known_to_type_checkers(options: type, cls: type, others: set[str]) -> None:
+    """By the same names and types, so that a slip of the pen is seen before the job runs."""
+    parameters = inspect.signature(cls).parameters
+    expected = {name: parameter.annotation for name, parameter in parameters.items() if name not in others}
+    assert {name: kind.__forward_arg__ for name, kind in options.__annotations__.items()} == expected
 
 
 def test_the_arguments_of_the_writer_are_pinned() -> None:

@@ -208,7 +208,7 @@ def test_nothing_is_overwritten_on_the_remote(tmp_path: Path) -> None:
         assert writer.wait_remote(60)
         with pytest.raises(CheckpointException) as caught:
             dcp.save(state_of(2), storage_writer=writer, checkpoint_id=run.remote / "a")
-    assert "holds a checkpoint already, and overwrite=False" in str(unwrap(caught.value))
+    assert "Checkpoint already exists and overwrite=False" in str(unwrap(caught.value))
     assert run.load("a") == 1
 
 
@@ -263,7 +263,7 @@ def test_nothing_on_its_way_is_overwritten(tmp_path: Path) -> None:
     limits = SaveLimits(timeout=1.0, max_consecutive_failures=None)
     with quietly(), run.writer(overwrite=False, limits=limits) as writer, pytest.raises(CheckpointException) as caught:
         dcp.save(state_of(2), storage_writer=writer, checkpoint_id=run.remote / "a")
-    assert "not on the remote yet, and overwrite=False" in str(unwrap(caught.value))
+    assert "Checkpoint already exists and overwrite=False. It is in " in str(unwrap(caught.value))
     assert run.states() == ["unflushed"]
 
 

@@ -6,9 +6,10 @@ import pickle
 from pathlib import Path
 
 import pytest
+import torch
 
 from dcp_tensorizer import NotCommitted
-from dcp_tensorizer._loading.directory_format import contents, format_of
+from dcp_tensorizer._loading.directory_format import contents, format_of, nothing_committed
 from dcp_tensorizer._storage.open import open_storage
 
 from ...checkpoints import make_checkpoint
@@ -49,3 +50,42 @@ def test_anything_else_is_named(tmp_path: Path) -> None:
     assert contents(storage) == "it holds a.bin, aa/, b.bin, c.bin, d.bin and 2 more"
     with pytest.raises(NotCommitted):
         format_of(open_storage(tmp_path / "nowhere"), 0)
+
+
+def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
+    """The error says what it is by its first bytes, and what to do with it."""
+    path = tmp_path / "file"
+    torch.save({"w": torch.ones(2)}, path)
+    by_torch = path.read_bytes()
+    make_checkpoint(tmp_path / "step-1", {"w": torch.ones(5000)})
+    (data,) = (tmp_path / "step-1").glob("*.tensors")
+    for content, words in (
+        (by_torch, "of torch.save: load it by torch.load, or make a checkpoint of it by `dcp-tensorizer convert`."),
+        (pickle.dumps({}), "of torch.save: load it"),
+        (data.read_bytes(), "of a checkpoint: give the directory that it is in."),
+        ((tmp_path / "step-1" / ".metadata").read_bytes(), "of a checkpoint: give the directory that it is in."),
+        (b'\x10\0\0\0\0\0\0\0{"w": {}}', "of safetensors: make a checkpoint"),
+        (b"", "of another kind, and checkpoints are directories."),
+    ):
+        path.write_bytes(content)
+        assert f"{path} holds no committed checkpoint: it is a file {words}" in str(
+            nothing_committed(open_storage(path))
+        )
+
+
+def test_what_a_directory_without_metadata_holds(tmp_path: Path) -> None:
+    """Data without metadata may be a copy that has left out hidden files."""
+
+    def reason(name: str) -> str:
+        return str(nothing_committed(open_storage(tmp_path / name))).partition(" holds no committed checkpoint: ")[2]
+
+    make_checkpoint(tmp_path / "step-1", {"w": torch.ones(5000)})
+    (tmp_path / "step-1" / ".metadata").unlink()
+    assert reason("step-1").startswith(
+        "data lies there without .metadata. The save that wrote it never finished, or is "
+    )
+    assert reason("step-1").endswith("as `cp step/* ...` does: copy the directory itself, by `cp -r`.")
+    assert reason("") == (
+        "there is no .metadata, and it holds step-1/. The path is wrong, or a save there never finished."
+    )
+    assert reason("nowhere") == "there is no such directory."

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from dcp_tensorizer import MetadataError, ReadError
 from dcp_tensorizer._format.chunks import Region
 from dcp_tensorizer._format.index_reader import Piece
-from dcp_tensorizer._loading.read_target import ReadTarget, can_read_in_place, in_turns, targets_of, wanted_of
+from dcp_tensorizer._loading.read_target import Casts, ReadTarget, can_read_in_place, in_turns, targets_of, wanted_of
 
 from ...support import stored_item
 
@@ -90,6 +90,7 @@ def targets_in(
     lengths: tuple[int, ...] | None = None,
     dtype: str = "float32",
     world_size: int = 1,
+    casts: Casts | None = None,
 ) -> list[ReadTarget]:
     """What to read for an item of a plan that has a tensor's shape, of a stored chunk of 2 x 5 elements."""
     size = tuple(tensor.shape) if lengths is None else lengths
@@ -97,7 +98,7 @@ def targets_in(
     pieces = [Piece(stored_item(40, dtype=dtype), (2, 5), region, region)] if pieces is None else pieces
     zeros, index = torch.Size([0, 0]), MetadataIndex("x", torch.Size([0, 0]))
     read_item = ReadItem(LoadItemType.TENSOR, MetadataIndex("y"), zeros, index, zeros, torch.Size(size))
-    return targets_of("/ckpt", METADATA, read_item, pieces, tensor, world_size)
+    return targets_of("/ckpt", METADATA, read_item, pieces, tensor, world_size, {} if casts is None else casts)
 
 
 def test_what_an_item_of_a_plan_asks_the_index_for() -> None:

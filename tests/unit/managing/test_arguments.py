@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from dcp_tensorizer import SaveLimits
 from dcp_tensorizer._managing.arguments import (
     check_metrics,
     check_patterns,
+    check_state,
     check_step,
     options_of_reader,
     split_limits,
@@ -33,6 +36,19 @@ def test_metrics() -> None:
             check_metrics(metrics)
 
 
+def test_states() -> None:
+    """A module or an optimizer by itself has no key; the error says how it gets one."""
+    check_state({"model": torch.nn.Linear(1, 1)})
+    model = torch.nn.Linear(1, 1)
+    for state, words in (
+        (model, '{"model": model}, and is Linear'),
+        (torch.optim.SGD(model.parameters()), '{"optimizer": optimizer}, and is SGD'),
+        ([model], '{"model": model}, and is list'),
+    ):
+        with pytest.raises(TypeError, match="^" + re.escape(f"state must be a dict, as {words}")):
+            check_state(state)
+
+
 def test_patterns() -> None:
     """One string is not a list of them."""
     assert check_patterns("include", ["a.*", "b"]) == ("a.*", "b")
@@ -45,8 +61,13 @@ def test_options() -> None:
     """Readers are told what the writer knows, unless the user says otherwise; failures are counted by the manager."""
     limits, failures = split_limits({"limits": SaveLimits(timeout=7.0, max_consecutive_failures=2)})
     assert (limits, failures) == (SaveLimits(timeout=7.0, max_consecutive_failures=None), 2)
-    with pytest.raises(TypeError, match=r"^CheckpointManager has no option 'keep_lates'"):
-        split_limits({"keep_lates": 2, "sync_files": True})
+    for slip, words in (
+        ("keep_lates", "'keep_lates': did you mean 'keep_latest'? Besides its own"),
+        ("sync_file", "'sync_file': did you mean 'sync_files'? Besides its own"),
+        ("colour", "'colour'. Besides its own"),
+    ):
+        with pytest.raises(TypeError, match="^" + re.escape(f"CheckpointManager has no option {words}")):
+            split_limits({slip: 2, "overwrite": True}, own=["keep_latest", "keep_every"])
     writer = {"storage_options": {"key": "k"}}
     expected = {"storage_options": {"key": "k"}, "timeout": 9.0, "verify": False}
     assert options_of_reader(writer, limits, {"timeout": 9.0, "verify": False}) == expected

@@ -48,6 +48,19 @@ def test_a_save_that_another_rank_failed_counts_too(caplog):
     assert "the save to /ckpt/a was not committed" in caplog.text
 
 
+def test_a_save_without_a_path_is_called_so(caplog):
+    """And not one to None, nor to nothing."""
+    counter = FailureCounter()
+    counter.set_coordinator(True)
+    counter.begin("")
+    counter.failed(WriteError("give the writer a path"))
+    counter.end()
+    assert [record.getMessage() for record in caplog.records] == [
+        "a save without a path failed: give the writer a path",
+        "a save without a path was not committed: give the writer a path",
+    ]
+
+
 def test_other_ranks_do_not_count():
     """A rank that is not the coordinator never learns of a commit, so it must not take a save for failed."""
     counter = FailureCounter()

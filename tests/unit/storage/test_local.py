@@ -177,8 +177,16 @@ def test_a_file_in_the_place_of_a_directory(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path / "file")
     assert storage.read(".metadata") is None
     assert storage.head(".metadata") is None
-    with pytest.raises(WriteError, match="file"):
-        storage.make_directory()
+    for folder in (storage, storage.child("step-1")):
+        with pytest.raises(
+            WriteError, match=rf"checkpoint directory {folder.path}: {tmp_path}/file is a file, and no dir"
+        ):
+            folder.make_directory()
+    assert [place.file_in_place() for place in (storage, storage.child("a"), LocalStorage(tmp_path))] == [
+        b"x",
+        None,
+        None,
+    ]
     with pytest.raises(WriteError, match="file"):
         storage.put(".metadata", b"x", sync=True)
 
