@@ -43,8 +43,10 @@ from ._managing.signals import StopSignals
 from ._managing.state_part import StatePart
 from ._managing.survival import Survival
 from ._managing.together import Together
+from ._storage.claim import Ownership, claim_file_name
 from ._storage.open import absolute_path
 from ._threads import Deadline
+from ._tiers.nearest import NearestStorage
 from ._tiers.open import Opener
 from .errors import CheckpointError, WriteError
 from .writer import TensorizerStorageWriter, WriterOptions
@@ -154,11 +156,13 @@ class CheckpointManager:
             raise
         agreement, self._clock = Agreement(agreements), GoodputClock()
         saver, rules = self._writer.saver, self._rules if agreement.is_first else None
+        remote = self._folder.remote if isinstance(self._folder, NearestStorage) else self._folder
+        owner = saver.owner = Ownership(remote, claim_file_name(self._names.shown))
         self._survival = Survival(saver, self._folder, self._names.template, agreement, survive, buffers)
         in_memory = None if survive_every is None else Schedule(survive_every, None)
         steps = self._folder, self._names, schedule, in_memory
-        self._job = Job(*steps, agreement, self._survival, saver.flushing, self._reader_options)
-        self._retaining = Retaining(self._folder, self._names, rules, saver.flushing, lambda: self._job.place)
+        self._job = Job(*steps, agreement, self._survival, owner, saver.flushing, self._reader_options)
+        self._retaining = Retaining(remote, self._names, rules, owner, saver.flushing, lambda: self._job.place)
         what = self._clock, must_change, self._retaining.after
         self._saves = self._job.saves = Saves(self._writer, together, agreement, *what, omits_replicas=not survive)
         self._stopping = self._closed = self._is_over = False
@@ -408,10 +412,9 @@ class CheckpointManager:
             alone, place = Agreement(None), self._job.place
             folder = self._folder = self._open_folder()
             survival = Survival(self._writer.saver, folder, self._names.template, alone, 0.0, 2)
-            schedule = Schedule(None, None)
-            self._job = Job(
-                folder, self._names, schedule, None, alone, survival, None, self._reader_options, is_alone=True
-            )
+            steps, owner = (folder, self._names, Schedule(None, None), None), self._writer.saver.owner
+            assert owner is not None
+            self._job = Job(*steps, alone, survival, owner, None, self._reader_options, is_alone=True)
             self._saves = self._job.saves = Saves(self._writer, None, alone, self._clock, (), lambda saved: None)
             self._job.place = place
             self._is_new_copy = False

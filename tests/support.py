@@ -162,6 +162,11 @@ def encrypted_file(
     return sink.content, {item.name: item for item in items}
 
 
+def directories_in(folder: Path) -> list[str]:
+    """The names of the directories in a folder, sorted: those of a manager's checkpoints."""
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
 def block_digests(tensor: torch.Tensor) -> bytes:
     """XXH3-64 of each block of a tensor's bytes. If there are several, that of all bytes follows."""
     data = raw(tensor)

@@ -14,11 +14,15 @@ from .._loading.directory_format import kind_of_file
 from .._loading.metadata_reader import read_head
 from .._storage.base import Storage
 from .._threads import in_threads
-from ..errors import MetadataError, NotCommitted, ReadError
+from ..errors import CheckpointError, MetadataError, NotCommitted, ReadError
 from .branches import TRUNK, Branch
 from .names import StepNames
 
-__all__ = ["Others", "Step", "others", "read_steps"]
+__all__ = ["LATEST", "Others", "Step", "others", "read_steps"]
+
+LATEST = "latest"
+"""The file that names the directory of the newest checkpoint."""
+_MAX_NAME = 1024
 
 # What the files are called in which others keep checkpoints. Where names are not understood, only these are looked for:
 # logs and settings may lie in the folder too.
@@ -54,23 +58,27 @@ class Step:
 
 
 def read_steps(folder: Storage, names: StepNames) -> list[Step]:
-    """The committed checkpoints in a folder, lowest step first. One request for the folder, and one for each of them.
+    """The committed checkpoints in a folder, lowest step first. One request for each, for the folder, and for `LATEST`.
 
-    A directory may have been moved elsewhere, with a link left in its place. One that cannot be read says why.
+    A listing may come from a cache. What `LATEST` names counts, if it is a checkpoint, whether or not it is listed. A
+    directory may have been moved elsewhere, with a link left in its place. One that cannot be read says why.
 
     Raises:
         MetadataError: two directories are of one step; names them.
         ReadError: the folder cannot be listed.
     """
     try:
-        found = [*folder.listing()[1], *folder.linked_directories()]
+        found = {*folder.listing()[1], *folder.linked_directories()}
     except NotCommitted:
         if (head := folder.file_in_place()) is not None:
             raise MetadataError(f"{folder.path} is a file {kind_of_file(head)}") from None
-        return []
+        found = set()
+    newest = _newest(folder)
+    unlisted = {newest} - found
+    found |= unlisted
     places = [(number, name) for name in sorted(found) if (number := names.step_in(name)) is not None]
     read = in_threads(functools.partial(_read_step, folder), sorted(places))
-    steps = [step for step in read if step is not None]
+    steps = [step for step in read if step is not None and not (step.problem and step.name in unlisted)]
     for step, other in itertools.pairwise(steps):
         if step.number == other.number:
             raise MetadataError(
@@ -78,6 +86,15 @@ def read_steps(folder: Storage, names: StepNames) -> list[Step]:
                 f"elsewhere"
             )
     return steps
+
+
+def _newest(folder: Storage) -> str:
+    """The name that `LATEST` has; empty if there is none. One without its line's end is cut off: of an old size."""
+    try:
+        name = (folder.read(LATEST, _MAX_NAME) or b"").decode()
+    except (CheckpointError, UnicodeDecodeError):  # a directory of that name, say
+        return ""
+    return name[:-1] if name.endswith("\n") and not {"/", "\\", "\0"} & set(name) else ""
 
 
 def _read_step(folder: Storage, place: tuple[int, str]) -> Step | None:

@@ -41,6 +41,7 @@ class Vote:
         is_due_in_memory: The step is to be held in memory, also if no save is due.
         has_failed: The newest state could not be kept in memory.
         ends: It keeps no states in memory any more.
+        is_lost: * Another run has the folder now.
     """
 
     step: int
@@ -55,6 +56,7 @@ class Vote:
     is_due_in_memory: bool = False
     has_failed: bool = False
     ends: bool = False
+    is_lost: bool = False
 
 
 class Decision(NamedTuple):
@@ -66,6 +68,7 @@ class Decision(NamedTuple):
         failures: How many saves have failed in a row.
         has_failed, ends: As in a `Vote`, of any rank.
         is_due: A save is due, or was asked for.
+        is_lost: Another run has the folder now.
     """
 
     action: Action
@@ -74,6 +77,7 @@ class Decision(NamedTuple):
     has_failed: bool
     ends: bool
     is_due: bool
+    is_lost: bool = False
 
 
 def decide(agreement: Agreement, vote: Vote) -> Decision:
@@ -86,9 +90,10 @@ def decide(agreement: Agreement, vote: Vote) -> Decision:
     first = agreement.is_first
     known = (vote.is_due, vote.is_last, vote.is_there, vote.failures) if first else (0, 0, 0, 0)
     memory = vote.must_write, vote.is_busy, vote.is_due_in_memory, vote.has_failed, vote.ends
-    numbers = agreement.largest(vote.stop, vote.force, vote.step, -vote.step, *known, *memory)
+    wishes, lost = (vote.stop, vote.force, vote.step, -vote.step), int(first and vote.is_lost)
+    numbers = agreement.largest(*wishes, *known, *memory, lost)
     stop, force, highest, lowest, is_due, is_last, is_there, failures = numbers[:8]
-    must_write, is_busy, is_due_in_memory, has_failed, ends = numbers[8:]
+    must_write, is_busy, is_due_in_memory, has_failed, ends, is_lost = numbers[8:]
     if highest != -lowest:
         raise ValueError(f"the ranks save different steps, from {-lowest} to {highest}: all must be at the same")
     is_due = stop or force or is_due
@@ -100,4 +105,4 @@ def decide(agreement: Agreement, vote: Vote) -> Decision:
         action = Action.KEEP
     else:
         action = Action.HOLD if is_busy and not (stop or force or must_write or ends) else Action.SAVE
-    return Decision(action, bool(stop), failures, bool(has_failed), bool(ends), bool(is_due))
+    return Decision(action, bool(stop), failures, bool(has_failed), bool(ends), bool(is_due), bool(is_lost))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from .._format.layout import is_ours, metadata_file_name
@@ -25,10 +25,19 @@ logger = logging.getLogger("dcp_tensorizer")
 _LINKED = "it is a link: remove it, and what it leads to, by hand"
 
 
-def retain(folder: Storage, names: StepNames, saved: Step, rules: Retention) -> list[Step]:
+def retain(
+    folder: Storage, names: StepNames, saved: Step, rules: Retention, check: Callable[[], object] = lambda: None
+) -> list[Step]:
     """Deletes what the rules do not keep of the branch of a checkpoint that has just been committed; returns that.
 
     That checkpoint stays in any case. What fails is said in the log: no save fails by it.
+
+    Args:
+        folder: Of the checkpoints.
+        names: Of their directories.
+        saved: The checkpoint.
+        rules: What is kept.
+        check: See `delete_old`.
     """
     try:
         steps = members([step for step in read_steps(folder, names) if not step.problem], saved.branch)
@@ -37,10 +46,16 @@ def retain(folder: Storage, names: StepNames, saved: Step, rules: Retention) -> 
     except CheckpointError as error:
         logger.warning("old checkpoints are not deleted: %s", error)
         return []
-    return delete_old(folder, steps, rules, spared=saved.number)
+    return delete_old(folder, steps, rules, saved.number, check)
 
 
-def delete_old(folder: Storage, steps: Sequence[Step], rules: Retention, spared: int = -1) -> list[Step]:
+def delete_old(
+    folder: Storage,
+    steps: Sequence[Step],
+    rules: Retention,
+    spared: int = -1,
+    check: Callable[[], object] = lambda: None,
+) -> list[Step]:
     """Deletes those of a branch's checkpoints that no rule keeps; returns them. What stays is said in the log.
 
     Args:
@@ -48,6 +63,7 @@ def delete_old(folder: Storage, steps: Sequence[Step], rules: Retention, spared:
         steps: All of the branch.
         rules: What is kept.
         spared: A step that stays whatever the rules say.
+        check: Called just before each deletion: it raises if this job must not delete anything any more.
     """
     kept, linked = rules.kept(steps) | {spared}, folder.linked_directories()
     deleted = []
@@ -59,7 +75,7 @@ def delete_old(folder: Storage, steps: Sequence[Step], rules: Retention, spared:
             continue
         try:
             reason = _LINKED if step.name in linked else ""
-            reason = reason or delete_step(storage, step, other_files=rules.delete_other_files)
+            reason = reason or delete_step(storage, step, other_files=rules.delete_other_files, check=check)
         except Exception as error:
             reason = storage.scrub(describe(error))
         if reason:
@@ -70,13 +86,16 @@ def delete_old(folder: Storage, steps: Sequence[Step], rules: Retention, spared:
     return deleted
 
 
-def delete_step(storage: Storage, step: Step, *, other_files: bool = False) -> str:
+def delete_step(
+    storage: Storage, step: Step, *, other_files: bool = False, check: Callable[[], object] = lambda: None
+) -> str:
     """Deletes a checkpoint, its metadata first; returns why it must stay, or an empty string.
 
     Args:
         storage: The checkpoint's directory.
         step: Which one it is.
         other_files: Delete also what no save wrote. Otherwise it is a reason to stay.
+        check: See `delete_old`.
 
     Raises:
         CheckpointError, OSError: it cannot be looked at, or not be removed.
@@ -97,6 +116,7 @@ def delete_step(storage: Storage, step: Step, *, other_files: bool = False) -> s
         head = read_head(storage)
         if head is not None and head.save_id != step.save_id:
             return "something else has been saved there"
+        check()
         withdraw(storage, names)
         for name in folders:
             _remove_tree(storage.child(name))

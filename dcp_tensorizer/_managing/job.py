@@ -11,7 +11,8 @@ from .._format.index_rows import SaveRecord
 from .._format.layout import metadata_file_name
 from .._saving.flushing import Flushing
 from .._storage.base import Storage
-from ..errors import CheckpointError, ReadError
+from .._storage.claim import Ownership
+from ..errors import CheckpointError, ReadError, WriteError
 from .agreement import Agreement
 from .branches import leave
 from .catalogue import Step, read_steps
@@ -40,6 +41,7 @@ class Job:
         memory_schedule: When a step is to be held in memory, due or not; None: never.
         agreement: Of all ranks.
         survival: What is kept in memory.
+        owner: Says whether the folder is this job's.
         flushing: Of the local folder, if there is one.
         reader_options: For readers.
         is_alone: This process loads by itself, whatever ranks there are.
@@ -59,6 +61,7 @@ class Job:
         memory_schedule: Schedule | None,
         agreement: Agreement,
         survival: Survival,
+        owner: Ownership,
         flushing: Flushing | None,
         reader_options: Mapping[str, Any],
         *,
@@ -71,6 +74,8 @@ class Job:
         self._memory_schedule = memory_schedule
         self._agreement = agreement
         self._survival = survival
+        self._owner = owner
+        self._has_claimed = False
         self._flushing = flushing
         self._reader_options = reader_options
         self._is_alone = is_alone
@@ -93,11 +98,14 @@ class Job:
             CheckpointError: see `CheckpointManager.save`.
         """
         self._survival.begin()
+        self._claim()
         if self.place is None:
             settle(self._flushing, self._agreement)
             self.place = self._agreement.decided(lambda: begin(self._folder, self._names, step))
         wishes = stop, force, must_write
         decision = self._decide(step, *wishes)
+        if decision.is_lost:
+            raise WriteError(self._agreement.decided(lambda: self._owner.lost))
         if step < self._last_step:  # on all ranks: they have just compared
             self._go_back(step)
             decision = self._decide(step, *wishes)
@@ -107,6 +115,17 @@ class Job:
         if decision.action in (Action.JOIN, Action.KEEP) and self._is_gone(step):
             decision = decision._replace(action=Action.SAVE)
         return decision, self._act(decision, step, state, metrics)
+
+    def _claim(self) -> None:
+        """Claims the folder, at the first save of the job."""
+        if self._has_claimed:
+            return
+        self._has_claimed = True
+        if self._flushing is not None:  # before it is claimed: the flush of each node has to know that it is its own
+            self._flushing.admit(self._owner.name, self._agreement.decided(lambda: self._owner.id))
+            self._agreement.largest(0)
+        if self._agreement.is_first:
+            self._owner.claim()
 
     def _is_gone(self, step: int) -> bool:
         """Looks whether somebody has deleted a step that was saved; then the job stands among what is left.
@@ -145,8 +164,8 @@ class Job:
         holds, of_memory = self._survival.holds, self._memory_schedule
         is_due_in_memory = holds and of_memory is not None and of_memory.is_due(step)
         memory = must_write, holds and saves.is_busy, is_due_in_memory, has_failed, ends
-        known = is_due, saves.is_last(step), is_there, saves.failures
-        return decide(self._agreement, Vote(step, stop, force, *known, *memory))
+        known, is_lost = (is_due, saves.is_last(step), is_there, saves.failures), bool(self._owner.lost)
+        return decide(self._agreement, Vote(step, stop, force, *known, *memory, is_lost=is_lost))
 
     def restore(self, state: dict[str, Any], selection: Selection, step: int | None, *, fallback: bool) -> int | None:
         """Loads the newest state, or the checkpoint of a step; returns the step, or None if there is nothing.

@@ -16,6 +16,9 @@ class StepNames:
     Args:
         template: The name with ``{}`` where the number goes; ``{:06}`` pads it.
 
+    Attributes:
+        shown: The template with ``N`` for the number, however that is padded: ``step-N``.
+
     Raises:
         TypeError: it is no string.
         ValueError: it has not one place for a number, or cannot be the name of one directory.
@@ -34,6 +37,7 @@ class StepNames:
             raise ValueError(f"name={template!r} must have one {{}} for the step, and no slash")
         prefix = parts[0][0]
         suffix = parts[1][0] if len(parts) > 1 else ""
+        self.shown = f"{prefix}N{suffix}"
         self._pattern = re.compile(re.escape(prefix) + r"(\d+)" + re.escape(suffix))
         lost = [name for step, name in made if self.step_in(name) != step]
         if lost or re.search(r"\d$", prefix) or re.match(r"\d", suffix):

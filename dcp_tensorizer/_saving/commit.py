@@ -122,6 +122,7 @@ def commit(
     entries: EntryWriter | None = None,
     record: SaveRecord | None = None,
     check: Callable[[], object] = lambda: None,
+    is_owned: bool = False,
 ) -> None:
     """Makes a save the checkpoint at its path. All of its data must be durable by now. Its records go.
 
@@ -140,6 +141,8 @@ def commit(
         entries: Of the saves before, see `encode`.
         record: What a manager says of the save.
         check: Called just before the metadata is put: it raises `Refused` if the save must not be committed any more.
+        is_owned: The directory is this run's alone, as ``check`` says. So metadata that is put there after that by
+            another run is not replaced, as far as the storage can tell (`Storage.put_if`).
 
     Raises:
         WriteError: nothing has been committed, what was committed before is untouched, and the save's files are
@@ -150,8 +153,13 @@ def commit(
     try:
         check_data(storage, files)
         data = encoded(storage, metadata, parts, rank=rank, cipher=cipher, entries=entries, record=record)
+        name, save_id = metadata_file_name(rank), metadata.storage_meta.save_id
+        before = storage.read(name) if is_owned and overwrite else None
         check()
-        storage.put(metadata_file_name(rank), data, sync=sync, replace=overwrite, save_id=metadata.storage_meta.save_id)
+        if not is_owned or not overwrite:
+            storage.put(name, data, sync=sync, replace=overwrite, save_id=save_id)
+        elif not storage.put_if(name, before, data, sync=sync, save_id=save_id):
+            raise Refused(f"{storage.path}: another run has saved there just now; this save is not committed")
     except Refused as error:
         remove_with_records(storage, files)
         raise WriteError(str(error)) from error.__cause__

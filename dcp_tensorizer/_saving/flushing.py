@@ -97,6 +97,14 @@ class Flushing:
         """Done when the remote has a save; None if it has it, or if this rank has no part in its flush."""
         return self._futures.get(save_id)
 
+    def admit(self, name: str, run: str) -> None:
+        """A run of this name of claims is about to claim the remote folder, and saves to this local one.
+
+        What lies here is flushed as long as the remote folder is one of its runs' (`Queue.runs`).
+        """
+        with suppress(ReadError):  # then nothing is saved there
+            self.queue.admit(name, run)
+
     def entries(self) -> list[Entry]:
         """All records. None, with a warning, if the folder cannot be read.
 

@@ -20,6 +20,7 @@ from .._format.index_rows import SaveRecord
 from .._staging.stage_times import StageTimes
 from .._staging.stager import StagedSave, StagedStateDict, Stager
 from .._storage.base import Storage
+from .._storage.claim import Ownership
 from .._storage.open import absolute_path, open_storage
 from .._storage.redact import redact
 from .._threads import Deadline
@@ -78,6 +79,7 @@ class Saver:
         freshness: Knows whether a save differs from the one before.
         id: Of the writer.
         save_id: Of the save that began last; before the first one, of that.
+        owner: Says whether the folder of the saves is still this run's; None where nobody claims it.
         closed: The writer has been closed.
     """
 
@@ -101,6 +103,7 @@ class Saver:
         self.reports = Reports(on_report)
         self.freshness = Freshness()
         self.closed = closed
+        self.owner: Ownership | None = None
         self.id = uuid.uuid4().hex
         self.save_id = uuid.uuid4().hex
         self._next_id = self.save_id

@@ -316,7 +316,8 @@ class SaveSession:
             parts,
             sync=options.write.sync,
             overwrite=options.overwrite,
-            check=self._check_wanted,  # once more: to look at the data of all ranks may have taken seconds
+            check=self._check_commit,  # at the last moment: to look at the data of all ranks may have taken seconds
+            is_owned=self._saver.owner is not None,
             **self._index_options(),
         )
 
@@ -324,6 +325,12 @@ class SaveSession:
         """Raises `Refused` if the save has been abandoned."""
         if self._saver.closed and self._staged_save is not None:
             raise Refused(f"the writer was closed before the save to {self.path} was over")
+
+    def _check_commit(self) -> None:
+        """Raises `Refused` if the save must not be committed: it has been abandoned, or another run has the folder."""
+        self._check_wanted()
+        if self._saver.owner is not None:
+            self._saver.owner.check()
 
     def _index_options(self) -> dict[str, Any]:
         """What the index is made with."""

@@ -244,7 +244,8 @@ class TieredSession(SaveSession):
         try:
             self._wait_for_turn(remote, commit)
             is_known = False
-            replaced = publish(remote, index, commit, {entry.id for entry in self._flushing.entries()})
+            before = {entry.id for entry in self._flushing.entries()}
+            replaced = publish(remote, index, commit, before, self._check_commit)
         except BaseException as error:
             if is_known or isinstance(error, (Refused, Superseded)):
                 remove(remote, commit.files)

@@ -241,6 +241,33 @@ class Storage(abc.ABC):
             WriteError: nobody knows whether the file is there or will appear.
         """
 
+    def put_if(self, name: str, expected: bytes | None, data: bytes, *, sync: bool = True, save_id: str = "") -> bool:
+        """Puts a small file in the place of one with known contents; returns whether it did, or left all as it is.
+
+        Of several that expect the same contents one succeeds, as far as the storage can tell: on local disks, in this
+        process's memory and on S3 servers with conditional writes for certain. Elsewhere two may succeed that meet, and
+        then the later one's file stays.
+
+        Args:
+            name: Of the file.
+            expected: Its contents now; None: there is no such file.
+            data: Its new contents.
+            sync, save_id: As for `put`.
+
+        Raises:
+            ReadError: its contents now cannot be read.
+            WriteError: it cannot be put, or nobody knows whether it was (see `put`).
+        """
+        if expected is not None and self.read(name) != expected:
+            return False
+        try:
+            self.put(name, data, sync=sync, replace=expected is not None, save_id=save_id)
+        except Refused:
+            if expected is None and self.head(name) is not None:
+                return False
+            raise
+        return True
+
     @abc.abstractmethod
     def read(self, name: str, most: int | None = None) -> bytes | None:
         """A small file's contents, ``most`` bytes of them at most; None if it does not exist; raises `ReadError`."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from .._descriptor import Descriptor
 from .._forks import Finalizer
@@ -33,6 +33,7 @@ _T = TypeVar("_T")
 # Every process that can reach a directory on one of these sees a lock on it. On network file systems a lock may be
 # visible to one machine only.
 _LOCAL_TYPES = frozenset({"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
+_LOCK_SECONDS = 10.0  # that a small file may be locked for: to replace it takes milliseconds
 # Errors of a mount whose server has not said what became of a request.
 _UNANSWERED = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ENOTCONN, errno.EHOSTUNREACH}
 
@@ -119,6 +120,20 @@ class LocalStorage(Storage):
                 self.sync_directory()
             except OSError as error:
                 raise WriteError(f"{self._root / name} is in place, but may not stay there: {error}") from error
+
+    def put_if(self, name: str, expected: bytes | None, data: bytes, *, sync: bool = True, save_id: str = "") -> bool:
+        if expected is None:
+            return super().put_if(name, None, data, sync=sync, save_id=save_id)  # a link tells whether there was one
+        try:
+            file = _open_to_lock(self._root / name)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise ReadError(f"cannot read {self._root / name}: {error}") from error
+        with file:
+            _lock_file(file.fileno(), self._root / name)
+            # Whoever had the lock before has put another file there: the one that is open here is not there any more.
+            return super().put_if(name, expected, data, sync=sync, save_id=save_id)
 
     def _rename(self, temporary: Path, name: str, data: bytes, replace: bool) -> None:
         """Gives a file its name.
@@ -327,6 +342,37 @@ def _link(source: Path, target: Path) -> None:
     except OSError:
         if target.exists():
             raise FileExistsError(TAKEN) from None
+
+
+def _open_to_lock(path: Path) -> BinaryIO:
+    """Opens a file so that it can be locked: network mounts lock for writing only what is open for writing."""
+    _check_kind(path)
+    try:
+        return path.open("r+b")
+    except PermissionError:  # another user's, in a folder of both
+        return path.open("rb")
+
+
+def _lock_file(descriptor: int, path: Path) -> None:
+    """Locks a file until it is closed. Where a file system has no locks, it does nothing.
+
+    Raises:
+        WriteError: somebody else has had the lock for seconds.
+    """
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise WriteError(
+                    f"cannot write {path}: another process has been at it for {_LOCK_SECONDS:g} s: is it stopped?"
+                ) from None
+            time.sleep(0.01)
+        except OSError:
+            return
+        else:
+            return
 
 
 def _sync_directory(path: Path) -> None:

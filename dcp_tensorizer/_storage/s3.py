@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from .._threads import in_background, in_threads
 from ..errors import NotCommitted, ReadError
-from .base import FileIdentity, FileInfo, RangeReader, Sink, Storage, rest_of
+from .base import FileIdentity, FileInfo, RangeReader, Refused, Sink, Storage, rest_of
 from .remote import RemoteStorage
 from .retry import is_transient
 from .s3_client import NoSuchObject, PastEnd, receive, shared_client
@@ -30,6 +30,7 @@ _T = TypeVar("_T")
 _PART = 8 << 20  # larger ones are no faster, and take more memory; S3's least is 5 MiB
 _MOST_PARTS = 10_000
 _CONCURRENCY = 8
+_NOT_IMPLEMENTED = 501
 
 
 class S3Storage(RemoteStorage):
@@ -106,7 +107,23 @@ class S3Storage(RemoteStorage):
             begin()
             # Not patiently: an attempt whose answer was lost may have put the object, and another job may have replaced
             # it since. A late attempt would bring back a checkpoint whose files that job has removed.
-            self.call("put_object", name, Body=data, **condition)
+            self._put(name, data, condition)
+
+    def put_if(self, name: str, expected: bytes | None, data: bytes, *, sync: bool = True, save_id: str = "") -> bool:
+        if expected is None:
+            return super().put_if(name, None, data, sync=sync, save_id=save_id)
+        tag = self._ask(name, lambda name: self.call("head_object", name)["ETag"])
+        if tag is None or self.read(name) != expected:  # in this order: what is replaced must be what was read
+            return False
+        try:
+            with self._putting(name, data) as begin:
+                begin()
+                self._put(name, data, {"IfMatch": tag})
+        except Refused:
+            if self.read(name) != expected:  # another one was quicker
+                return False
+            raise
+        return True
 
     def open(self, name: str) -> RangeReader:
         return _S3Reader(self, name)
@@ -160,6 +177,15 @@ class S3Storage(RemoteStorage):
     def part(self, answer: Mapping[str, Any]) -> dict[str, str]:
         """From the answer to a part: what completing the upload has to say of it."""
         return {name: answer[name] for name in self._client.names_of_part() if name in answer}
+
+    def _put(self, name: str, data: bytes, condition: Mapping[str, str]) -> None:
+        """Puts an object on a condition, or without it on a server that says that it has no conditional writes."""
+        try:
+            self.call("put_object", name, Body=data, **condition)
+        except OSError as error:
+            if not condition or getattr(error, "status", None) != _NOT_IMPLEMENTED:
+                raise
+            self.call("put_object", name, Body=data)
 
     def _read(self, name: str, most: int | None) -> bytes:
         return _S3Reader(self, name).read(most)

@@ -23,6 +23,7 @@ __all__ = ["StreamStorage"]
 
 _FOR_THREADS = {"memory", "hdfs", "arrow_hdfs"}
 """Protocols without an event loop that several threads may use at once."""
+_swapping = threading.Lock()  # of files in this process's memory
 
 
 class StreamStorage(RemoteStorage):
@@ -88,6 +89,10 @@ class StreamStorage(RemoteStorage):
                     raise
 
             self._retried(put)
+
+    def put_if(self, name: str, expected: bytes | None, data: bytes, *, sync: bool = True, save_id: str = "") -> bool:
+        with _swapping if self.in_process else nullcontext():
+            return super().put_if(name, expected, data, sync=sync, save_id=save_id)
 
     def open(self, name: str) -> RangeReader:
         return Ranges(lambda start, stop: self._call("cat_file", self._full(name), start=start, end=stop))

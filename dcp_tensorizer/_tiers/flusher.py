@@ -13,6 +13,7 @@ from .._format.index import read_head
 from .._format.layout import data_file_rank, metadata_file_name
 from .._process_context import environment
 from .._storage.base import Storage
+from .._storage.claim import read_claim
 from .._storage.local import LocalStorage
 from .._threads import Patience
 from ..errors import CheckpointError, MetadataError, ReadError, describe
@@ -207,7 +208,7 @@ class Flusher:
         try:
             index = self._index(entry)
             if index is not None:
-                replaced = publish(remote, index, commit, self._ids_before(entry))
+                replaced = publish(remote, index, commit, self._ids_before(entry), self._check_owner)
             elif set(commit.files) <= named_files(remote, commit.name):
                 replaced = None
             else:
@@ -221,6 +222,23 @@ class Flusher:
             remote.remove(*replaced)
         self._queue.set_trouble(entry, None)
         arrive(self._queue, entry, record, set(commit.files))
+
+    def _check_owner(self) -> None:
+        """Looks whether the remote folder is, as far as anybody has claimed it, a run's that saves to this local one.
+
+        Otherwise another run goes on there from something else, and what lies here is not what it has.
+
+        Raises:
+            Superseded: it is not.
+            ReadError: it cannot be read.
+        """
+        for name, runs in self._queue.runs().items():
+            claim = read_claim(self._remote(""), name)
+            if claim is not None and claim.id not in runs:
+                raise Superseded(
+                    f"{self.target.name} is another run's now, which does not save to {self.target.local}: process "
+                    f"{claim.process} on host {claim.host} has claimed it at {claim.claimed_at}"
+                )
 
     def _index(self, entry: Entry) -> bytes | None:
         """The metadata of a checkpoint; None if there is none any more. Raises `ReadError`: perhaps later."""

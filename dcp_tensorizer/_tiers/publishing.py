@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 
 from .._format.index import data_files, find_index, read_head
 from .._format.index_rows import Head
@@ -35,7 +35,13 @@ def named_files(remote: Storage, name: str) -> set[str]:
     return set() if head is None else set(data_files(head))
 
 
-def publish(remote: Storage, index: bytes, commit: Commit, earlier: Container[str]) -> set[str] | None:
+def publish(
+    remote: Storage,
+    index: bytes,
+    commit: Commit,
+    earlier: Container[str],
+    check: Callable[[], object] = lambda: None,
+) -> set[str] | None:
     """Makes a save the checkpoint at its place on the remote. All of its files must be there by now.
 
     To do so again is harmless: an answer may have been lost, or a process may have died in between.
@@ -45,6 +51,8 @@ def publish(remote: Storage, index: bytes, commit: Commit, earlier: Container[st
         index: The metadata.
         commit: What is committed.
         earlier: Ids of saves that are known to be earlier ones, whatever the clock said.
+        check: Called just before the metadata is put: it raises if that must not be done any more. What another run
+            puts there after that is not replaced, as far as the storage can tell (`Storage.put_if`).
 
     Returns:
         The files of the checkpoint that it has replaced; None if it was there already.
@@ -54,14 +62,19 @@ def publish(remote: Storage, index: bytes, commit: Commit, earlier: Container[st
         CheckpointError: it could not be put now (a full disk, say), or nobody knows whether it is there or will be.
     """
     own = read_head(index, commit.name)
-    there = _committed(remote, commit.name)
+    before = remote.read(commit.name)
+    there = _head(before, commit.name)
     if there is not None and there.save_id == own.save_id:
         return None
     if there is not None and _is_later(there, own, earlier):
         raise Superseded(f"{remote.path} holds a checkpoint that was saved later, by another job: it stays")
     replaced = set() if there is None else set(data_files(there)) - set(commit.files)
+    check()
     try:
-        remote.put(commit.name, index, sync=True, replace=commit.overwrite, save_id=str(own.save_id or ""))
+        if not commit.overwrite:
+            remote.put(commit.name, index, sync=True, replace=False, save_id=str(own.save_id or ""))
+        elif not remote.put_if(commit.name, before, index, save_id=str(own.save_id or "")):
+            raise Refused(f"{remote.path}: another run has saved there just now")  # the next try looks at that
     except Refused as error:  # also for a full disk, which is no reason to give a save up
         there = _committed(remote, commit.name)
         if there is not None and there.save_id == own.save_id:  # an attempt before this one has come to it meanwhile
@@ -92,6 +105,14 @@ def _has_left(own: Head, there: Head) -> bool:
     if own.record is None or there.record is None or not there.record.branch:
         return False
     return there.record.branch[-1][0] in {name for name, _ in own.record.branch[:-1]}
+
+
+def _head(data: bytes | None, name: str) -> Head | None:
+    """The head of metadata; None if there is none, or if it is not this package's."""
+    try:
+        return None if data is None else read_head(data, name)
+    except MetadataError:  # a checkpoint of torch's, say, which any save replaces
+        return None
 
 
 def _committed(remote: Storage, name: str) -> Head | None:

@@ -55,6 +55,7 @@ OPEN = frozenset({UNFLUSHED, SENT})
 _ORDER = (WRITING, UNFLUSHED, SENT, REMOTE, LOST, TOLD)
 
 _ENTRY = re.compile(rf"(\d+)-(\d+)-([0-9a-f]{{32}})\.({'|'.join(_ORDER)})")
+_RUN = re.compile(r"([0-9a-f]{32})(\..*\.claim)")  # a run that saves to the local folder, and the name of its claim
 _TEMPORARY_SECONDS = 3600.0  # a record that is written takes milliseconds
 _TRIES = 100  # to list records while others rename them
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -226,6 +227,36 @@ class Queue:
                     return Writing(self, writing, record, descriptor)
                 os.close(descriptor)
 
+    def admit(self, name: str, run: str) -> None:
+        """Notes that a run saves to this local folder. Idempotent.
+
+        Args:
+            name: Of the file in the remote folder that its claim is in.
+            run: Its id.
+        """
+        if run not in self.runs().get(name, ()):
+            with suppress(CheckpointError):  # nothing can be saved there then
+                self._storage.make_directory()
+            self._note(f"{run}{name}", b"")
+
+    def runs(self) -> dict[str, set[str]]:
+        """The runs that have saved to this local folder, by the names of the files that their claims are in.
+
+        Raises:
+            ReadError: the folder cannot be listed.
+        """
+        try:
+            names = os.listdir(self.folder)
+        except (FileNotFoundError, NotADirectoryError):
+            names = []
+        except OSError as error:
+            raise ReadError(f"cannot list {self.folder}: {error}") from error
+        found: dict[str, set[str]] = {}
+        for match in map(_RUN.fullmatch, [*names, *(path.name for path in self._files_aside())]):
+            if match is not None:
+                found.setdefault(match[2], set()).add(match[1])
+        return found
+
     def move(self, entry: Entry, state: str) -> Entry:
         """Takes a record to another state, now. Of several processes that try it at once, one does."""
         moved = entry._replace(state=state, changed=time.time())
@@ -344,6 +375,12 @@ class Queue:
             for entry in self.entries() if aside else ():
                 if entry.name in aside:
                     self._bring_back(entry)
+            for name in filter(_RUN.fullmatch, aside):
+                (self.folder / name).touch()
+                (self._aside / name).unlink()
+            if aside:
+                with suppress(OSError):
+                    self._aside.rmdir()
 
     def _bring_back(self, entry: Entry) -> None:
         with self.claimed(entry) as is_free:

@@ -15,7 +15,7 @@ from dcp_tensorizer import CheckpointManager, SaveLimits, StagingError, WriteErr
 from dcp_tensorizer._staging.stager import Stager
 
 from ..preempted_job import Preempted, losses
-from ..support import quietly
+from ..support import directories_in, quietly
 from .ranks import run_ranks
 
 ROWS = 24
@@ -62,7 +62,7 @@ def test_a_signal_on_one_rank_stops_all(tmp_path):
     assert [result[:3] for result in first] == [(0, 17, 17)] * 3
     assert [result[3] for result in first] == [[], [], [signal.SIGUSR1]]
     assert [result[:3] for result in run_ranks(2, _train, folder, None)] == [(17, 30, 30)] * 2
-    assert sorted(os.listdir(folder)) == ["step-20", "step-30"]
+    assert directories_in(folder) == ["step-20", "step-30"]
 
 
 def _misuse(rank, folder):

@@ -33,7 +33,7 @@ from dcp_tensorizer._format.index_rows import SaveRecord
 from dcp_tensorizer._loading.metadata_reader import read_head
 from dcp_tensorizer._storage.local import LocalStorage
 
-from ..support import quietly
+from ..support import directories_in, quietly
 
 NUMBERS = 2048  # more than what stands in the index itself
 
@@ -76,7 +76,7 @@ def test_a_job_and_the_next_one(tmp_path: Path) -> None:
         manager.wait()
         assert (manager.steps(), manager.latest(), manager.best()) == ([6, 10, 12], 12, 6)
         assert futures[-2] is not None and futures[-2].result() == manager.path(12) == str(tmp_path / "step-12")
-    assert sorted(os.listdir(tmp_path)) == ["step-10", "step-12", "step-6"]
+    assert directories_in(tmp_path) == ["step-10", "step-12", "step-6"]
     with manager_of(tmp_path, **rules) as manager:
         state = state_of(0)
         assert manager.restore(state) == 12
@@ -105,7 +105,7 @@ def test_going_back_begins_a_branch(tmp_path: Path, caplog: pytest.LogCaptureFix
         assert "not counted and not deleted are step-15, step-20, which" in said(caplog)
         manager.save(12, state_of(12), wait=True)
         assert manager.steps() == [12]
-    assert sorted(os.listdir(tmp_path)) == ["step-12", "step-15", "step-20"]
+    assert directories_in(tmp_path) == ["step-12", "step-15", "step-20"]
     with manager_of(tmp_path) as manager:
         assert (manager.latest(), manager.restore(state_of(0))) == (12, 12)
         manager.save(17, state_of(17), wait=True)
@@ -199,7 +199,7 @@ def test_no_silent_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
         assert "holds no committed checkpoint. But data lies in step-7, without .metadata" in caplog.text
         saved(tmp_path / "elsewhere", 3, name="{}")
         shutil.move(tmp_path / "elsewhere" / "3", tmp_path / "checkpoint-20")
-        (tmp_path / "elsewhere").rmdir()
+        shutil.rmtree(tmp_path / "elsewhere")
         words = f"{tmp_path} holds no checkpoint named 'step-{{}}', but checkpoint-20: pass name="
         with pytest.raises(MetadataError, match=re.escape(words)):
             manager.restore(state_of(0))
@@ -217,7 +217,7 @@ def test_a_checkpoint_of_torch(tmp_path: Path) -> None:
         assert (state["step"], state["model"]["weight"][0].item()) == (4, 4.0)
         manager.save(5, state_of(5), wait=True)
         manager.save(6, state_of(6), wait=True)
-    assert sorted(os.listdir(tmp_path)) == ["step-4", "step-6"]
+    assert directories_in(tmp_path) == ["step-4", "step-6"]
 
 
 def test_two_directories_of_one_step(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_a_directory_that_is_spelled_otherwise(tmp_path: Path) -> None:
         assert manager.path(10) == str(tmp_path / "step-000010")
         assert manager.restore(state_of(0), 9) == 9
         manager.save(10, state_of(77), wait=True)
-    assert sorted(os.listdir(tmp_path)) == ["step-000009", "step-000010"]
+    assert directories_in(tmp_path) == ["step-000009", "step-000010"]
 
 
 def test_a_step_whose_index_says_another(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -634,7 +634,7 @@ def test_other_files_are_deleted_if_the_manager_is_told_to(tmp_path: Path) -> No
         manager.restore(state_of(0))
         manager.save(3, state_of(3), wait=True)
         assert manager.steps() == [2, 3]
-    assert sorted(os.listdir(tmp_path)) == ["step-2", "step-3"]
+    assert directories_in(tmp_path) == ["step-2", "step-3"]
     assert (tmp_path / "step-2" / "logs" / "deep" / "events").exists()
     with pytest.raises(TypeError, match="delete_other_files"):
         manager_of(tmp_path, delete_other_files="yes")
@@ -660,7 +660,7 @@ def test_what_a_killed_job_has_left(tmp_path: Path) -> None:
     (tmp_path / "step-2" / ".metadata").unlink()
     with manager_of(tmp_path) as manager:
         assert manager.restore(state_of(0)) == 1
-    assert os.listdir(tmp_path) == ["step-1"]
+    assert directories_in(tmp_path) == ["step-1"]
 
 
 def test_signals(tmp_path: Path) -> None:

@@ -24,6 +24,9 @@ ODD = ["a*b", "[1]", "with space", "ünïcødé ✓", "q?x", "per%20cent", "semi
 class Contract:
     """A subclass gives the fixture `url`: a directory that does not exist yet."""
 
+    is_exact = True
+    """Of several that replace the same contents, one succeeds."""
+
     @pytest.fixture
     def options(self):
         """The backend's ``storage_options``."""
@@ -223,6 +226,34 @@ class Contract:
         assert won.count(True) == 1
         assert storage.read(".metadata") == b"%d" % won.index(True) * 1000
 
+    def test_put_if_knows_what_it_replaces(self, storage):
+        """A file is put where there is none, or where its contents are those expected; otherwise it stays."""
+        assert not storage.put_if("record", b"0", b"1")
+        assert storage.put_if("record", None, b"1")
+        assert not storage.put_if("record", None, b"2")
+        assert not storage.put_if("record", b"0", b"2")
+        assert storage.read("record") == b"1"
+        assert storage.put_if("record", b"1", b"2")
+        assert storage.read("record") == b"2"
+        assert [file.name for file in storage.listing()[0]] == ["record"]
+
+    @pytest.mark.parametrize("first", [None, b"first"])
+    def test_of_those_that_replace_one_file_one_does(self, storage, url, options, first):
+        """Where the storage has conditional writes or locks; elsewhere one of them stays, and is whole."""
+        if first is not None:
+            storage.put("record", first, sync=True)
+        storages = [storage if storage.in_process else open_storage(url, options) for _ in range(6)]
+        start = threading.Barrier(len(storages))
+
+        def put(number):
+            start.wait()
+            return storages[number].put_if("record", first, b"%d" % number * 1000)
+
+        with ThreadPoolExecutor(len(storages)) as pool:
+            won = [number for number, has_won in enumerate(pool.map(put, range(len(storages)))) if has_won]
+        assert len(won) == 1 or (won and not self.is_exact)
+        assert storage.read("record") in [b"%d" % number * 1000 for number in won]
+
 
 class TestLocal(Contract):
     @pytest.fixture
@@ -297,6 +328,8 @@ class TestS3(Contract):
 class TestS3Stream(Contract):
     """s3fs's streams, which serve a session of aiobotocore's, like those of other object stores."""
 
+    is_exact = False
+
     @pytest.fixture
     def options(self, s3):
         return s3.options(session=None)
@@ -322,6 +355,8 @@ class TestS3Stream(Contract):
 
 
 class TestSftp(Contract):
+    is_exact = False
+
     @pytest.fixture
     def options(self, sftp):
         return sftp.options()

@@ -13,6 +13,7 @@ import pytest
 from dcp_tensorizer import CheckpointManager, SaveLimits
 from dcp_tensorizer._saving.engine import engine_of_process
 
+from ...support import directories_in
 from .support import Run, state_of
 
 
@@ -28,8 +29,8 @@ def test_the_rules_count_what_is_on_the_remote(tmp_path: Path) -> None:
             manager.save(step, state_of(step))
         manager.wait()
         assert manager.wait_remote(60)
-    assert sorted(path.name for path in run.remote.iterdir()) == ["step-3", "step-4"]
-    assert sorted(path.name for path in run.local.iterdir()) == [".flush", "step-4"]
+    assert directories_in(run.remote) == ["step-3", "step-4"]
+    assert directories_in(run.local) == [".flush", "step-4"]
 
 
 def test_nothing_is_deleted_before_newer_ones_have_arrived(tmp_path: Path) -> None:
@@ -46,7 +47,7 @@ def test_nothing_is_deleted_before_newer_ones_have_arrived(tmp_path: Path) -> No
     manager.close(0.5)
     run.mend()
     shutil.move(tmp_path / "away", run.remote)
-    assert [path.name for path in run.remote.iterdir()] == ["step-1"]
+    assert directories_in(run.remote) == ["step-1"]
     state = state_of(0)
     with manager_of(run, keep_latest=1) as manager:
         assert manager.restore(state) == 2
@@ -90,4 +91,4 @@ def test_a_step_of_a_lost_node_is_given_up(tmp_path: Path, caplog: pytest.LogCap
         manager.save(3, state_of(3))
     words = f"{run.remote}/step-2 of rank 0 is given up, and will not be on the remote: no node of this job has {lost}"
     assert [words in entry.getMessage() for entry in caplog.records if entry.levelno == logging.ERROR].count(True) == 1
-    assert sorted(path.name for path in run.remote.iterdir()) == ["step-1", "step-3"]
+    assert directories_in(run.remote) == ["step-1", "step-3"]

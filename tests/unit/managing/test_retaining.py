@@ -19,6 +19,7 @@ from dcp_tensorizer._managing.names import StepNames
 from dcp_tensorizer._managing.place import Place
 from dcp_tensorizer._managing.retaining import Retaining
 from dcp_tensorizer._managing.retention import Retention
+from dcp_tensorizer._storage.claim import Ownership
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._threads import Deadline
 
@@ -26,6 +27,13 @@ from ...waiting import WAIT
 
 NAMES = StepNames("step-{}")
 NEWEST = Retention.of(1, None, None)
+
+
+def owner_of(folder: LocalStorage) -> Ownership:
+    """That of a job which has just claimed the folder."""
+    owner = Ownership(folder, ".step-N.claim")
+    owner.check()
+    return owner
 
 
 def two_steps(path: Path) -> tuple[LocalStorage, Step, Step]:
@@ -42,7 +50,7 @@ def test_a_checkpoint_that_arrives_late_deletes_nothing(tmp_path: Path) -> None:
     """The job has gone back since, and what it went back to is of the branch that it has left."""
     folder, first, late = two_steps(tmp_path)
     place = Place.at(leave(first), first, [first, late])
-    Retaining(folder, NAMES, NEWEST, None, lambda: place).after(late)
+    Retaining(folder, NAMES, NEWEST, owner_of(folder), None, lambda: place).after(late)
     assert [step.number for step in read_steps(folder, NAMES)] == [100, 200]
     state: dict[str, Any] = {"w": torch.ones(4)}
     dcp.load(state, storage_reader=TensorizerStorageReader(tmp_path / "step-100"), no_dist=True)
@@ -53,7 +61,7 @@ def test_on_the_same_branch_old_ones_go(tmp_path: Path) -> None:
     """And the job does not count them any more."""
     folder, first, late = two_steps(tmp_path)
     place = Place.at(late.branch, late, [first, late])
-    Retaining(folder, NAMES, NEWEST, None, lambda: place).after(late)
+    Retaining(folder, NAMES, NEWEST, owner_of(folder), None, lambda: place).after(late)
     assert [step.number for step in read_steps(folder, NAMES)] == [200]
     assert place.numbers == {200}
 
@@ -73,7 +81,7 @@ def test_a_step_that_was_deleted_before_its_arrival_is_told(tmp_path: Path, capl
     folder, first, late = two_steps(tmp_path)
     caplog.clear()
     place, arrivals = Place.at(late.branch, late, [first, late]), Arrivals()
-    retaining = Retaining(folder, NAMES, NEWEST, arrivals, lambda: place)  # type: ignore[arg-type]
+    retaining = Retaining(folder, NAMES, NEWEST, owner_of(folder), arrivals, lambda: place)  # type: ignore[arg-type]
     for step in (first, late):
         retaining.after(step)
     for step in (late, first):

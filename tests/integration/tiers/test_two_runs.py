@@ -1,0 +1,78 @@
+"""Two runs on one remote folder, each with a local folder of its own: whose steps are flushed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dcp_tensorizer import CheckpointManager, WriteError
+from dcp_tensorizer._storage.claim import Ownership, read_claim
+from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._threads import Deadline
+from dcp_tensorizer._tiers.flusher import Flusher
+
+from ...support import directories_in
+from ...waiting import WAIT
+from .support import Run, state_of
+
+NAME = ".step-N.claim"
+
+
+def claimed(run: Run) -> str:
+    """The id of a run that has just claimed the remote folder."""
+    owner = Ownership(LocalStorage(run.remote), NAME)
+    owner.check()
+    return owner.id
+
+
+def test_what_a_run_has_left_is_flushed_by_the_next_one_there(tmp_path: Path) -> None:
+    """The folder is claimed by a run that saves to the same local folder: whatever lies there is of its past."""
+    run = Run(tmp_path)
+    run.save_unflushed(1)
+    for _ in range(2):
+        run.queue.admit(NAME, "a" * 32)
+    run.queue.admit(NAME, claimed(run))
+    assert Flusher(run.target).step() is None
+    assert (run.states(), run.load("step-1")) == (["remote"], 1)
+
+
+def test_what_another_run_has_not_seen_is_given_up(tmp_path: Path) -> None:
+    """The folder is claimed by a run with another local folder, which goes on from something else."""
+    run = Run(tmp_path)
+    run.save_unflushed(1)
+    run.queue.admit(NAME, "a" * 32)
+    claimed(run)
+    assert Flusher(run.target).step() is None
+    (entry,) = run.queue.entries()
+    record = run.queue.record(entry)
+    assert entry.state in ("lost", "told")  # the second when a process has said so
+    assert record is not None
+    assert f"{run.remote} is another run's now, which does not save to {run.local}: process " in record.reason
+    assert list(run.remote.rglob("*.tensors")) == []
+
+
+def test_an_older_run_is_told_by_its_flush(tmp_path: Path) -> None:
+    """What it saves locally does not come to the remote, and its next save raises."""
+    old, new = Run(tmp_path), Run(tmp_path)
+    with (
+        CheckpointManager(old.remote, local=tmp_path / "older", stop_signals=()) as older,
+        CheckpointManager(new.remote, local=new.local, stop_signals=()) as newer,
+    ):
+        older.save(1, state_of(1), wait=True)
+        assert older.wait_remote(60)
+        assert newer.restore(state_of(0)) == 1
+        newer.save(2, state_of(2), wait=True)
+        assert newer.wait_remote(60)
+        older.save(2, state_of(20), wait=True)
+        with pytest.raises(WriteError, match="is another run's now, which does not save to"):
+            older.wait_remote(60)
+        older._retaining.wait(Deadline(WAIT))
+        with pytest.raises(WriteError, match="as run 2; this is run 1"):
+            older.save(3, state_of(30))
+        newer.save(3, state_of(3), wait=True)
+    assert [new.load(f"step-{step}") for step in (1, 2, 3)] == [1, 2, 3]
+    assert directories_in(new.remote) == ["step-1", "step-2", "step-3"]
+    claim = read_claim(LocalStorage(new.remote), NAME)
+    assert claim is not None
+    assert claim.epoch == 2

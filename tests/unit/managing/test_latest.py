@@ -1,0 +1,90 @@
+"""The file `latest`: what it names, and that a checkpoint is found by it where a listing does not show it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from dcp_tensorizer import CheckpointManager
+from dcp_tensorizer._managing.catalogue import Step, read_steps
+from dcp_tensorizer._managing.latest import Latest
+from dcp_tensorizer._managing.names import StepNames
+from dcp_tensorizer._storage.base import FileInfo
+from dcp_tensorizer._storage.local import LocalStorage
+
+NAMES = StepNames("step-{}")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("saved")
+    with CheckpointManager(folder, stop_signals=()) as manager:
+        for step in (2, 4):
+            manager.save(step, {"w": torch.zeros(4)}, wait=True)
+    return folder
+
+
+class Stale(LocalStorage):
+    """A folder whose listing comes from a cache, from before step 4."""
+
+    def listing(self) -> tuple[list[FileInfo], list[str]]:
+        return [], ["step-2"]
+
+    def linked_directories(self) -> list[str]:
+        return []
+
+
+def numbers(folder: LocalStorage) -> list[int]:
+    return [step.number for step in read_steps(folder, NAMES)]
+
+
+def test_a_checkpoint_that_no_listing_shows_yet(saved: Path) -> None:
+    """The file names it, and its own metadata says that it is one."""
+    assert (saved / "latest").read_text() == "step-4\n"
+    assert numbers(Stale(saved)) == [2, 4]
+    assert numbers(LocalStorage(saved)) == [2, 4]
+
+
+@pytest.mark.parametrize(
+    "text", [b"step-9\n", b"step-4", b"../saved/step-4\n", b"ema-4\n", b"\xff\n", b"", b"x" * 5000]
+)
+def test_what_names_no_checkpoint_is_ignored(saved: Path, tmp_path: Path, text: bytes) -> None:
+    """One that is gone, another job's, a name that is cut off, as by an old size in a cache, or no name at all."""
+    (tmp_path / "step-2").symlink_to(saved / "step-2")
+    (tmp_path / "step-4").symlink_to(saved / "step-4")
+    (tmp_path / "latest").write_bytes(text)
+    assert numbers(Stale(tmp_path)) == [2]
+
+
+def test_one_that_cannot_be_read_is_ignored(saved: Path, tmp_path: Path) -> None:
+    """The listing has the last word on what is damaged."""
+    (tmp_path / "step-2").symlink_to(saved / "step-2")
+    (tmp_path / "step-4").mkdir()
+    (tmp_path / "step-4" / ".metadata").write_bytes(b"damaged")
+    (tmp_path / "latest").write_text("step-4\n")
+    assert numbers(Stale(tmp_path)) == [2]
+
+
+def test_it_moves_forward(tmp_path: Path) -> None:
+    """What was saved before does not take its place, whatever its number; what was saved later does."""
+    latest = Latest(LocalStorage(tmp_path))
+    for number, saved_at, named in ((7, 100, "step-7"), (9, 50, "step-7"), (3, 200, "step-3")):
+        latest.move(Step(number, f"step-{number}", saved_at=saved_at))
+        assert (tmp_path / "latest").read_text() == f"{named}\n"
+
+
+def test_a_directory_of_that_name_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is somebody's: the log says once that there is no such file, and nothing else changes."""
+    (tmp_path / "latest").mkdir()
+    latest = Latest(LocalStorage(tmp_path))
+    for number in (1, 2):
+        latest.move(Step(number, f"step-{number}", saved_at=number))
+    warned = [entry.getMessage() for entry in caplog.records if entry.levelno == logging.WARNING]
+    assert len(warned) == 1
+    assert warned[0].startswith("no file says which checkpoint is the newest: ")
+    assert (tmp_path / "latest").is_dir()
+    assert read_steps(LocalStorage(tmp_path), NAMES) == []

@@ -1,0 +1,141 @@
+"""The run that a folder belongs to: who claims it, and who is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from dcp_tensorizer._storage.base import Refused
+from dcp_tensorizer._storage.claim import Ownership, claim_file_name, read_claim
+from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer.errors import ReadError
+
+NAME = claim_file_name("step-N")
+
+
+def run_of(folder: Path) -> Ownership:
+    """A run that has claimed a folder."""
+    owner = Ownership(LocalStorage(folder), NAME)
+    owner.check()
+    return owner
+
+
+def epoch_in(folder: Path) -> int:
+    claim = read_claim(LocalStorage(folder), NAME)
+    assert claim is not None
+    return claim.epoch
+
+
+def test_each_run_counts_one_more(tmp_path: Path) -> None:
+    """A run makes the folder if there is none, claims it once, and says in the file who it is."""
+    first = run_of(tmp_path / "run")
+    first.check()
+    assert epoch_in(tmp_path / "run") == 1
+    second = run_of(tmp_path / "run")
+    claim = read_claim(LocalStorage(tmp_path / "run"), NAME)
+    assert claim is not None
+    assert (claim.epoch, claim.id, claim.host, claim.process) == (2, second.id, socket.gethostname(), os.getpid())
+    assert os.listdir(tmp_path / "run") == [".step-N.claim"]
+
+
+def test_the_older_run_is_told(tmp_path: Path) -> None:
+    """By each check from then on, also when the other run's claim is gone; the newer one is not."""
+    first, second = run_of(tmp_path), run_of(tmp_path)
+    words = f"{tmp_path} is another run's now: process {os.getpid()} on host {socket.gethostname()} has claimed it at "
+    with pytest.raises(
+        Refused, match=r"as run 2; this is run 1, and has claimed it at .* Two jobs need two folders"
+    ) as e:
+        first.check()
+    assert str(e.value).startswith(words)
+    second.check()
+    (tmp_path / NAME).unlink()
+    with pytest.raises(Refused, match="another run's now"):
+        first.check()
+    second.check()
+    assert (bool(first.lost), second.lost) == (True, "")
+
+
+def test_runs_that_meet_have_different_epochs(tmp_path: Path) -> None:
+    """Whoever comes second sees the other's claim, and has the next epoch."""
+    with ThreadPoolExecutor(4) as pool:
+        owners = list(pool.map(lambda _: run_of(tmp_path), range(4)))
+    assert epoch_in(tmp_path) == 4
+    told = [owner for owner in owners if _is_told(owner)]
+    assert len(told) == 3
+
+
+def _is_told(owner: Ownership) -> bool:
+    try:
+        owner.check()
+    except Refused:
+        return True
+    return False
+
+
+class LosesAnswers(LocalStorage):
+    """The storage does what it is asked, and says that somebody else was quicker."""
+
+    def put_if(self, name: str, expected: bytes | None, data: bytes, *, sync: bool = True, save_id: str = "") -> bool:
+        super().put_if(name, expected, data, sync=sync, save_id=save_id)
+        return False
+
+
+def test_a_lost_answer(tmp_path: Path) -> None:
+    """The run finds its own claim, and does not claim again."""
+    owner = Ownership(LosesAnswers(tmp_path), NAME)
+    owner.check()
+    owner.check()
+    assert epoch_in(tmp_path) == 1
+
+
+def test_what_is_no_claim_is_replaced(tmp_path: Path) -> None:
+    """And what a later release adds to one is read over."""
+    (tmp_path / NAME).write_bytes(b"\x00 damaged")
+    first = run_of(tmp_path)
+    assert epoch_in(tmp_path) == 1
+    claim = json.loads((tmp_path / NAME).read_text())
+    (tmp_path / NAME).write_text(json.dumps(claim | {"region": "here"}))
+    first.check()
+    run_of(tmp_path)
+    assert epoch_in(tmp_path) == 2
+
+
+def test_jobs_of_other_names_do_not_meet(tmp_path: Path) -> None:
+    """They may share a folder: each has its own claim."""
+    first = run_of(tmp_path)
+    other = Ownership(LocalStorage(tmp_path), claim_file_name("ema-N"))
+    other.check()
+    first.check()
+    assert sorted(os.listdir(tmp_path)) == [".ema-N.claim", ".step-N.claim"]
+
+
+class Unreadable(LocalStorage):
+    """Cannot be read for a while."""
+
+    is_broken = True
+
+    def read(self, name: str, most: int | None = None) -> bytes | None:
+        if self.is_broken:
+            raise ReadError("cannot read: the cable is out")
+        return super().read(name, most)
+
+
+def test_a_folder_that_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The first try is a warning, and each check is refused; when it can be read, the run claims it and goes on."""
+    folder = Unreadable(tmp_path)
+    owner = Ownership(folder, NAME)
+    owner.claim()
+    assert f"the folder {tmp_path} cannot be claimed: cannot read: the cable is out; this is tried again" in caplog.text
+    with pytest.raises(Refused, match="cannot be claimed"):
+        owner.check()
+    folder.is_broken = False
+    owner.check()
+    folder.is_broken = True
+    with pytest.raises(Refused, match="cannot be looked at"):
+        owner.check()
+    assert (owner.lost, epoch_in(tmp_path)) == ("", 1)
