@@ -10,12 +10,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import tempfile
 import weakref
 
 from ._forks import in_child
 
-__all__ = ["Descriptor", "above_standard_streams", "anonymous_file", "identity"]
+__all__ = ["Descriptor", "above_standard_streams", "anonymous_file", "identity", "too_large"]
 
 _LAST_STANDARD_STREAM = 2
 
@@ -60,11 +61,34 @@ class Descriptor:
 
 
 def anonymous_file(name: str) -> int:
-    """A new file in memory, which needs no directory; elsewhere than on Linux, a temporary file."""
+    """A new file in memory, which needs no directory; elsewhere than on Linux, a temporary file.
+
+    Raises:
+        OSError: it is refused, or there are no more descriptors; says what to do.
+    """
     if hasattr(os, "memfd_create"):
-        return above_standard_streams(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        try:
+            return above_standard_streams(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
+                raise
+            raise OSError(
+                error.errno,
+                f"{os.strerror(error.errno)}: the system refuses memfd_create, by which processes share memory: allow "
+                f"that call in the sandbox's rules (seccomp), and by vm.memfd_noexec=0 or 1",
+            ) from error
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
+
+
+def too_large() -> str:
+    """Why the system has called a file too large, and what to do."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit == resource.RLIM_INFINITY:
+        return "the file system takes no file of that size"
+    return (
+        f"this process may make no file, in memory either, of more than {limit:,} bytes: raise that limit (ulimit -f)"
+    )
 
 
 def above_standard_streams(fd: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -84,8 +85,9 @@ class Predecessors:
                     break
                 if time.monotonic() > deadline:
                     return (
-                        f"another run of this job is alive (its trainer has the process id {visit.found.trainer}), or "
-                        f"another one is being started: end it first. Two runs would replace each other's checkpoints"
+                        f"another run of this job is alive (its trainer is process {visit.found.trainer} on "
+                        f"{socket.gethostname()}), or another one is being started: end it first. Two runs would "
+                        f"replace each other's checkpoints"
                     )
                 time.sleep(_LOOK_SECONDS)
         return ""
@@ -146,7 +148,11 @@ class Predecessors:
         common = set.intersection(*map(set, everywhere))
         if not common:
             if any(everywhere) or any(visit.found.heads for visit in self._visits):
-                logger.info("%s: no state in memory is there for all ranks", self._folder.path)
+                logger.warning(
+                    "%s: no state in memory is there for all ranks, as where a machine was replaced: this run goes on "
+                    "from storage, which may be some steps older",
+                    self._folder.path,
+                )
             return None
         # What the first rank's keeper says of it counts.
         head = max((everywhere[0][number] for number in common), key=lambda h: (h.step, h.number, h.id))

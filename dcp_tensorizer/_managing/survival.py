@@ -10,6 +10,7 @@ import enum
 import functools
 import hashlib
 import logging
+import socket
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -304,6 +305,7 @@ class Survival:
 
 def _stopped(path: Path) -> str:
     return (
-        f"a run of this job counts as alive, because its keeper does not answer at {path}. If it is stopped, continue "
-        f"it, or kill its processes (that path is in the keeper's command line). Then start again"
+        f"a run of this job counts as alive, because its keeper on {socket.gethostname()} does not answer at {path}. "
+        f"If it is stopped, continue it, or kill its processes (that path is in the keeper's command line). Then start "
+        f"again"
     )

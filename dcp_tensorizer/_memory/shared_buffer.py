@@ -8,6 +8,7 @@ and not a signal later.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import itertools
 import math
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from .._descriptor import Descriptor, anonymous_file
+from .._descriptor import Descriptor, anonymous_file, too_large
 from .._forks import Finalizer, in_child
 from .._threads import cores, in_threads
 from .._torch_compat import is_plain
@@ -78,7 +79,10 @@ class SharedBuffer:
         self.id = next(_ids)
         self.nbytes = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
         check_headroom(self.nbytes)
-        self._descriptor = Descriptor(anonymous_file("dcp_tensorizer"))
+        try:
+            self._descriptor = Descriptor(anonymous_file("dcp_tensorizer"))
+        except OSError as error:
+            raise StagingError(f"there is no shared memory for the staging buffer: {error}") from error
         try:
             self._map: mmap.mmap | None = _map(self.fd, self.nbytes)
             self._base = _address(self._map)
@@ -89,6 +93,10 @@ class SharedBuffer:
             raise
         except (OSError, MemoryError) as error:
             self._descriptor.close()
+            if isinstance(error, OSError) and error.errno == errno.EFBIG:
+                raise StagingError(
+                    f"the staging buffer needs {self.nbytes:,} bytes ({error}), and {too_large()}"
+                ) from error
             raise StagingError(
                 f"there are no {self.nbytes:,} bytes of memory for the staging buffer ({error}): free memory, raise "
                 f"the memory limit, or shard the state dict over more ranks"

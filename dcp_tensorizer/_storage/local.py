@@ -22,7 +22,7 @@ from .base import TAKEN, DirectoryLock, FileIdentity, FileInfo, Refused, Storage
 from .local_link import identity_of, link_file
 from .local_listing import linked_directories, list_directory
 from .local_read import LocalFile, UncachedFile
-from .local_write import LocalSink, new_file
+from .local_write import LocalSink, explained, new_file
 from .mounts import file_system
 from .tuning import ReadTuning
 
@@ -91,7 +91,8 @@ class LocalStorage(Storage):
             why = f"{files[0]} is a file, and no directory" if files else error
             raise WriteError(f"cannot create the checkpoint directory {self.path}: {why}") from error
         except OSError as error:
-            raise WriteError(f"cannot create the checkpoint directory {self.path}: {error}") from error
+            words = f"cannot create the checkpoint directory {self.path}: {explained(error)}"
+            raise WriteError(words) from error
 
     def create(self, name: str, nbytes: int, *, sync: bool) -> LocalSink:
         return LocalSink(self._root / name, nbytes, sync=sync, preallocate=self._is_local)
@@ -276,7 +277,8 @@ class _FileLock(DirectoryLock):
                 self._root.mkdir()
             self._directory = Descriptor(os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         except OSError as error:
-            raise WriteError(f"cannot open the checkpoint directory {self._root}: {error}") from error
+            words = f"cannot open the checkpoint directory {self._root}: {explained(error)}"
+            raise WriteError(words) from error
         self._release = Finalizer(self, _unlock, self._directory)
 
     def _is_current(self) -> bool:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import errno
 import os
+import pwd
+import stat
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from .._descriptor import too_large
 from .._process_context import current_umask
 from .base import Sink
 
-__all__ = ["BLOCK", "LocalSink", "new_file", "open_direct"]
+__all__ = ["BLOCK", "LocalSink", "explained", "new_file", "open_direct"]
 
 BLOCK = 4096
 """O_DIRECT's unit. No file system in use needs a larger one."""
@@ -48,16 +51,19 @@ class LocalSink(Sink):
         try:
             if preallocate and self._direct_fd is not None and hasattr(os, "posix_fallocate") and nbytes:
                 os.posix_fallocate(self._fd, 0, nbytes)
-        except OSError:
+        except OSError as error:
             self.abort()
-            raise
+            raise explained(error) from error
 
     def _put_part(self, number: int, data: memoryview) -> None:
         offset = number * self.part_bytes
         whole = data.nbytes // BLOCK * BLOCK
-        if self._direct_fd is None or not _put_direct(self._direct_fd, data[:whole], offset):
-            whole = 0
-        _put(self._fd, data[whole:], offset + whole)
+        try:
+            if self._direct_fd is None or not _put_direct(self._direct_fd, data[:whole], offset):
+                whole = 0
+            _put(self._fd, data[whole:], offset + whole)
+        except OSError as error:
+            raise explained(error) from error
 
     def _complete(self) -> None:
         if self._sync:
@@ -86,11 +92,37 @@ def new_file(path: Path) -> int:
     A thread that reads the umask by setting another one, and that back, may have done so just now. Where it shows, the
     mode is set right: such a file could not be opened again.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    except PermissionError as error:
+        raise explained(error) from error
     if os.fstat(fd).st_mode & 0o600 != 0o600 and (umask := current_umask()) is not None:
         with suppress(OSError):  # the file system has modes of its own
             os.fchmod(fd, 0o666 & ~umask)
     return fd
+
+
+def explained(error: OSError) -> OSError:
+    """An error of the system's, which says why, where that is to be seen, and what to do."""
+    if error.errno == errno.EFBIG:
+        return OSError(error.errno, f"{os.strerror(error.errno)}: {too_large()}")
+    if not isinstance(error, PermissionError) or not error.filename:
+        return error
+    path = Path(os.fsdecode(error.filename))
+    for folder in (path, *path.parents):  # whatever can be looked at is where the way ends
+        with suppress(OSError):
+            status = folder.stat()
+            whose = f"{folder} belongs to {_name(status.st_uid)} (mode {stat.S_IMODE(status.st_mode):o})"
+            asks = f"this process is {_name(os.geteuid())}"
+            words = f"{error.strerror}: {whose}, and {asks}: have it let this process write, or save elsewhere"
+            return PermissionError(error.errno, words)
+    return error
+
+
+def _name(user: int) -> str:
+    with suppress(KeyError):
+        return f"user {pwd.getpwuid(user).pw_name} ({user})"
+    return f"user {user}"
 
 
 def open_direct(path: Path, access: int) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import resource
@@ -297,16 +298,29 @@ def test_what_other_ranks_take_meanwhile_is_seen(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_failing_allocation_is_an_error_and_leaves_nothing() -> None:
-    """Where the kernel refuses, the message has its reason."""
+    """Where the kernel refuses, the message has its reason: a limit of files is no want of memory."""
     descriptors, files = open_descriptors(), memory_files()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
-        with pytest.raises(StagingError, match=r"no 2,097,152 bytes of memory.*File too large"):
+        with pytest.raises(
+            StagingError, match=r"needs 2,097,152 bytes.*File too large.*more than 1,048,576 bytes.*ulimit -f"
+        ):
             SharedBuffer(2 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (open_descriptors(), memory_files()) == (descriptors, files)
+
+
+def test_a_system_that_refuses_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As sandboxes do: the message names the call that is to be allowed."""
+
+    def refuse(*arguments: object) -> int:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(StagingError, match=r"Operation not permitted: .*refuses memfd_create.*seccomp"):
+        SharedBuffer(4096)
 
 
 # --- memory that is registered for a device -------------------------------------------------------------------------

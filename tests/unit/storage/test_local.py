@@ -341,6 +341,28 @@ def locked(tmp_path: Path) -> Iterator[Path]:
         folder.chmod(0o700)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make a directory of another user's")
+def test_a_directory_of_another_user() -> None:
+    """Whoever may not write there is told whose it is, with its mode, and who asks; also for one below it."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # that of the tests lets nobody else in
+        folder = Path(name)
+        folder.chmod(0o755)
+        os.chown(folder, 4321, 4321)
+        said = rf"Permission denied: {folder} belongs to user 4321 \(mode 755\), and this process is user 1234"
+        os.seteuid(1234)
+        try:
+            storage = LocalStorage(folder)
+            storage.make_directory()
+            with pytest.raises(Refused, match=f"cannot write {folder}/file: .*{said}"):
+                storage.put("file", b"x", sync=False)
+            with pytest.raises(PermissionError, match=said):
+                storage.create("file", 0, sync=False)
+            with pytest.raises(WriteError, match=f"cannot create the checkpoint directory {folder}/below: .*{said}"):
+                LocalStorage(folder / "below").make_directory()
+        finally:
+            os.seteuid(0)
+
+
 def test_a_directory_that_cannot_be_entered(locked: Path) -> None:
     """Each error is ours, and names the path."""
     storage = LocalStorage(locked / "checkpoint")

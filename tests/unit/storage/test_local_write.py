@@ -148,7 +148,10 @@ def test_a_failed_write_raises(tmp_path: Path, nbytes: int, monkeypatch: pytest.
     """The operating system's own error comes out, and the file can be aborted."""
     monkeypatch.delattr(os, "posix_fallocate")  # it would fail before the write
     sink = LocalSink(tmp_path / "file", nbytes, sync=True)
-    with file_size_limit(1000), pytest.raises(OSError, match="File too large") as caught:
+    with (
+        file_size_limit(1000),
+        pytest.raises(OSError, match=r"File too large: .* more than 1,000 bytes.*ulimit -f") as caught,
+    ):
         put_parts(sink, PATTERN[:nbytes], [0])
     assert caught.value.errno == errno.EFBIG
     sink.abort()
