@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from multiprocessing.util import Finalize
 
 from .._forks import free_in_child, in_child
 from .._format.entry_writer import EntryWriter
@@ -61,6 +62,8 @@ class Engine:
         self._open: list[weakref.ref[object]] = []
         # A signal's handler may interrupt its holder, and close a writer.
         self._opening = free_in_child(threading.RLock())
+        # `atexit` is not called where multiprocessing ends a process. Before what is kept in memory ends: priority 0.
+        Finalize(None, _exit, (weakref.ref(self),), exitpriority=1)
 
     def open(self, user: object) -> None:
         """Somebody uses it, until he calls `leave` or is gone. Idempotent."""
@@ -103,6 +106,14 @@ class Engine:
         self.connection = None
         self.failures, self.objects = FailureCounter(), ObjectCheck()
         self.entries, self.tables = EntryWriter(), KnownTables()
+
+
+def _exit(reference: weakref.ref[Engine]) -> None:
+    """At the end of the program: a save under way is finished, and if it was not committed, that is said."""
+    engine = reference()
+    if engine is not None:
+        engine.saves.drain_at_exit()
+        engine.failures.end_at_exit()
 
 
 class _Engines(dict[bool, Engine]):

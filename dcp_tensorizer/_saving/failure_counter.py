@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -15,6 +15,10 @@ __all__ = ["FailureCounter"]
 
 logger = logging.getLogger("dcp_tensorizer")
 _UNTOLD = "it was interrupted, or another rank or a collective failed: whoever saved has got the error"
+_DESTROYED = (
+    "the process group was destroyed before it was over: close the writer or the manager, or leave its `with` block, "
+    "before destroy_process_group()"
+)
 
 
 @dataclass(slots=True)
@@ -24,6 +28,14 @@ class _Save:
     error: str = _UNTOLD
     is_coordinator: bool | None = None
     """None before DCP has said so."""
+    is_distributed: bool = field(default_factory=lambda: dist.is_available() and dist.is_initialized())
+    """There was a process group when it began."""
+
+    @property
+    def cause(self) -> str:
+        """Why it failed, as far as that is known here."""
+        is_destroyed = self.is_distributed and not dist.is_initialized()
+        return _DESTROYED if self.error is _UNTOLD and is_destroyed else self.error
 
     @property
     def name(self) -> str:
@@ -77,8 +89,15 @@ class FailureCounter:
                 save = self._saves.pop(thread, None)
                 if save is not None and self._coordinates(save):
                     self._failures += 1
-                    self._last_error = save.error
-                    logger.error("%s was not committed: %s", save.name, save.error)
+                    self._last_error = save.cause
+                    logger.error("%s was not committed: %s", save.name, save.cause)
+
+    def end_at_exit(self) -> None:
+        """Says at the end of the program which saves in the background were not committed, if nothing has said why."""
+        for thread, save in list(self._saves.items()):
+            is_over = thread is not threading.current_thread() and not is_running(thread)
+            if is_over and save.error is _UNTOLD and self._coordinates(save):
+                logger.error("%s was not committed: %s", save.name, save.cause)
 
     def check(self, limit: int | None) -> None:
         """Raises `WriteError` when that many saves in a row have failed; None is no limit."""

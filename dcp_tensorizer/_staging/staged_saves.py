@@ -111,6 +111,18 @@ class StagedSaves:
                 return False
         return True
 
+    def drain_at_exit(self) -> None:
+        """Waits, at the end of the program, for the saves whose threads Python waits for, too, but without a word.
+
+        A process of `multiprocessing` does that later than all that is called at its exit.
+        """
+        begin_seconds = self.take_seconds if threading.main_thread().is_alive() else 0.0
+        for staged_save in list(self._saves):
+            if staged_save.abandoned or staged_save.is_interrupted or not staged_save.wait_taken(begin_seconds):
+                continue
+            if staged_save.thread is not None and not staged_save.thread.daemon:
+                staged_save.wait_over()
+
     def only_of(self, owner: object) -> bool:
         """Whether no stager but this one has saves that are not over."""
         return all(staged_save.owners == (owner,) or staged_save.over() for staged_save in list(self._saves))

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 
+from ..waiting import Gate, HeldPlanner
 from .ranks import eventually, run_ranks
 from .training import AppState, ToyModel, assert_same, full, train
 
@@ -80,17 +81,24 @@ def _save_on_groups(rank, folder):
 def _clean_up_too_early(rank, folder):
     """Ends as the recipe does: the process group goes away under the last saves, and nothing is closed.
 
-    One of them is writing by then; of the other one the thread has not run yet.
+    One of them is writing by then; of another one the thread has not run yet; and one is held back before it writes.
     """
-    groups = {"begun": rank.saves, "not begun": dist.new_group(backend="gloo")}
+    logging.getLogger("dcp_tensorizer").addHandler(logging.FileHandler(folder / f"{rank.index}.log"))
+    groups = {"begun": rank.saves} | {name: dist.new_group(backend="gloo") for name in ("not begun", "held")}
+    planners = {"held": HeldPlanner(gate := Gate())}
     writers = {name: TensorizerStorageWriter(folder / name) for name in groups}
 
     def save(name, step):
         state_dict = {f"rank{rank.index}": torch.full((1 << 24,), step)}
-        return dcp.async_save(state_dict, storage_writer=writers[name], process_group=groups[name])
+        planner = planners.get(name) if step == 2 else None
+        return dcp.async_save(
+            state_dict, storage_writer=writers[name], process_group=groups[name], planner=planner
+        )
 
     for name in groups:
         save(name, 1).result()
+    save("held", 2)
+    gate.wait_reached()
     save("begun", 2)
     assert eventually(lambda: len(list((folder / "begun").glob(f"__{rank.index}_*"))) == 2)
     destroyed = threading.Event()
@@ -104,6 +112,7 @@ def _clean_up_too_early(rank, folder):
     save("not begun", 2)
     dist.destroy_process_group()
     destroyed.set()
+    gate.open()
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +192,18 @@ def test_a_process_group_destroyed_under_the_last_save(cleaned_up_too_early, sav
     dcp.load(loaded, storage_reader=TensorizerStorageReader(cleaned_up_too_early / save))
     (step,) = torch.cat(list(loaded.values())).unique().tolist()
     assert step in (1, 2)
+
+
+@pytest.mark.parametrize("save", ["begun", "not begun", "held"])
+def test_a_save_that_is_lost_at_the_end_is_in_the_log(cleaned_up_too_early, save):
+    """Nothing was closed and no future looked at, and rank 0 says which save was lost and what to do."""
+    path = cleaned_up_too_early / save
+    loaded = {"rank0": torch.zeros(1 << 24, dtype=torch.int64)}
+    dcp.load(loaded, storage_reader=TensorizerStorageReader(path))
+    lines = (cleaned_up_too_early / "0.log").read_text().splitlines()
+    lost = [line for line in lines if f"the save to {path} " in line and "destroy_process_group()" in line]
+    assert len(lost) == (1 if loaded["rank0"][0] == 1 else 0), lines
+    assert lost or save != "held"
 
 
 def _check(stored, expected, shard):
