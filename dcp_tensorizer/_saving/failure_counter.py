@@ -15,6 +15,7 @@ __all__ = ["FailureCounter"]
 
 logger = logging.getLogger("dcp_tensorizer")
 _UNTOLD = "it was interrupted, or another rank or a collective failed: whoever saved has got the error"
+_END_SECONDS = 5.0  # for the thread of a save that is over, at the end of the program
 _DESTROYED = (
     "the process group was destroyed before it was over: close the writer or the manager, or leave its `with` block, "
     "before destroy_process_group()"
@@ -95,8 +96,10 @@ class FailureCounter:
     def end_at_exit(self) -> None:
         """Says at the end of the program which saves in the background were not committed, if nothing has said why."""
         for thread, save in list(self._saves.items()):
-            is_over = thread is not threading.current_thread() and not is_running(thread)
-            if is_over and save.error is _UNTOLD and self._coordinates(save):
+            if thread is threading.current_thread():
+                continue
+            thread.join(_END_SECONDS)
+            if not is_running(thread) and save.error is _UNTOLD and self._coordinates(save):
                 logger.error("%s was not committed: %s", save.name, save.cause)
 
     def check(self, limit: int | None) -> None:

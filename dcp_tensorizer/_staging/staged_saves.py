@@ -112,15 +112,16 @@ class StagedSaves:
         return True
 
     def drain_at_exit(self) -> None:
-        """Waits, at the end of the program, for the saves whose threads Python waits for, too, but without a word.
+        """Waits for the saves under way, at the end of the program.
 
-        A process of `multiprocessing` does that later than all that is called at its exit.
+        Python itself waits for their threads, and for longer than this. But a process of `multiprocessing` does that
+        when all that is called at its exit has been called.
         """
         begin_seconds = self.take_seconds if threading.main_thread().is_alive() else 0.0
         for staged_save in list(self._saves):
             if staged_save.abandoned or staged_save.is_interrupted or not staged_save.wait_taken(begin_seconds):
                 continue
-            if staged_save.thread is not None and not staged_save.thread.daemon:
+            if staged_save.thread is not None:
                 staged_save.wait_over()
 
     def only_of(self, owner: object) -> bool:

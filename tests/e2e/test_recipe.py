@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 
-from ..waiting import Gate, HeldPlanner
+from ..waiting import Gate, HeldPlanner, in_thread
 from .ranks import eventually, run_ranks
 from .training import AppState, ToyModel, assert_same, full, train
 
@@ -91,15 +91,17 @@ def _clean_up_too_early(rank, folder):
     def save(name, step):
         state_dict = {f"rank{rank.index}": torch.full((1 << 24,), step)}
         planner = planners.get(name) if step == 2 else None
-        return dcp.async_save(
-            state_dict, storage_writer=writers[name], process_group=groups[name], planner=planner
-        )
+        return dcp.async_save(state_dict, storage_writer=writers[name], process_group=groups[name], planner=planner)
+
+    def save_beside(name):
+        """What one thread saves is saved in order."""
+        in_thread(lambda: save(name, 2)).join()
 
     for name in groups:
         save(name, 1).result()
-    save("held", 2)
+    save_beside("held")
     gate.wait_reached()
-    save("begun", 2)
+    save_beside("begun")
     assert eventually(lambda: len(list((folder / "begun").glob(f"__{rank.index}_*"))) == 2)
     destroyed = threading.Event()
     begin = _async_thread_executor.save_wrapper
@@ -109,7 +111,7 @@ def _clean_up_too_early(rank, folder):
         return begin(*args, **options)
 
     _async_thread_executor.save_wrapper = begin_late
-    save("not begun", 2)
+    save_beside("not begun")
     dist.destroy_process_group()
     destroyed.set()
     gate.open()
