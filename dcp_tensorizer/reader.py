@@ -7,14 +7,12 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import uuid
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
@@ -31,28 +29,25 @@ from ._loading.located import Located
 from ._loading.metadata_reader import read_index, read_metadata, unreadable
 from ._loading.report import LoadClock, LoadReport, Progress, publish
 from ._loading.validate import (
-    EMPTY_DICT,
     ReadFrom,
     check_coverage,
     check_files,
     check_one_save,
     check_world_size,
-    keys_below_empty_dicts,
     not_committed,
+    warn_of_empty_dicts,
 )
 from ._memory.garbage import collector_paused
 from ._storage.base import TIMEOUT, Storage
 from ._storage.open import absolute_path, is_location
 from ._storage.redact import redact, shown
 from ._tiers.open import Opener
-from .errors import CheckpointError, MetadataError, NotCommitted, listed
+from .errors import CheckpointError, MetadataError, NotCommitted
 
 if TYPE_CHECKING:
     from ._format.encryption import DecryptionParams
 
 __all__ = ["ReaderOptions", "TensorizerStorageReader"]
-
-logger = logging.getLogger("dcp_tensorizer")
 
 
 class ReaderOptions(TypedDict, total=False):
@@ -297,7 +292,7 @@ class TensorizerStorageReader(StorageReader):
         self._clock.begin_reading()
         storage, index = self._opened()
         assert self._metadata is not None
-        _warn_of_empty_dicts(storage.path, planner)
+        warn_of_empty_dicts(storage.path, planner)
         located = self._located or Located(index, ())
         self._located = self._plan = None  # the plan has come back
         group = None if self._reads_alone else self._exchange
@@ -349,12 +344,3 @@ class TensorizerStorageReader(StorageReader):
         """The checkpoint's key, before any target changes."""
         storage, index = self._opened()
         return unlock(self._encryption, index.encryption, storage.path, self._cipher)
-
-
-def _warn_of_empty_dicts(path: str, planner: LoadPlanner) -> None:
-    """Says which keys are not loaded because the state dict has an empty dict in their place, as of a new optimizer."""
-    if not isinstance(planner, DefaultLoadPlanner) or not planner.flatten_state_dict or planner.metadata is None:
-        return
-    more = planner.metadata.state_dict_metadata.keys() - planner.state_dict.keys()
-    if more and (lost := sorted(keys_below_empty_dicts(planner.original_state_dict, more, planner.metadata))):
-        logger.warning("%s has %s, and %s", path, listed(lost), EMPTY_DICT)

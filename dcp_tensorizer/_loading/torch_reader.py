@@ -29,7 +29,7 @@ from ..errors import CheckpointError, MetadataError, NotCommitted, ReadError, Un
 from .directory_format import nothing_committed
 from .metadata_reader import unreadable
 from .objects import check_trust, copy_to_target, deliver_object
-from .validate import not_committed
+from .validate import not_committed, warn_of_empty_dicts
 
 __all__ = ["TorchReader"]
 
@@ -118,6 +118,7 @@ class TorchReader(StorageReader):
             ReadError: stored bytes cannot be read, or do not fit their target; names key and file.
             UntrustedObject: objects could run code; names keys and types, before any target changes.
         """
+        warn_of_empty_dicts(self._storage.path, planner)
         items = sorted(plan.items, key=lambda item: (self._place(item).relative_path, self._place(item).offset))
         objects = [(item, self._content(item)) for item in items if item.type == LoadItemType.BYTE_IO]
         if not self._allows_pickle:

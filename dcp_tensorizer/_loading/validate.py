@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from .._format.chunks import Region, covers
 from .._format.index_reader import Index
@@ -18,7 +20,7 @@ from .._memory.tensor_bytes import named_dtype
 from .._storage.base import Storage
 from .._threads import in_threads
 from .._torch_compat import local_elements
-from ..errors import MetadataError, NotCommitted, ReadError
+from ..errors import MetadataError, NotCommitted, ReadError, listed
 from .directory_format import nothing_committed
 
 __all__ = [
@@ -35,7 +37,10 @@ __all__ = [
     "not_committed",
     "recorded_paths",
     "stored_item",
+    "warn_of_empty_dicts",
 ]
+
+logger = logging.getLogger("dcp_tensorizer")
 
 
 class ReadFrom(NamedTuple):
@@ -115,6 +120,15 @@ def keys_below_empty_dicts(state: Mapping[str, Any], keys: Iterable[str], metada
     paths = recorded_paths(metadata)
     path_of = {key: tuple(map(str, paths.get(key) or key.split("."))) for key in keys}
     return [key for key, path in path_of.items() if any(path[:depth] in empty for depth in range(1, len(path)))]
+
+
+def warn_of_empty_dicts(path: str, planner: LoadPlanner) -> None:
+    """Says which keys are not loaded because the state dict has an empty dict in their place, as of a new optimizer."""
+    if not isinstance(planner, DefaultLoadPlanner) or not planner.flatten_state_dict or planner.metadata is None:
+        return
+    more = planner.metadata.state_dict_metadata.keys() - planner.state_dict.keys()
+    if more and (lost := sorted(keys_below_empty_dicts(planner.original_state_dict, more, planner.metadata))):
+        logger.warning("%s has %s, and %s", path, listed(lost), EMPTY_DICT)
 
 
 def _empty_dicts(container: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

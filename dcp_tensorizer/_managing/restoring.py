@@ -242,8 +242,10 @@ class SelectivePlanner(LoadPlanner):
         self._report(misfits, left)
         self._drop(left)
         if more := self._more():
-            self._report_lost(more, metadata, optimizers)
-            self._drop(more)
+            self._drop(self._report_lost(more, metadata, optimizers))  # or the reader would say it once more
+            asked = tuple(f"{key}." for key in state_dict)
+            if is_coordinator and (unasked := [key for key in more if key.startswith(asked)]):
+                logger.info("%s also has %s, which the state does not ask for", self._path, listed(unasked))
 
     def _set_up(self, state_dict: dict[str, Any], metadata: Metadata, is_coordinator: bool) -> None:
         """Flattens the state, and takes what is chosen of it and of the checkpoint."""
@@ -272,6 +274,11 @@ class SelectivePlanner(LoadPlanner):
         more = stored.keys() - self.state_dict.keys()
         return {key: entry for key, entry in stored.items() if key in more} if more else {}
 
+    def _has_older_keys(self) -> bool:
+        """A release of torch before 2.4 has saved it: torch looks for its keys, and names what is not there."""
+        assert self.metadata is not None
+        return has_older_keys(self.metadata, self.state_dict, self.original_state_dict)
+
     def _misfits(self) -> dict[str, str]:
         """The tensors that the checkpoint has in another shape, with both shapes."""
         assert self.metadata is not None
@@ -292,8 +299,7 @@ class SelectivePlanner(LoadPlanner):
         problems = []
         if missing and not self._selection.strict:
             logger.warning("%s has no %s: they stay as they are (strict=False)", self._path, listed(missing))
-        elif missing and not has_older_keys(self.metadata, self.state_dict, self.original_state_dict):
-            # Otherwise torch looks for keys of its older releases, and names what is not there.
+        elif missing and not self._has_older_keys():
             problems.append(f"it has no {listed(missing)}. With strict=False such keys stay as they are")
         shapes = "; ".join(list(misfits.values())[:_SHAPES_SHOWN])
         if len(misfits) > _SHAPES_SHOWN:
@@ -313,8 +319,12 @@ class SelectivePlanner(LoadPlanner):
         if problems:
             raise StateMismatch(f"{self._path} cannot be loaded: {'. '.join(problems)}")
 
-    def _report_lost(self, more: Mapping[str, Any], metadata: Metadata, optimizers: Sequence[OptimizerTarget]) -> None:
-        """Looks for what the state asks for, and has no place for; raises `StateMismatch` if it is strict."""
+    def _report_lost(
+        self, more: Mapping[str, Any], metadata: Metadata, optimizers: Sequence[OptimizerTarget]
+    ) -> list[str]:
+        """Says what the state asks for, and has no place for; raises `StateMismatch` if it is strict."""
+        if self._has_older_keys():
+            return []
         paths = recorded_paths(metadata)
         advice = ""
         lost = [key for key in more if any(optimizer.owns(paths.get(key, ())) for optimizer in optimizers)]
@@ -326,11 +336,12 @@ class SelectivePlanner(LoadPlanner):
         elif lost := keys_below_empty_dicts(self.original_state_dict, more, metadata):
             advice = EMPTY_DICT
         if not lost:
-            return
+            return []
         problem = f"{self._path} has {listed(lost)}, and {advice}"
         if self._selection.strict:
             raise StateMismatch(f"{problem}. Leave them out by exclude=, or by strict=False, which warns of them")
         logger.warning("%s. They are not loaded (strict=False)", problem)
+        return lost
 
 
 def _lists_around(path: Sequence[str | int]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import (
@@ -28,6 +28,7 @@ from dcp_tensorizer import (
     TensorizerStorageReader,
     TensorizerStorageWriter,
     WriteError,
+    open_reader,
 )
 from dcp_tensorizer._format.index_rows import SaveRecord
 from dcp_tensorizer._loading.metadata_reader import read_head
@@ -412,6 +413,21 @@ def test_a_new_optimizer_gets_its_state(tmp_path: Path) -> None:
             assert_same(new, state)
 
 
+def test_an_optimizer_of_an_older_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 2.4, what is in a list without tensors was saved as one object. A new optimizer gets that as well."""
+    train(state := trainer("adamw"))
+    with monkeypatch.context() as older:
+        older.setattr("torch.distributed.checkpoint._version._derived_version", "2_3")
+        dcp.save(state, checkpoint_id=tmp_path / "step-1", storage_writer=FileSystemWriter(tmp_path / "step-1"))
+    keys = FileSystemReader(tmp_path / "step-1").read_metadata().state_dict_metadata
+    assert "optimizer.param_groups" in keys
+    with manager_of(tmp_path) as manager:
+        new = trainer("adamw")
+        new["optimizer"].param_groups[0]["lr"] = 0.7
+        assert manager.restore(new) == 1
+        assert_same(new, state)
+
+
 def test_an_optimizer_that_does_not_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It stays as it is, and the error says what it has no place for; so does a warning with ``strict=False``."""
     train(state := trainer("tensor_lr"))
@@ -452,13 +468,23 @@ def test_an_empty_dict_does_not_swallow_what_was_saved(tmp_path: Path, caplog: p
             "'losses.1', 'losses.2'"
         ]
         losses = {1: 0.0}  # less than there is, on purpose
-        manager.restore({"losses": losses})
+        with caplog.at_level(logging.INFO, "dcp_tensorizer"):
+            manager.restore({"losses": losses})
+        assert "step-1 also has 'losses.2', which the state does not ask for" in caplog.text
         assert losses == {1: 0.5}
     caplog.clear()
     new = trainer("momentum")
     dcp.load(new | {"losses": losses}, storage_reader=TensorizerStorageReader(tmp_path / "step-1"))
     assert f"has {lost}" in said(caplog)
     assert "losses" not in said(caplog)
+    dcp.save(state, checkpoint_id=tmp_path / "torch", storage_writer=FileSystemWriter(tmp_path / "torch"))
+    caplog.clear()
+    dcp.load(trainer("momentum"), storage_reader=open_reader(tmp_path / "torch"))
+    assert f"/torch has {lost}" in said(caplog)
+    with manager_of(tmp_path, name="{}") as manager:
+        (tmp_path / "torch").rename(tmp_path / "7")
+        manager.restore(new := trainer("momentum"), 7)
+        assert_same(new, state)
 
 
 def test_tensors_of_another_shape(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -64,6 +64,20 @@ def fail(folder: Path, *steps: int, **options: Any) -> None:
         raise ZeroDivisionError
 
 
+def test_a_new_optimizer_gets_its_state_from_memory(tmp_path: Path, sockets: Path) -> None:
+    """As it does from storage: bit for bit, without a step."""
+    weight = torch.nn.Parameter(torch.ones(1000))
+    optimizer, new = torch.optim.AdamW([weight]), torch.optim.AdamW([weight])
+    weight.grad = torch.rand(1000)
+    optimizer.step()
+    with suppress(ZeroDivisionError), manager_of(tmp_path / "run", save_every=1000) as manager:
+        manager.save(3, {"optimizer": optimizer})
+        raise ZeroDivisionError
+    with manager_of(tmp_path / "run", save_every=1000) as manager:
+        assert manager.restore({"optimizer": new}) == 3
+        torch.testing.assert_close(new.state_dict(), optimizer.state_dict(), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("stored", [0, 1], ids=["no checkpoint", "an older checkpoint"])
 def test_a_slip_does_not_cost_what_is_in_memory(tmp_path: Path, sockets: Path, stored: int) -> None:
     """A pattern of no key, and a key that it lacks, are errors; then the state is loaded from memory all the same."""
