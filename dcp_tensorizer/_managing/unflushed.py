@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NamedTuple
 
+from .._format.layout import is_data_file_name, metadata_file_name, save_id_in
 from .._saving.flushing import Flushing
+from .._storage.base import Storage
 from .._storage.local import LocalStorage
 from .._threads import Deadline
-from .._tiers.publishing import missing_files
-from .._tiers.queue import OPEN, Commit, Entry, Record
+from .._tiers.copying import discard
+from .._tiers.keeping import drop
+from .._tiers.publishing import missing_files, named_files
+from .._tiers.queue import OPEN, TOLD, Entry, Record
 from ..errors import CheckpointError, ReadError
 from .agreement import Agreement
 
-__all__ = ["settle"]
+__all__ = ["Left", "Part", "settle"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -26,11 +32,60 @@ _LOOK_SECONDS = 0.05
 _ASK_SECONDS = 5.0  # so that no collective waits for longer than a group allows
 
 
+class Part(NamedTuple):
+    """A record that is not on the remote yet.
+
+    Attributes:
+        place: Of the checkpoint.
+        rank: Who saved it.
+        files: Of the rank, and the bytes in each.
+        commit: Those of all ranks, on the rank that commits; None on others.
+        is_confirmed: On another rank: it is known that the save was committed.
+        is_alive: The writer lives that has saved it.
+    """
+
+    place: str
+    rank: int
+    files: dict[str, int]
+    commit: dict[str, int] | None
+    is_confirmed: bool = False
+    is_alive: bool = False
+
+
+class Left(NamedTuple):
+    """What lies in the local folder of a rank.
+
+    Attributes:
+        held: The files that are there.
+        parts: What is not on the remote yet.
+        can_list: Whether the rank can tell at all.
+    """
+
+    held: set[str]
+    parts: list[Part]
+    can_list: bool
+
+
+class _Loss(NamedTuple):
+    """What will not be on the remote.
+
+    Attributes:
+        files: Of it, as far as they are known.
+        reason: Why.
+        is_known: It is known to have been committed.
+    """
+
+    place: str
+    files: set[str]
+    reason: str
+    is_known: bool
+
+
 def settle(flushing: Flushing | None, agreement: Agreement) -> None:
     """Has flushed what a job before has left, and waits for it where it could not be loaded otherwise.
 
     Where all ranks see one local folder, it is loaded from there. What a lost node had is given up, with an error in
-    the log. Every rank calls it.
+    the log of each rank, and what is of it on the remote goes. Every rank calls it.
 
     Raises:
         WriteError: a rank is gone.
@@ -38,18 +93,35 @@ def settle(flushing: Flushing | None, agreement: Agreement) -> None:
     if flushing is None:
         return
     own = flushing.open_records()
-    can_list = flushing.is_readable
+    can_list, queue = flushing.is_readable, flushing.queue
     held = {name for _, record in own for name in _whole(flushing, record)}
-    commits = [(entry, record, record.commit) for entry, record in own if record.commit is not None]
-    saves = [set(commit.files) for _, _, commit in commits]
-    everybody = agreement.gathered((held, saves, can_list))
-    all_held = set().union(*(files for files, _, _ in everybody))
-    if all(can_list for _, _, can_list in everybody):  # or else it may be there: the flush gives it its time
-        for entry, record, commit in commits:
-            _give_up_lost(flushing, entry, record, commit, all_held)
+    parts = [
+        Part(
+            *(record.place, record.rank, record.files, None if record.commit is None else record.commit.files),
+            *(queue.is_confirmed(entry), queue.is_alive(record.writer)),
+        )
+        for entry, record in own
+    ]
+    everybody = agreement.gathered(Left(held, parts, can_list))
+    losses = list[_Loss]()
+    if all(left.can_list for left in everybody) and _suspects(everybody):  # or else the flush gives it its time
+        losses = agreement.decided(lambda: _losses(flushing, _suspects(everybody)))
+    for loss in losses:
+        _give_up(flushing, own, loss)
     flushing.resume()
-    is_far = any(not files <= held for _, saves, _ in everybody for files in saves)
-    (must_wait,) = agreement.largest(int(is_far))
+    is_far = any(
+        part.commit is not None and not part.commit.keys() <= held for left in everybody for part in left.parts
+    )
+    (must_wait,) = agreement.largest(int(is_far))  # and all have given up by then what is lost
+    for loss in losses:
+        if agreement.is_first:
+            _clear(flushing, loss)
+        if loss.is_known:
+            flushing.lose(
+                f"{flushing.target.name}/{loss.place} is given up, and will not be on the remote: {loss.reason}"
+            )
+        elif agreement.is_first:
+            logger.warning("%s/%s: %s, and what is left of it goes", flushing.target.name, loss.place, loss.reason)
     if must_wait:
         _wait(flushing, agreement)
 
@@ -67,34 +139,101 @@ def _whole(flushing: Flushing, record: Record) -> set[str]:
     return whole
 
 
-def _give_up_lost(flushing: Flushing, entry: Entry, record: Record, commit: Commit, held: Iterable[str]) -> None:
-    """Gives a save up if some of its files are on no node of this job, nor on the remote."""
-    missing = commit.files.keys() - set(held)
-    if not missing:
-        return
-    try:
-        missing = missing_files(flushing.target.open(record.place), missing, commit.files)
-    except CheckpointError as error:  # then it is waited for
-        logger.warning("%s/%s cannot be looked at: %s", flushing.target.name, record.place, str(error))
-        return
-    reason = f"no node of this job has {min(missing, default='')}: the node that saved it is lost"
+def _suspects(everybody: Sequence[Left]) -> list[tuple[list[Part], set[str]]]:
+    """The saves that seem to be lost: the parts that are known of each, and the files that nobody has.
+
+    Of a commit some files are on no node of this job. Or there are parts, and no node of this job has their commit.
+    What a writer has saved that lives is not for others to judge: a job may load what another one saves.
+    """
+    held = set[str]().union(*(left.held for left in everybody))
+    parts = [part for left in everybody for part in left.parts]
+    commits = [part for part in parts if part.commit is not None]
+    named = set[str]().union(*(part.commit or () for part in commits))
+    suspects = [
+        ([part], part.commit.keys() - held)
+        for part in commits
+        if part.commit is not None and not part.is_alive and part.commit.keys() - held
+    ]
+    orphans = dict[tuple[str, str], list[Part]]()
+    for part in parts:
+        if part.commit is None and not named & part.files.keys():
+            orphans.setdefault((part.place, min(map(save_id_in, part.files), default="")), []).append(part)
+    return suspects + [(of_save, set()) for of_save in orphans.values() if not any(part.is_alive for part in of_save)]
+
+
+def _losses(flushing: Flushing, suspects: Sequence[tuple[list[Part], set[str]]]) -> list[_Loss]:
+    """Those of them that are not on the remote, either. What cannot be looked at is waited for."""
+    losses = []
+    for parts, missing in suspects:
+        place, commit = parts[0].place, parts[0].commit
+        try:
+            remote = flushing.target.open(place)
+            if commit is not None:
+                missing = missing_files(remote, missing, commit)
+                reason = f"no node of this job has {min(missing, default='')}: the node that saved it is lost"
+                if missing:
+                    losses.append(_Loss(place, set(commit), reason, is_known=True))
+                continue
+            files = {name for part in parts for name in part.files}
+            if files & named_files(remote, metadata_file_name()):
+                continue  # it has arrived, and only that has not been seen yet
+        except CheckpointError as error:
+            logger.warning("%s/%s cannot be looked at: %s", flushing.target.name, place, str(error))
+            continue
+        ranks = ", ".join(str(part.rank) for part in parts[:8]) + (", ..." if len(parts) > 8 else "")
+        is_known = any(part.is_confirmed for part in parts)
+        lost = "its node is lost" if is_known else "the save was not over, or its node is lost"
+        reason = f"no node of this job has its metadata, but data of rank {ranks}: {lost}"
+        losses.append(_Loss(place, files, reason, is_known))
+    return losses
+
+
+def _give_up(flushing: Flushing, own: Sequence[tuple[Entry, Record]], loss: _Loss) -> None:
+    """Gives up what this node has of a loss."""
+    for entry, record in own:
+        if (
+            record.place == loss.place
+            and loss.files & (record.files if record.commit is None else record.commit.files).keys()
+        ):
+            _give_up_part(flushing, entry, record, loss.reason)
+
+
+def _give_up_part(flushing: Flushing, entry: Entry, record: Record, reason: str) -> None:
     deadline = time.monotonic() + _CLAIM_SECONDS
-    while missing and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
         now = next((e for e in flushing.entries() if e.stem == entry.stem and e.state in OPEN), None)
         if now is None:  # another rank of this node was first
             return
         with flushing.queue.claimed(now) as is_free:
             if is_free:
-                _give_up(flushing, now, record, reason)
+                try:
+                    flushing.queue.give_up(now, record, reason, TOLD)
+                except CheckpointError as error:  # then the flush gives it up; the other ranks wait for this one
+                    logger.warning("%s/%s cannot be given up: %s", flushing.target.name, record.place, str(error))
+                    return
+                drop(flushing.queue, now._replace(state=TOLD), record)
                 return
         time.sleep(_LOOK_SECONDS)  # it is flushed, by another job say
 
 
-def _give_up(flushing: Flushing, entry: Entry, record: Record, reason: str) -> None:
+def _clear(flushing: Flushing, loss: _Loss) -> None:
+    """Removes what the remote has of a loss: also what a lost node has sent, which has the save's id in its name."""
+    with suppress(CheckpointError, OSError):
+        remote = flushing.target.open(loss.place)
+        ids, found = {save_id_in(name) for name in loss.files}, set[str]()
+        with suppress(CheckpointError):
+            found = {file.name for file in remote.listing()[0] if is_data_file_name(file.name)}
+        discard(remote, *loss.files, *(name for name in found if save_id_in(name) in ids))
+        _remove_empty(remote)
+
+
+def _remove_empty(remote: Storage) -> None:
+    lock = remote.lock_directory()
     try:
-        flushing.queue.give_up(entry, record, reason)
-    except CheckpointError as error:  # then the flush gives it up; the other ranks wait for this one
-        logger.warning("%s/%s cannot be given up: %s", flushing.target.name, record.place, str(error))
+        if lock.is_exclusive or not remote.locks_are_visible:
+            remote.remove_directory()
+    finally:
+        lock.release()
 
 
 def _wait(flushing: Flushing, agreement: Agreement) -> None:

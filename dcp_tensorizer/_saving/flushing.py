@@ -10,11 +10,14 @@ import dataclasses
 import logging
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from .._forks import free_in_child
 from .._process_context import ProcessContext, environment
@@ -27,12 +30,14 @@ from ..errors import ReadError, WriteError
 from .report import SaveReport
 from .writer_client import WriterClient
 
-__all__ = ["Flushing"]
+__all__ = ["CommittedMeta", "Flushing"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
 _LOOK_SECONDS = 0.2
 _T = TypeVar("_T")
+_following: weakref.WeakValueDictionary[str, Flushing] = weakref.WeakValueDictionary()
+"""The flush of each save of this process, by the save's id."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,6 +45,26 @@ class _Followed:
     report: SaveReport
     tell: Callable[[SaveReport, float], object]
     future: Future[float]
+
+
+class CommittedMeta(StorageMeta):
+    """Tells other ranks that a save is committed.
+
+    No hook of DCP's does. But when it is committed, DCP sends them what the coordinator has put into the metadata: it
+    is told where that is unpickled, and is an ordinary ``StorageMeta`` there.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self.checkpoint_id, self.save_id, self.load_id, self.modules)
+
+
+def _received(*fields: Any) -> StorageMeta:
+    meta = StorageMeta(*fields)
+    flushing = None if meta.save_id is None else _following.pop(meta.save_id, None)
+    if flushing is not None and meta.save_id is not None:
+        with suppress(Exception):
+            flushing.confirm(meta.save_id)
+    return meta
 
 
 class Flushing:
@@ -92,6 +117,18 @@ class Flushing:
         self._followed[entry.stem] = _Followed(report, tell, future)
         waited_for = {save_id: other for save_id, other in self._futures.items() if not other.done()}
         self._futures = waited_for | {report.save_id: future}
+        _following[report.save_id] = self
+
+    def confirm(self, save_id: str) -> None:
+        """Notes that a save was committed by another rank, of which this one has a part."""
+        for stem, followed in list(self._followed.items()):
+            if followed.report.save_id == save_id:
+                self.queue.confirm(next(entry for entry in self.queue.entries() if entry.stem == stem))
+
+    def lose(self, words: str) -> None:
+        """Says that a checkpoint is lost, to the log and to whoever waits for the remote."""
+        logger.error("%s", words)
+        self._given_up.append(words)
 
     def future(self, save_id: str) -> Future[float] | None:
         """Done when the remote has a save; None if it has it, or if this rank has no part in its flush."""
@@ -305,6 +342,4 @@ class Flushing:
         """Says once that a record cannot be read, and nobody knows what it was of."""
         if entry.stem not in self._unread and self.queue.record(entry) is None and self.queue.state(entry) in OPEN:
             self._unread.add(entry.stem)
-            words = f"{self.queue.folder / entry.name} cannot be read, nor flushed: a part of rank {entry.rank} is lost"
-            self._given_up.append(words)
-            logger.error("%s", words)
+            self.lose(f"{self.queue.folder / entry.name} cannot be read: a part of rank {entry.rank} is lost")

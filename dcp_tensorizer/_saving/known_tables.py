@@ -33,11 +33,13 @@ class Offer(NamedTuple):
 
     Attributes:
         state: In the answer: what the ranks keep in memory, if they do.
+        save: In the answer: the id of the coordinator's save.
     """
 
     save_id: str
     digests: tuple[bytes, ...]
     state: KeptState | None = None
+    save: str = ""
 
 
 class KnownTables:
@@ -104,12 +106,17 @@ class SaveTables:
             return plan
         found = {digest: table for digest in offer.digests if (table := self._known.find(digest)) is not None}
         self._promised.update(found)
-        return _with(plan, Offer(offer.save_id, tuple(found), state))
+        return _with(plan, Offer(offer.save_id, tuple(found), state, self._save_id))
 
     def told(self, plan: SavePlan) -> KeptState | None:
         """On a rank: what the coordinator has said of the state that all ranks keep in memory."""
         answer = plan.storage_data
         return answer.state if isinstance(answer, Offer) and answer.save_id == self._save_id else None
+
+    def save_of(self, plan: SavePlan) -> str:
+        """On a rank: the id of the coordinator's save; empty if that is not known."""
+        answer = plan.storage_data
+        return answer.save if isinstance(answer, Offer) and answer.save_id == self._save_id else ""
 
     def shortened(self, part: RankPlaces, plan: SavePlan) -> RankPlaces:
         """On a rank: what to send of what it has written."""

@@ -24,6 +24,7 @@ from .._storage.claim import Ownership
 from .._storage.open import absolute_path, open_storage
 from .._storage.redact import redact
 from .._threads import Deadline
+from .._tiers.queue import Life
 from .._tiers.target import place_of
 from .._torch_compat import group_devices, group_of_save
 from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
@@ -112,6 +113,7 @@ class Saver:
         self._ends_engine = False
         self._flushes = False
         self._next_save = NextSave()
+        self._life: Life | None = None
 
     @property
     def next_id(self) -> str:
@@ -134,6 +136,12 @@ class Saver:
             self.engine.open(self)
             self._flushes = True
             self.flushing.resume()
+
+    def show_life(self) -> None:
+        """Says in the local folder that what this writer saves there is of no dead job, until it is closed."""
+        if self.flushing is not None and self._life is None and not self.closed:
+            with suppress(CheckpointError, OSError):
+                self._life = Life(self.flushing.queue, self.id)
 
     def wait_remote(self, deadline: Deadline) -> bool:
         """Waits until the remote has everything that lies in the local folder; whether it has.
@@ -238,6 +246,8 @@ class Saver:
         if self.flushing is not None and self._flushes:  # or else nobody flushes what a dead job has left
             self.flushing.end(deadline)
         self.closed = True
+        if self._life is not None:
+            self._life.end()
         if self._leave():
             self.engine.keeping.end(deadline, is_abandoned=not is_over)
             self.engine.end_process(deadline)

@@ -298,7 +298,7 @@ class SaveSession:
         """Makes the save the checkpoint at its path; returns what each rank has written."""
         saver = self._saver
         self._check_wanted()
-        meta = StorageMeta(checkpoint_id=self.path, save_id=self.id)
+        meta = self._meta()
         parts = self._tables.completed([result.storage_data for of_rank in results for result in of_rank])
         _check_trainer_lives(self.path)
         agree_on_key(saver.options.write.cipher, parts, self.storage)
@@ -306,6 +306,10 @@ class SaveSession:
         metadata.version, metadata.storage_meta = DCP_VERSION, meta
         self._publish(metadata, parts)
         return parts
+
+    def _meta(self) -> StorageMeta:
+        """What DCP returns to whoever saves, on all ranks."""
+        return StorageMeta(checkpoint_id=self.path, save_id=self.id)
 
     def _publish(self, metadata: Metadata, parts: list[RankPlaces]) -> None:
         """Makes the save the checkpoint at its path; raises `WriteError`."""

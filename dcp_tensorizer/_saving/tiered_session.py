@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -23,7 +23,7 @@ from .._tiers.publishing import Superseded, missing_files, publish
 from .._tiers.queue import Commit, Entry, Record, Writing
 from ..errors import CheckpointError, WriteError, WriterProcessDied, describe
 from .commit import encoded, remove
-from .flushing import Flushing
+from .flushing import CommittedMeta, Flushing
 from .session import SaveSession
 from .write_items import Item
 from .writer_client import Written
@@ -69,6 +69,8 @@ class TieredSession(SaveSession):
         return f"{name}/{self._place}" if self._place else name
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        # The files of all ranks have the id of one save in their names: so it is known what a lost node has left.
+        self.id = self._tables.save_of(plan) or self.id
         results = super().write(plan, planner)
         if not self._commits:
             self._follow()
@@ -85,9 +87,13 @@ class TieredSession(SaveSession):
             undo(self._writing)
 
     def _open(self) -> None:
-        """Locks the local folder, so that nobody clears it away. The remote is asked only where that is needed."""
+        """Asks the remote, only where that is needed."""
         if self._commits and not (self._saver.options.overwrite and self._use_collectives):
             self._check_place(self._flushing.target.open(self._place))
+
+    def _begin(self) -> None:
+        """Locks the local folder, so that nobody clears it away."""
+        self._saver.show_life()
         try:
             record = Record(self._flushing.target.name, self._place, self._rank, self.id, self._saver.id)
             self._writing = self._flushing.queue.begin(record)  # first: whoever comes after a death knows where to look
@@ -113,6 +119,7 @@ class TieredSession(SaveSession):
                 )
 
     def _write_files(self, items: list[Item]) -> Written:
+        self._begin()
         if self._writing is not None:
             try:
                 return self._write_locally(items)
@@ -288,6 +295,9 @@ class TieredSession(SaveSession):
         trouble = self._flushing.queue.trouble(entry)
         words = f"{record.place or 'what'} was saved before, lies in {self._flushing.target.folder(record.place)}, and"
         return words + (f" cannot be flushed ({trouble}): it" if trouble else "")
+
+    def _meta(self) -> StorageMeta:
+        return CommittedMeta(checkpoint_id=self.path, save_id=self.id)
 
     def _follow(self) -> None:
         """Has it said when the remote has the save."""

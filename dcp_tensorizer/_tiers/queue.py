@@ -26,7 +26,7 @@ from typing import NamedTuple
 import msgspec
 
 from .._descriptor import Descriptor
-from .._forks import Home
+from .._forks import Finalizer, Home
 from .._storage.local import LocalStorage
 from ..errors import CheckpointError, MetadataError, NotCommitted, ReadError, WriteError
 
@@ -41,6 +41,7 @@ __all__ = [
     "WRITING",
     "Commit",
     "Entry",
+    "Life",
     "Queue",
     "Record",
     "Writing",
@@ -57,6 +58,7 @@ _ORDER = (WRITING, UNFLUSHED, SENT, REMOTE, LOST, TOLD)
 _ENTRY = re.compile(rf"(\d+)-(\d+)-([0-9a-f]{{32}})\.({'|'.join(_ORDER)})")
 _RUN = re.compile(r"([0-9a-f]{32})(\..*\.claim)")  # a run that saves to the local folder, and the name of its claim
 _TEMPORARY_SECONDS = 3600.0  # a record that is written takes milliseconds
+_LIFE = ".writer"
 _TRIES = 100  # to list records while others rename them
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _MEMORY = ("/dev/shm",)  # the disk of temporary files may be the one that takes no changes
@@ -361,6 +363,20 @@ class Queue:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
+    def is_alive(self, writer: str) -> bool:
+        """Whether the writer lives that has saved something here; its job goes on then."""
+        try:
+            descriptor = os.open(self.folder / f"{writer}{_LIFE}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
     def sweep(self) -> None:
         """Removes what is left of records that were being written when their process died.
 
@@ -369,6 +385,8 @@ class Queue:
         with suppress(NotCommitted, OSError):
             for file in self._storage.listing()[0]:
                 if file.name.endswith(".tmp") and time.time() - (file.changed or 0) > _TEMPORARY_SECONDS:
+                    self._unlink(file.name)
+                if file.name.endswith(_LIFE) and not self.is_alive(file.name.removesuffix(_LIFE)):
                     self._unlink(file.name)
         with suppress(CheckpointError, OSError):
             aside = {path.name for path in self._files_aside()}
@@ -480,6 +498,35 @@ def _changed(path: Path) -> float:
 
 def _progress(entry: Entry) -> tuple[int, float]:
     return _ORDER.index(entry.state), entry.changed
+
+
+class Life:
+    """Says in a folder of records that a writer is alive: as long as this object does, and until it is ended.
+
+    Args:
+        queue: Of the folder.
+        writer: The id of the writer.
+
+    Raises:
+        CheckpointError, OSError: it cannot be written there.
+    """
+
+    def __init__(self, queue: Queue, writer: str) -> None:
+        queue._storage.make_directory()
+        path = queue.folder / f"{writer}{_LIFE}"
+        while True:  # until nobody has taken it for that of a dead writer before it was locked
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if path.exists():
+                break
+            os.close(descriptor)
+        self._descriptor = Descriptor(descriptor)
+        self._remove = Finalizer(self, queue._unlink, path.name)
+
+    def end(self) -> None:
+        """The writer is closed. Idempotent."""
+        self._remove()
+        self._descriptor.close()
 
 
 class Writing:

@@ -1,5 +1,6 @@
 """Nodes with disks of their own: each rank here has a local folder that no other rank can see."""
 
+import logging
 import shutil
 
 import pytest
@@ -9,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from dcp_tensorizer import CheckpointManager, SaveLimits, TensorizerStorageWriter
+from dcp_tensorizer import CheckpointManager, SaveLimits, TensorizerStorageWriter, WriteError
 
 from ..support import directories_in
 from .ranks import run_ranks
@@ -70,8 +71,32 @@ def test_what_lies_on_several_nodes_is_brought_together(cut_off, nodes):
     assert directories_in(cut_off / "remote") == ["step-1", "step-2"]
 
 
-def test_a_step_of_a_lost_node_is_given_up(cut_off):
-    """A node that is lost takes its step with it: the one before is restored from the remote."""
-    shutil.rmtree(cut_off / "node-1")
-    assert run_ranks(2, _restore, cut_off, (0, 1)) == [(1, 1, [1.0], [1.0])] * 2
+@pytest.mark.parametrize("node", [0, 1], ids=["of-the-coordinator", "of-another-rank"])
+def test_a_step_of_a_lost_node_is_given_up(cut_off, node):
+    """A node that is lost takes its step with it: each rank says so once, and the remote keeps the one before alone."""
+    (cut_off / "remote" / "step-2").mkdir()
+    for file in (cut_off / "node-0" / "step-2").iterdir():  # it was sent
+        shutil.copy(file, cut_off / "remote" / "step-2")
+    shutil.rmtree(cut_off / f"node-{node}")
+    restored = run_ranks(2, _restore_after_a_loss, cut_off)
+    words = f"{cut_off}/remote/step-2 is given up, and will not be on the remote: no node of this job has"
+    for result, errors, raised in restored:
+        assert result == (1, 1, [1.0], [1.0])
+        assert [error.startswith(words) for error in errors] == [True]
+        assert raised == errors[0]
     assert directories_in(cut_off / "remote") == ["step-1"]
+    assert not list((cut_off / f"node-{1 - node}").glob("step-2"))
+
+
+def _restore_after_a_loss(rank, folder):
+    """What is restored, the errors of the log, and that of waiting for the remote."""
+    handler, errors, state = logging.Handler(logging.ERROR), [], _state(rank.world_size)
+    handler.emit = lambda record: errors.append(record.getMessage())
+    logging.getLogger("dcp_tensorizer").addHandler(handler)
+    with _manager(folder, rank.index) as manager:
+        step = manager.restore(state)
+        with pytest.raises(WriteError) as caught:
+            manager.wait_remote(60)
+        assert manager.wait_remote(60)
+    result = step, state["step"], state["w"].full_tensor().unique().tolist(), state["same"].to_local().unique().tolist()
+    return result, errors, str(caught.value)

@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from dcp_tensorizer import CheckpointManager, SaveLimits
+from dcp_tensorizer import CheckpointManager, SaveLimits, WriteError
 from dcp_tensorizer._saving.engine import engine_of_process
+from dcp_tensorizer._tiers.queue import Entry, Life
 
 from ...support import directories_in
 from .support import Run, state_of
@@ -89,6 +90,84 @@ def test_a_step_of_a_lost_node_is_given_up(tmp_path: Path, caplog: pytest.LogCap
     with manager_of(run) as manager:
         assert manager.restore(state) == 1
         manager.save(3, state_of(3))
-    words = f"{run.remote}/step-2 of rank 0 is given up, and will not be on the remote: no node of this job has {lost}"
+    words = f"{run.remote}/step-2 is given up, and will not be on the remote: no node of this job has {lost}"
     assert [words in entry.getMessage() for entry in caplog.records if entry.levelno == logging.ERROR].count(True) == 1
     assert directories_in(run.remote) == ["step-1", "step-3"]
+
+
+def _without_its_commit(run: Run) -> tuple[Entry, str]:
+    """Makes a checkpoint that is not flushed what another node has of it; returns the record, and its only file."""
+    (entry,) = run.queue.entries()
+    record = run.queue.record(entry)
+    assert record is not None
+    (run.queue.folder / entry.name).write_bytes(msgspec.json.encode(msgspec.structs.replace(record, commit=None)))
+    (run.queue.folder / f"{entry.stem}.index").unlink()
+    engine_of_process(devices=False)._flushings.clear()  # which knows the record as it was
+    return entry, *record.files
+
+
+@pytest.mark.parametrize("is_confirmed", [True, False])
+def test_a_step_whose_commit_was_on_a_lost_node(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_confirmed: bool
+) -> None:
+    """If it is known to have been committed it is a loss; what it has left goes, also what the lost node has sent."""
+    run = Run(tmp_path)
+    run.save_unflushed(2)
+    entry, name = _without_its_commit(run)
+    (run.remote / "step-2").mkdir(parents=True)
+    for file in (name, name.replace("__0_", "__7_")):
+        (run.remote / "step-2" / file).write_bytes(b"sent")
+    other = run.remote / "step-2" / f"__0_0_{'a' * 32}.tensors"
+    other.write_bytes(b"of another save")
+    if is_confirmed:
+        run.queue.confirm(entry)
+    caplog.clear()
+    with manager_of(run) as manager:
+        assert manager.restore(state_of(0)) is None
+        words = f"{run.remote}/step-2 is given up, and will not be on the remote: no node of this job has its metadata"
+        errors = [entry.getMessage() for entry in caplog.records if entry.levelno == logging.ERROR]
+        assert [error.startswith(words) for error in errors] == [True] * is_confirmed
+        if is_confirmed:
+            with pytest.raises(WriteError, match="no node of this job has its metadata, but data of rank 0"):
+                manager.wait_remote(60)
+        else:
+            assert f"{run.remote}/step-2: no node of this job has its metadata" in caplog.text
+        assert manager.wait_remote(60)
+    assert [*run.remote.rglob("*.tensors"), *run.local.rglob("*.*")] == [other, run.queue.folder]
+
+
+def test_what_a_job_that_goes_on_has_saved_is_not_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Another one that loads there, on one of its nodes, does not see the commit, and judges nothing."""
+    run = Run(tmp_path)
+    run.save_unflushed(2)
+    entry, name = _without_its_commit(run)
+    record = run.queue.record(entry)
+    assert record is not None
+    life = Life(run.queue, record.writer)
+    with manager_of(run, limits=SaveLimits(timeout=1.0)) as manager:
+        assert manager.restore(state_of(0)) is None
+    assert (run.local / "step-2" / name).exists()
+    assert run.states() in (["sent"], ["unflushed"])
+    life.end()
+
+
+def test_a_part_that_has_arrived_is_not_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The node that committed it has seen that, and this one has not yet."""
+    run = Run(tmp_path)
+    with manager_of(run) as manager:
+        manager.save(2, state_of(2))
+    entry = run.queue.entries()[0]
+    run.queue.confirm(entry)
+    (run.queue.folder / entry.name).rename(run.queue.folder / f"{entry.stem}.sent")
+    record = run.queue.record(entry._replace(state="sent"))
+    assert record is not None
+    (run.queue.folder / f"{entry.stem}.sent").write_bytes(
+        msgspec.json.encode(msgspec.structs.replace(record, commit=None))
+    )
+    engine_of_process(devices=False)._flushings.clear()
+    with manager_of(run) as manager:
+        assert manager.restore(state_of(0)) == 2
+        assert manager.wait_remote(60)
+    assert run.states() == ["remote"]
+    said = [entry.getMessage() for entry in caplog.records if entry.levelno >= logging.WARNING]
+    assert [words for words in said if str(tmp_path) in words] == []

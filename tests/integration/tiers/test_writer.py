@@ -312,7 +312,7 @@ def test_what_cannot_be_brought_either_fails_the_save(tmp_path: Path, monkeypatc
         assert saver.flushing is not None
         session = TieredSession(saver, "a" * 32, saver.flushing, "step-1", None)
         session.set_up(rank=1, is_coordinator=False, use_collectives=True)
-        session._open()
+        session._begin()
         (run.local / "step-1" / name).write_bytes(b"data")
         session._local_files = {name: 4}
         patch.setattr(Writing, "written", fails)

@@ -55,7 +55,7 @@ def test_answers_to_other_saves_count_for_nothing() -> None:
     rank, coordinator = KnownTables(), KnownTables()
     save(rank, coordinator, part(), "a")
     stale = SaveTables(coordinator, "b").answer(SaveTables(rank, "a").offer(PLAN))
-    assert stale.storage_data == Offer("a", (part().table_digest,))
+    assert stale.storage_data == Offer("a", (part().table_digest,), save="b")
     assert SaveTables(rank, "b").shortened(part(), stale).table == part().table
     assert SaveTables(rank, "b").shortened(part(), PLAN).table == part().table
     SaveTables(rank, "c").shortened(part(offset=8), PLAN)
@@ -90,7 +90,7 @@ def test_plans_are_otherwise_as_they_were() -> None:
     offered = SaveTables(known, "a").offer(PLAN)
     assert offered == dataclasses.replace(PLAN, storage_data=Offer("a", (b"digest",)))
     assert PLAN.storage_data is None
-    assert SaveTables(known, "b").answer(offered).storage_data == Offer("a", ())
+    assert SaveTables(known, "b").answer(offered).storage_data == Offer("a", (), save="b")
 
 
 def test_all_ranks_are_told_what_they_keep_in_memory() -> None:
@@ -100,3 +100,10 @@ def test_all_ranks_are_told_what_they_keep_in_memory() -> None:
     assert SaveTables(KnownTables(), "a").told(answer) == state
     assert SaveTables(KnownTables(), "c").told(answer) is None
     assert SaveTables(KnownTables(), "a").told(PLAN) is None
+
+
+def test_all_ranks_are_told_the_id_of_the_save() -> None:
+    """By an answer to their own save, and by no other: the files of all ranks may have it in their names."""
+    answer = SaveTables(KnownTables(), "b").answer(SaveTables(KnownTables(), "a").offer(PLAN))
+    assert [SaveTables(KnownTables(), rank).save_of(answer) for rank in "ac"] == ["b", ""]
+    assert SaveTables(KnownTables(), "a").save_of(PLAN) == ""
