@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, asy
 
 from .._format.index_rows import SaveRecord
 from .._saving.saver import NextSave
+from .._saving.written_files import WrittenFiles, is_uncommitted
 from .._staging.stager import StagedStateDict
 from .._storage.base import Storage
 from .._threads import NEVER, Deadline, in_background
@@ -47,6 +48,7 @@ class _Save:
         future: Done when it is committed; gives its path.
         over: Done when what comes after it has been done, too.
         saved: The checkpoint.
+        files: That this rank has written.
     """
 
     step: int
@@ -57,6 +59,7 @@ class _Save:
     future: Future[str] = field(default_factory=Future)
     over: Future[None] = field(default_factory=Future)
     saved: Step | None = None
+    files: WrittenFiles = field(default_factory=WrittenFiles)
 
     def __post_init__(self) -> None:
         self.future.set_running_or_notify_cancel()  # nobody can cancel it: the other ranks save in any case
@@ -180,7 +183,8 @@ class Saves:
         if self._replicas is not None:
             follows = before is not None and before.saved is not None
             omitted = self._replicas.omitted(None if refusal else collected, follows=follows)
-        self._writer.saver.describe(NextSave(record, self._must_change, refusal, omitted, on_staged))
+        save = _Save(record.step, storage, name, record, since)
+        self._writer.saver.describe(NextSave(record, self._must_change, refusal, omitted, on_staged, save.files))
         response = async_save(
             collected,
             checkpoint_id=storage.location,
@@ -189,7 +193,7 @@ class Saves:
             process_group=None if self.together is None else self.together.group,
         )
         done = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
-        save = self._last = _Save(record.step, storage, name, record, since)
+        self._last = save
         in_background(lambda: self._follow(save, done, before), name="checkpoint-manager")
         return save.future
 
@@ -300,6 +304,8 @@ class Saves:
                 assert isinstance(cause, RuntimeError)
                 cause = self.together.error_of(cause, f"{save.storage.path} was not saved")
             self._fail(save, cause)
+            if is_uncommitted(error):
+                save.files.remove()
         else:
             save_id = "" if meta is None else meta.save_id or ""
             branch, metrics = save.record.branch, save.record.metrics

@@ -36,6 +36,7 @@ from .report import Reports, SaveReport
 from .reuse import ReusingSave
 from .session import SaveSession
 from .tiered_session import TieredSession
+from .written_files import WrittenFiles
 
 __all__ = ["NextSave", "Saver"]
 
@@ -52,6 +53,7 @@ class NextSave(NamedTuple):
         must_change: Patterns of the keys of tensors that cannot all stay as they are.
         error: Why this rank has no state: the save fails on all of them, and says so.
         omitted: The keys of tensors that other ranks write, and this one need not stage.
+        files: Takes what this rank writes: who sees the save fail removes it.
         on_staged: Called with the staged copy, whose tensors may still be without their values. Its buffer is kept
             (`SharedBuffer.is_kept`) until somebody says otherwise.
     """
@@ -61,6 +63,7 @@ class NextSave(NamedTuple):
     error: StagingError | None = None
     omitted: frozenset[str] = frozenset()
     on_staged: Callable[[StagedStateDict], object] | None = None
+    files: WrittenFiles | None = None
 
 
 class Saver:
@@ -183,7 +186,7 @@ class Saver:
         if (error := self._wait_for_room()) is not None:
             return self.stager.refuse(error)
         staged = self.stager.stage(state_dict, save.omitted, is_kept=save.on_staged is not None)
-        staged.staged_save.record = save.record
+        staged.staged_save.record, staged.staged_save.files = save.record, save.files
         staged.staged_save.times = StageTimes(started_at, started - called, time.perf_counter() - started)
         if staged.staged_save.error is not None:
             logger.error("staging failed, and so will the save: %s", str(staged.staged_save.error))

@@ -35,6 +35,7 @@ from .known_tables import SaveTables
 from .report import SaveReport, SaveTimes
 from .write_items import Item, resolve, write_results
 from .writer_client import Written
+from .written_files import failed_before_commit
 
 if TYPE_CHECKING:
     from .saver import Saver
@@ -90,6 +91,11 @@ class SaveSession:
         return self._staged_save is not None and self._staged_save.over()
 
     @property
+    def _removes_files(self) -> bool:
+        """Nobody but this rank removes what it has written, if the save fails on another one."""
+        return True
+
+    @property
     def _commits(self) -> bool:
         return self._is_coordinator or not self._use_collectives
 
@@ -140,9 +146,12 @@ class SaveSession:
         except BaseException as error:  # also a Ctrl-C: nothing of this save may stay
             self._fail(error)
             drop_record(self.storage, self.id)
+            failed_before_commit(error)
             if not isinstance(error, CheckpointError):
                 raise
-            raise type(error)(f"rank {self._rank}: {error}") from error
+            failure = type(error)(f"rank {self._rank}: {error}")
+            failed_before_commit(failure)
+            raise failure from error
         finally:
             if self._staged_save is not None:
                 self._staged_save.on_written = None  # it refers to whoever keeps the state
@@ -150,6 +159,8 @@ class SaveSession:
                 saver.stager.written(self._staged_save)
             if not saver.options.cache:
                 saver.engine.client.free()
+        if self._staged_save is not None and self._staged_save.files is not None and self._removes_files:
+            self._staged_save.files.note(self.storage, [file.name for file in written.done.files])
         saver.engine.objects.check(items)
         self._report = self._times.written(
             path=self.path,
@@ -297,11 +308,16 @@ class SaveSession:
     def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> list[RankPlaces]:
         """Makes the save the checkpoint at its path; returns what each rank has written."""
         saver = self._saver
-        self._check_wanted()
         meta = self._meta()
         parts = self._tables.completed([result.storage_data for of_rank in results for result in of_rank])
-        _check_trainer_lives(self.path)
-        agree_on_key(saver.options.write.cipher, parts, self.storage)
+        try:
+            self._check_wanted()
+            _check_trainer_lives(self.path)
+            agree_on_key(saver.options.write.cipher, parts, self.storage)
+        except CheckpointError:  # nothing has been committed, and nothing will be
+            if self._removes_files:
+                remove_with_records(self.storage, [name for part in parts for name, _ in part.files])
+            raise
         # The planner's own, which DCP returns to whoever saves: what torch's writer says there, this one says too.
         metadata.version, metadata.storage_meta = DCP_VERSION, meta
         self._publish(metadata, parts)

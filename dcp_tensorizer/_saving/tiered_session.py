@@ -68,6 +68,10 @@ class TieredSession(SaveSession):
         name = self._flushing.target.name
         return f"{name}/{self._place}" if self._place else name
 
+    @property
+    def _removes_files(self) -> bool:
+        return self._writing is None  # the flush has them, or `undo` removes them
+
     def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         # The files of all ranks have the id of one save in their names: so it is known what a lost node has left.
         self.id = self._tables.save_of(plan) or self.id

@@ -75,6 +75,7 @@ class StagedSave:
         context: What the process had when staging began. Relative paths of the save are relative to its directory.
         times: When it was staged.
         record: What the checkpoint's index will say of the save; None for nothing.
+        files: Takes what a rank has written for the save; None where nobody asks.
         omitted: The keys of tensors that are not staged, because other ranks write them.
         on_written: Called when the save has written it, with the digests of what it wrote, by offset and size in the
             buffer. Empty where files have other digests: those of encrypted tensors.
@@ -98,6 +99,7 @@ class StagedSave:
         self.context = ProcessContext.here()
         self.times = StageTimes()
         self.record: Any = None
+        self.files: Any = None
         self.omitted: frozenset[str] = frozenset()
         self.on_written: Callable[[Mapping[tuple[int, int], bytes]], object] | None = None
         # All waiting is on this condition. Its lock may be taken twice by one thread: a signal's handler that closes

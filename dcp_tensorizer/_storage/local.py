@@ -70,7 +70,7 @@ class LocalStorage(Storage):
         return LocalStorage(self._root / name, local_types=self._local_types)
 
     def listing(self) -> tuple[list[FileInfo], list[str]]:
-        return list_directory(self._root)
+        return self._looked_for(lambda: list_directory(self._root))
 
     def file_in_place(self) -> bytes | None:
         with suppress(OSError):
@@ -163,18 +163,33 @@ class LocalStorage(Storage):
     def _ask(self, name: str, ask: Callable[[Path], _T]) -> _T | None:
         path = self._root / name
         try:
-            return ask(path)
+            return self._looked_for(lambda: ask(path))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise ReadError(f"cannot read {path}: {error}") from error
 
+    def _looked_for(self, look: Callable[[], _T]) -> _T:
+        """What a look at the directory finds. On a network mount it is looked for once more if it is not there.
+
+        NFS remembers for half a minute that a name was not there. It asks the server anew when the directory is opened.
+        """
+        try:
+            return look()
+        except (FileNotFoundError, NotADirectoryError):
+            if self._is_local:
+                raise
+        for folder in (self._root.parent, self._root):
+            with suppress(OSError):
+                os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        return look()
+
     def open(self, name: str) -> LocalFile:
-        _check_kind(self._root / name)
+        self._looked_for(lambda: _check_kind(self._root / name))
         return LocalFile(self._root / name)
 
     def open_uncached(self, name: str) -> UncachedFile:
-        _check_kind(self._root / name)
+        self._looked_for(lambda: _check_kind(self._root / name))
         return UncachedFile(self._root / name)
 
     def identity(self, name: str) -> FileIdentity | None:

@@ -306,3 +306,14 @@ def test_discarding_where_uploads_cannot_be_listed(storage: S3Storage, proxy: S3
     assert storage.head(NAME) is None
     with pytest.raises(ReadError, match=f"cannot list the uploads to {storage.path}.*{fault.code}"):
         storage.uploads()
+
+
+@pytest.mark.parametrize("expected", [None, b"old"])
+def test_a_server_without_conditional_writes(storage: S3Storage, proxy: S3Proxy, expected: bytes | None) -> None:
+    """It says so, and the object is put without the condition: what it replaces was looked at just before."""
+    if expected is not None:
+        storage.put("record", expected, sync=True)
+    proxy.rule = once("PutObject", Fault(501, "NotImplemented"))
+    assert storage.put_if("record", expected, b"new")
+    assert storage.read("record") == b"new"
+    assert not storage.put_if("record", expected, b"newer")

@@ -9,6 +9,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -390,3 +391,51 @@ def test_files_are_removed_by_their_literal_names(tmp_path: Path, storage_of: Ca
         (tmp_path / name).touch()
     storage_of(tmp_path).remove(*names, "not there")
     assert [path.name for path in tmp_path.iterdir()] == ["f1"]
+
+
+class Remembers:
+    """A mount that knows nothing of a new directory and its files before the directories are opened, as NFS does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *hidden: Path) -> None:
+        self._hidden = set(map(str, hidden))
+        self._stat, self._scandir, self._open = os.stat, os.scandir, os.open
+        monkeypatch.setattr(os, "stat", self.stat)
+        monkeypatch.setattr(os, "scandir", self.scandir)
+        monkeypatch.setattr(os, "open", self.open)
+
+    def _check(self, path: Any) -> None:
+        if not isinstance(path, int) and os.fspath(path) in self._hidden:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+    def stat(self, path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        self._check(path)
+        return self._stat(path, *args, **kwargs)
+
+    def scandir(self, path: Any) -> Any:
+        self._check(path)
+        return self._scandir(path)
+
+    def open(self, path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        self._check(path)
+        if flags & os.O_DIRECTORY:
+            self._hidden = {hidden for hidden in self._hidden if os.path.dirname(hidden) != os.fspath(path)}
+        return self._open(path, flags, *args, **kwargs)
+
+
+@pytest.mark.parametrize("look", ["read", "head", "open", "open_uncached", "listing"])
+def test_a_name_that_a_mount_remembers_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: str) -> None:
+    """The directory that it is in is opened, and that one's own, and then it is there."""
+    step = tmp_path / "step-4"
+    step.mkdir()
+    (step / ".metadata").write_bytes(b"index")
+    storage = LocalStorage(step, local_types=())
+    Remembers(monkeypatch, step, step / ".metadata")
+    found = getattr(storage, look)(*([] if look == "listing" else [".metadata"]))
+    if look == "read":
+        assert found == b"index"
+    elif look == "head":
+        assert found == 5
+    elif look == "listing":
+        assert [file.name for file in found[0]] == [".metadata"]
+    else:
+        found.close()
