@@ -2,7 +2,7 @@
 
     from dcp_tensorizer.convert import Options, convert
 
-    convert("checkpoint", "model.tensors", "tensorizer", options=Options(select=["model.*"], strip_prefix="model."))
+    convert("checkpoint", "model.tensors", "tensorizer", options=Options(include=["model.*"], strip_prefix="model."))
 
 Shards are put together into whole tensors. Tensors are read when it is their turn to be written, so that the memory
 needed is that of the largest one, and not that of the checkpoint.
@@ -115,7 +115,7 @@ def _select(view: CheckpointView, options: Options) -> CheckpointView:
     selected = [key for key in view.paths if _matches(key, options)]
     if not selected:
         excluded = f" and not {', '.join(options.exclude)}" if options.exclude else ""
-        raise ConversionError(f"{view.path} has no key that matches {', '.join(options.select) or '*'}{excluded}")
+        raise ConversionError(f"{view.path} has no key that matches {', '.join(options.include) or '*'}{excluded}")
     paths = new_paths({key: view.values[key].path for key in selected}, options, view.path)
     values: dict[str, StoredValue] = {}
     for key, path in paths.items():
@@ -130,7 +130,7 @@ def _select(view: CheckpointView, options: Options) -> CheckpointView:
 
 
 def _matches(key: str, options: Options) -> bool:
-    selected = not options.select or any(fnmatch.fnmatchcase(key, pattern) for pattern in options.select)
+    selected = not options.include or any(fnmatch.fnmatchcase(key, pattern) for pattern in options.include)
     return selected and not any(fnmatch.fnmatchcase(key, pattern) for pattern in options.exclude)
 
 

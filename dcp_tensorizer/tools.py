@@ -289,35 +289,38 @@ def report(
 def collect(
     path: _Path,
     *,
-    keep: int | None = None,
+    keep_latest: int | None = None,
     older_than: float | None = None,
     only_data: bool = False,
     dry_run: bool = False,
     storage_options: _Options = None,
+    keep: int | None = None,
 ) -> tuple[Collected, ...]:
     """Removes old checkpoints in a directory and below it, and what dead saves have left there.
 
-    A checkpoint goes if it is neither among the ``keep`` newest nor among those with the ``keep`` highest steps of its
-    directory, and is older than ``older_than``. With neither of the two, only leftovers go. The newest committed
-    checkpoint never goes, nor does one that a link there leads to.
+    A checkpoint goes if it is neither among the ``keep_latest`` newest nor among those with the ``keep_latest`` highest
+    steps of its directory, and is older than ``older_than``. With neither of the two, only leftovers go. The newest
+    committed checkpoint never goes, nor does one that a link there leads to.
 
     Args:
         path: The directory.
-        keep: How many checkpoints to keep in each directory; at least 1.
+        keep_latest: How many checkpoints to keep in each directory; at least 1.
         older_than: Seconds, since a checkpoint was saved by its own record.
         only_data: Leave the files in a checkpoint's directory that this package did not write, and the directory.
         dry_run: Remove nothing, and return what would be removed.
         storage_options: Passed to the fsspec filesystem of a URL.
+        keep: Another name of ``keep_latest``, for programs that have it so.
 
     Raises:
-        ValueError: ``keep`` is less than 1.
+        ValueError: ``keep_latest`` is less than 1.
         NotCommitted: there is no such directory.
         ReadError: it cannot be listed.
     """
-    if keep is not None and keep < 1:
-        raise ValueError(f"keep={keep} must be at least 1: the newest checkpoint always stays")
+    keep_latest = keep if keep_latest is None else keep_latest
+    if keep_latest is not None and keep_latest < 1:
+        raise ValueError(f"keep_latest={keep_latest} must be at least 1: the newest checkpoint always stays")
     storage = open_storage(path, storage_options)
-    planned = retention.plan_collection(storage, keep, older_than, only_data=only_data)
+    planned = retention.plan_collection(storage, keep_latest, older_than, only_data=only_data)
     return tuple(_collected(removal if dry_run else retention.collect(removal)) for removal in planned)
 
 

@@ -167,8 +167,10 @@ class LoadingBar:
     def __call__(self, done: int, total: int) -> None:
         if self._bar is None:
             tqdm.monitor_interval = 0  # no thread of its own: one that outlives the interpreter can abort the process
-            self._bar = tqdm(desc="   loading", unit="B", unit_scale=True, leave=False, disable=dist.get_rank() != 0)
-        self._bar.total = total
+            # With its total from the start: a bar whose total comes later is shown as a bare count.
+            self._bar = tqdm(
+                desc="   loading", total=total, unit="B", unit_scale=True, leave=False, disable=dist.get_rank() != 0
+            )
         self._bar.update(done - self._bar.n)
         if done >= total:
             self._bar.close()

@@ -28,7 +28,7 @@ __all__ = ["Preempted", "losses"]
 _ROOT = Path(__file__).resolve().parents[1]
 _ROWS, _COLUMNS = 12, 1024  # whole rows for each rank, and whole vectors of the processor in each row
 _SAVE_EVERY = 40
-_SECONDS = 120.0
+_SECONDS = 600.0
 
 
 def _train(weight: torch.Tensor, optimizer: torch.optim.Optimizer, step: int) -> float:

@@ -15,7 +15,7 @@ import torch
 
 from dcp_tensorizer._memory.device import SideStream, SideStreams
 
-WAIT = 10.0
+WAIT = 300.0
 
 
 class SimulatedEvent:

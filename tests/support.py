@@ -186,7 +186,7 @@ def file_size_limit(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def run_python(script: str, *arguments: object, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+def run_python(script: str, *arguments: object, timeout: float = 600.0) -> subprocess.CompletedProcess[str]:
     """Runs a script in an interpreter of its own. If it fails, this fails with its output."""
     return _run([sys.executable, "-c", script, *map(str, arguments)], timeout)
 
@@ -199,7 +199,7 @@ def can_mount(mounts: str) -> bool:
 def run_python_with(mounts: str, script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """The same where shell commands have mounted something before: ``$1`` in them is the script's first argument."""
     command = f'script="$1" && shift && {mounts} && exec "$0" -c "$script" "$@"'
-    return _run([*_MOUNT_NAMESPACE, command, sys.executable, script, *map(str, arguments)], 90.0)
+    return _run([*_MOUNT_NAMESPACE, command, sys.executable, script, *map(str, arguments)], 600.0)
 
 
 def _run(command: Sequence[str], timeout: float) -> subprocess.CompletedProcess[str]:

@@ -30,8 +30,8 @@ __all__ = [
     "wait_until_inside",
 ]
 
-WAIT = 30.0
-"""Seconds after which something that should have happened has not."""
+WAIT = 300.0
+"""Seconds after which something that should have happened has not: for what hangs, and not for a busy machine."""
 
 
 class Gate:

@@ -34,6 +34,7 @@ from .outcome import DAMAGED, DIFFERENT, NOT_DONE, OK, failed, flushed, unwritte
 __all__ = ["run"]
 
 _app = typer.Typer(
+    rich_markup_mode=None,  # its tables show a type for each switch
     pretty_exceptions_enable=False,
     help="Look at checkpoints of dcp_tensorizer, verify, compare, convert and collect them.",
     epilog="Exit codes: 0 fine, 1 damaged or different, 2 not done, 3 unreadable by this version, 130 interrupted, "
@@ -128,7 +129,7 @@ def verify(
     storage_option: StorageOptions = None,
     as_json: Json = False,
 ) -> int:
-    """Compare a checkpoint's files with what was saved; exit code 1 if any is damaged."""
+    """Compare a checkpoint's files with what was saved. The exit code is 1 if any is damaged."""
     from .. import tools
     from .terminal import progress
     from .views import show_verified
@@ -180,9 +181,10 @@ def convert(
             autocompletion=lambda: list(FORMATS),
         ),
     ] = None,
-    select: Annotated[
-        list[str] | None, typer.Option("--select", metavar="PATTERN", help="Only keys that match; repeatable.")
+    include: Annotated[
+        list[str] | None, typer.Option("--include", metavar="PATTERN", help="Only keys that match; repeatable.")
     ] = None,
+    select: Annotated[list[str] | None, typer.Option("--select", hidden=True)] = None,
     exclude: Annotated[
         list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="No keys that match; repeatable.")
     ] = None,
@@ -210,7 +212,7 @@ def convert(
     storage_option: StorageOptions = None,
     as_json: Json = False,
 ) -> int:
-    """Bring a checkpoint into another format: whole tensors, in the memory of the largest one."""
+    """Bring a checkpoint into another format. It takes the memory of the largest tensor."""
     from .. import convert as formats
     from .terminal import progress
     from .views import show_converted
@@ -218,7 +220,7 @@ def convert(
     if split is not None and tensor_parallel == 1:
         raise typer.BadParameter("is for --tensor-parallel N, into how many files to split", param_hint="--split")
     conversion = formats.Options(
-        select=select or (),
+        include=[*(include or ()), *(select or ())],
         exclude=exclude or (),
         strip_prefix=strip_prefix,
         rename=read_renaming(rename),
@@ -255,7 +257,7 @@ def report(
     storage_option: StorageOptions = None,
     as_json: Json = False,
 ) -> int:
-    """Make a page to look at: sizes, norms, histograms, and how they move over several checkpoints."""
+    """Make a page about checkpoints. It shows sizes, norms and histograms, and how they move from step to step."""
     from .. import tools
     from .terminal import progress
     from .views import show_report
@@ -277,9 +279,10 @@ def gc(
     path: Annotated[
         str, typer.Argument(metavar="PATH", help="A directory with checkpoints below it: local path or URL.")
     ],
-    keep: Annotated[
+    keep_latest: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Remove committed checkpoints but the N newest.")
     ] = None,
+    keep: Annotated[int | None, typer.Option(min=1, hidden=True)] = None,
     older_than: Annotated[
         str | None, typer.Option(metavar="AGE", help="Only what is older: 90s, 30m, 12h, 7d, 2w.")
     ] = None,
@@ -290,13 +293,13 @@ def gc(
     storage_option: StorageOptions = None,
     as_json: Json = False,
 ) -> int:
-    """Remove old checkpoints, and what dead saves have left; never the newest committed one."""
+    """Remove old checkpoints, and what dead saves have left. The newest committed one always stays."""
     from .. import tools
     from .views import show_removals
 
     removals = tools.collect(
         path,
-        keep=keep,
+        keep_latest=keep if keep_latest is None else keep_latest,
         older_than=None if older_than is None else read_seconds(older_than),
         only_data=only_data,
         dry_run=dry_run,

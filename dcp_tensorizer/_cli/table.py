@@ -1,4 +1,4 @@
-"""Tables that fit a terminal: long names are broken after a dot, a slash or a space, and never inside a word."""
+"""Tables that fit a terminal: names stay whole, and other cells are broken after a dot, a slash or a space."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.cells import cell_len
 __all__ = ["folded", "lay_out"]
 
 _GAP = "  "
+_NAME = 12  # columns for the names in a table that is too wide
 _WORD = re.compile(r"\S*\s*")
 _PIECE = re.compile(r"[^\s./]*[\s./]*")  # of a key or a path
 
@@ -30,6 +31,8 @@ def folded(text: str, room: int, pieces: re.Pattern[str] = _WORD) -> list[str]:
 def lay_out(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
     """The lines of a table, its head first; they are as wide as they must be where no break helps.
 
+    What stands first in a row is its name, to be copied: one that is too long has a line of its own above the others.
+
     Args:
         columns: Their names; one that begins with ``>`` is of numbers, and stays in one piece.
         rows: Their cells.
@@ -41,11 +44,16 @@ def lay_out(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -
     widths = [max(map(cell_len, [head, *column])) for head, column in zip(heads, cells, strict=True)]
     if sum(widths) + len(_GAP) * (len(widths) - 1) > width:
         least = [
-            whole if is_number else max(map(_longest_piece, [head, *column]))
-            for whole, is_number, head, column in zip(widths, numeric, heads, cells, strict=True)
+            whole if is_number else min(whole, _NAME) if number == 0 else max(map(_longest_piece, [head, *column]))
+            for number, (whole, is_number, head, column) in enumerate(zip(widths, numeric, heads, cells, strict=True))
         ]
         widths = _narrowed(widths, least, width - len(_GAP) * (len(widths) - 1))
     for row in (heads, *rows):
+        if not numeric[0] and cell_len(row[0]) > widths[0]:
+            yield row[0]
+            if not any(row[1:]):
+                continue
+            row = ["", *row[1:]]
         broken = [folded(cell, room, _PIECE) for cell, room in zip(row, widths, strict=True)]
         for line in itertools.zip_longest(*broken, fillvalue=""):
             padded = (_padded(*cell) for cell in zip(line, widths, numeric, strict=True))

@@ -114,7 +114,7 @@ def _show_tensors(tensors: Sequence[TensorInfo]) -> None:
 def show_verified(verified: Verified, path: str, full: bool, *, as_json: bool) -> None:
     """What `verify` says of a checkpoint."""
     if as_json:
-        print_json({"path": redact(path), "ok": not verified.damages, "full": full} | _fields(verified))
+        print_json({"path": _absolute(path), "ok": not verified.damages, "full": full} | _fields(verified))
         return
     for damage in verified.damages:
         print_line(f"{damage.file}: {'' if damage.key is None else f'{damage.key!r}: '}{damage.what}")
@@ -157,7 +157,7 @@ def show_difference(difference: Difference, *, as_json: bool) -> None:
 def show_converted(converted: Converted, target: str, to: str, *, as_json: bool) -> None:
     """What `convert` has written."""
     if as_json:
-        print_json({"path": redact(target), "format": to} | _fields(converted))
+        print_json({"path": _absolute(target), "format": to} | _fields(converted))
         return
     objects = f" and {count(converted.objects, 'object')}" if converted.objects else ""
     print_line(
@@ -182,7 +182,8 @@ def show_removals(removals: Sequence[Collected], path: str, dry_run: bool, *, as
     removed = [removal for removal in removals if not removal.kept]
     total = sum(removal.nbytes for removal in removed)
     if as_json:
-        print_json({"dry_run": dry_run, "bytes": total, "removals": removals})
+        kept = [removal for removal in removals if removal.kept]
+        print_json({"dry_run": dry_run, "bytes": total, "removals": removed, "kept": kept})
         return
     rows = (
         [
@@ -207,7 +208,12 @@ def _fields(record: Verified | Converted) -> dict[str, object]:
     return {field.name.replace("nbytes", "bytes"): getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
+def _absolute(path: str) -> str:
+    """A path as the other records have it: absolute, and without credentials."""
+    return redact(str(absolute_path(path)))
+
+
 def _below(found: str, path: str) -> str:
     """A checkpoint as seen from the directory that was asked for."""
-    above = redact(str(absolute_path(path))).rstrip("/")
+    above = _absolute(path).rstrip("/")
     return found.removeprefix(above).lstrip("/") or found

@@ -24,6 +24,13 @@ from .urls import protocols_of
 __all__ = ["is_known", "open_url"]
 
 _AZURE = ("az", "abfs", "abfss")
+_EXTRAS = (
+    dict.fromkeys(("s3", "s3a"), "s3")
+    | dict.fromkeys(("gs", "gcs"), "gcs")
+    | dict.fromkeys((*_AZURE, "adl"), "azure")
+    | dict.fromkeys(("sftp", "ssh"), "sftp")
+)
+"""What brings the library of a protocol: ``pip install 'dcp_tensorizer[s3]'``."""
 # Where Azure's library looks for keys, proxies and certificates. Not all variables: each change would cost memory.
 _AZURE_VARIABLES = re.compile("(AZURE|IDENTITY|MSI|IMDS|SSL|REQUESTS|CURL)_|.*_PROXY$|HOME$", re.IGNORECASE)
 _shared_filesystems: dict[str, Any] = {}
@@ -52,6 +59,12 @@ def open_url(url: str, options: Mapping[str, Any], timeout: float) -> Storage | 
     except Exception as error:
         if re.match("sftp://|ssh://", url):  # a password that is not percent-encoded may have slashes
             url = re.sub("://.*@", "://", url)
+        extra = next((_EXTRAS[protocol] for protocol in protocols_of(url) if protocol in _EXTRAS), None)
+        if isinstance(error, ImportError) and extra is not None:
+            raise WriteError(
+                f"{scrub(f'cannot open {url}')}: its library cannot be imported ({error}): "
+                f"pip install 'dcp_tensorizer[{extra}]'"
+            ) from None
         message = scrub(f"cannot open {url}: {type(error).__name__}: {error}")
         raise WriteError(
             f"{message} (is the package for this kind of URL installed, and are storage_options right?)"

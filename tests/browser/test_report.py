@@ -39,7 +39,7 @@ def drawn(page: Path, part: str = "") -> str:
         "--dump-dom",
         f"file://{page}#{quote(part)}",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []  # errors, and what the policy refused
     return re.sub(r"<script.*?</script>|<style.*?</style>", "", done.stdout, flags=re.DOTALL)
 

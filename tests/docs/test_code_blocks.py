@@ -106,7 +106,7 @@ def _run(arguments: list[str], folder: Path) -> str:
     }
     command = [sys.executable, *arguments]
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=150, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout

@@ -11,7 +11,7 @@ import pytest
 from .. import servers
 from .ranks import MARK, eventually
 
-_SECONDS = 10.0
+_SECONDS = 120.0
 
 
 @pytest.fixture(scope="session", autouse=True)

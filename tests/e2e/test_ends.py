@@ -73,7 +73,7 @@ def test_the_save_under_way_is_finished(tmp_path, end):
         if number is not None:
             os.killpg(job.pid, number)
         try:
-            _, errors = job.communicate(timeout=60)
+            _, errors = job.communicate(timeout=600)
         except subprocess.TimeoutExpired:
             os.killpg(job.pid, signal.SIGABRT)  # whatever is left of it shows its stacks, and ends
             _, errors = job.communicate()

@@ -189,7 +189,7 @@ def killed_trainers(tmp_path_factory):
         writers = [_process(path) for path in sorted(folder.glob("*/writer"))]
         for process in filter(None, writers):
             process.resume()
-        _, alive = psutil.wait_procs(filter(None, writers), timeout=10)
+        _, alive = psutil.wait_procs(filter(None, writers), timeout=600)
         for process in filter(None, [_process(path) for path in folder.glob("*/child")]):
             process.kill()
     return folder, alive

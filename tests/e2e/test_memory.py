@@ -37,7 +37,7 @@ def limited(*arguments):
         env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=600,
         check=False,
     )
 
@@ -101,7 +101,7 @@ def test_the_limit_bites():
         [sys.executable, "-c", script, str(LIMIT), str(COUNT * TENSOR)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )
     assert "not enough memory" in done.stderr or "DefaultCPUAllocator" in done.stderr

@@ -183,7 +183,7 @@ def test_a_save_on_the_group_of_training_is_warned_of(tmp_path):
 def cleaned_up_too_early(tmp_path_factory):
     """What a job left that destroyed its process group under its last saves."""
     folder = tmp_path_factory.mktemp("early")
-    run_ranks(2, _clean_up_too_early, folder, timeout=60)
+    run_ranks(2, _clean_up_too_early, folder)
     return folder
 
 

@@ -47,7 +47,7 @@ def test_the_page_takes_a_checkpoint_to_a_server(tmp_path):
         },
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

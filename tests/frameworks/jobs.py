@@ -60,7 +60,7 @@ def run_python(*arguments):
     """Runs Python in a process of its own, with what it is given on its command line."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def let_accelerate_shard():

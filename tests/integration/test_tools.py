@@ -99,8 +99,8 @@ def test_what_is_collected(run: Path) -> None:
     assert tools.collect(run, keep=2) == (planned,)
     assert {path.name for path in run.iterdir()} == {"step-10", "step-11"}
     assert tools.collect(run, keep=1, older_than=3600.0) == ()
-    with pytest.raises(ValueError, match="keep=0 must be at least 1"):
-        tools.collect(run, keep=0)
+    with pytest.raises(ValueError, match="keep_latest=0 must be at least 1"):
+        tools.collect(run, keep_latest=0)
 
 
 def test_a_path_whose_checkpoints_lie_below(run: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class Options:
     """How to convert. What only some format takes is an error with the others.
 
     Attributes:
-        select: Patterns, as in a shell, of the keys to convert; ``*`` also matches dots. Empty: all.
+        include: Patterns, as in a shell, of the keys to convert; ``*`` also matches dots. Empty: all.
         strip_prefix: What to cut from the beginning of keys that have it.
         dtype: What to convert floating-point tensors to.
         source_format: One of `FORMATS`; None: look.
@@ -49,9 +49,10 @@ class Options:
             its pattern stands for. The first pattern that matches a key without ``strip_prefix`` counts.
         add_prefix: What to put before all keys, when they have their new names. Each part that ends in a dot is the key
             of a dict around the others.
+        select: Another name of ``include``, for programs that have it so.
     """
 
-    select: Sequence[str] = ()
+    include: Sequence[str] = ()
     strip_prefix: str = ""
     dtype: torch.dtype | None = None
     source_format: str | None = None
@@ -62,6 +63,12 @@ class Options:
     exclude: Sequence[str] = ()
     rename: Mapping[str, str] = field(default_factory=dict)
     add_prefix: str = ""
+    select: InitVar[Sequence[str]] = ()
+
+    def __post_init__(self, select: Sequence[str]) -> None:
+        """Takes ``select`` for ``include``."""
+        if select:
+            object.__setattr__(self, "include", select)
 
 
 _OF_ONE_FORMAT = {
@@ -101,7 +108,7 @@ def check_options(options: Options, to: str, path: str) -> None:
 
 
 def _check_values(options: Options) -> None:
-    for name in ("select", "exclude", "buffers"):
+    for name in ("include", "exclude", "buffers"):
         patterns = getattr(options, name)
         if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
             raise ConversionError(f"{name} must be a list of patterns, and is {patterns!r}")
@@ -196,7 +203,8 @@ def check_no_objects(view: CheckpointView, format_name: str) -> None:
         key = next(iter(view.objects))
         others = f" (and {len(view.objects) - 1:,} more)" if len(view.objects) > 1 else ""
         raise ConversionError(
-            f"{key!r}{others} is not a tensor, which {format_name} cannot hold: leave it out with select or exclude"
+            f"{key!r}{others} is not a tensor, which {format_name} cannot hold: leave it out with exclude "
+            f"(--exclude), or say what to take with include (--include)"
         )
 
 

@@ -36,7 +36,7 @@ def no_process_group() -> Iterator[None]:
 
 def _run(**case: Any) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.scale.world_case", json.dumps(case)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     (measured,) = json.loads(done.stdout)
     return measured

@@ -94,6 +94,6 @@ def test_who_is_told_may_wait_for_the_rest(tmp_path: Path) -> None:
     flushing.follow(entry, REPORT, tell)
     run.queue.move(entry, REMOTE)
     waiting = in_background(lambda: flushing.wait(until=lambda: True), name="waiting", daemon=True)
-    assert waiting.result(timeout=30)
+    assert waiting.result(timeout=600)
     assert told == [True]
     run.queue.remove(rest)

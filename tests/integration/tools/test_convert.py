@@ -92,7 +92,7 @@ def test_selecting_renaming_and_casting(tmp_path: Path) -> None:
         (Options(strip_prefix="a."), "would both be 'b'"),
         (Options(source_format="torch"), "dcp_tensorizer, and not torch"),
         (Options(tensor_parallel=2, split={"*.w": 0}), "no key matches"),
-        (Options(select="a.*"), "select must be a list of patterns, and is 'a"),
+        (Options(include="a.*"), "include must be a list of patterns, and is 'a"),
         (Options(exclude="b"), "exclude must be a list of patterns"),
         (Options(dtype=torch.int32), "dtype must be a floating-point dtype"),
         (Options(tensor_parallel=0), "tensor_parallel must be a number from 1 on"),

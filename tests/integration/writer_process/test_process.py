@@ -271,13 +271,13 @@ def test_it_ends_with_its_trainer():
     writer, forked = (psutil.Process(int(pid)) for pid in trainer.stdout.readline().split())
     try:
         trainer.kill()
-        gone, _ = psutil.wait_procs([writer], timeout=30)
+        gone, _ = psutil.wait_procs([writer], timeout=600)
         assert [p.pid for p in gone] == [writer.pid]
     finally:
         forked.kill()
         trainer.wait()
         trainer.stdout.close()
-        psutil.wait_procs([forked], timeout=10)
+        psutil.wait_procs([forked], timeout=600)
 
 
 def test_started_from_several_threads(tmp_path):

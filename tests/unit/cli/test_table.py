@@ -1,4 +1,4 @@
-"""Tables: as wide as the terminal, and no word broken."""
+"""Tables: as wide as the terminal, and no name broken."""
 
 from __future__ import annotations
 
@@ -20,13 +20,22 @@ def test_what_fits_has_a_line_a_row() -> None:
     ]
 
 
-def test_long_names_are_broken_between_words() -> None:
-    """After a dot; the numbers stand beside the first line."""
+def test_long_names_stay_whole() -> None:
+    """A name that is too long has a line of its own, and what belongs to it stands below."""
     assert list(lay_out(COLUMNS, ROWS, 44)) == [
         "tensor                       shape      size",
-        "app.model.blocks.0.          256     1.02 kB",
-        "norm_feed_forward.weight",
+        "app.model.blocks.0.norm_feed_forward.weight",
+        "                             256     1.02 kB",
         "app.step                     scalar      8 B",
+    ]
+
+
+def test_other_cells_are_broken_between_words() -> None:
+    """After a dot; the numbers stand beside the first line."""
+    assert list(lay_out(["at", "what", ">size"], [["a", "kept: b.c.d is alive", "8 B"]], 22)) == [
+        "at  what          size",
+        "a   kept: b.c.d    8 B",
+        "    is alive",
     ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from typing import Any
 
 import fsspec
@@ -22,6 +24,29 @@ def test_an_error_while_opening_shows_no_secret(url: str) -> None:
     assert caught.value.__suppress_context__
     assert "hunter2" not in str(caught.value)
     assert "correct-horse" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "library", "extra"),
+    [
+        ("s3://bucket/a", "s3fs", "s3"),
+        ("simplecache::s3://bucket/a", "s3fs", "s3"),
+        ("gs://bucket/a", "gcsfs", "gcs"),
+        ("abfs://container/a", "adlfs", "azure"),
+        ("sftp://host/a", "paramiko", "sftp"),
+    ],
+)
+def test_a_missing_library_is_installed_by_an_extra(
+    monkeypatch: pytest.MonkeyPatch, url: str, library: str, extra: str
+) -> None:
+    """The error says which command brings it, in the same words for each protocol."""
+    monkeypatch.setitem(sys.modules, library, None)
+    for name in ("s3fs.core", "dcp_tensorizer._storage.sftp", "dcp_tensorizer._storage.sftp_client"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for known in ("s3", "gs", "abfs"):
+        monkeypatch.delitem(_registry, known, raising=False)
+    with pytest.raises(WriteError, match=re.escape(f"pip install 'dcp_tensorizer[{extra}]'")):
+        open_storage(url)
 
 
 def test_a_storage_removes_its_options_from_messages() -> None:
