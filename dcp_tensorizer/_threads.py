@@ -7,11 +7,23 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from typing import Any, Generic, TypeVar
 
 from ._forks import free_in_child
 
-__all__ = ["NEVER", "Deadline", "Patience", "Workers", "cores", "in_background", "in_threads", "is_running"]
+__all__ = [
+    "NEVER",
+    "Deadline",
+    "Hung",
+    "Patience",
+    "Workers",
+    "cores",
+    "in_background",
+    "in_threads",
+    "in_time",
+    "is_running",
+]
 
 _T = TypeVar("_T")
 _Subject = TypeVar("_Subject")
@@ -72,6 +84,10 @@ class Patience:
         now = time.monotonic()
         self._waited, self._last = self._waited + min(now - self._last, self._between_looks), now
         return self._waited >= self._timeout
+
+
+class Hung(Exception):
+    """Something has taken too long, and is left alone."""
 
 
 class Workers(ThreadPoolExecutor):
@@ -193,6 +209,21 @@ def in_background(operation: Callable[[], _T], *, name: str = "request", daemon:
         if error is not None and not isinstance(error, Exception):
             raise error from None
     return future
+
+
+def in_time(operation: Callable[[], _T], timeout: float) -> _T:
+    """Does something that may hang in the kernel, and gives it up then: its thread is left alone, and ends nothing.
+
+    A signal's handler that raises something meanwhile is heard when it is over, or given up.
+
+    Raises:
+        Hung: it has taken so many seconds. What it does afterwards, nobody waits for.
+    """
+    doing, end = in_background(operation, name="in-time", daemon=True), Deadline(timeout)
+    _surely(lambda: wait_for([doing], end.left))
+    if not doing.done():
+        raise Hung
+    return doing.result()
 
 
 def cores() -> int:

@@ -21,7 +21,7 @@ from .._saving.saver import NextSave
 from .._saving.written_files import WrittenFiles, is_uncommitted
 from .._staging.stager import StagedStateDict
 from .._storage.base import Storage
-from .._threads import NEVER, Deadline, in_background
+from .._threads import NEVER, Deadline, Hung, in_background, in_time
 from ..errors import CheckpointError, StagingError, WriteError, describe, unwrap
 from ..planner import SavePlanner
 from ..writer import TensorizerStorageWriter
@@ -37,6 +37,8 @@ from .together import Together
 __all__ = ["Saves"]
 
 logger = logging.getLogger("dcp_tensorizer")
+
+_CLEAN_UP_SECONDS = 20.0
 
 
 @dataclass(slots=True)
@@ -305,7 +307,8 @@ class Saves:
                 cause = self.together.error_of(cause, f"{save.storage.path} was not saved")
             self._fail(save, cause)
             if is_uncommitted(error):
-                save.files.remove()
+                with suppress(Hung):  # a disk that does not answer: the thread is left alone
+                    in_time(save.files.remove, _CLEAN_UP_SECONDS)
         else:
             save_id = "" if meta is None else meta.save_id or ""
             branch, metrics = save.record.branch, save.record.metrics

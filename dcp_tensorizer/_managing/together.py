@@ -20,6 +20,8 @@ from .roll_call import RollCall
 
 __all__ = ["Together"]
 
+_TO_SAY_SO = 30.0  # whoever gives a commit up when its time is over has to tell the others
+
 logger = logging.getLogger("dcp_tensorizer")
 
 
@@ -47,7 +49,7 @@ class Together:
     def accompany_saves(self, writer: TensorizerStorageWriter, commit_seconds: float) -> None:
         """Has a writer's saves keep together; the commit alone, of the coordinator, may take so many seconds."""
         begin, write = writer.storage_meta, writer.write_data
-        longer = max(self._calls.timeout, timedelta(seconds=commit_seconds))
+        longer = max(self._calls.timeout, timedelta(seconds=commit_seconds + _TO_SAY_SO))
 
         def storage_meta() -> Any:
             self._begin()

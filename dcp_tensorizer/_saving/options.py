@@ -34,7 +34,8 @@ class SaveLimits:
 
     Attributes:
         timeout: Seconds after which a wait for the storage is given up, 600 by default: a write that makes no
-            progress, or another save's clean-up of the same directory. Requests to S3 and SFTP servers that stay
+            progress, a disk or a mount that does not answer an asynchronous save, or another save's clean-up of the
+            same directory. Requests to S3 and SFTP servers that stay
             silent for a tenth of that are tried again.
         buffer_bytes: Memory, in the writer process, for the parts of a file that are being made or sent; 256 MiB by
             default. With less of it, fewer parts are in flight.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import logging
+import math
 import multiprocessing
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -24,9 +25,10 @@ from .._format.places import RankPlaces
 from .._staging.stager import StagedSave
 from .._storage.base import DirectoryLock, Refused, Storage
 from .._switching import QuickTurns
-from .._threads import in_background
+from .._threads import Hung, in_background, in_time
 from .._torch_compat import DCP_VERSION
-from ..errors import CheckpointError, WriteError
+from .._writer_process.process import WriterProcessHung
+from ..errors import CheckpointError, WriteError, WriterProcessDied
 from .commit import begin, commit, drop_record, put_records, remove, remove_records, remove_with_records, replaced_files
 from .freshness import warn_if_stale
 from .keeping import KeptSave
@@ -41,6 +43,10 @@ if TYPE_CHECKING:
     from .saver import Saver
 
 __all__ = ["SaveSession"]
+
+_T = TypeVar("_T")
+
+_CLEAN_UP_SECONDS = 20.0  # the other ranks wait for what follows a commit
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -75,9 +81,10 @@ class SaveSession:
         self._use_collectives = True
         self._lock: DirectoryLock | None = None
         self._report: SaveReport | None = None
-        on_own_thread = staged_save is not None and staged_save.staged_on is not threading.current_thread()
-        self._turns = QuickTurns() if on_own_thread else None
+        self._is_on_own_thread = staged_save is not None and staged_save.staged_on is not threading.current_thread()
+        self._turns = QuickTurns() if self._is_on_own_thread else None
         self._tables = SaveTables(saver.engine.tables, save_id)
+        self._is_given_up = False
         self._replaced: concurrent.futures.Future[set[str]] | None = None
 
     @property
@@ -122,7 +129,7 @@ class SaveSession:
             WriteError: it cannot be created, or holds a checkpoint that must not be overwritten.
         """
         with self._or_fail():
-            self._open()
+            self._in_time(self._open)
             if self._kept is not None:
                 self._kept.planned(plan)
             return plan if self._commits else self._tables.offer(plan)
@@ -144,12 +151,17 @@ class SaveSession:
         try:
             items, written, results = self._write(plan, planner)
         except BaseException as error:  # also a Ctrl-C: nothing of this save may stay
+            cleaning = None
+            if isinstance(error, WriterProcessHung):
+                self._give_up()
+                cleaning = error.cleaning
             self._fail(error)
-            drop_record(self.storage, self.id)
+            self._clean_up(functools.partial(self._drop_record, cleaning))
             failed_before_commit(error)
             if not isinstance(error, CheckpointError):
                 raise
-            failure = type(error)(f"rank {self._rank}: {error}")
+            kind = WriterProcessDied if isinstance(error, WriterProcessHung) else type(error)
+            failure = kind(f"rank {self._rank}: {error}")
             failed_before_commit(failure)
             raise failure from error
         finally:
@@ -185,13 +197,7 @@ class SaveSession:
         assert self._report is not None, "write comes first"
         self._times.commit_begins()
         with self._or_fail():
-            replaced = self._replaced_files()
-            put_records(self.storage, map(save_id_in, replaced))
-            try:
-                parts = self._commit(metadata, results)
-            except Exception:  # after a Ctrl-C nobody knows: it may be committed
-                remove_records(self.storage, map(save_id_in, replaced))  # they are not replaced
-                raise
+            replaced, parts = self._in_time(lambda: self._replace(metadata, results))
         saver.engine.failures.committed()
         if self._kept is not None:
             self._kept.committed()
@@ -200,7 +206,8 @@ class SaveSession:
         report = self._report = self._times.committed(self._report)
         # It takes a quarter of a second for 2 GB, and not on another thread: whoever waited may copy the directory.
         # Before the user's callback: until then a load that began earlier may still find files of both saves.
-        remove_with_records(self.storage, replaced)
+        if replaced:
+            self._clean_up(functools.partial(remove_with_records, self.storage, replaced))
         self.end()
         saver.reports.publish(report)
 
@@ -211,8 +218,66 @@ class SaveSession:
 
     def _let_go(self) -> None:
         """Lets go of the directory. Idempotent."""
-        if self._lock is not None:
-            self._lock.release()
+        lock, self._lock = self._lock, None
+        if lock is None:
+            return
+        if not self._is_given_up and self.storage.locks_are_visible:  # then it is the kernel's affair alone
+            lock.release()
+        else:
+            self._clean_up(lock.release)
+
+    def _in_time(self, operation: Callable[[], _T], most: float = math.inf) -> _T:
+        """Does something with the storage, and gives that up if it hangs.
+
+        Where the storage has no timeouts of its own, the save's thread alone does it, and no thread that hangs in the
+        kernel is waited for: training waits for that of the save.
+
+        Raises:
+            WriteError: it hangs.
+        """
+        timeout = min(most, self._saver.options.limits.timeout)
+        if not (self._is_on_own_thread and self.storage.may_hang):
+            return operation()
+        try:
+            return in_time(operation, timeout)
+        except Hung:
+            self._give_up()
+            raise WriteError(
+                f"{self.storage.path} has not answered for {timeout:g} s: its disk or its server hangs. What was "
+                f"begun there may come about later"
+            ) from None
+
+    def _drop_record(self, cleaning: concurrent.futures.Future[None] | None) -> None:
+        """Removes the save's record, when the files of which it tells are removed."""
+        if cleaning is not None:
+            cleaning.exception()
+        drop_record(self.storage, self.id)
+
+    def _clean_up(self, operation: Callable[[], object]) -> None:
+        """Does what nobody need wait for, if the storage hangs."""
+        if self._is_given_up:
+            in_background(operation, name="clean-up", daemon=True)
+            return
+        try:
+            self._in_time(operation, _CLEAN_UP_SECONDS)
+        except WriteError as error:
+            if not self._is_given_up:
+                raise
+            logger.warning("%s", str(error))
+
+    def _give_up(self) -> None:
+        self._is_given_up = True
+        self.storage.give_up()
+
+    def _replace(self, metadata: Metadata, results: list[list[WriteResult]]) -> tuple[set[str], list[RankPlaces]]:
+        """Commits the save; returns the files of the checkpoint that it replaces, and what each rank has written."""
+        replaced = self._replaced_files()
+        put_records(self.storage, map(save_id_in, replaced))
+        try:
+            return replaced, self._commit(metadata, results)
+        except Exception:  # after a Ctrl-C nobody knows: it may be committed
+            remove_records(self.storage, map(save_id_in, replaced))  # they are not replaced
+            raise
 
     def _end_turns(self) -> None:
         if self._turns is not None:
@@ -252,7 +317,7 @@ class SaveSession:
             if not self._commits:
                 results = [replace(r, storage_data=self._tables.shortened(r.storage_data, plan)) for r in results]
         except BaseException:
-            remove(self.storage, [file.name for file in written.done.files])
+            self._clean_up(functools.partial(remove, self.storage, [file.name for file in written.done.files]))
             raise
         return items, written, results
 
@@ -272,9 +337,10 @@ class SaveSession:
     def _write_files(self, items: list[Item]) -> Written:
         """Writes the items, and makes them durable; raises `WriteError`."""
         if self._commits:
-            self._replaced = in_background(functools.partial(replaced_files, self.storage, self._metadata_rank))
+            ask = functools.partial(replaced_files, self.storage, self._metadata_rank)
+            self._replaced = in_background(ask, daemon=True)
         if any(item.has_bytes for item in items):
-            put_records(self.storage, [self.id])
+            self._in_time(lambda: put_records(self.storage, [self.id]))
         return self._write_to(self.storage, items)
 
     def _wrote(self) -> None:
@@ -343,6 +409,8 @@ class SaveSession:
 
     def _check_wanted(self) -> None:
         """Raises `Refused` if the save has been abandoned."""
+        if self._is_given_up:
+            raise Refused(f"{self.path} has hung for too long")
         if self._saver.closed and self._staged_save is not None:
             raise Refused(f"the writer was closed before the save to {self.path} was over")
 

@@ -29,7 +29,7 @@ from .._writer_process.messages import (
     WriteOptions,
     WriteRequest,
 )
-from .._writer_process.process import END_SECONDS, Unsendable, WriterProcess
+from .._writer_process.process import END_SECONDS, Unsendable, WriterProcess, WriterProcessHung
 from .._writer_process.write_job import FileJob
 from ..errors import WriteError, WriterProcessDied
 from .files_of_save import FilesOfSave
@@ -173,6 +173,16 @@ class WriterClient:
                 return Written(files.finish(done, digest), attempt)
             except Unsendable as error:
                 raise WriteError(storage.scrub(f"{storage.path}: {error}")) from storage.cause(error)
+            except WriterProcessHung as error:  # another would hang there as long, and so would this process
+                hung = self._process
+
+                def clean(hung: WriterProcess | None = hung) -> None:
+                    if hung is not None:
+                        hung.wait_dead()
+                    files.remove()
+
+                error.cleaning = in_background(clean, name="clean-up", daemon=True)
+                raise
             except WriterProcessDied as error:
                 files.remove()
                 if is_closed():

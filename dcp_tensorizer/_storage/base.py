@@ -173,6 +173,8 @@ class Storage(abc.ABC):
         reads: How to read at full speed.
         max_file_bytes: The size that a file should not exceed, unless a single tensor does.
         locks_are_visible: Everybody who could save here sees a lock.
+        may_hang: Calls may never return: the kernel waits for a disk or a server as long as that takes. Others have
+            timeouts of their own.
         adopts: `adopt` may work here, for files of ``max_adopted_bytes`` at most.
         connection: Storages opened with the same options share it as long as somebody keeps a reference. To keep it
             from one save to the next saves making a new one.
@@ -184,6 +186,7 @@ class Storage(abc.ABC):
     reads = ReadTuning()
     max_file_bytes = UNLIMITED
     locks_are_visible = False
+    may_hang = False
     adopts = False
     max_adopted_bytes = UNLIMITED
     connection: object = None
@@ -323,6 +326,9 @@ class Storage(abc.ABC):
     def is_record(self, name: str) -> bool:
         """Whether a file is what `put_record` wrote in this very directory."""
         return False
+
+    def give_up(self) -> None:  # noqa: B027
+        """Has a `put` that hangs now put nothing, if it goes on one day: nobody waits for it any more."""
 
     def links(self) -> list[str]:
         """The `real_path` of whatever the links in the directory lead to."""

@@ -50,11 +50,13 @@ class LocalStorage(Storage):
     """
 
     adopts = True
+    may_hang = True
 
     def __init__(self, root: Path, *, local_types: Collection[str] = _LOCAL_TYPES) -> None:
         self._root = root
         self._local_types = local_types
         self._is_local_known: bool | None = None
+        self._is_given_up = False
         self.path = self.location = str(root)
         self.reads = ReadTuning(
             max_threads=min(8, 4 * cores()),
@@ -110,6 +112,8 @@ class LocalStorage(Storage):
                     os.fsync(file.fileno())
             with suppress(FileNotFoundError):
                 _check_kind(self._root / name)  # a rename would replace it
+            if self._is_given_up:
+                raise TimeoutError(errno.ETIMEDOUT, "it has taken too long")
             self._rename(temporary, name, data, replace)
         except OSError as error:
             raise Refused(f"cannot write {self._root / name}: {error}") from error
@@ -212,6 +216,9 @@ class LocalStorage(Storage):
 
     def is_record(self, name: str) -> bool:
         return directory_record.is_record(self._root / name)
+
+    def give_up(self) -> None:
+        self._is_given_up = True
 
     def links(self) -> list[str]:
         with suppress(OSError), os.scandir(self._root) as entries:

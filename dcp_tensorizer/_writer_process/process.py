@@ -7,7 +7,9 @@ import functools
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Protocol
 
@@ -36,12 +38,22 @@ from .messages import (
     WriteRequest,
 )
 
-__all__ = ["END_SECONDS", "Unsendable", "WriterProcess"]
+__all__ = ["END_SECONDS", "Unsendable", "WriterProcess", "WriterProcessHung"]
 
 END_SECONDS = 5.0
 """For a process that is in the middle of a write. An idle one ends in milliseconds."""
 
 _DETACH_SECONDS = 5.0  # an idle process does it in a millisecond
+
+
+class WriterProcessHung(WriterProcessDied):
+    """The process made no progress for too long, and was killed. Where it wrote to may hang, for whoever asks it.
+
+    Attributes:
+        cleaning: Done when it has ended, which may be late, and what it had written is removed.
+    """
+
+    cleaning: Future[None] | None = None
 
 
 class Unsendable(WriteError):
@@ -240,12 +252,17 @@ class WriterProcess:
         self._was_killed = True
         return kill(self._popen)
 
-    def _hung(self, timeout: float) -> WriterProcessDied:
+    def _hung(self, timeout: float) -> WriterProcessHung:
         self._kill()
-        return WriterProcessDied(
+        return WriterProcessHung(
             f"the writer process (pid {self.pid}) made no progress for {timeout:g} s and was killed: the "
             f"destination hangs, or is slower than the writer's timeout allows"
         )
+
+    def wait_dead(self) -> None:
+        """Waits until a process that was killed has ended: one that hangs in the kernel may create a file before."""
+        while self._popen.poll() is None:
+            time.sleep(LOOK_SECONDS)
 
     def _cause_of_death(self) -> str:
         """How it ended, and the end of its output."""

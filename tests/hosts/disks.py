@@ -16,8 +16,13 @@ _SHUTDOWN = 0x8004587D
 """The request to ext4 and xfs that makes all that is asked of them fail: EXT4_IOC_SHUTDOWN."""
 _NO_LOG_FLUSH = 2
 
-# Thaws a disk when the process that froze it closes the pipe, or is killed: else its writers would hang for ever.
-_THAW = "import subprocess, sys; sys.stdin.read(); subprocess.run(['fsfreeze', '--unfreeze', sys.argv[1]])"
+# Thaws a disk when the process that froze it closes the pipe, or is killed: else its writers would hang for ever. If it
+# hangs there itself, its end of the pipe stays open: then time decides.
+_THAW = """
+import select, subprocess, sys
+select.select([sys.stdin], [], [], 100)
+subprocess.run(["fsfreeze", "--unfreeze", sys.argv[1]])
+"""
 
 
 def command(*words: object) -> str:
