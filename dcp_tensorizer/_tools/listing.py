@@ -229,7 +229,8 @@ def _local_saves(folder: Path) -> dict[str, str]:
 
     Their files are of no dead save, however old they are: the flush removes them when it may.
     """
-    return {entry.id: entry.state for entry in queue.Queue(folder).entries()}
+    entries = queue.Queue(folder).entries()  # of all ranks of the node, whose parts may have come less far
+    return {entry.id: entry.state for entry in sorted(entries, key=lambda entry: entry.state in queue.OPEN)}
 
 
 def _look_at(
