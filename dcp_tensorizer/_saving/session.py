@@ -73,6 +73,8 @@ class SaveSession:
         self.storage = storage
         self._saver = saver
         self._staged_save = staged_save
+        if staged_save is not None:
+            storage.umask = staged_save.context.umask
         self._kept = kept
         self._record: SaveRecord | None = None if staged_save is None else staged_save.record
         self._times = SaveTimes() if staged_save is None else SaveTimes(staged_save.times)

@@ -178,6 +178,7 @@ class Storage(abc.ABC):
         adopts: `adopt` may work here, for files of ``max_adopted_bytes`` at most.
         connection: Storages opened with the same options share it as long as somebody keeps a reference. To keep it
             from one save to the next saves making a new one.
+        umask: Of the save that is written here, where files have modes; None for the process's own.
     """
 
     path: str
@@ -190,6 +191,7 @@ class Storage(abc.ABC):
     adopts = False
     max_adopted_bytes = UNLIMITED
     connection: object = None
+    umask: int | None = None
 
     @abc.abstractmethod
     def child(self, name: str) -> Storage:

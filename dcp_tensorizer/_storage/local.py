@@ -22,7 +22,7 @@ from .base import TAKEN, DirectoryLock, FileIdentity, FileInfo, Refused, Storage
 from .local_link import identity_of, link_file
 from .local_listing import linked_directories, list_directory
 from .local_read import LocalFile, UncachedFile
-from .local_write import LocalSink, explained, new_file
+from .local_write import LocalSink, explained, give_mode, new_file
 from .mounts import file_system
 from .tuning import ReadTuning
 
@@ -87,6 +87,7 @@ class LocalStorage(Storage):
             created = [folder for folder in (self._root, *self._root.parents) if not folder.exists()]
             self._root.mkdir(parents=True, exist_ok=True)
             for folder in created:
+                give_mode(folder, 0o777, self.umask)
                 _sync_directory(folder.parent)
         except (FileExistsError, NotADirectoryError) as error:
             files = [folder for folder in (self._root, *self._root.parents) if folder.exists() and not folder.is_dir()]
@@ -105,7 +106,7 @@ class LocalStorage(Storage):
     def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True, save_id: str = "") -> None:
         temporary = self._root / temporary_file_name(name, save_id)
         try:
-            with open(new_file(temporary), "wb") as file:
+            with open(new_file(temporary, self.umask), "wb") as file:
                 file.write(data)
                 file.flush()
                 if sync:

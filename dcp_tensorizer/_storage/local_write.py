@@ -18,7 +18,7 @@ from .._descriptor import too_large
 from .._process_context import current_umask
 from .base import Sink
 
-__all__ = ["BLOCK", "LocalSink", "explained", "new_file", "open_direct"]
+__all__ = ["BLOCK", "LocalSink", "explained", "give_mode", "new_file", "open_direct"]
 
 BLOCK = 4096
 """O_DIRECT's unit. No file system in use needs a larger one."""
@@ -86,8 +86,8 @@ class LocalSink(Sink):
                 closing.callback(os.close, number)
 
 
-def new_file(path: Path) -> int:
-    """A descriptor of a new file, with the mode that any program's would have.
+def new_file(path: Path, umask: int | None = None) -> int:
+    """A descriptor of a new file, with the mode that any program's would have, or one with another umask.
 
     A thread that reads the umask by setting another one, and that back, may have done so just now. Where it shows, the
     mode is set right: such a file could not be opened again.
@@ -96,9 +96,10 @@ def new_file(path: Path) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except PermissionError as error:
         raise explained(error) from error
-    if os.fstat(fd).st_mode & 0o600 != 0o600 and (umask := current_umask()) is not None:
+    if os.fstat(fd).st_mode & 0o600 != 0o600 and (own := current_umask()) is not None:
         with suppress(OSError):  # the file system has modes of its own
-            os.fchmod(fd, 0o666 & ~umask)
+            os.fchmod(fd, 0o666 & ~own)
+    give_mode(fd, 0o666, umask)
     return fd
 
 
@@ -123,6 +124,20 @@ def _name(user: int) -> str:
     with suppress(KeyError):
         return f"user {pwd.getpwuid(user).pw_name} ({user})"
     return f"user {user}"
+
+
+def give_mode(made: int | Path, mode: int, umask: int | None) -> None:
+    """Gives a file or directory that was just made the mode that it would have with a umask; None for the process's.
+
+    The process may have set another umask since its save began. Where a directory has default access rights, no umask
+    counts, and nothing is changed.
+    """
+    if umask is None or stat.S_IMODE(os.stat(made).st_mode) == mode & ~umask:
+        return
+    own = current_umask()
+    if own is not None and stat.S_IMODE(os.stat(made).st_mode) == mode & ~own:
+        with suppress(OSError):  # the file system has modes of its own
+            os.chmod(made, mode & ~umask)
 
 
 def open_direct(path: Path, access: int) -> int | None:

@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 import pickle
+import stat
 import subprocess
 import sys
 import threading
@@ -366,6 +367,24 @@ def test_umask_and_directory_are_those_of_the_save(tmp_path, monkeypatch):
         os.umask(before)
     found = [{mode for mode, _group in modes(tmp_path / name)} for name in "123"]
     assert found == [{"0o600"}, {"0o640"}, {"0o644"}]
+
+
+def test_all_files_have_the_umask_of_the_moment_that_asked(tmp_path):
+    """Also what the trainer itself writes, when it has set another one since."""
+    before = os.umask(0o027)
+    try:
+        with TensorizerStorageWriter() as writer:
+            dcp.async_save(state_of(1), storage_writer=writer, checkpoint_id=tmp_path / "0").result()
+            process = writer_process()
+            process.suspend()
+            saving = dcp.async_save(state_of(1), storage_writer=writer, checkpoint_id=tmp_path / "1")
+            os.umask(0o077)
+            process.resume()
+            saving.result()
+    finally:
+        os.umask(before)
+    assert {mode for mode, _group in modes(tmp_path / "1")} == {"0o640"}
+    assert stat.S_IMODE((tmp_path / "1").stat().st_mode) == 0o750
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may take another group")
