@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -12,6 +13,9 @@ from typing import Any
 from .._forks import Home, in_child
 
 __all__ = ["StopSignals"]
+
+_handled: set[int] = set()  # by a manager of this process, now or before
+_forking = threading.local()
 
 # A launcher passes on the signal that its scheduler sent to it and to us: that is the same one.
 _SAME_SIGNAL_SECONDS = 5.0
@@ -57,6 +61,7 @@ class StopSignals:
         try:
             for number in self._signals:
                 self._before[number] = signal.signal(number, self._handle)
+                _handled.add(number)
         except BaseException:
             self.restore()
             raise
@@ -91,3 +96,21 @@ class StopSignals:
         before = self._before[number]
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
+
+
+# A signal that comes to a child before it has put the handlers back would be noted by a handler, and dropped by Python:
+# it has to wait, as long as the thread that forks has it blocked.
+
+
+def _hold_back() -> None:
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _handled) if _handled else None
+
+
+def _let_come() -> None:
+    mask, _forking.mask = getattr(_forking, "mask", None), None
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_hold_back, after_in_parent=_let_come, after_in_child=_let_come)

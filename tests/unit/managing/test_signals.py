@@ -124,3 +124,23 @@ def test_signals_that_nobody_can_handle(heard: list[int]) -> None:
     with pytest.raises(ValueError, match="SIGKILL cannot be handled"):
         StopSignals([signal.SIGTERM, signal.SIGKILL])
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks")
+def test_a_signal_waits_while_a_child_is_forked() -> None:
+    """Python drops what comes to a child before its handlers are back; then the child would not end."""
+    stop = StopSignals([signal.SIGUSR1])
+    stop.install()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    module._hold_back()
+    signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+    was_seen = stop.seen
+    module._let_come()
+    assert (was_seen, stop.seen) == (False, True)
+    child = os.fork()
+    if child == 0:
+        is_free = signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
+        os._exit(0 if is_free and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
+    stop.restore()
