@@ -79,7 +79,8 @@ def render(content: dict[str, Any]) -> str:
 
 _WHAT = (
     "whether this package does what torch's `FileSystemWriter` and `FileSystemReader` do. hypothesis makes cases: "
-    "states, planners, meshes, ways to save, targets to load into. Each case runs with both storages. Values, keys, "
+    "states, planners, meshes, ways to save, targets to load into. Each case runs with both storages. Now and then, "
+    "while this package saves, a child is forked, or umask, working directory and environment change. Values, keys, "
     "types, strides, errors and metadata are compared."
 )
 

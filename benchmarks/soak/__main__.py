@@ -1,4 +1,4 @@
-"""Runs the parts of the soak, one after the other (about 65 minutes), and stores the page of what they counted."""
+"""Runs the parts of the soak, one after the other (about two and a half hours), and stores the page of what they counted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from ..harness import machine, rewrite, store, stored
-from . import crashes, exchanges, faults, forks, interleavings, managers, power_cuts, preemption, survival, tiers
+from . import (
+    crashes,
+    disks,
+    exchanges,
+    faults,
+    forks,
+    interleavings,
+    managers,
+    power_cuts,
+    preemption,
+    surroundings,
+    survival,
+    tiers,
+)
 from .report import render
 from .tally import Part, Unavailable
 
@@ -25,6 +38,8 @@ PARTS: dict[str, Part] = {
     "tiers": tiers.PART,
     "survival": survival.PART,
     "forks": forks.PART,
+    "disks": disks.PART,
+    "surroundings": surroundings.PART,
     # Another part is a module with a `PART`, and a line here.
 }
 

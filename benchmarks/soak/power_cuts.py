@@ -6,10 +6,8 @@ what was not made durable is gone. All rounds run in one process, on one file sy
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import itertools
-import multiprocessing
 import os
 import random
 import shutil
@@ -19,11 +17,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -33,16 +29,15 @@ from dcp_tensorizer._tools.formats.registry import open_checkpoint
 from dcp_tensorizer._tools.retention import collect, plan_collection
 from dcp_tensorizer.convert import Options, convert
 from dcp_tensorizer.errors import CheckpointError
-from tests.support import quietly
 
 from .checks import Wrong, collect_all, left_over, load, state
-from .tally import HANG, Part, Tally, Unavailable
+from .mounts import apart
+from .tally import HANG, Part, Tally
 
 __all__ = ["PART", "run"]
 
 _SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN
 _NO_LOG_FLUSH = 2
-_CLONE_NEWNS = 0x20000  # of unshare(2): mounts of its own
 _DISK_BYTES = 256 << 20
 # The first is what people have. The others keep less order than POSIX asks for, and flush nothing by themselves.
 _MOUNTS = ("defaults", "noauto_da_alloc,commit=300", "data=writeback,noauto_da_alloc,commit=300")
@@ -64,39 +59,12 @@ def run(rounds: int, seed: int, folder: Path) -> Tally:
     Raises:
         Unavailable: this user cannot mount a file system from a file.
     """
-    if os.geteuid() != 0 or shutil.which("mkfs.ext4") is None:
-        raise Unavailable("to mount a file system from a file needs root, and mkfs.ext4")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_apart, args=(rounds, seed, folder, theirs))
-    process.start()
-    theirs.close()
-    tally = Tally()
-    try:
-        if ours.poll(HANG * (rounds + 2)):
-            tally = ours.recv()
-        else:
-            tally.blame("hung", "the process that cuts the power")
-    except EOFError:
-        raise RuntimeError("the process that cuts the power died") from None
-    finally:
-        process.join(HANG)
-        process.kill()  # a thread that hangs
-        process.join()
-    return tally
+    return apart(_on_disk, rounds, seed, folder)
 
 
-def _apart(rounds: int, seed: int, folder: Path, connection: Connection) -> None:
-    """In a process of its own, whose mounts nobody else sees and which end with it."""
-    torch.set_num_threads(1)
-    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS):
-        raise OSError(ctypes.get_errno(), "unshare")
-    _call("mount", "--make-rprivate", "/")
-    tally = Tally()
-    with quietly(), _disk(folder) as disk:
+def _on_disk(rounds: int, seed: int, folder: Path, tally: Tally) -> None:
+    with _disk(folder) as disk:
         _rounds(rounds, seed, disk, tally)
-    connection.send(tally)
 
 
 class _Disk:

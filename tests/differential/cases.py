@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ..support import ALL_DTYPES, dtype_name
 from .objects import NEED_TRUST, PLAIN, UNSAVABLE
 from .planners import LOAD_PLANNERS, SAVE_PLANNERS
-from .run import Case, Load, Save
+from .run import MEANWHILE, Case, Load, Save
 from .values import ODD_TENSORS, Box, Object, Odd, Seq, Sharded, Slice, Spec, Tensor
 
 __all__ = ["cases"]
@@ -260,4 +260,5 @@ def cases(draw: Any) -> Case:
     loads = tuple(_load(draw, saves, paths, ranks) for _ in range(_one_of(draw, [1, 1, 2, 3])))
     if mode == "threads":
         loads = tuple(dataclasses.replace(load, ranks=0) for load in loads)
-    return dataclasses.replace(case, loads=loads)
+    meanwhile = _one_of(draw, MEANWHILE) if _weighted(draw, 6) else "nothing"
+    return dataclasses.replace(case, loads=loads, meanwhile=meanwhile)

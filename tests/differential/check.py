@@ -16,7 +16,7 @@ from ..support import quietly
 from .cases import cases
 from .describe import Failed
 from .explained import ALWAYS, Verdict, judge
-from .run import Case, Storages, run_case
+from .run import Case, Storages, run_case, surroundings_kept
 from .worlds import Run, threads_as_ranks
 
 __all__ = ["Tally", "check", "check_one"]
@@ -82,7 +82,7 @@ def check(count: int, number: int, folder: Path, on_case: Callable[[Tally], obje
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with threads_as_ranks() as run:
+        with threads_as_ranks() as run, surroundings_kept():
 
             @seed(number)
             @settings(

@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
+import itertools
+import os
+import signal
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
@@ -27,7 +32,10 @@ from .planners import forget_cached_plans, load_planner, save_planner
 from .values import Box, Maker, Meshes, tensors_in
 from .worlds import Run
 
-__all__ = ["Case", "Load", "Save", "Storages", "run_case", "run_in"]
+__all__ = ["MEANWHILE", "Case", "Load", "Save", "Storages", "run_case", "run_in", "surroundings_kept"]
+
+
+_HANG = 30.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,8 @@ class Case:
     one_path: bool
     saves: tuple[Save, ...]
     loads: tuple[Load, ...]
+    meanwhile: str = "nothing"
+    """What happens in the process while a save is under way; see `_MEANWHILE`."""
 
     def path_of(self, save: int) -> int:
         return 0 if self.one_path and self.mode != "threads" else save
@@ -79,6 +89,22 @@ class Storages:
     def close(self) -> None:
         for writer in self._writers.values():
             writer.close()
+
+    def leave_in_child(self) -> None:
+        """Forks a child that closes all writers, and waits for it."""
+        child = os.fork()
+        if child == 0:
+            try:
+                self.close()
+            finally:
+                os._exit(os.EX_OK)
+        deadline = time.monotonic() + _HANG
+        while not os.waitpid(child, os.WNOHANG)[0]:
+            if time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                raise TimeoutError("a forked child that closes the writers hangs")
+            time.sleep(0.001)
 
     def writer(self, ours: bool, rank: int, mode: str, path: Path) -> Any:
         if not ours:
@@ -178,7 +204,23 @@ class _Job:
             failure = error
             return lambda: _raise(failure)
         scribble(state)
+        if self._ours:
+            _MEANWHILE[self.case.meanwhile](self, rank)
         return answer.result
+
+    def _saved_together(self, path: int) -> bool:
+        return all(save.together for number, save in enumerate(self.case.saves) if self.case.path_of(number) == path)
+
+    def change_surroundings(self, rank: int) -> None:
+        """Gives this process another umask, working directory and environment."""
+        if rank == 0:  # all ranks are threads of one process
+            os.umask(next(_UMASKS))
+            os.chdir(next(_DIRECTORIES))
+            os.environ["DCP_TENSORIZER_DIFFERENTIAL"] = self._folder.name
+
+    def leave_in_child(self, rank: int) -> None:
+        """Forks a child of a process that saves."""
+        self._storages.leave_in_child()
 
     def metadata(self, path: int, rank: int) -> Any:
         """What the reader says of a checkpoint: of all ranks, and of this one for itself."""
@@ -209,8 +251,33 @@ class _Job:
             with KnownMemory():
                 dcp.load(target, storage_reader=reader, planner=planner, no_dist=load.alone)
         except (Exception, CheckpointException) as error:
+            if load.ranks and not load.alone and not self._saved_together(load.path):
+                dist.barrier()  # where the ranks that do not fail wait, which in processes would see this one end
             return Failed(f"{type(error).__name__}: {_causes(error)}")
         return {"state": describe(target, before), "events": getattr(planner, "events", None)}
+
+
+_UMASKS = itertools.cycle([0o022, 0o077, 0o027])
+_DIRECTORIES = itertools.cycle(["/", tempfile.gettempdir()])
+_MEANWHILE: dict[str, Callable[[_Job, int], object]] = {
+    "nothing": lambda job, rank: None,
+    "a child is forked": _Job.leave_in_child,
+    "surroundings change": _Job.change_surroundings,
+}
+MEANWHILE = tuple(_MEANWHILE)
+
+
+@contextmanager
+def surroundings_kept() -> Iterator[None]:
+    """Gives this process back the umask and the working directory that it had."""
+    umask, directory = os.umask(0o022), os.getcwd()
+    os.umask(umask)
+    try:
+        yield
+    finally:
+        os.umask(umask)
+        os.chdir(directory)
+        os.environ.pop("DCP_TENSORIZER_DIFFERENTIAL", None)
 
 
 def _wait(wait: Callable[[], Any]) -> None:

@@ -6,7 +6,19 @@ import subprocess
 
 import pytest
 
-from benchmarks.soak import crashes, exchanges, faults, forks, interleavings, managers, power_cuts, preemption, tiers
+from benchmarks.soak import (
+    crashes,
+    disks,
+    exchanges,
+    faults,
+    forks,
+    interleavings,
+    managers,
+    power_cuts,
+    preemption,
+    surroundings,
+    tiers,
+)
 from benchmarks.soak.actors import Event
 from benchmarks.soak.history import History
 from benchmarks.soak.tally import Tally
@@ -64,6 +76,28 @@ def test_power_cuts(tmp_path):
     assert blamed(tally) == NOTHING
     assert tally.rounds == 3
     assert tally.counts["checkpoints loaded"] > 3
+
+
+@pytest.mark.skipif(not _can_mount(), reason="this system lets nobody mount a file system from a file")
+def test_full_and_read_only_disks(tmp_path):
+    """After each of two each place holds what it may, and nothing is lost, wrong, hung or left over."""
+    tally = disks.run(2, 1, tmp_path)
+    assert blamed(tally) == NOTHING
+    assert tally.rounds == 2
+    assert tally.counts["saves committed"] > 2
+    assert tally.counts["checkpoints loaded"] > 2
+
+
+def test_surroundings_that_change(tmp_path):
+    """Each of four saves has those of its beginning, and nothing is lost, wrong, hung or left over."""
+    before = os.umask(0o022)
+    try:
+        tally = surroundings.run(4, 2, tmp_path)
+        assert os.umask(before) == 0o022
+    finally:
+        os.umask(before)
+    assert blamed(tally) == NOTHING
+    assert sum(number for what, number in tally.counts.items() if what.startswith("saves to: ")) == tally.rounds == 4
 
 
 def test_enumerated_crashes(tmp_path):
