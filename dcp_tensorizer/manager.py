@@ -43,6 +43,7 @@ from ._managing.signals import StopSignals
 from ._managing.state_part import StatePart
 from ._managing.survival import Survival
 from ._managing.together import Together
+from ._storage.base import Storage
 from ._storage.claim import Ownership, claim_file_name
 from ._storage.open import absolute_path
 from ._threads import Deadline
@@ -156,7 +157,7 @@ class CheckpointManager:
             raise
         agreement, self._clock = Agreement(agreements), GoodputClock()
         saver, rules = self._writer.saver, self._rules if agreement.is_first else None
-        remote = self._folder.remote if isinstance(self._folder, NearestStorage) else self._folder
+        remote = _remote(self._folder)
         owner = saver.owner = Ownership(remote, claim_file_name(self._names.shown))
         self._survival = Survival(saver, self._folder, self._names.template, agreement, survive, buffers)
         in_memory = None if survive_every is None else Schedule(survive_every, None)
@@ -412,10 +413,15 @@ class CheckpointManager:
             alone, place = Agreement(None), self._job.place
             folder = self._folder = self._open_folder()
             survival = Survival(self._writer.saver, folder, self._names.template, alone, 0.0, 2)
-            steps, owner = (folder, self._names, Schedule(None, None), None), self._writer.saver.owner
-            assert owner is not None
+            owner = Ownership(_remote(folder), claim_file_name(self._names.shown))  # which a restore does not claim
+            steps = folder, self._names, Schedule(None, None), None
             self._job = Job(*steps, alone, survival, owner, None, self._reader_options, is_alone=True)
             self._saves = self._job.saves = Saves(self._writer, None, alone, self._clock, (), lambda saved: None)
             self._job.place = place
             self._is_new_copy = False
         return self._job
+
+
+def _remote(folder: Storage) -> Storage:
+    """Where checkpoints are in the end, whatever local folder mirrors it."""
+    return folder.remote if isinstance(folder, NearestStorage) else folder

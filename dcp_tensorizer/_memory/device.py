@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .._forks import free_in_child
 from .._torch_compat import copy_all, is_plain
 from ..errors import StagingError
 
@@ -301,7 +302,7 @@ class Cuda:
     def __init__(self) -> None:
         self.side_streams = SideStreams(self)
         self._borders: tuple[int, ...] = ()  # replaced as a whole: whoever copies looks without a lock
-        self._registering = threading.Lock()
+        self._registering = free_in_child(threading.Lock())
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
         return tensor.device.index if tensor.is_cuda else None

@@ -23,7 +23,7 @@ __all__ = ["StreamStorage"]
 
 _FOR_THREADS = {"memory", "hdfs", "arrow_hdfs"}
 """Protocols without an event loop that several threads may use at once."""
-_swapping = threading.Lock()  # of files in this process's memory
+_swapping = free_in_child(threading.Lock())  # of files in this process's memory
 
 
 class StreamStorage(RemoteStorage):

@@ -218,7 +218,9 @@ with CheckpointManager(os.path.join(folder, "kept"), save_every=2, survive=60, s
             act()
             os._exit(0)
         ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        assert ended == expected, (act.__name__, ended)
+        if ended != expected:
+            os.kill(process.pid, signal.SIGCONT)  # or leaving the block would wait for it
+            raise AssertionError(f"a child that {act.__name__}: {ended}")
     assert [int(item) for item in DataLoader([1, 2], num_workers=1, multiprocessing_context="fork")] == [1, 2]
     worker = multiprocessing.get_context("fork").Process(target=closes)
     worker.start()
