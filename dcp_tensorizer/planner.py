@@ -196,7 +196,9 @@ class LoadPlanner(DefaultLoadPlanner):
 
         dcp.load(state_dict, storage_reader=reader, planner=LoadPlanner())
 
-    What is loaded is the same. torch's planner intersects the stored chunks with the target of each tensor. This one
+    What is loaded is the same, but for values in dicts with keys that are no strings: see `load_bytes`.
+
+    torch's planner intersects the stored chunks with the target of each tensor. This one
     does so once for all tensors of one shape and sharding that are stored whole, or are shown so: see
     `TensorizerStorageReader.read_metadata`.
 

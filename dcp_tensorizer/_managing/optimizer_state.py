@@ -7,7 +7,7 @@ state consists of, parameters say how tensors of their shape are sharded, and ``
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,12 +41,12 @@ class OptimizerTarget:
             return  # an optimizer with a state dict of its own kind
         if not isinstance(state, dict) or len(numbers) != len(params):
             return
-        # A learning rate may be a tensor, which would be read into before it is known that all can be read.
+        # Some of it is the optimizer's own, which stays as it is until all is loaded: a learning rate may be a tensor.
         collected["param_groups"] = [
             {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
             for group in collected["param_groups"]
         ]
-        self._state = state
+        collected["state"] = self._state = _copied(state)
         self._params = {str(number): (number, param) for number, param in zip(numbers, params, strict=True)}
 
     def make_state(self, stored: Mapping[str, Any], paths: Mapping[str, _Path]) -> None:
@@ -69,15 +69,14 @@ class OptimizerTarget:
             else:
                 set_element(self._state, (number, *path[3:]), value)
 
-    def keys_of(self, addresses: Set[int | None], paths: Mapping[str, _Path]) -> Iterator[str]:
+    def keys_of(self, is_one: Callable[[torch.Tensor], bool], paths: Mapping[str, _Path]) -> Iterator[str]:
         """The keys of the state of some parameters.
 
         Args:
-            addresses: Of these parameters.
+            is_one: Whether a parameter is one of them.
             paths: Of all keys, in the nested state dict.
         """
-        addresses = addresses - {None}
-        numbers = {name for name, (_, param) in self._params.items() if address_of(param) in addresses}
+        numbers = {name for name, (_, param) in self._params.items() if is_one(param)}
         if numbers:
             yield from (key for key, path in paths.items() if self._is_of_state(path) and str(path[2]) in numbers)
 
@@ -87,6 +86,13 @@ class OptimizerTarget:
 
     def _is_of_state(self, path: _Path) -> bool:
         return len(path) > 2 and path[0] == self.key and path[1] == "state"
+
+
+def _copied(container: Any) -> Any:
+    """Other dicts and lists of the same values."""
+    if type(container) is dict:
+        return {key: _copied(value) for key, value in container.items()}
+    return [_copied(value) for value in container] if type(container) is list else container
 
 
 def address_of(tensor: torch.Tensor) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -36,6 +36,7 @@ from ..planner import LoadPlanner
 from .catalogue import Step
 from .optimizer_state import OptimizerTarget, address_of
 from .roll_call import is_of_ranks
+from .state_part import WRAPPERS
 from .together import Together
 
 __all__ = ["Selection", "SelectivePlanner", "error_of_load", "load_first"]
@@ -212,6 +213,7 @@ class SelectivePlanner(LoadPlanner):
         self.has_begun = False
         self._path = path
         self._selection = selection
+        self._modules = {key: value for key, value in state.items() if isinstance(value, torch.nn.Module)}
         self._of_optimizers = {key: value for key, value in state.items() if isinstance(value, torch.optim.Optimizer)}
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
@@ -234,8 +236,8 @@ class SelectivePlanner(LoadPlanner):
         left = set(misfits) if self._selection.allow_shape_mismatch else set()
         if optimizers and (more := self._more()):
             paths = recorded_paths(metadata)
-            addresses = {address_of(self.state_dict[key]) for key in left}
-            left.update(key for optimizer in optimizers for key in optimizer.keys_of(addresses, paths))
+            is_left = self._parameters_of(left)
+            left.update(key for optimizer in optimizers for key in optimizer.keys_of(is_left, paths))
             for optimizer in optimizers:
                 optimizer.make_state({key: entry for key, entry in more.items() if key not in left}, paths)
             self._set_up(state_dict, metadata, is_coordinator)
@@ -246,6 +248,20 @@ class SelectivePlanner(LoadPlanner):
             asked = tuple(f"{key}." for key in state_dict)
             if is_coordinator and (unasked := [key for key in more if key.startswith(asked)]):
                 logger.info("%s also has %s, which the state does not ask for", self._path, listed(unasked))
+
+    def _parameters_of(self, keys: Set[str]) -> Callable[[torch.Tensor], bool]:
+        """Tells whether a parameter has one of these keys: by its name in a module, or its place in memory.
+
+        A rank may have no element of a parameter, and so no place. All ranks have to say the same.
+        """
+        numbers = {
+            id(parameter)
+            for key, module in self._modules.items()
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+            if f"{key}.{WRAPPERS.sub('', name)}" in keys
+        }
+        places = {address_of(self.state_dict[key]) for key in keys} - {None}
+        return lambda parameter: id(parameter) in numbers or address_of(parameter) in places
 
     def _set_up(self, state_dict: dict[str, Any], metadata: Metadata, is_coordinator: bool) -> None:
         """Flattens the state, and takes what is chosen of it and of the checkpoint."""

@@ -13,13 +13,13 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from ..errors import StagingError
 
-__all__ = ["StatePart"]
+__all__ = ["WRAPPERS", "StatePart"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
 # Of activation checkpointing and of FSDP1: modules in between, which are in the names of parameters, but not in state
 # dicts.
-_WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
 
 class StatePart(NamedTuple):
@@ -80,7 +80,7 @@ def _frozen(state: Mapping[str, Any], collected: Mapping[str, Any]) -> set[str]:
     for key, value in state.items():
         if isinstance(value, torch.nn.Module):
             parameters = value.named_parameters(remove_duplicate=False)
-            names = {_WRAPPERS.sub("", name) for name, parameter in parameters if not parameter.requires_grad}
+            names = {WRAPPERS.sub("", name) for name, parameter in parameters if not parameter.requires_grad}
             if names and names.isdisjoint(collected[key]):
                 logger.warning(
                     "trainable_only=True: no frozen parameter of %r is in its state dict by its name (%r): if they are "

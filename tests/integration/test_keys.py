@@ -10,7 +10,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 
-from dcp_tensorizer import ConversionError, TensorizerStorageReader, TensorizerStorageWriter, WriteError
+from dcp_tensorizer import (
+    ConversionError,
+    LoadPlanner,
+    SavePlanner,
+    TensorizerStorageReader,
+    TensorizerStorageWriter,
+    WriteError,
+)
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tools.checkpoint_view import read_parts
 from dcp_tensorizer._tools.formats.registry import open_checkpoint
@@ -54,6 +61,18 @@ def test_keys_of_all_types(tmp_path: Path, name: str) -> None:
     ours = TensorizerStorageReader(tmp_path / "a").read_metadata()
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert ours.planner_data == theirs.planner_data
+
+
+def test_values_go_where_their_keys_are(tmp_path: Path) -> None:
+    """`LoadPlanner` sets values in nested dicts under the keys that these have, and adds none: paths are of strings."""
+    keys: list[Any] = ["a", 1, -2, 1.5, None, ("b", 2)]
+    state = {"values": {key: f"of {key}" for key in keys}, "lists": [{7: 0.5, 8: torch.ones(2)}, {7: 0.25}]}
+    dcp.save(state, storage_writer=TensorizerStorageWriter(tmp_path / "a"), planner=SavePlanner())
+    loaded: dict[str, Any] = {"values": dict.fromkeys(keys), "lists": [{7: 0.0, 8: torch.zeros(2)}, {7: 0.0}]}
+    dcp.load(loaded, storage_reader=TensorizerStorageReader(tmp_path / "a"), planner=LoadPlanner())
+    assert loaded["values"] == state["values"]
+    assert [part.keys() for part in loaded["lists"]] == [{7: 0, 8: 0}.keys(), {7: 0}.keys()]
+    assert (loaded["lists"][0][7], loaded["lists"][0][8].tolist(), loaded["lists"][1][7]) == (0.5, [1.0, 1.0], 0.25)
 
 
 def test_a_key_that_cannot_be_stored(tmp_path: Path) -> None:
