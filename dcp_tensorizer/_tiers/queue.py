@@ -389,27 +389,24 @@ class Queue:
                 if file.name.endswith(_LIFE) and not self.is_alive(file.name.removesuffix(_LIFE)):
                     self._unlink(file.name)
         with suppress(CheckpointError, OSError):
-            aside = {path.name for path in self._files_aside()}
+            aside = {path.name: path for path in self._files_aside()}
             for entry in self.entries() if aside else ():
                 if entry.name in aside:
                     self._bring_back(entry)
-            for name in filter(_RUN.fullmatch, aside):
-                (self.folder / name).touch()
-                (self._aside / name).unlink()
+            for name, path in aside.items():
+                if _ENTRY.fullmatch(name) is None and not name.endswith(".tmp"):
+                    (self.folder / name).write_bytes(path.read_bytes())
+                    path.unlink()
             if aside:
-                with suppress(OSError):
-                    self._aside.rmdir()
+                self._aside.rmdir()
 
     def _bring_back(self, entry: Entry) -> None:
         with self.claimed(entry) as is_free:
             if is_free:
                 self._storage.put(entry.name, self._content(entry), sync=True)
                 self._unlink(*(f"{entry.stem}.{state}" for state in _ORDER if state != entry.state))
-                for path in self._files_aside():
-                    if path.stem == entry.stem:
-                        path.unlink()
-                with suppress(OSError):
-                    self._aside.rmdir()
+                for state in _ORDER:
+                    (self._aside / f"{entry.stem}.{state}").unlink(missing_ok=True)
 
     def _put(self, entry: Entry, record: Record, *, sync: bool) -> None:
         self._storage.put(entry.name, msgspec.json.encode(record), sync=sync)

@@ -79,6 +79,7 @@ def test_a_folder_that_takes_no_changes_is_gone_on_with_aside(tmp_path: Path, mo
     with monkeypatch.context() as patch:
         read_only(patch, tmp_path)
         queue.set_trouble(entries[0], "no room")
+        queue.confirm(entries[0])
         queue.progress(entries[0])
         assert (Queue(tmp_path).trouble(entries[0]), queue.is_writable) == ("no room", False)
         sent = queue.move(entries[0], SENT)
@@ -96,7 +97,8 @@ def test_a_folder_that_takes_no_changes_is_gone_on_with_aside(tmp_path: Path, mo
         assert [entry.state for entry in queue.entries()] == [REMOTE, LOST]  # and not again in an earlier one
     Queue(tmp_path).sweep()
     assert aside() == before
-    assert {path.suffix for path in queue.folder.iterdir()} == {".remote", ".lost"}
+    assert {path.suffix for path in queue.folder.iterdir()} == {".remote", ".lost", ".trouble", ".committed"}
+    assert queue.is_confirmed(entries[0])
     for entry in queue.entries():
         queue.remove(entry)
     assert list(queue.folder.iterdir()) == []
