@@ -92,12 +92,18 @@ def _open(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: float)
     if protocol in _AZURE:
         filesystem, root = _shared_filesystem(protocol, url, options)
     else:
-        filesystem, root = fsspec.core.url_to_fs(url, **options)
+        filesystem, root = fsspec.core.url_to_fs(url, **(options | _new_ones_of_chain(url, options)))
     if type(filesystem) is LocalFileSystem:
         return Path(root)
     if protocol in ("s3", "s3a") and "session" not in options:  # a session is aiobotocore's, which only s3fs can use
         return S3Storage(filesystem, root, url, scrub, timeout)
     return StreamStorage(filesystem, root, url, scrub, timeout)
+
+
+def _new_ones_of_chain(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that keep fsspec from using again, behind the first of a chain of filesystems, what it has once made."""
+    behind = protocols_of(url)[1:] if "::" in url else []
+    return {name: {"skip_instance_cache": name not in _AZURE} | dict(options.get(name) or {}) for name in behind}
 
 
 def _shared_filesystem(protocol: str, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:

@@ -106,3 +106,28 @@ def test_azures_filesystems_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     open_storage("az://container/step1", {"account_name": "b"})
     assert [(azure.storage_options["account_name"], azure.forgotten) for azure in made] == [("a", 3), ("b", 1)]
     assert opened[0].head("nothing") is None
+
+
+def test_each_storage_of_a_chain_has_filesystems_of_its_own() -> None:
+    """fsspec would use the one behind a cache again, with the keys that it has once found."""
+    options = {"memory": {"use_listings_cache": False}}
+    first, second = (open_storage("simplecache::memory://chained", options) for _ in range(2))
+    behind = [storage.filesystem.fs for storage in (first, second)]  # type: ignore[attr-defined]
+    assert behind[0] is not behind[1]
+    assert [filesystem.storage_options for filesystem in behind] == [{"use_listings_cache": False}] * 2
+    assert options == {"memory": {"use_listings_cache": False}}
+
+
+def test_azures_filesystems_have_the_keys_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that its library reads makes another one, and any other variable does not."""
+
+    class Azure(MemoryFileSystem):
+        protocol = "abfs"
+        cachable = False
+
+    monkeypatch.setitem(_registry, "abfs", Azure)
+    filesystems = [open_storage("abfs://x").filesystem]  # type: ignore[attr-defined]
+    for name in ("AZURE_CLIENT_SECRET", "https_proxy", "STEP"):
+        monkeypatch.setenv(name, "new")
+        filesystems.append(open_storage("abfs://x").filesystem)  # type: ignore[attr-defined]
+    assert [a is b for a, b in zip(filesystems, filesystems[1:], strict=False)] == [False, False, True]
