@@ -69,7 +69,9 @@ class LocalStorage(Storage):
         return self._is_local
 
     def child(self, name: str) -> Storage:
-        return LocalStorage(self._root / name, local_types=self._local_types)
+        child = LocalStorage(self._root / name, local_types=self._local_types)
+        child.umask = self.umask
+        return child
 
     def listing(self) -> tuple[list[FileInfo], list[str]]:
         return self._looked_for(lambda: list_directory(self._root))
@@ -98,7 +100,7 @@ class LocalStorage(Storage):
             raise WriteError(words) from error
 
     def create(self, name: str, nbytes: int, *, sync: bool) -> LocalSink:
-        return LocalSink(self._root / name, nbytes, sync=sync, preallocate=self._is_local)
+        return LocalSink(self._root / name, nbytes, sync=sync, preallocate=self._is_local, umask=self.umask)
 
     def sync_directory(self) -> None:
         _sync_directory(self._root)

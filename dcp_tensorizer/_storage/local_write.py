@@ -23,6 +23,8 @@ __all__ = ["BLOCK", "LocalSink", "explained", "give_mode", "new_file", "open_dir
 BLOCK = 4096
 """O_DIRECT's unit. No file system in use needs a larger one."""
 
+_OF_OWNER = 0o600
+
 
 class LocalSink(Sink):
     """A new local file of known size.
@@ -33,6 +35,7 @@ class LocalSink(Sink):
         sync: Make the data durable in `complete`.
         preallocate: Reserve the space first, so that a full disk is an error before the work begins. Many network
             mounts cannot do that, and then glibc imitates it by writing zeros.
+        umask: Of the file; None for the process's own.
 
     Raises:
         OSError: the file cannot be created or written.
@@ -41,11 +44,13 @@ class LocalSink(Sink):
     part_bytes = 4 << 20  # 1 to 8 MiB are equally fast; a larger one costs less Python a byte, and more memory
     concurrency = 6  # 4,000 files of 215 kB in one: 10% faster than with 2, as with 8
 
-    def __init__(self, path: Path, nbytes: int, *, sync: bool, preallocate: bool = True) -> None:
+    def __init__(
+        self, path: Path, nbytes: int, *, sync: bool, preallocate: bool = True, umask: int | None = None
+    ) -> None:
         super().__init__()
         self.path = path
         self._sync = sync
-        self._fd = new_file(path)
+        self._fd = new_file(path, umask)
         self._direct_fd = open_direct(path, os.O_WRONLY)
         self._to_close = [self._fd] if self._direct_fd is None else [self._fd, self._direct_fd]
         try:
@@ -87,18 +92,11 @@ class LocalSink(Sink):
 
 
 def new_file(path: Path, umask: int | None = None) -> int:
-    """A descriptor of a new file, with the mode that any program's would have, or one with another umask.
-
-    A thread that reads the umask by setting another one, and that back, may have done so just now. Where it shows, the
-    mode is set right: such a file could not be opened again.
-    """
+    """A descriptor of a new file, with the mode that any program's would have: see `give_mode`."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except PermissionError as error:
         raise explained(error) from error
-    if os.fstat(fd).st_mode & 0o600 != 0o600 and (own := current_umask()) is not None:
-        with suppress(OSError):  # the file system has modes of its own
-            os.fchmod(fd, 0o666 & ~own)
     give_mode(fd, 0o666, umask)
     return fd
 
@@ -126,18 +124,28 @@ def _name(user: int) -> str:
     return f"user {user}"
 
 
-def give_mode(made: int | Path, mode: int, umask: int | None) -> None:
-    """Gives a file or directory that was just made the mode that it would have with a umask; None for the process's.
+def give_mode(made: int | Path, full: int, umask: int | None) -> None:
+    """Gives a file or directory that was just made the mode that it would have with a umask.
 
-    The process may have set another umask since its save began. Where a directory has default access rights, no umask
-    counts, and nothing is changed.
+    The process may have set another umask since its save began. And a thread that reads it by setting another one, and
+    that back, may have done so just now: what its own maker cannot open again is never meant. Where a directory has
+    default access rights, no umask counts, and nothing is changed.
+
+    Args:
+        made: Its descriptor or path.
+        full: The mode without a umask.
+        umask: Of the save; None for the process's own.
     """
-    if umask is None or stat.S_IMODE(os.stat(made).st_mode) == mode & ~umask:
-        return
-    own = current_umask()
-    if own is not None and stat.S_IMODE(os.stat(made).st_mode) == mode & ~own:
-        with suppress(OSError):  # the file system has modes of its own
-            os.chmod(made, mode & ~umask)
+    with suppress(OSError):  # the file system has modes of its own
+        mode = stat.S_IMODE(os.stat(made).st_mode)
+        is_usable, permissions = mode & _OF_OWNER == _OF_OWNER, mode & 0o777
+        if is_usable and (umask is None or permissions == full & ~umask):
+            return
+        own = current_umask()
+        wanted = own if umask is None else umask
+        if own is None or wanted is None or (is_usable and permissions != full & ~own):
+            return
+        os.chmod(made, mode & ~0o777 | full & ~wanted)
 
 
 def open_direct(path: Path, access: int) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from itertools import pairwise
 from typing import Any
 
 import fsspec
@@ -130,4 +131,4 @@ def test_azures_filesystems_have_the_keys_of_now(monkeypatch: pytest.MonkeyPatch
     for name in ("AZURE_CLIENT_SECRET", "https_proxy", "STEP"):
         monkeypatch.setenv(name, "new")
         filesystems.append(open_storage("abfs://x").filesystem)  # type: ignore[attr-defined]
-    assert [a is b for a, b in zip(filesystems, filesystems[1:], strict=False)] == [False, False, True]
+    assert [a is b for a, b in pairwise(filesystems)] == [False, False, True]

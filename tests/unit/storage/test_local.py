@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import socket
+import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from dcp_tensorizer import ReadError, WriteError
+from dcp_tensorizer._storage import local_write
 from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.local import LocalStorage
 
@@ -158,6 +160,54 @@ def test_the_umask_is_respected(tmp_path: Path, mask: int, mode: int) -> None:
     folder = tmp_path / "new" / "checkpoint"
     assert [(folder / name).stat().st_mode & 0o777 for name in (NAME, ".metadata")] == [mode, mode]
     assert folder.stat().st_mode & 0o777 == 0o777 & ~mask
+
+
+def test_the_umask_of_a_save_is_respected(tmp_path: Path) -> None:
+    """Also when the process has another one by now; special bits that a directory inherits stay."""
+    tmp_path.chmod(0o2755)
+    before = os.umask(0o077)
+    try:
+        storage = LocalStorage(tmp_path).child("checkpoint")
+        storage.umask = 0o002
+        storage.make_directory()
+        storage.create(NAME, 0, sync=False).complete()
+        storage.put(".metadata", b"x", sync=False)
+    finally:
+        os.umask(before)
+    folder = tmp_path / "checkpoint"
+    assert [(folder / name).stat().st_mode & 0o777 for name in (NAME, ".metadata")] == [0o664, 0o664]
+    assert folder.stat().st_mode & 0o7777 == 0o2775
+
+
+def test_a_directory_may_decide_on_modes(tmp_path: Path) -> None:
+    """With an access list for what is made in it no umask counts: here its group may write, others may not read."""
+    entries = [(0x01, 7), (0x04, 7), (0x20, 0)]  # user, group, others, as in <linux/posix_acl.h>
+    default = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry, 0xFFFFFFFF) for entry in entries)
+    try:
+        os.setxattr(tmp_path, "system.posix_acl_default", default)
+    except OSError:
+        pytest.skip("the file system has no access lists")
+    before = os.umask(0o022)
+    try:
+        storage = LocalStorage(tmp_path)
+        storage.umask = 0o022
+        storage.put("file", b"x", sync=False)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o660
+
+
+def test_a_umask_that_was_set_for_a_moment_makes_no_file_of_mode_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads read the umask by setting another one; here it is back when the file has been made."""
+    monkeypatch.setattr(local_write, "current_umask", lambda: 0o022)
+    before = os.umask(0o777)
+    try:
+        LocalStorage(tmp_path).put("file", b"x", sync=False)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
 
 
 def test_put_replaces_the_file_not_its_contents(tmp_path: Path) -> None:
