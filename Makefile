@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test quick unit-integration e2e storage-docs browser hosts check docs bench compat gpu frameworks clouds soak clean
+.PHONY: demo test quick unit-integration e2e storage-docs browser hosts check docs bench compat gpu gpu-parcel gpu-rehearsal frameworks clouds soak clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo
@@ -71,19 +71,26 @@ bench: $(READY)
 compat: $(READY)
 	$(BIN)/python -m benchmarks.compat
 
-# On a machine with a GPU: its tests, and its benchmark. GPU_PYTHON may be any Python that has a CUDA build of torch,
-# this package and the group `gpu`; else one is made, with the torch that the registry gives for this machine.
-GPU_PYTHON ?= .venv-gpu/bin/python
+# For an hour on a machine with a GPU and without a network: one folder of less than 60 MiB, with a plan of calls in it.
+# What the calls leave becomes a page by `python -m benchmarks.gpu --collect FOLDER`.
+gpu-parcel: $(READY)
+	$(BIN)/python -m benchmarks.gpu.parcel build/gpu-parcel
 
-gpu: $(filter .venv-gpu/bin/python,$(GPU_PYTHON))
-	timeout 240 $(GPU_PYTHON) -m pytest --confcutdir=tests/gpu tests/gpu
-	timeout 240 $(GPU_PYTHON) -m benchmarks.gpu
+# All of the plan on the CPU, from the parcel alone, by a Python 3.12 that has torch 2.11 and nothing else of ours. Its
+# CUDA build of torch takes some GB, and the whole some ten minutes.
+gpu-rehearsal: $(READY) .venv-gpu/.ready
+	$(BIN)/python -m benchmarks.gpu.parcel build/gpu-parcel --rehearse .venv-gpu/bin/python
 
-.venv-gpu/bin/python: pyproject.toml
-	$(PYTHON) -m venv .venv-gpu
-	$@ -m pip install --quiet --upgrade pip
-	$@ -m pip install --quiet --group gpu --editable .
+GPU_PYTHON ?= python3.12
+
+.venv-gpu/.ready:
+	$(GPU_PYTHON) -m venv .venv-gpu
+	.venv-gpu/bin/python -m pip install --quiet numpy torch==2.11.0
 	touch $@
+
+# On a machine with a GPU, in an environment with a CUDA build of torch, this package and the group `gpu`.
+gpu:
+	$(GPU_PYTHON) -m pytest --confcutdir=tests/gpu tests/gpu
 
 # With the frameworks that people train with, on the CPU, in an environment of its own: about 3 minutes. It needs Python 3.11.
 frameworks: .venv-frameworks/.ready

@@ -1,0 +1,584 @@
+"""One case of the GPU benchmark, in a process of its own: what a save costs, registration, overlap, loads.
+
+``python -m benchmarks.gpu.cases '{"what": ..., "name": ..., "scale": ..., "folder": ...}'`` prints a JSON of lists.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
+from dcp_tensorizer._memory import device as device_module
+from dcp_tensorizer._staging.stager import Stager
+
+from ..limits import direct_read_seconds, evict
+from .device import GPU, REHEARSAL, pinned, synchronize, timed
+
+Result = dict[str, list[float]]
+State = dict[str, Any]
+
+_GIGA = 1_000_000_000
+
+
+def large_state(nbytes: int, count: int = 300) -> State:
+    """Float32 tensors of equal size on the GPU."""
+    return {f"t{n}": torch.rand(max(1, nbytes // 4 // count), device=GPU) for n in range(count)}
+
+
+def small_state(count: int = 5000) -> State:
+    """Float32 tensors of 215 kB on the GPU, as an optimizer or a model of experts has them."""
+    return {f"s{n}": torch.rand(53_750, device=GPU) for n in range(count)}
+
+
+def _state_of(size: str, scale: float) -> State:
+    """So many GB in 300 tensors; 5,000 small tensors for any other word."""
+    gigabytes = {"4 GB": 4, "20 GB": 20}.get(size)
+    if gigabytes is None:
+        return small_state(int(5000 * min(1.0, scale * 4)))
+    return large_state(int(gigabytes * _GIGA * scale))
+
+
+# --- what a save costs ------------------------------------------------------------------------------------------------
+
+
+class KeptStager(DefaultStager):
+    """torch's stager, which `async_save` closes after each save, and which cannot be used after that (torch 2.11)."""
+
+    def close(self) -> None:
+        """Keeps its memory for the next save."""
+
+    def end(self) -> None:
+        """Gives its memory back."""
+        super().close()
+
+
+class Saver:
+    """One contender: ``save`` returns a future, done when the checkpoint is durable."""
+
+    def __init__(self, name: str, state: State) -> None:
+        self._options: dict[str, Any] = {}
+        self._writer: TensorizerStorageWriter | None = None
+        self._stager: KeptStager | None = None
+        self._manager: Any = None
+        self._staged: Any = None
+        if name.startswith("dcp_tensorizer"):
+            way = "device" if "device" in name and not REHEARSAL else "buffer"
+            self._writer = TensorizerStorageWriter(staging=way, overlap_staging="overlap" in name)
+            if "cold" not in name:
+                self._writer.prewarm(state)
+                self._writer.saver.engine.saves.wait_prewarmed()
+        elif name.startswith("torch DefaultStager"):
+            on_gpu = not REHEARSAL
+            self._stager = KeptStager(StagingOptions(on_gpu, True, True, on_gpu))
+            self._options = {"async_stager": self._stager}
+            if name.endswith("PROCESS"):
+                self._options["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
+        elif name.startswith("torch_checkpointing"):
+            self._manager = _torch_checkpointing(in_background=name.endswith("background"))
+
+    def save(self, state: State, folder: Path) -> Future[Any]:
+        if self._manager is not None:
+            future = self._manager.save(str(folder), {"state": state})
+            assert future is not None
+            return future  # type: ignore[no-any-return]
+        writer: Any = self._writer or FileSystemWriter(folder)
+        response = dcp.async_save(state, storage_writer=writer, checkpoint_id=str(folder), **self._options)
+        if isinstance(response, Future):
+            return response
+        self._staged = response.staging_completion
+        return response.upload_completion
+
+    def guard(self) -> AbstractContextManager[None]:
+        """Around the optimizer's step."""
+        for part in (self._writer, self._manager):
+            if part is not None:
+                return part.lock()  # type: ignore[no-any-return]
+        if self._staged is not None:
+            self._staged.result()
+        return nullcontext()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        if self._stager is not None:
+            self._stager.end()
+        if self._manager is not None:
+            self._manager.close()
+
+
+def _torch_checkpointing(*, in_background: bool) -> Any:
+    from torch_checkpointing import CheckpointManager, ItemSpec
+    from torch_checkpointing.config import AsyncCheckpointSaverConfig
+    from torch_checkpointing.staging import CheckpointStagerConfig
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    staging_config = CheckpointStagerConfig(
+        use_pinned_memory=not REHEARSAL,
+        use_shared_memory=True,
+        use_async_staging=in_background,
+        use_non_blocking_copy=not REHEARSAL,
+    )
+    return CheckpointManager.Config(
+        default=ItemSpec(requires_copy=True),
+        save=AsyncCheckpointSaverConfig(staging_config=staging_config),
+        storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
+    ).build()
+
+
+def pinned_copy(scale: float, name: str, folder: Path) -> Result:
+    """GB/s of one copy from the GPU to pinned memory: the bus, as torch gives it."""
+    source = torch.ones(int(4 * _GIGA * scale), dtype=torch.uint8, device=GPU)
+    target = pinned(source.numel())
+    seconds = [timed(lambda: target.copy_(source, non_blocking=True)) for _ in range(6)]
+    return {"gb_per_s": [source.nbytes / _GIGA / value for value in seconds[1:]]}
+
+
+def staging(scale: float, name: str, folder: Path) -> Result:
+    """GB/s of `stage` on a warm buffer."""
+    state = _state_of("" if name == "5,000 small" else "4 GB", scale)
+    nbytes = sum(tensor.nbytes for tensor in state.values())
+    stager = Stager()
+    seconds = [timed(lambda: stager.stage(state)) for _ in range(6)]
+    stager.saves.close()
+    return {"gb_per_s": [nbytes / _GIGA / value for value in seconds[1:]]}  # the first makes the buffer
+
+
+def saving(scale: float, name: str, folder: Path) -> Result:
+    """A few saves beside a loop of products: how long `async_save` takes, and until all is durable."""
+    contender, _, what = name.partition(" | ")
+    state = _state_of(what, scale)
+    nbytes = sum(tensor.nbytes for tensor in state.values())
+    dist.init_process_group("gloo" if REHEARSAL else "cpu:gloo,cuda:nccl", store=_store(), rank=0, world_size=1)
+    factor = torch.rand(2048 if not REHEARSAL else 256, 2048 if not REHEARSAL else 256, device=GPU)
+
+    def products(until: Callable[[], bool]) -> float:
+        """Products a second, while something lasts."""
+        done, started = 0, time.perf_counter()
+        while True:
+            for _ in range(10):
+                factor @ factor
+            synchronize()
+            done += 10
+            if until():
+                return done / (time.perf_counter() - started)
+
+    ends = time.perf_counter() + 1.0
+    alone = products(lambda: time.perf_counter() > ends)
+    saver = Saver(contender, state)
+    result: Result = {key: [] for key in ("first_stall_s", "stall_s", "durable_s", "durable_gb_per_s", "loop_percent")}
+    for number in range(4):
+        target = folder / uuid.uuid4().hex
+        synchronize()
+        started = time.perf_counter()
+        future = saver.save(state, target)
+        stall = time.perf_counter() - started
+        beside = products(future.done)
+        future.result()
+        durable = time.perf_counter() - started
+        if number == 0:
+            result["first_stall_s"].append(stall)
+        else:
+            result["stall_s"].append(stall)
+            result["durable_s"].append(durable)
+            result["durable_gb_per_s"].append(nbytes / _GIGA / durable)
+            result["loop_percent"].append(100 * beside / alone)
+        shutil.rmtree(target, ignore_errors=True)
+    saver.close()
+    return result
+
+
+class Model(torch.nn.Module):
+    """A decoder of a few hundred million parameters, in bfloat16."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(32_000, width)
+        block = torch.nn.TransformerEncoderLayer(width, width // 64, 4 * width, 0.0, "gelu", batch_first=True)
+        self.blocks = torch.nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
+        self.head = torch.nn.Linear(width, 32_000, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.embedding(tokens)))  # type: ignore[no-any-return]
+
+
+def training(scale: float, name: str, folder: Path) -> Result:
+    """Steps of a model, with saves among them: what each save costs the ten steps after it."""
+    dist.init_process_group("gloo" if REHEARSAL else "cpu:gloo,cuda:nccl", store=_store(), rank=0, world_size=1)
+    torch.manual_seed(0)
+    width = 1024 if scale >= 0.5 else 64
+    with GPU:
+        model = Model(max(1, int(20 * scale)), width).to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=not REHEARSAL)
+    tokens = torch.randint(0, 32_000, (8, 513) if scale >= 0.5 else (1, 17), device=GPU)
+
+    def step(guard: Callable[[], AbstractContextManager[None]]) -> None:
+        logits = model(tokens[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss.backward()
+        with guard():
+            optimizer.step()
+        optimizer.zero_grad()
+
+    def steps(count: int, guard: Callable[[], AbstractContextManager[None]] = nullcontext) -> float:
+        started = time.perf_counter()
+        for _ in range(count):
+            step(guard)
+        synchronize()
+        return time.perf_counter() - started
+
+    steps(5)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    alone = [steps(10) for _ in range(4)]
+    result: Result = {"step_ms": [seconds * 100 for seconds in alone]}
+    if name == "no saves":
+        result["slowdown_percent"] = [100 * (steps(10) / statistics.median(alone) - 1) for _ in range(3)]
+        return result
+    saver = Saver(name, state)
+    result |= {"stall_ms": [], "slowdown_percent": [], "durable_s": []}
+    for number in range(3):
+        target = folder / uuid.uuid4().hex
+        synchronize()
+        started = time.perf_counter()
+        future = saver.save(state, target)
+        stall = time.perf_counter() - started
+        steps(10, saver.guard)
+        seconds = time.perf_counter() - started
+        future.result()
+        durable = time.perf_counter() - started
+        if number:  # the first save makes buffers and starts processes
+            result["stall_ms"].append(stall * 1e3)
+            result["slowdown_percent"].append(100 * (seconds / statistics.median(alone) - 1))
+            result["durable_s"].append(durable)
+        result["child_gpu_mib"] = _children_mib()
+        shutil.rmtree(target, ignore_errors=True)
+    saver.close()
+    return result
+
+
+def _store() -> dist.Store:
+    """Of this process alone; a TCP store, whose address PROCESS mode looks for in the environment."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1"}
+    return dist.TCPStore("127.0.0.1", 0, is_master=True)
+
+
+def _children_mib() -> list[float]:
+    """GPU memory of this process's children, from the driver; nothing where it knows processes by other numbers."""
+    if REHEARSAL:
+        return []
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+    used = {int(found[0]): int(found[1]) for line in lines if len(found := re.findall(r"\d+", line)) == 2}
+    if os.getpid() not in used:  # which has a context
+        return []
+    return [float(sum(used.get(child.pid, 0) for child in psutil.Process().children(recursive=True)))]
+
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+
+def registration(scale: float, name: str, folder: Path) -> Result:
+    """Seconds a GB to register host memory, whole or in chunks; and what calls of CUDA wait for meanwhile.
+
+    The calls are those of another thread here, and those of another process.
+    """
+    pages, _, way = name.partition(", ")
+    nbytes = int(16 * (1 << 30) * scale)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE if pages == "huge pages" else mmap.MADV_NOHUGEPAGE)
+    torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    if way == "whole":
+        device_module.PIN_BYTES = nbytes
+    torch.ones(1, device=GPU)
+    pin = (lambda: lambda: None) if REHEARSAL else (lambda: device_module.CUDA.pin(address, nbytes, 0))
+    with _latencies_elsewhere(folder) as elsewhere:
+        alone = _latencies(0.5)
+        meanwhile: dict[str, float] = {}
+        seconds = []
+        for _ in range(3):
+            undone: list[Callable[[], None]] = []
+            started = time.perf_counter()
+            registering = threading.Thread(target=lambda done: done.append(pin()), args=(undone,))
+            registering.start()
+            found = _latencies(while_alive=registering)
+            registering.join()
+            seconds.append(time.perf_counter() - started)
+            meanwhile = {key: max(value, meanwhile.get(key, 0.0)) for key, value in found.items()}
+            undone[0]()
+    result = {"s_per_gb": [value / (nbytes / _GIGA) for value in seconds]}
+    for key in ("launch_ms", "malloc_ms"):
+        result[f"{key}_alone_max"] = [alone[key]]
+        result[f"{key}_meanwhile_max"] = [meanwhile[key]]
+        result[f"{key}_other_process_max"] = [elsewhere[key]]
+    return result
+
+
+def _latencies(seconds: float = 0.0, while_alive: threading.Thread | None = None) -> dict[str, float]:
+    """The longest launch of a kernel, with its result, and the longest `cudaMalloc`, in ms."""
+    worst = {"launch_ms": 0.0, "malloc_ms": 0.0}
+    one = torch.ones(1, device=GPU)
+    ends = time.perf_counter() + seconds
+    while True:
+        started = time.perf_counter()
+        one.add_(1).item()
+        launched = time.perf_counter()
+        if not REHEARSAL:
+            torch.cuda.caching_allocator_delete(torch.cuda.caching_allocator_alloc(64 << 20))
+            torch.cuda.empty_cache()
+        ended = time.perf_counter()
+        worst["launch_ms"] = max(worst["launch_ms"], (launched - started) * 1e3)
+        worst["malloc_ms"] = max(worst["malloc_ms"], (ended - launched) * 1e3)
+        if not (while_alive.is_alive() if while_alive is not None else ended < ends):
+            return worst
+
+
+@contextmanager
+def _latencies_elsewhere(folder: Path) -> Iterator[dict[str, float]]:
+    """The same in another process, as long as the block lasts."""
+    found: dict[str, float] = {}
+    case = json.dumps({"what": "latencies", "name": "", "scale": 1.0, "folder": str(folder)})
+    command = [sys.executable, "-m", "benchmarks.gpu.cases", case]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    try:
+        yield found
+    finally:
+        process.stdin.close()
+        found.update(json.loads(process.stdout.read()))
+        process.wait()
+
+
+def latencies(scale: float, name: str, folder: Path) -> Any:
+    """What `_latencies` finds until standard input ends."""
+    _latencies(0.2)
+    print("ready", flush=True)
+    waiting = threading.Thread(target=sys.stdin.read)
+    waiting.start()
+    return _latencies(while_alive=waiting)
+
+
+# --- overlap ----------------------------------------------------------------------------------------------------------
+
+
+def overlap(scale: float, name: str, folder: Path) -> Result:
+    """Overlapping staging: time to enter `lock`, and the latency of launches and of `.item()` until all is copied."""
+    staging_way, _, count = name.partition(", ")
+    state = large_state(int(16 * _GIGA * scale), int(count.split()[0].replace(",", "")))
+    one = torch.ones(1, device=GPU)
+    way = "device" if staging_way == "device" and not REHEARSAL else "buffer"
+    result: Result = {key: [] for key in ("async_save_ms", "lock_ms", "launch_us_max", "item_ms_max", "copied_s")}
+    with TensorizerStorageWriter(staging=way, overlap_staging=True) as writer:
+        writer.prewarm(state)
+        writer.saver.engine.saves.wait_prewarmed()
+        for number in range(4):
+            target = folder / uuid.uuid4().hex
+            synchronize()
+            started = time.perf_counter()
+            response: Any = dcp.async_save(state, storage_writer=writer, checkpoint_id=str(target))
+            returned = time.perf_counter()
+            with writer.lock():
+                entered = time.perf_counter()
+            launches, items = [0.0], [0.0]
+            while not response.staging_completion.done():
+                began = time.perf_counter()
+                one.add_(1)
+                launched = time.perf_counter()
+                one.item()
+                items.append(time.perf_counter() - launched)
+                launches.append(launched - began)
+            copied = time.perf_counter()
+            response.upload_completion.result()
+            if number:
+                result["async_save_ms"].append((returned - started) * 1e3)
+                result["lock_ms"].append((entered - returned) * 1e3)
+                result["launch_us_max"].append(max(launches) * 1e6)
+                result["item_ms_max"].append(max(items) * 1e3)
+                result["copied_s"].append(copied - started)
+            shutil.rmtree(target, ignore_errors=True)
+    return result
+
+
+# --- loads ------------------------------------------------------------------------------------------------------------
+
+
+def load(scale: float, name: str, folder: Path) -> Result:
+    """GB/s of loads onto the GPU: from the page cache, from tmpfs, or from a disk whose files are not cached."""
+    loader, _, source = name.partition(" | ")
+    state = large_state(int(4 * _GIGA * scale), 150)
+    nbytes = sum(tensor.nbytes for tensor in state.values())
+    top = Path("/dev/shm") if source == "tmpfs" else folder
+    target = top / uuid.uuid4().hex
+    target.mkdir()
+    try:
+        read = _LOADERS[loader.split(",")[0]](state, target, loader)
+        seconds = []
+        for _ in range(4):
+            if source == "disk":
+                evict(target)
+            seconds.append(timed(read))
+    finally:
+        shutil.rmtree(target, ignore_errors=True)
+    return {"gb_per_s": [nbytes / _GIGA / value for value in seconds[1:]]}
+
+
+def limits(scale: float, name: str, folder: Path) -> Result:
+    """GB/s of the disk, and of the bus from pinned memory."""
+    path = folder / uuid.uuid4().hex
+    nbytes = int(4 * _GIGA * scale) // 4096 * 4096
+    if name == "host to device":
+        source, target = pinned(nbytes), torch.empty(nbytes, dtype=torch.uint8, device=GPU)
+        seconds = [timed(lambda: target.copy_(source, non_blocking=True)) for _ in range(4)]
+    else:
+        with open(path, "wb") as file:
+            block = os.urandom(1 << 20)
+            for _ in range(nbytes >> 20):
+                file.write(block)
+        nbytes = path.stat().st_size
+        seconds = []
+        for _ in range(4):
+            evict(folder)
+            seconds.append(direct_read_seconds(path, nbytes, 8))
+        path.unlink()
+    return {"gb_per_s": [nbytes / _GIGA / value for value in seconds[1:]]}
+
+
+def _ours(state: State, folder: Path, name: str) -> Callable[[], object]:
+    with TensorizerStorageWriter(folder) as writer:
+        dcp.save(state, storage_writer=writer)
+    threads = next((int(found) for found in re.findall(r"(\d+) threads", name)), None)
+    verify = "not verified" not in name
+    return lambda: dcp.load(state, storage_reader=TensorizerStorageReader(folder, verify=verify, thread_count=threads))
+
+
+def _torch(state: State, folder: Path, name: str) -> Callable[[], object]:
+    dcp.save(state, storage_writer=FileSystemWriter(folder))
+    return lambda: dcp.load(state, storage_reader=FileSystemReader(folder))
+
+
+def _safetensors_file(state: State, folder: Path) -> str:
+    from safetensors.torch import save_file
+
+    save_file({key: tensor.cpu() for key, tensor in state.items()}, folder / "state.safetensors")
+    return str(folder / "state.safetensors")
+
+
+def _safetensors(state: State, folder: Path, name: str) -> Callable[[], object]:
+    from safetensors.torch import load_file
+
+    path = _safetensors_file(state, folder)
+    return lambda: load_file(path, device=str(GPU))
+
+
+def _fastsafetensors(state: State, folder: Path, name: str) -> Callable[[], object]:
+    from fastsafetensors import SafeTensorsFileLoader, SingleGroup
+
+    path = _safetensors_file(state, folder)
+
+    def read() -> None:
+        loader = SafeTensorsFileLoader(SingleGroup(), str(GPU), nogds=True)
+        loader.add_filenames({0: [path]})
+        buffer = loader.copy_files_to_device()
+        for key in state:
+            buffer.get_tensor(key)
+        buffer.close()
+        loader.close()
+
+    return read
+
+
+def _instanttensor(state: State, folder: Path, name: str) -> Callable[[], object]:
+    import instanttensor
+
+    path = _safetensors_file(state, folder)
+
+    def read() -> None:
+        with instanttensor.safe_open([path], framework="pt", device=str(GPU)) as file:
+            for _ in file.tensors():
+                pass
+
+    return read
+
+
+def _runai(state: State, folder: Path, name: str) -> Callable[[], object]:
+    from runai_model_streamer import SafetensorsStreamer
+
+    path = _safetensors_file(state, folder)
+
+    def read() -> None:
+        with SafetensorsStreamer() as streamer:
+            streamer.stream_file(path)
+            for _, tensor in streamer.get_tensors():
+                tensor.to(GPU)
+
+    return read
+
+
+def _tensorizer(state: State, folder: Path, name: str) -> Callable[[], object]:
+    from tensorizer import TensorDeserializer, TensorSerializer
+
+    serializer = TensorSerializer(str(folder / "state.tensors"))
+    serializer.write_state_dict({key: tensor.cpu() for key, tensor in state.items()})
+    serializer.close()
+
+    def read() -> None:
+        with TensorDeserializer(str(folder / "state.tensors"), device=GPU) as deserializer:
+            for _ in deserializer.items():
+                pass
+
+    return read
+
+
+_LOADERS: dict[str, Callable[[State, Path, str], Callable[[], object]]] = {
+    "dcp_tensorizer": _ours,
+    "torch FileSystemReader": _torch,
+    "safetensors": _safetensors,
+    "fastsafetensors": _fastsafetensors,
+    "InstantTensor": _instanttensor,
+    "Run:ai streamer": _runai,
+    "tensorizer": _tensorizer,
+}
+_CASES: dict[str, Callable[[float, str, Path], Any]] = {
+    "pinned copy": pinned_copy,
+    "staging": staging,
+    "saving": saving,
+    "training": training,
+    "registration": registration,
+    "latencies": latencies,
+    "overlap": overlap,
+    "load": load,
+    "limits": limits,
+}
+
+
+def main() -> None:
+    case = json.loads(sys.argv[1])
+    result = _CASES[case["what"]](case["scale"], case["name"], Path(case["folder"]))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Makes the parcel for a machine with a GPU and without a network: ``make gpu-parcel``.
+
+It is one folder: wheels of this package and of what such a machine lacks (torch and NumPy it has), the tests that need
+a GPU, the benchmark, and `run.py`. It must stay below 60 MiB. ``--rehearse PYTHON`` runs all of its calls from a copy
+of the folder alone, by another interpreter that has torch and NumPy and nothing else, with the CPU in the GPU's place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from .plan import CALLS
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_BYTES = 60 << 20
+PYTHON = "3.12"
+PACKAGES = (
+    *("tensorizer==2.12.1", "boto3", "botocore", "s3transfer", "jmespath", "redis", "hiredis", "protobuf", "psutil"),
+    *("libnacl", "isal", "msgspec", "xxhash", "fsspec", "safetensors", "python-dateutil", "six", "urllib3"),
+    *("pytest", "pytest-timeout", "iniconfig", "pluggy", "packaging", "pygments", "hypothesis", "sortedcontainers"),
+    *("torch_checkpointing==0.1.1", "fastsafetensors", "instanttensor", "runai-model-streamer", "humanize"),
+)
+_TESTS = ("tests/__init__.py", "tests/support.py", "tests/gpu")
+_BENCHMARKS = ("benchmarks/__init__.py", "benchmarks/harness.py", "benchmarks/limits.py", "benchmarks/gpu")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--rehearse", metavar="PYTHON", help="run it all on the CPU, by this interpreter")
+    options = parser.parse_args()
+    make(options.folder)
+    if options.rehearse:
+        rehearse(options.folder, options.rehearse)
+
+
+def make(folder: Path) -> None:
+    """Makes the parcel, in place of an old one."""
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "wheels").mkdir(parents=True)
+    pip = (sys.executable, "-m", "pip")
+    _call(*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder / "wheels"), str(ROOT))
+    platforms = [f"--platform={name}" for name in ("manylinux_2_28_x86_64", "manylinux2014_x86_64", "any")]
+    abis = [f"--abi={name}" for name in (f"cp{PYTHON.replace('.', '')}", "abi3", "none")]
+    _call(
+        *(*pip, "download", "--quiet", "--no-deps", "--only-binary=:all:", f"--python-version={PYTHON}"),
+        *("--implementation=cp", *abis, *platforms, "--dest", str(folder / "wheels"), *PACKAGES),
+    )
+    for name in (*_TESTS, *_BENCHMARKS):
+        source, target = ROOT / name, folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copyfile(source, target)
+    shutil.copyfile(Path(__file__).with_name("run.py"), folder / "run.py")
+    nbytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    print(f"{folder}: {nbytes / 2**20:.1f} MiB, {len(CALLS)} calls: OUT=FOLDER python {folder}/run.py NUMBER")
+    if nbytes > MOST_BYTES:
+        sys.exit(f"that is more than {MOST_BYTES >> 20} MiB")
+
+
+def rehearse(folder: Path, python: str) -> None:
+    """Runs all calls of a parcel in an empty environment; ends with an error if a step was left out or failed."""
+    with tempfile.TemporaryDirectory() as top:
+        parcel, out = Path(top) / "parcel", Path(top) / "out"
+        shutil.copytree(folder, parcel)
+        out.mkdir()
+        given = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "TMPDIR", "LANG")}
+        given |= {"DCP_TENSORIZER_REHEARSAL": "1", "OUT": str(out), "OMP_NUM_THREADS": "1", "TMPDIR": top}
+        for number in range(1, len(CALLS) + 1):
+            started = time.monotonic()
+            done = subprocess.run([python, "run.py", str(number)], cwd=parcel, env=given)
+            print(f"call {number}: exit {done.returncode} after {time.monotonic() - started:.0f} s", flush=True)
+            if done.returncode:
+                sys.exit(1)
+        ended = {name: word for file in out.glob("call-*.json") for name, word in _ended(file).items()}
+        planned = {step.name for call in CALLS for step in call}
+        if set(ended) != planned or set(ended.values()) != {"done"}:
+            sys.exit(f"not all that is planned has run: {ended}")
+        print(f"rehearsed: {len(planned)} steps, {sum(len(step.names) for call in CALLS for step in call)} cases")
+
+
+def _ended(file: Path) -> dict[str, str]:
+    ended: dict[str, str] = json.loads(file.read_text())["ended"]
+    return ended
+
+
+def _call(*command: str) -> None:
+    subprocess.run(command, check=True)
+
+
+if __name__ == "__main__":
+    main()

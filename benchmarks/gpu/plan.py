@@ -1,0 +1,93 @@
+"""The plan of the hour on a GPU: calls of at most nine minutes, each a few steps, the most valuable first.
+
+It knows of no torch, so that it can be read where there is none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CALL_SECONDS = 540
+
+SAVERS = (
+    "dcp_tensorizer",
+    "dcp_tensorizer, overlap",
+    "torch DefaultStager",
+    "torch DefaultStager, PROCESS",
+    "torch_checkpointing, blocking",
+    "torch_checkpointing, background",
+)
+OURS_ALONE = ("dcp_tensorizer, cold", "dcp_tensorizer, device")
+TRAINERS = (
+    "no saves",
+    "dcp_tensorizer",
+    "dcp_tensorizer, overlap",
+    "torch DefaultStager",
+    "torch DefaultStager, PROCESS",
+    "torch_checkpointing, background",
+)
+LOADERS = (
+    "dcp_tensorizer, 8 threads | page cache",
+    "dcp_tensorizer, 16 threads | page cache",
+    "dcp_tensorizer, 16 threads, not verified | page cache",
+    "dcp_tensorizer | tmpfs",
+    "dcp_tensorizer | disk",
+    "safetensors | page cache",
+    "fastsafetensors | page cache",
+    "InstantTensor | page cache",
+    "Run:ai streamer | page cache",
+    "torch FileSystemReader | page cache",
+    "torch FileSystemReader | disk",
+    "tensorizer | page cache",
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A part of a call, with a file of results of its own.
+
+    Attributes:
+        name: Of the file.
+        seconds: That it may take; what has not been measured by then is an error in the file.
+        what: The kind of its cases; "tests" runs tests.
+        names: Of its cases, or the paths of its tests.
+    """
+
+    name: str
+    seconds: int
+    what: str
+    names: tuple[str, ...]
+
+
+CALLS: tuple[tuple[Step, ...], ...] = (
+    (
+        Step("tests-first", 200, "tests", ("tests/gpu/test_staging.py", "tests/gpu/test_saves.py")),
+        Step("pinned-copy", 40, "pinned copy", ("",)),
+        Step("staging", 60, "staging", ("300 large", "5,000 small")),
+        Step("saving-4", 240, "saving", tuple(f"{name} | 4 GB" for name in (*SAVERS, *OURS_ALONE))),
+    ),
+    (
+        Step("saving-small", 180, "saving", tuple(f"{name} | 5,000 small" for name in (*SAVERS, *OURS_ALONE))),
+        Step(
+            "registration",
+            140,
+            "registration",
+            tuple(f"{pages}, {way}" for pages in ("small pages", "huge pages") for way in ("in chunks", "whole")),
+        ),
+        Step("overlap", 120, "overlap", ("buffer, 300 tensors", "buffer, 2,200 tensors", "device, 300 tensors")),
+        Step("limits", 60, "limits", ("host to device", "O_DIRECT read")),
+    ),
+    (
+        Step("loading", 320, "load", LOADERS),
+        Step("tests-second", 200, "tests", ("tests/gpu/test_loads.py", "tests/gpu/test_scenarios.py")),
+    ),
+    (
+        Step("training", 240, "training", TRAINERS),
+        Step(
+            "saving-20",
+            280,
+            "saving",
+            tuple(f"{name} | 20 GB" for name in ("dcp_tensorizer", "dcp_tensorizer, overlap", "torch DefaultStager")),
+        ),
+    ),
+)

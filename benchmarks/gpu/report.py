@@ -1,0 +1,106 @@
+"""Makes the page of the GPU benchmark from what came back: ``python -m benchmarks.gpu.report --collect FOLDER``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..harness import cell, rewrite, spread, store, stored, table
+from .plan import CALLS
+
+_UNITS = {"gb_per_s": "GB/s", "s_per_gb": "s/GB"}
+_NOTES = """
+- `torch DefaultStager` is torch's own stager with pinned, shared memory and copies that do not block. `async_save` of
+  torch 2.11 closes it after each save, after which it cannot be used: here its `close` does nothing until the end. Its
+  stream does not wait for the training stream.
+- `torch_checkpointing` has its pinned memory and its copies that do not block.
+- `in chunks` is what this package does: 1 GiB a registration. The longest latencies are of a kernel's launch with its
+  result, and of a `cudaMalloc` of 64 MiB, in a thread of the process that registers, and in another process.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--collect", type=Path, metavar="FOLDER", help="with the files that the calls have left")
+    parser.add_argument("--redraw", action="store_true", help="the page from the stored results")
+    options = parser.parse_args()
+    if options.redraw:
+        rewrite("gpu", render(stored("gpu")))
+        return
+    content = collect(options.collect)
+    store("gpu", content, render(content))
+
+
+def collect(folder: Path) -> dict[str, Any]:
+    """What the files of a folder, and of those below, hold; of two files of a step, the newer one counts."""
+    files = sorted(folder.rglob("*"), key=lambda path: path.stat().st_mtime)
+    content: dict[str, Any] = {"machines": {}, "ended": {}, "steps": {}, "tests": {}}
+    steps = {step.name: step for call in CALLS for step in call}
+    for file in files:
+        if file.name.startswith("call-") and file.suffix == ".json":
+            call = json.loads(file.read_text())
+            content["machines"][file.stem] = call["machine"]
+            content["ended"] |= call["ended"]
+        elif file.suffix == ".json" and file.stem in steps:
+            content["steps"][file.stem] = json.loads(file.read_text())
+        elif file.suffix == ".xml" and file.stem in steps:
+            content["tests"][file.stem] = _counts(file)
+    return content
+
+
+def _counts(file: Path) -> dict[str, Any]:
+    suite = ElementTree.parse(file).getroot()
+    suite = suite if suite.tag == "testsuite" else suite[0]
+    failed = [
+        f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+        for case in suite.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    return {"tests": int(suite.get("tests", 0)), "failed": failed, "skipped": int(suite.get("skipped", 0))}
+
+
+def render(content: dict[str, Any]) -> str:
+    """The page."""
+    machines = [machine for machine in content["machines"].values() if isinstance(machine, dict)]
+    about = machines[0] if machines else {}
+    what = "**A rehearsal on a CPU: these figures say nothing.** " if about.get("rehearsal") else ""
+    parts = [
+        f"{what}{about.get('gpu', 'CPU')}, torch {about.get('torch')}, CUDA {about.get('cuda')}, "
+        f"{about.get('cores')} cores. Each figure is the median, and in brackets the least and the greatest."
+    ]
+    rows = [(name, *_test_row(found)) for name, found in content["tests"].items()]
+    if rows:
+        parts += ["## Tests", table(("file", "run", "failed"), rows)]
+    for call in CALLS:
+        for step in call:
+            if step.name in content["steps"]:
+                parts += [f"## {step.name}", _table_of(content["steps"][step.name])]
+    left = {name: word for name, word in content["ended"].items() if word != "done"}
+    if left:
+        parts += ["## Not whole", table(("step", "how it ended"), sorted(left.items()))]
+    return "\n\n".join([*parts, _NOTES.strip()])
+
+
+def _test_row(found: dict[str, Any]) -> tuple[str, str]:
+    return str(found["tests"] - found["skipped"]), ", ".join(found["failed"]) or "none"
+
+
+def _table_of(results: Sequence[dict[str, Any]]) -> str:
+    fields = list(dict.fromkeys(field for result in results for field in result.get("values", {})))
+    rows = []
+    for result in results:
+        failed = [f"failed: {result['error'].splitlines()[-1]}", *[""] * (len(fields) - 1)] if "error" in result else []
+        rows.append((result["name"] or result["what"], *(failed or _cells(result["values"], fields))))
+    return table(("", *(_UNITS.get(field, field) for field in fields or ["result"])), rows)
+
+
+def _cells(values: dict[str, list[float]], fields: Iterable[str]) -> list[str]:
+    return [cell(spread(values.get(field, [])), "{:.3g}".format) for field in fields]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The plan of an hour on a GPU: it fits its limits, names what exists, and its files become a page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks.gpu import cases
+from benchmarks.gpu.plan import CALL_SECONDS, CALLS
+from benchmarks.gpu.report import collect, render
+
+from ...support import PACKAGE
+
+
+def test_each_call_fits_its_limits() -> None:
+    """The seconds of its steps, and the files that come back from it: one a step, and one of the call."""
+    assert [sum(step.seconds for step in call) <= CALL_SECONDS for call in CALLS] == [True] * len(CALLS)
+    assert max(len(call) + 1 for call in CALLS) <= 8
+    names = [step.name for call in CALLS for step in call]
+    assert sorted(set(names)) == sorted(names)
+
+
+def test_each_step_is_of_a_kind_that_exists() -> None:
+    """Its cases can be run, its loaders are known, and its tests are there; all of tests/gpu is in the plan."""
+    steps = [step for call in CALLS for step in call]
+    assert {step.what for step in steps} <= {*cases._CASES, "tests"}
+    loaders = {name.partition(" | ")[0].split(",")[0] for step in steps if step.what == "load" for name in step.names}
+    assert loaders == set(cases._LOADERS)
+    root = PACKAGE.parent
+    planned = {name for step in steps if step.what == "tests" for name in step.names}
+    assert planned == {str(path.relative_to(root)) for path in (root / "tests" / "gpu").glob("test_*.py")}
+
+
+def test_what_came_back_becomes_a_page(tmp_path: Path) -> None:
+    """Figures with their spread, failures with their reason, tests with their counts, and what was left out."""
+    (tmp_path / "1").mkdir()
+    results = [
+        {"what": "staging", "name": "300 large", "values": {"gb_per_s": [40.0, 50.0, 45.0]}},
+        {"what": "staging", "name": "5,000 small", "error": "Traceback\nRuntimeError: no"},
+    ]
+    (tmp_path / "1" / "staging.json").write_text(json.dumps(results))
+    suite = '<testsuites><testsuite tests="3" skipped="1"><testcase classname="a.b" name="c"><failure/></testcase>'
+    (tmp_path / "tests-first.xml").write_text(suite + "</testsuite></testsuites>")
+    machine = {"gpu": "a GPU", "torch": "2.11", "cuda": "13", "cores": 16, "rehearsal": False}
+    ended = {"staging": "failed: ['5,000 small']", "tests-first": "done"}
+    (tmp_path / "1" / "call-1.json").write_text(json.dumps({"ended": ended, "machine": machine}))
+    page = render(collect(tmp_path))
+    assert page.startswith("a GPU, torch 2.11, CUDA 13, 16 cores.")
+    assert "| 300 large | 45 (40-50) |" in page
+    assert "| 5,000 small | failed: RuntimeError: no |" in page
+    assert "| tests-first | 2 | b::c |" in page
+    assert "| staging | failed: ['5,000 small'] |" in page
