@@ -65,13 +65,19 @@ def _state_of(size: str, scale: float) -> State:
 
 
 class KeptStager(DefaultStager):
-    """torch's stager, which `async_save` closes after each save, and which cannot be used after that (torch 2.11)."""
+    """The stager of torch, kept for all saves: in torch 2.11 its inner one is closed after each, and of no use then."""
+
+    def __init__(self, options: StagingOptions) -> None:
+        super().__init__(options)
+        self._end_inner = self._state_dict_stager.close
+        self._state_dict_stager.close = lambda: None
 
     def close(self) -> None:
         """Keeps its memory for the next save."""
 
     def end(self) -> None:
         """Gives its memory back."""
+        self._end_inner()
         super().close()
 
 

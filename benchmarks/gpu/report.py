@@ -14,9 +14,9 @@ from .plan import CALLS
 
 _UNITS = {"gb_per_s": "GB/s", "s_per_gb": "s/GB"}
 _NOTES = """
-- `torch DefaultStager` is torch's own stager with pinned, shared memory and copies that do not block. `async_save` of
-  torch 2.11 closes it after each save, after which it cannot be used: here its `close` does nothing until the end. Its
-  stream does not wait for the training stream.
+- `torch DefaultStager` is torch's own stager with pinned, shared memory and copies that do not block. In torch 2.11 it
+  closes its inner stager after each save, and fails in the next one: here that is kept until the end. Its stream does
+  not wait for the training stream.
 - `torch_checkpointing` has its pinned memory and its copies that do not block.
 - `in chunks` is what this package does: 1 GiB a registration. The longest latencies are of a kernel's launch with its
   result, and of a `cudaMalloc` of 64 MiB, in a thread of the process that registers, and in another process.
