@@ -523,7 +523,7 @@ def _instanttensor(state: State, folder: Path, name: str) -> Callable[[], object
 
     def read() -> None:
         try:
-            with instanttensor.safe_open([path], framework="pt", device=GPU.index) as file:
+            with instanttensor.safe_open([path], framework="pt", device=str(GPU)) as file:
                 for _ in file.tensors():
                     pass
         except ValueError as error:  # it has no way for a CPU, and says so after it has looked at everything else
