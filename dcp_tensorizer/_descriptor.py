@@ -16,9 +16,10 @@ import weakref
 
 from ._forks import in_child
 
-__all__ = ["Descriptor", "above_standard_streams", "anonymous_file", "identity", "too_large"]
+__all__ = ["Descriptor", "above_standard_streams", "anonymous_file", "identity", "too_large", "too_many"]
 
 _LAST_STANDARD_STREAM = 2
+_OF_SAVE = 7  # at once, when the writer process is started: docs/failures.md counts them
 
 
 def identity(fd: int) -> tuple[int, int] | None:
@@ -70,6 +71,8 @@ def anonymous_file(name: str) -> int:
         try:
             return above_standard_streams(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         except OSError as error:
+            if (words := too_many(error)) is not None:
+                raise OSError(error.errno, words) from error
             if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
                 raise
             raise OSError(
@@ -89,6 +92,20 @@ def too_large() -> str:
     return (
         f"this process may make no file, in memory either, of more than {limit:,} bytes: raise that limit (ulimit -f)"
     )
+
+
+def too_many(error: OSError) -> str | None:
+    """What an error says, and what to do, where descriptors are short; None where it is another one."""
+    if error.errno == errno.EMFILE:
+        limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        allowed = "any number" if most == resource.RLIM_INFINITY else f"{most:,}"
+        return (
+            f"{os.strerror(errno.EMFILE)}: this process may have {limit:,} descriptors, and a save needs up to "
+            f"{_OF_SAVE} at once: raise that limit (ulimit -n; {allowed} are allowed), or open fewer files"
+        )
+    if error.errno == errno.ENFILE:
+        return f"{os.strerror(errno.ENFILE)}: the whole machine has no descriptors left: raise fs.file-max"
+    return None
 
 
 def above_standard_streams(fd: int) -> int:

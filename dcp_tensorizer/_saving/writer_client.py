@@ -29,7 +29,7 @@ from .._writer_process.messages import (
     WriteOptions,
     WriteRequest,
 )
-from .._writer_process.process import END_SECONDS, Unsendable, WriterProcess, WriterProcessHung
+from .._writer_process.process import END_SECONDS, NotStarted, Unsendable, WriterProcess, WriterProcessHung
 from .._writer_process.write_job import FileJob
 from ..errors import WriteError, WriterProcessDied
 from .files_of_save import FilesOfSave
@@ -40,6 +40,7 @@ __all__ = ["WriterClient", "Written"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
+_WRITES_ITSELF = "rank %d: %s; the trainer writes this save itself"
 _MAX_DEATHS = 2  # in copying from GPUs: each costs a save the start of a process
 
 
@@ -124,9 +125,9 @@ class WriterClient:
     ) -> Written:
         """Writes the items, in the writer process if they were staged and it can reach the storage.
 
-        Where nothing was staged, the storage is this process's own memory, or somebody has closed the buffer's
-        descriptor, this process writes them. If the writer process dies, a fresh one writes everything once more: the
-        staged buffer is still there.
+        Where nothing was staged, the storage is this process's own memory, somebody has closed the buffer's descriptor,
+        or no process can be started, this process writes them. If the writer process dies, a fresh one writes
+        everything once more: the staged buffer is still there.
 
         Args:
             storage: The checkpoint's directory.
@@ -144,6 +145,14 @@ class WriterClient:
         files = FilesOfSave(storage, rank, save_id, reuse if storage.adopts else None)
         if staged_save is None or staged_save.buffer is None or self._process is None or storage.in_process:
             return Written(self._write_here(files, items, options))
+        try:
+            self.ensure_process(staged_save.context)
+        except NotStarted as error:
+            if not is_closed():
+                logger.warning(_WRITES_ITSELF, rank, str(error))
+                return Written(self._write_here(files, items, options))
+        except WriterProcessDied:
+            pass  # it is tried again, unless the writer is closed
         with collector_paused():
             sources, extra = self._locate(items, staged_save.buffer, staged_save.shared)
         buffers = [staged_save.buffer] if extra is None else [staged_save.buffer, extra]
@@ -187,6 +196,9 @@ class WriterClient:
                 files.remove()
                 if is_closed():
                     raise WriteError(f"the writer was closed before the save to {storage.path} was over") from error
+                if isinstance(error, NotStarted):
+                    logger.warning(_WRITES_ITSELF, files.rank, str(error))
+                    return Written(self._write_here(files, items, options), attempt)
                 if attempt == 2:
                     raise WriterProcessDied(f"the save to {storage.path} failed twice: {error}") from error
                 logger.warning("rank %d: %s; writing once more with a fresh process", files.rank, str(error))

@@ -14,7 +14,7 @@ import stat
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from .._descriptor import too_large
+from .._descriptor import too_large, too_many
 from .._process_context import current_umask
 from .base import Sink
 
@@ -95,8 +95,9 @@ def new_file(path: Path, umask: int | None = None) -> int:
     """A descriptor of a new file, with the mode that any program's would have: see `give_mode`."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    except PermissionError as error:
-        raise explained(error) from error
+    except OSError as error:
+        words = explained(error)
+        raise words from (None if words is error else error)
     give_mode(fd, 0o666, umask)
     return fd
 
@@ -105,6 +106,8 @@ def explained(error: OSError) -> OSError:
     """An error of the system's, which says why, where that is to be seen, and what to do."""
     if error.errno == errno.EFBIG:
         return OSError(error.errno, f"{os.strerror(error.errno)}: {too_large()}")
+    if (words := too_many(error)) is not None:
+        return OSError(error.errno, words)
     if not isinstance(error, PermissionError) or not error.filename:
         return error
     path = Path(os.fsdecode(error.filename))

@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .._descriptor import Descriptor, anonymous_file
+from .._descriptor import Descriptor, anonymous_file, too_many
 from .._forks import Home, free_in_child
 from .._threads import NEVER, Deadline, Patience, in_background
 from .._writer_process.channel import LOOK_SECONDS, Channel
@@ -64,7 +64,7 @@ class KeeperProcess:
                     )
                 undo.pop_all()
         except OSError as error:
-            raise WriteError(f"the keeper of states in memory cannot be started: {error}") from error
+            raise WriteError(f"the keeper of states in memory cannot be started: {too_many(error) or error}") from error
         self._channel = Channel(ours)
         self._started = self._is_left = False
         self._home = Home()

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Protocol
 
-from .._descriptor import Descriptor, anonymous_file
+from .._descriptor import Descriptor, anonymous_file, too_many
 from .._forks import Finalizer, free_in_child
 from .._threads import Deadline, Patience
 from ..errors import WriteError, WriterProcessDied, describe
@@ -60,6 +60,10 @@ class Unsendable(WriteError):
     """A request cannot be pickled. Nothing of it has been sent, and the writer process goes on."""
 
 
+class NotStarted(WriterProcessDied):
+    """The process cannot be started, for want of memory, processes or descriptors."""
+
+
 class SharedBuffer(Protocol):
     """What of a shared buffer crosses to the writer process."""
 
@@ -81,23 +85,23 @@ class WriterProcess:
         devices: Let it see the trainer's GPUs, where it makes a context when it is first asked for a snapshot.
 
     Raises:
-        WriterProcessDied: it cannot be started, for want of memory, processes or descriptors.
+        NotStarted: there is no memory, process or descriptor left for it.
     """
 
     def __init__(self, *, devices: bool = False) -> None:
         try:
             with ExitStack() as undo:
-                ours, theirs = socket_pair()
-                undo.callback(ours.close)
                 self._output = Descriptor(anonymous_file("output"))
                 undo.callback(self._output.close)
+                ours, theirs = socket_pair()
+                undo.callback(ours.close)
                 with theirs:
                     self._popen = start(
                         f"{__package__}.worker", theirs, self._output.number, [str(int(devices))], devices=devices
                     )
                 undo.pop_all()
         except OSError as error:
-            raise WriterProcessDied(f"the writer process cannot be started: {error}") from error
+            raise NotStarted(f"the writer process cannot be started: {too_many(error) or error}") from error
         self._channel = Channel(ours)
         self._attached: set[int] = set()
         self._sent: set[int] = set()  # buffers that it may have mapped, also by a request that failed

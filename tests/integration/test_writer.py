@@ -5,11 +5,14 @@ import gc
 import logging
 import os
 import pickle
+import re
+import resource
 import stat
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -25,7 +28,7 @@ from dcp_tensorizer import SaveLimits, StagingError, TensorizerStorageReader, Te
 from dcp_tensorizer._saving.writer_client import WriterClient
 from dcp_tensorizer._storage.local import LocalStorage
 
-from ..support import kill, memory_files, writer_process
+from ..support import kill, memory_files, open_descriptors, writer_process
 from ..waiting import WAIT, Gate, HeldPlanner, save_thread
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -596,17 +599,19 @@ def test_without_collectives_not_over_a_checkpoint_of_all_ranks(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_writer_process_that_cannot_be_started_again(tmp_path, monkeypatch):
-    """Staging does not fail for it, which would leave the other ranks waiting: the save does, and names the path."""
+def test_a_writer_process_that_cannot_be_started_again(tmp_path, monkeypatch, caplog):
+    """The trainer writes by itself, and says why; the next save has a process again."""
     with TensorizerStorageWriter(tmp_path) as writer:
         dcp.async_save(state_of(1), storage_writer=writer).result()
         kill(writer_process())
         with monkeypatch.context() as patch:
             patch.setattr(subprocess, "Popen", refuse_to_start)
-            with pytest.raises(CheckpointException) as caught:
-                dcp.async_save(state_of(2), storage_writer=writer).result()
-        assert f"the save to {tmp_path} failed twice: the writer process cannot be started" in str(cause(caught))
+            dcp.async_save(state_of(2), storage_writer=writer).result()
+        assert loaded(tmp_path) == (2.0, 2)
+        assert "the writer process cannot be started: [Errno 11] Resource" in caplog.text
+        assert "the trainer writes this save itself" in caplog.text
         dcp.async_save(state_of(3), storage_writer=writer).result()
+        assert writer_process().is_running()
     assert loaded(tmp_path) == (3.0, 3)
 
 
@@ -635,3 +640,55 @@ def test_a_synchronous_save_that_failed_lets_go_of_its_directory(tmp_path):
         assert is_locked()
         writer.stage(state_of(3))
         assert not is_locked()
+
+
+@pytest.fixture
+def free_descriptors():
+    """Leaves so many descriptors of this process."""
+    taken, limits = [], resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def leave(count):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(open_descriptors()) + 20, limits[1]))
+        with suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        for _ in range(count):
+            os.close(taken.pop())
+
+    def give_back():
+        while taken:
+            os.close(taken.pop())
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    leave.give_back = give_back
+    yield leave
+    give_back()
+
+
+@pytest.mark.parametrize("free", [3, 6])
+def test_few_descriptors_are_enough(tmp_path, free_descriptors, free):
+    """As for torch's own: three, whether there is no writer process, one, or one that has just died."""
+    with TensorizerStorageWriter(tmp_path) as writer:
+        for step, before in enumerate((lambda: None, lambda: None, lambda: kill(writer_process()))):
+            before()
+            free_descriptors(free)
+            dcp.async_save(state_of(step), storage_writer=writer).result()
+            free_descriptors.give_back()
+            assert loaded(tmp_path) == (float(step), step)
+            dcp.async_save(state_of(9), storage_writer=writer).result()
+            assert writer_process().is_running()
+
+
+def test_fewer_descriptors_are_an_error_that_says_so(tmp_path, free_descriptors):
+    """The limit, how many are needed, and how to raise it; in the save and in staging."""
+    with TensorizerStorageWriter(tmp_path, limits=SaveLimits(max_consecutive_failures=None)) as writer:
+        for save, free in ((dcp.save, 1), (dcp.save, 0), (dcp.async_save, 0)):
+            free_descriptors(free)
+            with pytest.raises(CheckpointException) as caught:
+                getattr(save(state_of(1), storage_writer=writer), "result", bool)()
+            free_descriptors.give_back()
+            assert re.search(
+                r"may have [\d,]+ descriptors, .* 7 at once: raise that limit \(ulimit -n", str(cause(caught))
+            )
+        dcp.async_save(state_of(2), storage_writer=writer).result()
+    assert loaded(tmp_path) == (2.0, 2)
