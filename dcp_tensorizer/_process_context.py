@@ -44,10 +44,7 @@ class ProcessContext:
     @classmethod
     def here(cls) -> ProcessContext:
         """That of this process, now."""
-        directory = None
-        with suppress(OSError):
-            directory = os.getcwd()
-        return cls(os.getpid(), environment(), current_umask(), directory, identity_of_process())
+        return cls(os.getpid(), environment(), current_umask(), _directory(), identity_of_process())
 
     def take_on(self, kept: Collection[str] = ()) -> None:
         """Gives this process the environment, the umask and the working directory, unless they are its own.
@@ -65,10 +62,18 @@ class ProcessContext:
                 os.environ[name] = value
         if self.umask is not None:
             os.umask(self.umask)
+        if self.directory is not None and self.directory == _directory():
+            return  # its server may hang, and then so would this
         try:
             os.chdir(self.directory or "/")
         except OSError:  # it has been removed since, or is hidden from this process
             os.chdir("/")
+
+
+def _directory() -> str | None:
+    with suppress(OSError):
+        return os.getcwd()
+    return None
 
 
 def environment() -> dict[str, str]:
