@@ -96,3 +96,15 @@ def test_a_checkpoint_without_tensors(tmp_path: Path) -> None:
     assert document.count("There are no tensors here.") == 2
     assert cells(document) == []
     assert 'id="steps" aria-labelledby="steps-title" hidden' in document
+
+
+def test_the_axes_have_round_values(tmp_path: Path) -> None:
+    """Two checkpoints whose parts have moved by 12.5 % to 70.3 %: the axis says 20 % and 50 %."""
+    for step, moved in ((1, 0.0), (2, 1.0)):
+        shares = {"a": 0.125, "b": 0.3, "c": 0.703}
+        tensors = {f"model.{name}": torch.full((16,), 1 + moved * share) for name, share in shares.items()}
+        make_checkpoint(tmp_path / f"step-{step}", tensors)
+    tools.report([tmp_path / "step-1", tmp_path / "step-2"], tmp_path / "report.html")
+    chart = drawn(tmp_path / "report.html", "model").partition('id="distances"')[2].partition("</svg>")[0]
+    texts = [re.sub(r"<[^>]+>", "", text) for text in re.findall(r"<text[^>]*>.*?</text>", chart)]
+    assert [text for text in texts if text.endswith("%")] == ["20%", "50%"]

@@ -98,15 +98,19 @@ function drawSteps(picture, x, height) {
   });
 }
 
+// Round values: of a logarithmic scale powers of ten, or where there are few of them also twice and five times those.
 function ticks(scale, log) {
   const { low, high } = scale;
   if (low === high) return [low];
-  if (!log) {
-    const rough = (high - low) / 4, power = 10 ** Math.floor(Math.log10(rough));
-    const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough);
-    return Array.from({ length: 8 }, (_, n) => Math.ceil(low / step) * step + n * step).filter((value) => value <= high);
+  if (log) {
+    const decades = Array.from({ length: 40 }, (_, n) => 10 ** (Math.floor(Math.log10(low)) + n));
+    const inside = (value) => value >= low && value <= high;
+    const powers = decades.filter(inside), every = Math.ceil(powers.length / 6);
+    if (powers.length > 2) return powers.filter((_, n) => n % every === 0);
+    const round = decades.flatMap((power) => [power, 2 * power, 5 * power]).filter(inside);
+    if (round.length > 1) return round;
   }
-  const powers = Array.from({ length: 40 }, (_, n) => 10 ** (Math.ceil(Math.log10(low)) + n)).filter((value) => value <= high);
-  const every = Math.ceil(powers.length / 6);
-  return powers.length > 1 ? powers.filter((_, n) => n % every === 0) : [low, Math.sqrt(low * high), high];
+  const rough = (high - low) / 4, power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough);
+  return Array.from({ length: 8 }, (_, n) => Math.ceil(low / step) * step + n * step).filter((value) => value <= high);
 }
