@@ -329,7 +329,7 @@ def _read_parts(storage: Storage) -> dict[int | None, Metadata]:
         return read_parts(storage)
     except NotCommitted as error:
         is_file = isinstance(storage, LocalStorage) and os.path.isfile(storage.real_path)
-        hint = " It is a file: only convert, diff and report read files." if is_file else listing.where_below(storage)
+        hint = " Of the commands, convert, diff and report read files." if is_file else listing.where_below(storage)
         raise NotCommitted(f"{error}{hint}") from None
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._format.index import is_index, looks_like_pickle
 from ..._format.layout import metadata_file_name
+from ..._loading.directory_format import has_data, nothing_committed
 from ..._loading.validate import check_files
 from ..._storage.base import Storage
 from ..._storage.open import open_storage
@@ -178,7 +179,9 @@ def _file_format(storage: Storage, name: str) -> str:
     except (NotCommitted, ReadError) as error:
         if not _is_directory(storage, name):
             raise
-        hint = where_below(storage.child(name)) or " Name a checkpoint itself: the directory or the file of one save."
+        if has_data(directory := storage.child(name)):
+            raise nothing_committed(directory) from error
+        hint = where_below(directory) or " Name a checkpoint itself: the directory or the file of one save."
         raise NotCommitted(f"{path} holds no checkpoint of a known format ({', '.join(FORMATS)}).{hint}") from error
     for first_bytes, name_of_format in _FIRST_BYTES.items():
         if head.startswith(first_bytes):

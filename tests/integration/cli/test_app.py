@@ -202,7 +202,7 @@ def test_files_that_are_not_checkpoints(checkpoint: Path, tmp_path: Path) -> Non
     run("convert", checkpoint, tmp_path / "model.pt", "--to", "torch")
     for command in ("inspect", "verify"):
         code, _, err = run(command, tmp_path / "model.pt")
-        assert (code, "only convert, diff and report read files" in err) == (2, True)
+        assert (code, "convert, diff and report read files" in err) == (2, True)
     torch.save(torch.nn.Linear(1, 1), tmp_path / "module.pt")
     code, _, err = run("report", tmp_path / "module.pt", "-o", tmp_path / "report.html")
     assert (code, "save its state dict" in err) == (2, True)
@@ -578,6 +578,16 @@ def test_former_names_of_options_still_work(checkpoint: Path, tmp_path: Path) ->
     for command in ("gc", "convert"):
         _, out, _ = run(command, "--help")
         assert ("--keep " in out, "--select" in out, "bool" in out) == (False, False, False)
+
+
+def test_a_copy_without_hidden_files_is_told_from_other_directories(checkpoint: Path, tmp_path: Path) -> None:
+    """As ``cp step/* ...`` makes it: each command says what is missing, and how to copy."""
+    (tmp_path / "copy").mkdir()
+    for path in checkpoint.glob("*.tensors"):
+        shutil.copy(path, tmp_path / "copy")
+    for command in (["verify", tmp_path / "copy"], ["convert", tmp_path / "copy", tmp_path / "m", "--to", "torch"]):
+        code, _, err = run(*command)
+        assert (code, "copy the directory itself, by `cp -r`" in " ".join(err.split())) == (2, True), err
 
 
 def test_paths_in_records_are_absolute(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
