@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
     from torch.distributed.checkpoint._traverse import set_element
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
@@ -60,6 +60,7 @@ __all__ = [
     "ExtensionRegistry",
     "FakeTensor",
     "FakeTensorMode",
+    "FsspecReader",
     "FsspecWriter",
     "Shard",
     "ShardMetadata",
@@ -100,12 +101,13 @@ if find_spec(_FSSPEC) is None:
 
 # What only torch's own checkpoints need: the places in their ``.metadata``, and decoding their streams. What only
 # conversion needs: fake tensors (see ``torch.serialization.skip_data``), what ``dcp.save`` does with a nested state
-# dict, and torch's writer for URLs. And how ``dcp.load`` sets a value in a nested state dict.
+# dict, and torch's writer for URLs (its reader: the benchmarks). And how ``dcp.load`` sets a value in a nested state dict.
 _ON_USE = {
     "ExtensionRegistry": ("torch.distributed.checkpoint._extension", "ExtensionRegistry"),
     "StreamTransformExtension": ("torch.distributed.checkpoint._extension", "StreamTransformExtension"),
     "FakeTensor": ("torch._subclasses.fake_tensor", "FakeTensor"),
     "FakeTensorMode": ("torch._subclasses.fake_tensor", "FakeTensorMode"),
+    "FsspecReader": (_FSSPEC, "FsspecReader"),
     "FsspecWriter": (_FSSPEC, "FsspecWriter"),
     "StorageInfo": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     "flatten_state_dict": ("torch.distributed.checkpoint._nested_dict", "flatten_state_dict"),
