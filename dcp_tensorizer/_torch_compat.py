@@ -101,7 +101,8 @@ if find_spec(_FSSPEC) is None:
 
 # What only torch's own checkpoints need: the places in their ``.metadata``, and decoding their streams. What only
 # conversion needs: fake tensors (see ``torch.serialization.skip_data``), what ``dcp.save`` does with a nested state
-# dict, and torch's writer for URLs (its reader: the benchmarks). And how ``dcp.load`` sets a value in a nested state dict.
+# dict, and torch's writer for URLs. What the benchmarks compare with: its reader. And how ``dcp.load`` sets a value in
+# a nested state dict.
 _ON_USE = {
     "ExtensionRegistry": ("torch.distributed.checkpoint._extension", "ExtensionRegistry"),
     "StreamTransformExtension": ("torch.distributed.checkpoint._extension", "StreamTransformExtension"),
