@@ -6,9 +6,6 @@ even if they are killed.
 
 from __future__ import annotations
 
-import ctypes
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,33 +14,9 @@ import pytest
 from ..leak_check import nothing_left_behind, temporary_directory
 from .disks import Disk
 from .lab import Lab
+from .requirements import missing
 
 __all__ = ["nothing_left_behind", "temporary_directory"]
-
-_TOOLS = {  # by Debian's and Ubuntu's package
-    "iproute2": ("ip",),
-    "util-linux": ("fsfreeze", "nsenter", "setpriv", "unshare"),
-    "mount": ("losetup", "mount", "umount"),
-    "e2fsprogs": ("mkfs.ext4",),
-}
-_CLONE_NEWNS = 0x20000
-
-
-def missing() -> str | None:
-    """What these tests lack on this machine, and what to do about it; None if nothing."""
-    if os.geteuid():
-        return "tests/hosts mount disks and make network namespaces: run `make hosts` as root, in a container or VM"
-    absent = [package for package, names in _TOOLS.items() if not all(map(shutil.which, names))]
-    if absent:
-        return f"tests/hosts need programs that are not here: apt-get install -y {' '.join(absent)}"
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(_CLONE_NEWNS) or libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None):
-        reason = os.strerror(ctypes.get_errno())
-        return f"tests/hosts cannot mount here ({reason}): a container needs --privileged, or CAP_SYS_ADMIN"
-    return None
-
-
-_MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -91,7 +91,7 @@ def test_nothing_is_left_when_the_tests_are_killed(tmp_path):
     """The processes of hosts end with the tests, and namespaces, links and mounts with them."""
     script = f"""
     import os, pathlib, signal
-    from tests.hosts.conftest import missing
+    from tests.hosts.requirements import missing
     assert missing() is None
     from tests.hosts.disks import Disk
     from tests.hosts.lab import Lab
