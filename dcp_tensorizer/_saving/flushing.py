@@ -89,7 +89,6 @@ class Flushing:
         self._futures: dict[str, Future[float]] = {}
         self._given_up: list[str] = []
         self._troubles: dict[str, str] = {}
-        self._unread: set[str] = set()
         self._environment: dict[str, str] = {}  # that the flush was asked for in
         self._lock = free_in_child(threading.RLock())  # on_report, a signal's handler: they may wait for the remote
         self._is_watching = False
@@ -289,7 +288,6 @@ class Flushing:
                 self._lament(entry)
             elif entry.state in OPEN:
                 self._complain(entry)
-                self._mourn(entry)
         return bool(self._followed) or any(entry.state in OPEN for entry in entries.values())
 
     @property
@@ -337,9 +335,3 @@ class Flushing:
         if trouble and self._troubles.get(entry.stem) != trouble:
             self._troubles = {entry.stem: trouble}
             logger.warning("%s: a flush has failed, and is tried again: %s", self.target.name, trouble)
-
-    def _mourn(self, entry: Entry) -> None:
-        """Says once that a record cannot be read, and nobody knows what it was of."""
-        if entry.stem not in self._unread and self.queue.record(entry) is None and self.queue.state(entry) in OPEN:
-            self._unread.add(entry.stem)
-            self.lose(f"{self.queue.folder / entry.name} cannot be read: a part of rank {entry.rank} is lost")

@@ -59,6 +59,7 @@ class Flusher:
         if not self._is_clean:
             clean_up(self._queue)
             self._is_clean = True
+        is_damaged = self._lose_unreadable()
         before = self._open()
         for entry, record in before:
             if entry.state == UNFLUSHED and self._is_turn_of(entry, record):
@@ -66,7 +67,7 @@ class Flusher:
                 self._settle()
         self._settle()
         left = self._open()
-        if not left:
+        if not left and not is_damaged:
             self._root = None
             return None
         is_same = [entry.name for entry, _ in left] == [entry.name for entry, _ in before]
@@ -76,6 +77,18 @@ class Flusher:
     def _open(self) -> list[tuple[Entry, Record]]:
         """What has to be brought to the remote, in the order of the saves."""
         return self._queue.records(OPEN, self.target.name)
+
+    def _lose_unreadable(self) -> bool:
+        """Gives up what has a record that the disk does not give any more; whether it is to be tried again."""
+        is_damaged = False
+        for entry in self._queue.entries():
+            if entry.state in OPEN and self._queue.record(entry) is None and (damage := self._queue.damage(entry)):
+                self._queue.set_trouble(entry, damage)
+                if self._is_hopeless(entry):
+                    self._queue.give_up(entry, Record(self.target.name, "", entry.rank, entry.id), damage)
+                else:
+                    is_damaged = True
+        return is_damaged
 
     def _is_turn_of(self, entry: Entry, record: Record) -> bool:
         """Whether a part may be sent: not before what was saved earlier is on the remote.

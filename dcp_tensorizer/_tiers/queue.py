@@ -203,6 +203,16 @@ class Queue:
         found = [(entry, self.record(entry)) for entry in self.entries() if entry.state in states]
         return [(e, r) for e, r in found if r is not None and remote in (None, r.remote)]
 
+    def damage(self, entry: Entry) -> str:
+        """Why a record cannot be read, where that is the disk's fault; empty if it can, or it is gone."""
+        try:
+            (self.folder / entry.name).read_bytes()
+        except FileNotFoundError:
+            return ""
+        except OSError as error:
+            return f"its record {self.folder / entry.name} cannot be read: {error}"
+        return ""
+
     def index(self, entry: Entry) -> bytes:
         """The metadata of a checkpoint that was committed locally; raises `MetadataError`."""
         data = self._storage.read(f"{entry.stem}.index")

@@ -87,5 +87,48 @@ def test_a_local_disk_that_turns_read_only(tmp_path: Path, small_disk: Callable[
     ]
     assert all(run.stderr.count("this save goes to") == 2 and "ERROR" not in run.stderr for run in done)
     assert len(list((tmp_path / "remote").rglob("*.tensors"))) == 3
+    _forget(before)
+
+
+# Step 1 is not on the remote when the local disk answers everything with an error. Two more are saved.
+_BROKEN = """
+import fcntl, logging, os, struct, sys
+from pathlib import Path
+from dcp_tensorizer import CheckpointManager, SaveLimits
+from tests.integration.tiers.support import Run, state_of
+
+disk, remote = map(Path, sys.argv[1:])
+
+class Local(Run):
+    local = disk / "run"
+
+run = Local(remote)
+run.save_unflushed(1)
+directory = os.open(disk, os.O_RDONLY)
+fcntl.ioctl(directory, 0x8004587D, struct.pack("I", 2))
+os.close(directory)
+logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
+with CheckpointManager(run.remote, local=run.local, stop_signals=(), limits=SaveLimits(timeout=600.0)) as manager:
+    print("restored", manager.restore(state_of(0)))
+    for step in (2, 3):
+        manager.save(step, state_of(step), wait=True)
+print("there", sorted(path.parent.name for path in run.remote.rglob(".metadata")))
+"""
+
+
+def test_a_local_disk_that_breaks(tmp_path: Path, small_disk: Callable[..., Disk]) -> None:
+    """What lay there is one error in the log, and saves do not wait for it."""
+    disk, before = small_disk(64 * MEBI, "ext4"), aside()
+    done = run_python(_BROKEN, disk.path, tmp_path, timeout=150.0)
+    assert done.stdout.splitlines()[-1] == "there ['step-2', 'step-3']"
+    assert done.stderr.count("this save goes to") == 2
+    errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+    assert len(errors) == 1, errors
+    assert "cannot be read: [Errno 5]" in errors[0]
+    _forget(before)
+
+
+def _forget(before: list[str]) -> None:
+    """Removes what was written down aside since then: these disks do not come back."""
     for name in set(aside()) - set(before):
         shutil.rmtree(f"/dev/shm/{name}")

@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,28 @@ def test_a_disk_that_gives_nothing_and_takes_nothing_is_lost_at_once(
         assert "Input/output error" in run.queue.record(run.queue.entries()[0]).reason  # type: ignore[union-attr]
         assert list(run.remote.rglob("*.*")) == []
     Flusher(run.target).step()
+
+
+def test_a_record_that_the_disk_does_not_give_is_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows what it was of: it is given up, and does not keep those back that are waiting for it."""
+    run = Run(tmp_path)
+    run.save_unflushed(1, 2)
+    first, read = run.queue.entries()[0], Path.read_bytes
+
+    def damaged(path: Path) -> bytes:
+        if path == run.queue.folder / first.name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", damaged)
+    flusher = Flusher(replace(run.target, timeout=0.01))
+    deadline = time.monotonic() + 30
+    while flusher.step() is not None:
+        assert time.monotonic() < deadline
+    assert run.states()[0] in ("lost", "told")
+    record = run.queue.record(run.queue.entries()[0])
+    assert record is not None and f"its record {run.queue.folder / first.name} cannot be read" in record.reason
+    assert run.load("step-2") == 2
 
 
 def _written(run: Run, step: int, rank: int, *, commits: bool = False) -> Entry:
