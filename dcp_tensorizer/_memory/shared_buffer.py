@@ -48,18 +48,14 @@ _SHARED_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _ids = itertools.count()
 
 _MAP_FIXED = 0x10  # <asm-generic/mman-common.h>; not named in the mmap module
-_inherited: list[mmap.mmap] = []
 
 
 def _let_go(mapping: mmap.mmap) -> None:
     """In a forked child: it does not have the pages (MADV_DONTFORK), but it has the Python object.
 
-    To free that later would unmap whatever the child has put at that address since.
+    To free that, now or later, would unmap whatever the child has put at that address since. It is never freed.
     """
-    try:
-        mapping.close()
-    except BufferError:
-        _inherited.append(mapping)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
 
 
 class SharedBuffer:

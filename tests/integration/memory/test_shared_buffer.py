@@ -5,8 +5,9 @@ from __future__ import annotations
 from ...support import run_python
 
 FORK = """
-import gc, mmap, os, signal, sys
+import ctypes, gc, mmap, os, signal, sys
 import torch
+from dcp_tensorizer._forks import Home, in_child
 from dcp_tensorizer._memory.shared_buffer import SharedBuffer
 
 buffer = SharedBuffer(1 << 20)
@@ -20,6 +21,17 @@ def mapped():
             return "memfd:dcp_tensorizer" in line
     return False
 
+def takes_its_place(owner=None):
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    page = address & ~4095
+    MAP_FIXED_NOREPLACE = 0x100000
+    got = libc.mmap(page, 4096, 3, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0)
+    assert got == page, (got, page)
+    ctypes.memset(page, 7, 4096)
+    return page
+
 assert mapped()
 child = os.fork()
 if child == 0:
@@ -28,16 +40,7 @@ if child == 0:
     # Nor does it keep the memory when the trainer has given it back.
     links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
     assert not [link for link in links if os.path.lexists(link) and "dcp_tensorizer" in os.readlink(link)]
-    libc_flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    import ctypes
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-    page = address & ~4095
-    MAP_FIXED_NOREPLACE = 0x100000
-    got = libc.mmap(page, 4096, 3, libc_flags | MAP_FIXED_NOREPLACE, -1, 0)
-    assert got == page, (got, page)
-    ctypes.memset(page, 7, 4096)
+    page = takes_its_place()
     del tensor
     buffer.close()
     del buffer
@@ -53,9 +56,14 @@ del tensor
 buffer.close()
 assert not mapped()
 
+# What lets go before the buffer does may take memory, which may be at its address.
+before = Home()
+in_child(before, takes_its_place)
 buffer = SharedBuffer(1 << 20)
+address = buffer._base
 child = os.fork()
 if child == 0:
+    assert ctypes.string_at(address & ~4095, 4096) == bytes([7]) * 4096
     sys.exit(0)  # runs the interpreter's finalizers, the buffer's among them
 assert os.waitpid(child, 0)[1] == 0
 assert buffer.allocate(torch.uint8, (3,)).fill_(1).tolist() == [1, 1, 1]
