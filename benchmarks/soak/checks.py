@@ -12,6 +12,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import TensorizerStorageReader
 from dcp_tensorizer._format.layout import is_metadata_file_name
+from dcp_tensorizer._managing.catalogue import LATEST
+from dcp_tensorizer._storage.claim import claim_file_name
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tools.checkpoint_view import data_files, read_parts
 from dcp_tensorizer._tools.retention import Removal, collect, plan_collection
@@ -19,7 +21,7 @@ from dcp_tensorizer.errors import CheckpointError, NotCommitted
 
 __all__ = ["Wrong", "cause_of", "collect_all", "left_over", "load", "state"]
 
-_BESIDE = {"config.json"}  # what people put beside a checkpoint
+_BESIDE = {"config.json", LATEST, claim_file_name("step-N")}  # what people, and jobs, put beside checkpoints
 _KEEP_ALL = 1 << 30
 
 

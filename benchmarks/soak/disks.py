@@ -161,13 +161,13 @@ class _Job:
 
 
 class _Refusal:
-    """A time in which a disk takes nothing."""
+    """A time in which a disk takes nothing; from when that was first tried on, a save may fail."""
 
     def __init__(self) -> None:
-        self.has_been = False
+        self.is_tried = self.has_been = False
 
     def began(self) -> bool:
-        return self.has_been
+        return self.is_tried
 
 
 @contextmanager
@@ -178,13 +178,14 @@ def _while_refused(disk: Disk, fault: str, after: float, lasts: float) -> Iterat
     def refuse() -> None:
         time.sleep(after)
         if fault == "full":
-            refusal.has_been = True
+            refusal.is_tried = refusal.has_been = True
             filler = disk.fill(_LEAVE)
             time.sleep(lasts)
             filler.unlink()
             return
-        deadline = time.monotonic() + _LONGEST
+        deadline = time.monotonic() + 5 * _LONGEST
         while not refusal.has_been and time.monotonic() < deadline:
+            refusal.is_tried = True
             with suppress(OSError):  # a file is open for writing there
                 disk.read_only()
                 refusal.has_been = True
