@@ -109,8 +109,9 @@ class Items(MutableSequence[WriteItem]):
             return frozenset()
         table = self.columns.table
         kept = np.unpackbits(np.frombuffer(self.choice.kept, np.uint8), count=len(self.columns)).astype(bool)
-        tensors = table.key_numbers[table.spec_numbers >= 0]
-        return frozenset(table.keys[number] for number in np.setdiff1d(tensors, table.key_numbers[kept]))
+        # `np.setdiff1d` imports modules. A child that is forked meanwhile could import none of them any more.
+        tensors = set(table.key_numbers[table.spec_numbers >= 0].tolist())
+        return frozenset(table.keys[number] for number in tensors.difference(table.key_numbers[kept].tolist()))
 
     def __iter__(self) -> Iterator[WriteItem]:
         return iter(self._changed) if self._changed is not None else write_items(*self.chosen)
