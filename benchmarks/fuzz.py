@@ -33,14 +33,14 @@ from isal.isal_zlib import crc32
 from safetensors.torch import save_file
 
 from dcp_tensorizer import CheckpointError
-from dcp_tensorizer._format import index
-from dcp_tensorizer._format.index import IndexFile, Part, pack, read_head
-from dcp_tensorizer._format.index_rows import Section
+from dcp_tensorizer._format.tensor_bytes import host_bytes
 from dcp_tensorizer._format.tensorizer_file import lay_out
-from dcp_tensorizer._memory.tensor_bytes import host_bytes
-from dcp_tensorizer._tools.formats.registry import open_checkpoint
-from dcp_tensorizer._writer_process.messages import TensorSource
+from dcp_tensorizer._index import container
+from dcp_tensorizer._index.container import IndexFile, Part, pack, read_head
+from dcp_tensorizer._index.schema import Section
+from dcp_tensorizer._writer_process.protocol import TensorSource
 from dcp_tensorizer.convert import convert
+from dcp_tensorizer.tools._formats.registry import open_checkpoint
 
 __all__ = ["KINDS", "TARGETS", "Change", "Target", "changed", "run_case"]
 
@@ -170,7 +170,7 @@ def _resigned(data: bytes, changes: Sequence[Change]) -> bytes:
         sections: list[Section] = list(head.sections)
         head.sections = []
         return pack(head, [Part(s.kind, s.rank, c, tuple(s.files)) for s, c in zip(sections, contents, strict=True)])
-    start = index._START
+    start = container._START
     head_nbytes = int.from_bytes(data[16:24], "little")
     packed = changed(data[start : start + head_nbytes], changes)
     rest = data[start + head_nbytes :]

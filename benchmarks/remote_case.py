@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor, zeros
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
-from dcp_tensorizer._torch_compat import FsspecReader, FsspecWriter
+from dcp_tensorizer._runtime.torch_compat import FsspecReader, FsspecWriter
 
 from .ranks import leave_results, left_results
 from .workloads import WORKLOADS, nbytes

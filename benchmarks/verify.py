@@ -18,8 +18,8 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_tensorizer import TensorizerStorageWriter
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer._tools.checkpoint_view import read_parts
-from dcp_tensorizer._tools.verify import verify
+from dcp_tensorizer.tools._verify import verify
+from dcp_tensorizer.tools._view import read_parts
 
 from .harness import cell, compare, machine, rewrite, spread, store, stored, table
 from .limits import direct_read_seconds, evict, hash_seconds

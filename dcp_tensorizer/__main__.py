@@ -6,8 +6,6 @@ import signal
 import sys
 from types import FrameType
 
-__all__ = ["main"]
-
 _INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
 
 

@@ -6,11 +6,15 @@ and classes do is changed, and not who has imported them: what was imported befo
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import logging
+import os
+import sys
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 from torch.distributed.checkpoint import state_dict_loader as loader
@@ -18,11 +22,9 @@ from torch.distributed.checkpoint import state_dict_saver as saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from ._torch_compat import PROCESS_EXECUTOR, STORAGE_SETUP
+from ._runtime.torch_compat import PROCESS_EXECUTOR, STORAGE_SETUP
 from .any_format import AnyFormatReader
 from .writer import TensorizerStorageWriter
-
-__all__ = ["install", "installed", "uninstall"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -208,3 +210,70 @@ def _given(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], silent: Set
             _said.add(said)
             logger.warning("%s means nothing to dcp_tensorizer, and is ignored", said)
     return dict(given)
+
+
+# What `dcp_tensorizer.run` does, kept out of the namespace that it gives to the script.
+
+_USAGE = "usage: python -m dcp_tensorizer.run SCRIPT [ARGUMENT ...], or -m MODULE [ARGUMENT ...]"
+# They tell the processes that the script spawns what to run.
+_SCRIPT = "DCP_TENSORIZER_RUN_SCRIPT"
+_MODULE = "DCP_TENSORIZER_RUN_MODULE"
+
+
+def run(namespace: dict[str, Any]) -> None:
+    """Installs, and runs what the command line names in the namespace of the main module.
+
+    That keeps its name and its ``__spec__``. So a process that the script spawns, which imports the main module again,
+    comes here as well.
+    """
+    if namespace["__name__"] == "__main__":
+        _take_arguments()
+    module = os.environ.get(_MODULE)
+    code, more = _module(module) if module else _script(os.environ[_SCRIPT])
+    sys.argv[0] = more["__file__"]
+
+    install()
+    kept = {name: namespace[name] for name in ("__name__", "__spec__", "__builtins__")}
+    namespace.clear()
+    namespace.update(kept, **more)
+    exec(code, namespace)
+
+
+def _take_arguments() -> None:
+    """Makes the arguments and the search path those of the script."""
+    arguments = sys.argv[1:]
+    is_module = arguments[:1] == ["-m"]
+    arguments = arguments[1:] if is_module else arguments
+    if not arguments or arguments[0].startswith("-"):
+        raise SystemExit(_USAGE)
+    os.environ.pop(_MODULE, None)  # of one that has run this one
+    sys.argv = arguments
+    if is_module:
+        sys.path[0] = os.getcwd()
+        os.environ[_MODULE] = arguments[0]
+    else:
+        os.environ[_SCRIPT] = os.path.abspath(arguments[0])
+        sys.path[0] = os.path.dirname(os.environ[_SCRIPT])
+
+
+def _script(path: str) -> tuple[CodeType, dict[str, Any]]:
+    try:
+        with open(path, "rb") as file:
+            source = file.read()
+    except OSError as error:
+        raise SystemExit(f"dcp_tensorizer.run: {path} cannot be read: {error}\n{_USAGE}") from None
+    return compile(source, path, "exec", dont_inherit=True), {"__file__": path, "__package__": None}
+
+
+def _module(name: str) -> tuple[CodeType, dict[str, Any]]:
+    reason = ""
+    for candidate in (name, f"{name}.__main__"):
+        try:
+            spec = importlib.util.find_spec(candidate)
+        except ImportError as error:  # there is none, or what it is in cannot be imported
+            spec, reason = None, reason or f" ({error})"
+        if spec is not None and spec.submodule_search_locations is None:
+            code = getattr(spec.loader, "get_code", lambda _: None)(candidate)
+            if code is not None and spec.origin is not None:
+                return code, {"__file__": spec.origin, "__package__": spec.parent}
+    raise SystemExit(f"dcp_tensorizer.run: there is no module {name} that can be run{reason}\n{_USAGE}")

@@ -13,17 +13,15 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ._arguments import check_path
-from ._loading.directory_format import contents, format_of, has_data, nothing_committed
-from ._loading.metadata_reader import unreadable
 from ._loading.torch_reader import TorchReader
-from ._loading.validate import ReadFrom
+from ._loading.validate import ReadFrom, contents, format_of, has_data, nothing_committed, unreadable
+from ._restart.checkpoint import KeptCheckpoint
+from ._restart.find import find_orphan
+from ._runtime.validation import check_path
 from ._storage.base import TIMEOUT, Storage
 from ._storage.open import absolute_path, is_location
 from ._storage.redact import redact
-from ._survival.kept_checkpoint import KeptCheckpoint
-from ._survival.orphans import find_orphan
-from ._tiers.open import Opener
+from ._tiers.tiered_storage import Opener
 from .errors import CheckpointError, DecryptionError, MetadataError, ReadError
 from .reader import ReaderOptions, TensorizerStorageReader
 

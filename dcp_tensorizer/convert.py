@@ -20,15 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._forks import free_in_child
-from ._format.chunks import Region
 from ._format.encryption import check_decryption
-from ._tools.checkpoint_view import CheckpointView, StoredTensor, StoredValue
-from ._tools.formats.common import Options, check_options
-from ._tools.formats.names import FORMATS, did_you_mean
-from ._tools.formats.registry import TARGETS, open_checkpoint
-from ._tools.formats.renaming import key_of, new_paths
+from ._index.chunks import Region
+from ._runtime.forks import free_in_child
 from .errors import ConversionError, ReadError, WriteError
+from .tools._formats.common import Options, check_options
+from .tools._formats.registry import FORMATS, TARGETS, did_you_mean, key_of, new_paths, open_checkpoint
+from .tools._view import CheckpointView, StoredTensor, StoredValue
 
 if TYPE_CHECKING:
     from ._format.encryption import DecryptionParams

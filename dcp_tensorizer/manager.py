@@ -17,8 +17,6 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
-from ._arguments import check_path, check_timeout
-from ._forks import in_child
 from ._managing.agreement import Agreement, make_groups
 from ._managing.arguments import (
     check_metrics,
@@ -29,26 +27,23 @@ from ._managing.arguments import (
     options_of_reader,
     split_limits,
 )
-from ._managing.decision import Action
 from ._managing.goodput import GoodputClock, GoodputReport
-from ._managing.job import Job
-from ._managing.names import StepNames
-from ._managing.place import logger
-from ._managing.restoring import Selection
-from ._managing.retaining import Retaining
+from ._managing.job import Job, Retaining
+from ._managing.lineage import logger
+from ._managing.policy import Action, Schedule, StopSignals
+from ._managing.restart import Survival
+from ._managing.restore import Selection, StatePart
 from ._managing.retention import Retention
 from ._managing.saves import Saves
-from ._managing.schedule import Schedule
-from ._managing.signals import StopSignals
-from ._managing.state_part import StatePart
-from ._managing.survival import Survival
+from ._managing.step_folder import StepNames
 from ._managing.together import Together
+from ._runtime.forks import in_child
+from ._runtime.threads import Deadline
+from ._runtime.validation import check_path, check_timeout
 from ._storage.base import Storage
 from ._storage.claim import Ownership, claim_file_name
 from ._storage.open import absolute_path
-from ._threads import Deadline
-from ._tiers.nearest import NearestStorage
-from ._tiers.open import Opener
+from ._tiers.tiered_storage import NearestStorage, Opener
 from .errors import CheckpointError, WriteError
 from .writer import TensorizerStorageWriter, WriterOptions
 

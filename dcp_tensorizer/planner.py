@@ -24,15 +24,13 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 
-from ._memory.garbage import collector_paused
-from ._planning.columns import Table, Unsupported, columns_of_rows
+from ._planning.columns import Table, Unsupported, columns_of_rows, rows_of
 from ._planning.global_plan import GlobalPlan, encoded, make_global_plan
-from ._planning.history import History
-from ._planning.plan import Answer, CompactPlan, Items, Reference
+from ._planning.plan import Answer, CompactPlan, History, Items, Reference
 from ._planning.read_items import has_older_keys, read_items_of
-from ._planning.rows import rows_of
-from ._planning.wire import Encoded
-from ._torch_compat import plain_local
+from ._planning.wire import EncodedColumns
+from ._runtime.gc_pause import collector_paused
+from ._runtime.torch_compat import plain_local
 
 __all__ = ["LoadPlanner", "SavePlanner"]
 
@@ -166,11 +164,11 @@ class SavePlanner(DefaultSavePlanner):
         if isinstance(items, Reference):
             history = self._history or History()  # a new one knows nothing, and says so
             return CompactPlan.of(Items(history.received(rank, items), tables=tables), plan.storage_data)
-        if isinstance(items, Items) and isinstance(items.source, Encoded):
+        if isinstance(items, Items) and isinstance(items.source, EncodedColumns):
             items.tables = tables
         return plan
 
-    def _planned(self, sources: list[Encoded], tables: dict[bytes, Table]) -> GlobalPlan:
+    def _planned(self, sources: list[EncodedColumns], tables: dict[bytes, Table]) -> GlobalPlan:
         """What comes of the plans, or came of them before."""
         options = {"to_lowest_rank": self.dedup_save_to_lowest_rank, "merges_paths": self.flatten_state_dict}
         if self._history is None:

@@ -18,16 +18,12 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ._arguments import check_callable, check_path, check_storage_options, check_thread_count, check_timeout
 from ._format.encryption import Cipher, check_decryption, unlock
-from ._format.index_reader import Index
-from ._loading.directory_format import nothing_committed
-from ._loading.exchange_group import identity_of, members_of, reads_alone
-from ._loading.kept_plan import KeptPlan
-from ._loading.load_items import LoadOptions, LoadSource, load_items, world_size
-from ._loading.located import Located
-from ._loading.metadata_reader import read_index, read_metadata, unreadable
-from ._loading.report import LoadClock, LoadReport, Progress, publish
+from ._index.reader import Index
+from ._loading.deliver import LoadOptions, LoadSource, load_items, world_size
+from ._loading.exchange import identity_of, members_of, reads_alone
+from ._loading.report import LoadClock, LoadProgress, LoadReport, publish
+from ._loading.targets import Located, RetainedPlan
 from ._loading.validate import (
     ReadFrom,
     check_coverage,
@@ -35,13 +31,18 @@ from ._loading.validate import (
     check_one_save,
     check_world_size,
     not_committed,
+    nothing_committed,
+    read_index,
+    read_metadata,
+    unreadable,
     warn_of_empty_dicts,
 )
-from ._memory.garbage import collector_paused
+from ._runtime.gc_pause import collector_paused
+from ._runtime.validation import check_callable, check_path, check_storage_options, check_thread_count, check_timeout
 from ._storage.base import TIMEOUT, Storage
 from ._storage.open import absolute_path, is_location
 from ._storage.redact import redact, shown
-from ._tiers.open import Opener
+from ._tiers.tiered_storage import Opener
 from .errors import CheckpointError, MetadataError, NotCommitted
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ class TensorizerStorageReader(StorageReader):
         self._cipher: Cipher | None = None
         self._storage: Storage | None = None
         self._index: Index | None = None
-        self._plan: KeptPlan | None = None
+        self._plan: RetainedPlan | None = None
         self._located: Located | None = None
         self._metadata: Metadata | None = None
         self._error: CheckpointError | None = None
@@ -262,7 +263,7 @@ class TensorizerStorageReader(StorageReader):
         check_files(storage, index.files, self._located.files - {"", *index.in_memory})
         # Where each rank saved for itself, each reads a save of its own, and there is nothing to agree on.
         read_from = ReadFrom("" if self._is_own_save else self._save_id, *identity_of(self._exchange))
-        self._plan = KeptPlan.keep(plan, self._rank, read_from)
+        self._plan = RetainedPlan.keep(plan, self._rank, read_from)
         return self._plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -276,7 +277,7 @@ class TensorizerStorageReader(StorageReader):
         check_one_save(path, carried)
         self._reads_alone |= reads_alone(path, self._exchange, carried)
         for rank, plan in enumerate(plans):
-            if isinstance(plan, KeptPlan):
+            if isinstance(plan, RetainedPlan):
                 plan.send_to(rank)
         return plans
 
@@ -297,7 +298,7 @@ class TensorizerStorageReader(StorageReader):
         self._located = self._plan = None  # the plan has come back
         group = None if self._reads_alone else self._exchange
         source = LoadSource(storage, index, located, self._metadata, self._cipher, self._per_rank, group)
-        progress = Progress(storage.path, self._on_progress)
+        progress = LoadProgress(storage.path, self._on_progress)
         nbytes, received = load_items(source, plan, planner, self._load_options, progress)
         self._last_report = self._clock.report(
             path=storage.path,

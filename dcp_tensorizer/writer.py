@@ -23,17 +23,16 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ._arguments import check_callable, check_path, check_timeout
-from ._memory.garbage import age_objects
-from ._saving.copied_writer import CopiedWriter
+from ._runtime.gc_pause import age_objects
+from ._runtime.threads import Deadline
+from ._runtime.validation import check_callable, check_path, check_timeout
 from ._saving.options import MAX_UNFLUSHED, SaveLimits, Staging, check_options
 from ._saving.report import SaveReport
-from ._saving.saver import Saver
+from ._saving.saver import CopiedWriter, Saver
 from ._saving.session import SaveSession
-from ._staging.stager import StagedSave, StagingFuture
+from ._staging.staged_save import StagedSave, StagingFuture
 from ._storage.open import absolute_path, is_location
 from ._storage.redact import redact, shown
-from ._threads import Deadline
 from .errors import WriteError
 
 if TYPE_CHECKING:

@@ -20,20 +20,19 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_tensorizer._format.chunks import Region
 from dcp_tensorizer._format.encryption import Cipher
-from dcp_tensorizer._format.keys import ItemKey
-from dcp_tensorizer._format.layout import StoredItem, data_file_rank
-from dcp_tensorizer._format.places import RankPlaces
-from dcp_tensorizer._memory.tensor_bytes import host_bytes
+from dcp_tensorizer._format.names import StoredItem, data_file_rank
+from dcp_tensorizer._format.tensor_bytes import host_bytes
+from dcp_tensorizer._index.chunks import Region
+from dcp_tensorizer._index.locations import RankPlaces
+from dcp_tensorizer._index.schema import ItemKey
 from dcp_tensorizer._saving.commit import commit
-from dcp_tensorizer._saving.file_planner import plan_files, stored_names
-from dcp_tensorizer._saving.write_items import Item, write_results
+from dcp_tensorizer._saving.write_plan import Item, plan_files, stored_names, write_results
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer._tools.chunk_reader import whole
-from dcp_tensorizer._tools.formats.registry import open_checkpoint
-from dcp_tensorizer._writer_process.messages import TensorSource
-from dcp_tensorizer._writer_process.write_job import FileJob
+from dcp_tensorizer._writer_process.jobs import FileJob
+from dcp_tensorizer._writer_process.protocol import TensorSource
+from dcp_tensorizer.tools._formats.registry import open_checkpoint
+from dcp_tensorizer.tools._view import whole
 
 ODD = {
     "half": [Region((0, 0), (3, 4)), Region((3, 0), (2, 4))],

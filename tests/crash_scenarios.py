@@ -19,10 +19,11 @@ from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._saving.commit import begin
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer._tools.formats.registry import open_checkpoint
-from dcp_tensorizer._tools.retention import collect, plan_collection
-from dcp_tensorizer.convert import Options, convert
+from dcp_tensorizer.convert import convert
 from dcp_tensorizer.errors import NotCommitted, WriteError
+from dcp_tensorizer.tools._formats.common import Options
+from dcp_tensorizer.tools._formats.registry import open_checkpoint
+from dcp_tensorizer.tools._gc import collect, plan_collection
 
 from .crash_states import crash_states, materialise, recorded
 

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import xxhash
 
-from dcp_tensorizer._format.index import IndexFile, read_head
-from dcp_tensorizer._format.index_rows import decode_entries, decode_places, encode_rows
+from dcp_tensorizer._index.container import IndexFile, read_head
+from dcp_tensorizer._index.schema import decode_entries, decode_places, encode_rows
 
 _START = 80
 _DECODERS = {"entries": decode_entries, "places": decode_places}

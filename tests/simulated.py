@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from dcp_tensorizer._memory.device import SideStream, SideStreams
+from dcp_tensorizer._staging.device import SideStream, SideStreams
 
 WAIT = 300.0
 

@@ -21,12 +21,12 @@ import xxhash
 
 from dcp_tensorizer._format.encoder import encode
 from dcp_tensorizer._format.encryption import Cipher
-from dcp_tensorizer._format.layout import StoredItem, block_size
+from dcp_tensorizer._format.names import StoredItem, block_size
+from dcp_tensorizer._format.tensor_bytes import host_bytes
 from dcp_tensorizer._format.tensorizer_file import lay_out
-from dcp_tensorizer._memory.tensor_bytes import host_bytes
 from dcp_tensorizer._storage.base import Storage
-from dcp_tensorizer._storage.page_cache import Residency
-from dcp_tensorizer._writer_process.messages import TensorSource
+from dcp_tensorizer._storage.local_io import Residency
+from dcp_tensorizer._writer_process.protocol import TensorSource
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "dcp_tensorizer"

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
-from dcp_tensorizer._memory import device as device_module
+from dcp_tensorizer._staging import device as device_module
 from dcp_tensorizer._staging.stager import Stager
 
 from ..limits import direct_read_seconds, evict

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
-from dcp_tensorizer._torch_compat import FsspecReader, FsspecWriter
+from dcp_tensorizer._runtime.torch_compat import FsspecReader, FsspecWriter
 from tests.proxy import s3_proxy
 from tests.servers import s3_server
 

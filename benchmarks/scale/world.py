@@ -36,13 +36,11 @@ from torch.distributed.tensor import Shard, empty
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dcp_tensorizer import SavePlanner, TensorizerStorageReader, TensorizerStorageWriter
-from dcp_tensorizer._format.layout import StoredItem, block_size
+from dcp_tensorizer._format.names import StoredItem, block_size
 from dcp_tensorizer._planning.columns import columns_of
-from dcp_tensorizer._planning.history import History
-from dcp_tensorizer._planning.plan import CompactPlan, Items
-from dcp_tensorizer._saving.file_planner import plan_files
-from dcp_tensorizer._saving.write_items import Item, write_results
-from dcp_tensorizer._writer_process.messages import FileRequest, FileResult, WriteDone
+from dcp_tensorizer._planning.plan import CompactPlan, History, Items
+from dcp_tensorizer._saving.write_plan import Item, plan_files, write_results
+from dcp_tensorizer._writer_process.protocol import FileRequest, FileResult, WriteDone
 
 from .model import Model, Piece, pieces
 from .summary import PLANNED, TORCH

@@ -28,10 +28,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import SaveLimits, TensorizerStorageWriter
-from dcp_tensorizer._format.layout import is_record_file_name
+from dcp_tensorizer._format.names import is_record_file_name
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer._tools.retention import Removal, collect, plan_collection
+from dcp_tensorizer.tools._gc import Removal, collect, plan_collection
 from tests.support import quietly
 
 from .checks import cause_of, load, state

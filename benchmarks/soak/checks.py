@@ -11,13 +11,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import TensorizerStorageReader
-from dcp_tensorizer._format.layout import is_metadata_file_name
-from dcp_tensorizer._managing.catalogue import LATEST
+from dcp_tensorizer._format.names import is_metadata_file_name
+from dcp_tensorizer._managing.step_folder import LATEST
 from dcp_tensorizer._storage.claim import claim_file_name
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer._tools.checkpoint_view import data_files, read_parts
-from dcp_tensorizer._tools.retention import Removal, collect, plan_collection
 from dcp_tensorizer.errors import CheckpointError, NotCommitted
+from dcp_tensorizer.tools._gc import Removal, collect, plan_collection
+from dcp_tensorizer.tools._view import data_files, read_parts
 
 __all__ = ["Wrong", "cause_of", "collect_all", "left_over", "load", "state"]
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, zeros
 
 from dcp_tensorizer import ReadError, TensorizerStorageReader, TensorizerStorageWriter
-from dcp_tensorizer._loading import load_items
+from dcp_tensorizer._loading import deliver
 from dcp_tensorizer._loading.exchange import Exchange, ExchangeMemory
 from tests.e2e.ranks import Rank, attempt, run_ranks
 from tests.support import quietly
@@ -101,7 +101,7 @@ def _round(
     else:
         chance.randrange(1 << 30)
     dist.barrier()
-    load_items.Exchange = functools.partial(  # type: ignore[misc,attr-defined]
+    deliver.Exchange = functools.partial(  # type: ignore[misc,attr-defined]
         Exchange,
         memory=ExchangeMemory(chance.choice((1 << 16, 1 << 20, 64 << 20)), chance.choice((20_000, 200_000, 64 << 20))),
     )

@@ -25,10 +25,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import SaveLimits, TensorizerStorageWriter
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer._tools.formats.registry import open_checkpoint
-from dcp_tensorizer._tools.retention import collect, plan_collection
-from dcp_tensorizer.convert import Options, convert
+from dcp_tensorizer.convert import convert
 from dcp_tensorizer.errors import CheckpointError
+from dcp_tensorizer.tools._formats.common import Options
+from dcp_tensorizer.tools._formats.registry import open_checkpoint
+from dcp_tensorizer.tools._gc import collect, plan_collection
 
 from .checks import Wrong, collect_all, left_over, load, state
 from .mounts import apart

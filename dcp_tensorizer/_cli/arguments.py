@@ -9,29 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .._tools.formats.names import did_you_mean
 from ..errors import ConversionError, DecryptionError
+from ..tools._formats.registry import did_you_mean
 
 if TYPE_CHECKING:
     import torch
 
     from .._format.encryption import DecryptionParams
 
-__all__ = [
-    "Checkpoint",
-    "Json",
-    "KeyFile",
-    "PassphraseFile",
-    "StorageOptions",
-    "Version",
-    "read_dtype",
-    "read_key",
-    "read_nbytes",
-    "read_options",
-    "read_renaming",
-    "read_seconds",
-    "read_split",
-]
 
 _KEY_BYTES = 32
 

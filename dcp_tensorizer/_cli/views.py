@@ -12,17 +12,11 @@ from .terminal import count, moment, print_json, print_line, print_table, ranks,
 
 if TYPE_CHECKING:
     from ..convert import Converted
-    from ..tools import CheckpointInfo, Collected, Difference, Inspection, Reported, TensorInfo, Verified
+    from ..tools import CheckpointInfo, Collected, Reported
+    from ..tools._diff import Difference
+    from ..tools._inspect import Inspection, TensorInfo
+    from ..tools._verify import Verified
 
-__all__ = [
-    "show_checkpoint",
-    "show_converted",
-    "show_difference",
-    "show_listing",
-    "show_removals",
-    "show_report",
-    "show_verified",
-]
 
 _TORCHS = "torch: written by torch's own FileSystemWriter, which convert, diff and report read, and gc leaves alone"
 

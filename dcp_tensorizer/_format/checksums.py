@@ -9,9 +9,7 @@ import xxhash
 from isal.isal_zlib import crc32  # ten times as fast as zlib's
 
 from ..errors import ChecksumMismatch
-from .layout import StoredItem, block_size
-
-__all__ = ["DigestCheck", "Digester", "TensorHashes", "check_digests", "crc32_of", "digests_of"]
+from .names import StoredItem, block_size
 
 _WORTH_UNLOCKING = 256 << 10  # bytes
 

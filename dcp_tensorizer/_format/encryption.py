@@ -22,20 +22,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import CheckpointError, DecryptionError, WriteError
-from .layout import MAC_BYTES, NONCE_BYTES, Derivation, Seal
+from .names import MAC_BYTES, NONCE_BYTES, Derivation, Seal
 
 if TYPE_CHECKING:
     from tensorizer import DecryptionParams as DecryptionParams
     from tensorizer import EncryptionParams as EncryptionParams
 
-__all__ = [
-    "Cipher",
-    "check_decryption",
-    "decryption_key",
-    "encryption_cipher",
-    "find_other_key",
-    "unlock",
-]
 
 _CHECK_BYTES = 16  # of zeros: whoever has another key cannot open them
 _MOST_OPERATIONS = 1024  # libsodium's "sensitive" is 4; nobody may make a reader compute for days

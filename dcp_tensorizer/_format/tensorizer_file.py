@@ -29,12 +29,11 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from .layout import INDEX_CAPACITY, MAC_BYTES, NONCE_BYTES, Derivation, block_size
+from .names import INDEX_CAPACITY, MAC_BYTES, NONCE_BYTES, Derivation, block_size
 
 if TYPE_CHECKING:
     from .encryption import Cipher
 
-__all__ = ["ALIGNMENT", "END", "Entry", "FileLayout", "T", "lay_out"]
 
 # Reading from the page cache into memory takes 1.1 to 1.25 times as long where the two are not aligned alike (to 32
 # bytes, on Zen 4), and tensors are in memory aligned to 64.
@@ -71,7 +70,7 @@ _PLAIN, _OPAQUE, ENCRYPTED, LONG = 1, 2, 3, 5
 ENCRYPTED_FLAG, VERSIONED_INDEX = 1, 2
 
 
-class TensorInfo(Protocol):
+class TensorLayout(Protocol):
     """What the layout of a file depends on."""
 
     @property
@@ -87,7 +86,7 @@ class TensorInfo(Protocol):
         """``parameter`` or ``buffer`` of a module; anything else is a tensor of a state dict."""
 
 
-T = TypeVar("T", bound=TensorInfo)
+T = TypeVar("T", bound=TensorLayout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +183,7 @@ class _Description(NamedTuple):
     version: int
 
 
-def _describe(tensor: TensorInfo) -> _Description:
+def _describe(tensor: TensorLayout) -> _Description:
     dtype, shape, version = _describe_elements(tensor.dtype, tensor.shape, tensor.nbytes)
     return _Description(tensor.name.encode(), _KINDS.get(tensor.kind, _STATE_DICT), dtype, shape, version)
 

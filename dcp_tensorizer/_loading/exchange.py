@@ -9,27 +9,29 @@ A rank that fails takes part in the next collective nevertheless, to tell the ot
 
 from __future__ import annotations
 
+import bisect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 import xxhash
 
-from .._memory.device import CUDA
-from .._memory.shared_buffer import aligned
-from .._memory.tensor_bytes import host_bytes
-from .._threads import in_background
-from ..errors import ReadError
-from .exchange_group import ExchangeGroup, Told, Vote
-from .exchange_plan import Want, Window, spans_of, total_bytes, wants_of
-from .read_planner import ReadLimits, Segment
-from .read_target import ReadTarget, overlapping
-from .scatter import scatter
-
-__all__ = ["Exchange", "ExchangeMemory"]
+from .._format.names import StoredItem
+from .._format.tensor_bytes import host_bytes
+from .._runtime.threads import in_background
+from .._runtime.torch_compat import group_devices
+from .._staging.device import CUDA
+from .._staging.shared_memory import aligned
+from ..errors import CheckpointError, ReadError, describe
+from .executor import scatter
+from .read_planner import ReadLimits, Segment, by_tensor, wanted_bytes
+from .targets import ReadTarget, overlapping
+from .validate import ReadFrom
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -96,7 +98,7 @@ class Exchange:
         """Tells the other ranks of an error, if they wait for this one."""
         if error is not None and self._turns:
             try:
-                self._group.votes(Vote(), error)
+                self._group.votes(ExchangeVote(), error)
             except Told as told:
                 if told.error is not error:
                     logger.warning("%s: the other ranks could not be told of an error: %s", self._path, told.error)
@@ -140,7 +142,7 @@ class Exchange:
             error = failure
         on_gpu = bool(targets) and all(target.tensor.is_cuda for target in targets)
         setting = self._verify, *self._limits
-        votes = self._group.votes(Vote(None, self._reason, setting, len(wants), on_gpu), error)
+        votes = self._group.votes(ExchangeVote(None, self._reason, setting, len(wants), on_gpu), error)
         reason = next((vote.reason for vote in votes if vote.reason), "")
         if reason:
             self._turns = 0  # objects are exchanged in any case: planners get them when all have been read
@@ -187,7 +189,7 @@ class Exchange:
             rounds = _Rounds(self._group, min(aligned(largest), max(_HEADER, piece)), device, verify=self._verify)
         except Exception as failure:  # as when memory is short
             error = failure
-        self._group.votes(Vote(), error)
+        self._group.votes(ExchangeVote(), error)
         try:
             done = self._run(spans, windows, rounds, common, progress)
         finally:
@@ -347,3 +349,313 @@ def _host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
 
 def _digest(data: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(bytearray(xxhash.xxh3_64_digest(host_bytes(data))), dtype=torch.uint8)
+
+
+# The ranks that exchange what they read: their collectives, and how each hears of another one's error.
+
+_T = TypeVar("_T")
+_ID_BYTES = 16
+
+
+def members_of(group: object) -> dist.ProcessGroup | None:
+    """A process group, if this rank and others are in it.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"exchange must be a process group, or None, and is {type(group).__name__}")
+    return group if group.size() > 1 else None
+
+
+def identity_of(group: dist.ProcessGroup | None) -> tuple[str, int]:
+    """What is the same on all ranks of a group, and on no others; and how many they are."""
+    if group is None:
+        return "", 0
+    ranks = dist.get_process_group_ranks(group)
+    return xxhash.xxh3_128_hexdigest(f"{group.group_name} {ranks}".encode()), len(ranks)
+
+
+def reads_alone(path: str, group: dist.ProcessGroup | None, carried: Sequence[object]) -> bool:
+    """Whether a rank exchanges nothing, though it could: so it is where each rank loads for itself.
+
+    Args:
+        path: Of the checkpoint, for messages.
+        group: In which this rank exchanges.
+        carried: The ``storage_data`` of the plan of each rank that loads with it.
+
+    Raises:
+        ReadError: only some of those that are to exchange do: they would wait for the others.
+    """
+    if len(carried) == 1:
+        if group is not None:
+            logger.info("%s: the %d ranks exchange nothing, as each of them loads for itself", path, group.size())
+        return group is not None
+    plans = [data for data in carried if isinstance(data, ReadFrom)]
+    loading = Counter(plan.group for plan in plans)
+    for rank, plan in enumerate(plans):
+        if plan.group and loading[plan.group] != plan.group_size:
+            raise ReadError(
+                f"{path}: rank {rank} is to exchange what it reads with {plan.group_size - 1} others, of which "
+                f"{loading[plan.group] - 1} load with it and have been given the same group: pass exchange= on all of "
+                f"its ranks, and dcp.load a process_group that has all of them"
+            )
+    return False
+
+
+@dataclass(frozen=True)
+class ExchangeVote:
+    """What a rank tells the others before they exchange anything.
+
+    Attributes:
+        error: Why it cannot go on.
+        reason: Why it exchanges no tensors, though it can go on.
+        setting: What must be the same on all ranks.
+        wants: How much it wants.
+        is_on_gpu: All its targets are.
+    """
+
+    error: CheckpointError | None = None
+    reason: str = ""
+    setting: tuple[Any, ...] = ()
+    wants: int = 0
+    is_on_gpu: bool = False
+
+
+class Told(Exception):
+    """Every rank knows of the error."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+
+class ExchangeGroup:
+    """A process group, whose ranks all call the same methods in the same order.
+
+    Args:
+        group: The ranks.
+        path: Of the checkpoint, for messages.
+
+    Attributes:
+        size: How many ranks there are.
+        rank: This one's number in the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, path: str) -> None:
+        self._group, self._path = group, path
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self._devices = group_devices(group)
+
+    def device(self, *, prefers_gpu: bool = False) -> torch.device:
+        """Where the memory lies that is exchanged."""
+        others = sorted(self._devices - {"cpu"})
+        if "cpu" in self._devices and not (prefers_gpu and others):
+            return torch.device("cpu")
+        return torch.device(others[0], torch.accelerator.current_device_index())
+
+    def votes(self, vote: ExchangeVote, error: BaseException | None = None) -> list[ExchangeVote]:
+        """The votes of all ranks.
+
+        Args:
+            vote: This rank's.
+            error: Why this rank cannot go on.
+
+        Raises:
+            Told: a rank cannot go on; with this one's own error, or that of the first that cannot.
+            ReadError: a rank is gone.
+        """
+        votes = self.tell(vote if error is None else ExchangeVote(error=_portable(error)))
+        if error is not None:
+            raise Told(error)
+        for rank, other in enumerate(votes):
+            if other.error is not None:
+                raise Told(type(other.error)(f"rank {rank} of the exchange: {other.error}"))
+        return votes
+
+    def tell(self, vote: ExchangeVote) -> list[Any]:
+        """Takes part in `votes`, and raises nobody's error."""
+        votes: list[Any] = [None] * self.size
+        self._call(lambda: dist.all_gather_object(votes, vote, group=self._group))
+        return votes
+
+    def fail(self, error: BaseException | None) -> NoReturn:
+        """Raises what `votes` does, when every rank knows that one of them has failed; ``error`` is this one's."""
+        self.votes(ExchangeVote(), error)
+        raise AssertionError("a rank has failed, and does not say why")
+
+    def common(self, ids: Sequence[bytes], count: int) -> list[bytes]:
+        """The ids that all ranks have, in the first rank's order.
+
+        Args:
+            ids: Those that this rank has, of 16 bytes each.
+            count: How many the first rank has.
+
+        Raises:
+            ReadError: a rank is gone.
+        """
+        if not count:
+            return []
+        own = set(ids)
+        content = bytearray(b"".join(ids) if self.rank == 0 else count * _ID_BYTES)
+        listed = torch.frombuffer(content, dtype=torch.uint8).to(self.device())
+        first = dist.get_global_rank(self._group, 0)
+        self._call(lambda: dist.broadcast(listed, src=first, group=self._group))
+        data = listed.cpu().numpy().tobytes()
+        names = [data[start : start + _ID_BYTES] for start in range(0, len(data), _ID_BYTES)]
+        mask = torch.tensor([name in own for name in names], dtype=torch.uint8, device=self.device())
+        self._call(lambda: dist.all_reduce(mask, op=dist.ReduceOp.MIN, group=self._group))
+        return [name for name, is_common in zip(names, mask.tolist(), strict=True) if is_common]
+
+    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        """Fills ``received`` with what each rank has sent; raises `ReadError` if a rank is gone."""
+        self._call(lambda: dist.all_gather_into_tensor(received, sent, group=self._group))
+
+    def _call(self, collective: Callable[[], _T]) -> _T:
+        try:
+            return collective()
+        except RuntimeError as error:
+            gone = ReadError(
+                f"{self._path}: rank {self.rank} of {self.size} could not exchange what it reads. Another rank has "
+                f"ended, or loads something else: {error}"
+            )
+            gone.__cause__ = error
+            raise Told(gone) from error
+
+
+def _portable(error: BaseException) -> CheckpointError:
+    """An error that other ranks can be told: of one of this package's own types, since others may not be pickled."""
+    kinds = (kind for kind in type(error).__mro__ if kind.__module__ == CheckpointError.__module__)
+    kind: type[CheckpointError] = next(kinds, CheckpointError)  # an interrupt, say: it is not the checkpoint's fault
+    return kind(describe(error))
+
+
+# What the ranks of a group read for each other: pure planning, the same on each of them.
+#
+# Wants:    the bytes of stored tensors that every rank needs, in the order of files and offsets Spans:    a consecutive
+# part of them for each rank to read, about as many bytes for each Windows:  what a rank reads of its span at once, into
+# one buffer
+
+_UNITS_PER_RANK = 16  # the fewer, the less even are the spans
+_MAX_UNIT = 4 << 20
+
+
+class Want(NamedTuple):
+    """The bytes of one stored tensor that a rank needs.
+
+    Attributes:
+        id: The same on all ranks that need the same bytes.
+        item: The tensor.
+        intervals: The bytes, counted from the tensor's first one; whole blocks if they are verified.
+        targets: What they are for.
+    """
+
+    id: bytes
+    item: StoredItem
+    intervals: list[tuple[int, int]]
+    targets: tuple[ReadTarget, ...]
+
+
+def wants_of(targets: Iterable[ReadTarget], limits: ReadLimits, *, verify: bool) -> dict[bytes, Want]:
+    """What some targets need, by its id, in the order of files and offsets."""
+    wants = {}
+    for file, of_tensor in by_tensor(targets):
+        item = of_tensor[0].item
+        intervals = wanted_bytes(of_tensor, limits, verify=verify)
+        said = f"{file}\0{item.offset}\0{item.length}\0{intervals}"
+        want = Want(xxhash.xxh3_128_digest(said.encode()), item, intervals, tuple(of_tensor))
+        wants[want.id] = want
+    return wants
+
+
+def total_bytes(wants: Iterable[Want]) -> int:
+    """The bytes in all intervals."""
+    return sum(stop - start for want in wants for start, stop in want.intervals)
+
+
+class WindowPart(NamedTuple):
+    """Consecutive bytes of one stored tensor, in a window.
+
+    Attributes:
+        want: The number of the want.
+        start, stop: The bytes, counted from the tensor's first one.
+        position: Where they begin in the window: a multiple of 64.
+    """
+
+    want: int
+    start: int
+    stop: int
+    position: int
+
+    @property
+    def end(self) -> int:
+        """Where they end in the window."""
+        return self.position + self.stop - self.start
+
+
+class Window(NamedTuple):
+    """What a rank reads at once, side by side."""
+
+    parts: list[WindowPart]
+
+    @property
+    def nbytes(self) -> int:
+        return self.parts[-1].end if self.parts else 0
+
+    def between(self, start: int, stop: int) -> Iterator[WindowPart]:
+        """The parts of parts that lie in a range of the window; ``start`` and ``stop`` are multiples of 64."""
+        first = bisect.bisect_right(self.parts, start, key=lambda part: part.end)
+        for part in self.parts[first:]:
+            if part.position >= stop:
+                return
+            begin, end = max(part.position, start), min(part.end, stop)
+            origin = part.start - part.position
+            yield WindowPart(part.want, origin + begin, origin + end, begin)
+
+
+def spans_of(wants: Sequence[Want], ranks: int, window_bytes: int) -> list[list[Window]]:
+    """The windows of each rank.
+
+    Args:
+        wants: What all ranks need.
+        ranks: How many share the reading.
+        window_bytes: The most in a window, unless a single block has more.
+    """
+    total = total_bytes(wants)
+    unit = min(_MAX_UNIT, window_bytes, max(1, total // (ranks * _UNITS_PER_RANK)))
+    spans: list[list[Window]] = [[] for _ in range(ranks)]
+    done = 0
+    for number, start, stop in _units(wants, unit):
+        middle = done + (stop - start) // 2
+        _add(spans[min(ranks - 1, middle * ranks // total)], number, start, stop, window_bytes)
+        done += stop - start
+    return spans
+
+
+def _units(wants: Sequence[Want], nbytes: int) -> Iterator[tuple[int, int, int]]:
+    """The wants in pieces of whole blocks: about so many bytes, and one block at least."""
+    for number, want in enumerate(wants):
+        block = want.item.block
+        step = max(1, nbytes // block) * block
+        for first, last in want.intervals:
+            start = first
+            while start < last:
+                stop = min(last, start // block * block + step)
+                yield number, start, stop
+                start = stop
+
+
+def _add(windows: list[Window], number: int, start: int, stop: int, window_bytes: int) -> None:
+    """Adds bytes to the last window, or begins another."""
+    parts = windows[-1].parts if windows else []
+    last = parts[-1] if parts else None
+    if last is not None and (last.want, last.stop) == (number, start) and last.end + stop - start <= window_bytes:
+        parts[-1] = last._replace(stop=stop)
+        return
+    position = aligned(last.end) if last is not None else 0
+    if last is None or position + stop - start > window_bytes:
+        windows.append(Window([WindowPart(number, start, stop, 0)]))
+    else:
+        parts.append(WindowPart(number, start, stop, position))

@@ -14,14 +14,12 @@ from contextlib import contextmanager
 
 import torch
 
-from .._forks import free_in_child
-from .._memory.device import Device, Event
-from .._memory.shared_buffer import SharedBuffer, aligned
+from .._runtime.forks import free_in_child
+from .._staging.device import Device, Event
+from .._staging.shared_memory import SharedBuffer, aligned
 from ..errors import ReadError, StagingError
 from .read_planner import ReadOperation
-from .read_target import ReadTarget
-
-__all__ = ["PinnedPool", "PinnedPools", "Slot"]
+from .targets import ReadTarget
 
 
 class PinnedPools:

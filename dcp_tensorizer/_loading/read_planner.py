@@ -14,21 +14,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .._format.chunks import Region
-from .._format.layout import StoredItem
-from .._memory.garbage import collector_paused
-from .read_target import ReadTarget
-
-__all__ = [
-    "MAX_SCRATCH_BYTES",
-    "MAX_SEGMENTS",
-    "ReadLimits",
-    "ReadOperation",
-    "Segment",
-    "by_tensor",
-    "plan_reads",
-    "wanted_bytes",
-]
+from .._format.names import StoredItem
+from .._index.chunks import Region
+from .._runtime.gc_pause import collector_paused
+from .targets import ReadTarget
 
 MAX_SCRATCH_BYTES = 8 << 20
 """Of one operation: enough to reach a disk's full speed, and small enough to keep several threads busy."""

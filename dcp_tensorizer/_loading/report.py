@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["LoadClock", "LoadReport", "Progress", "publish"]
-
 logger = logging.getLogger("dcp_tensorizer")
 
 
@@ -90,7 +88,7 @@ def publish(report: LoadReport, on_report: Callable[[LoadReport], object] | None
             logger.exception("on_report failed; the load did not")
 
 
-class Progress:
+class LoadProgress:
     """Tells a callback how far a load is, and every few seconds the log.
 
     Args:

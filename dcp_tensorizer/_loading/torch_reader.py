@@ -19,19 +19,15 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from .._format.dcp_metadata import read_pickled
-from .._format.layout import metadata_file_name
-from .._format.torch_archive import check_saved
-from .._memory.garbage import collector_paused
+from .._format.names import metadata_file_name
+from .._index.torch_metadata import read_pickled
+from .._runtime.gc_pause import collector_paused
+from .._runtime.torch_compat import ExtensionRegistry, StorageInfo, StreamTransformExtension
 from .._storage.base import Storage
-from .._torch_compat import ExtensionRegistry, StorageInfo, StreamTransformExtension
+from .._unpickle.inert import check_saved
 from ..errors import CheckpointError, MetadataError, NotCommitted, ReadError, UntrustedObject, describe
-from .directory_format import nothing_committed
-from .metadata_reader import unreadable
-from .objects import check_trust, copy_to_target, deliver_object
-from .validate import not_committed, warn_of_empty_dicts
-
-__all__ = ["TorchReader"]
+from .deliver import check_trust, copy_to_target, deliver_object
+from .validate import not_committed, nothing_committed, unreadable, warn_of_empty_dicts
 
 
 class TorchReader(StorageReader):

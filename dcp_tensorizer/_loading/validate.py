@@ -6,39 +6,23 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
-from .._format.chunks import Region, covers
-from .._format.index_reader import Index
-from .._format.keys import item_key
-from .._format.layout import StoredItem, metadata_file_name
-from .._memory.tensor_bytes import named_dtype
+from .._format.names import StoredItem, is_data_file_name, metadata_file_name
+from .._format.tensor_bytes import named_dtype
+from .._format.tensorizer_file import MAGIC
+from .._index.chunks import Region, covers
+from .._index.container import find_index, is_index, looks_like_pickle
+from .._index.reader import Index
+from .._index.schema import Head, item_key
+from .._runtime.threads import in_threads
+from .._runtime.torch_compat import local_elements
 from .._storage.base import Storage
-from .._threads import in_threads
-from .._torch_compat import local_elements
-from ..errors import MetadataError, NotCommitted, ReadError, listed
-from .directory_format import nothing_committed
-
-__all__ = [
-    "EMPTY_DICT",
-    "ReadFrom",
-    "check_chunks",
-    "check_coverage",
-    "check_files",
-    "check_length",
-    "check_one_save",
-    "check_own_parts",
-    "check_world_size",
-    "keys_below_empty_dicts",
-    "not_committed",
-    "recorded_paths",
-    "stored_item",
-    "warn_of_empty_dicts",
-]
+from ..errors import CheckpointError, MetadataError, NotCommitted, ReadError, listed
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -245,3 +229,139 @@ def check_files(storage: Storage, sizes: Mapping[str, int], names: Iterable[str]
             raise ReadError(
                 f"{storage.path}/{name} {state}. The checkpoint is damaged, or is being overwritten: load another one."
             )
+
+
+# What a directory holds, seen from its names and first bytes.
+
+DirectoryFormat = Literal["dcp_tensorizer", "dcp", "safetensors"]
+"""Of this package, of torch's own storage, or tensors in files of safetensors."""
+
+_HEAD_BYTES = 64
+_SHOWN_NAMES = 5
+
+
+def format_of(storage: Storage, rank: int) -> DirectoryFormat | None:
+    """The format of a directory's checkpoint; None if it holds none.
+
+    Args:
+        storage: The directory.
+        rank: Whose own metadata counts, where there is none of all ranks.
+
+    Raises:
+        ReadError: it cannot be read.
+    """
+    for name in (metadata_file_name(), metadata_file_name(rank)):
+        head = storage.read(name, _HEAD_BYTES)
+        if head is not None:
+            return "dcp" if looks_like_pickle(head) and not is_index(head) else "dcp_tensorizer"
+    return "safetensors" if any(file.name.endswith(".safetensors") for file in storage.listing()[0]) else None
+
+
+def contents(storage: Storage) -> str:
+    """A few of the names in a directory, for an error; raises what `Storage.listing` does."""
+    files, folders = storage.listing()
+    names = sorted([file.name for file in files] + [f"{folder}/" for folder in folders])
+    if not names:
+        return "it is empty"
+    more = len(names) - _SHOWN_NAMES
+    return "it holds " + ", ".join(names[:_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def nothing_committed(storage: Storage) -> NotCommitted:
+    """The error for a path that holds no committed checkpoint: says what is there instead, as far as it can be seen."""
+    return NotCommitted(f"{storage.path} holds no committed checkpoint: {_instead(storage)}.")
+
+
+def has_data(storage: Storage) -> bool:
+    """Whether data of a save of this package lies in a directory; raises what `Storage.listing` does."""
+    return any(is_data_file_name(file.name) for file in storage.listing()[0])
+
+
+def _instead(storage: Storage) -> str:
+    name = metadata_file_name()
+    head = storage.file_in_place()
+    if head is not None:
+        return f"it is a file {kind_of_file(head)}"
+    try:
+        if has_data(storage):
+            return (
+                f"data lies there without {name}. The save that wrote it never finished, or is not finished yet, or a "
+                f"copy has left out hidden files, as `cp step/* ...` does: copy the directory itself, by `cp -r`"
+            )
+        return f"there is no {name}, and {contents(storage)}. The path is wrong, or a save there never finished"
+    except NotCommitted:
+        return "there is no such directory"
+    except CheckpointError:
+        return f"there is no {name}. The path is wrong, or the save that wrote there never finished"
+
+
+def kind_of_file(head: bytes) -> str:
+    """What a file is that was given for a checkpoint, and what to do with it.
+
+    Args:
+        head: Its first bytes.
+    """
+    if head.startswith(b"PK\3\4") or looks_like_pickle(head):
+        return "of torch.save: load it by torch.load, or make a checkpoint of it by `dcp-tensorizer convert`"
+    if head.startswith(MAGIC) or is_index(head):
+        return "of a checkpoint: give the directory that it is in"
+    if head[8:10] == b'{"':
+        return "of safetensors: make a checkpoint of it by `dcp-tensorizer convert`, or give open_reader its directory"
+    return "of another kind, and checkpoints are directories. `dcp-tensorizer convert` reads more formats"
+
+
+# Reads a checkpoint's index from its storage.
+
+
+def read_index(storage: Storage, rank: int | None = None) -> Index | None:
+    """Reads and checks a checkpoint's index: that of all ranks, or one rank's own. None if there is none.
+
+    Of a large one, the places of each rank are read when they are wanted.
+
+    Raises:
+        MetadataError: it is damaged, or of another format.
+        ReadError: it cannot be read.
+    """
+    name = metadata_file_name(rank)
+    file = find_index(storage, name)
+    if file is None:
+        return None
+    index = Index(file)
+    own = index.head.rank
+    if own != rank:
+        whose = "all ranks" if own is None else f"rank {own}"
+        raise MetadataError(f"{file.path} is the metadata of {whose}: files were exchanged, or renamed")
+    return index
+
+
+def read_head(storage: Storage) -> Head | None:
+    """Reads and checks the head of the index of all ranks; raises what `read_index` does. None if there is none."""
+    file = find_index(storage, metadata_file_name())
+    return None if file is None else file.head
+
+
+def read_metadata(storage: Storage, rank: int | None = None) -> Metadata | None:
+    """All that the index says, as `Index.stored_metadata` gives it; raises what `read_index` does."""
+    index = read_index(storage, rank)
+    return None if index is None else index.stored_metadata()
+
+
+def unreadable(error: CheckpointError, meta: StorageMeta | None = None) -> Metadata:
+    """The metadata of a checkpoint that cannot be read: whoever looks into it is told why.
+
+    DCP shows it to the planner, before it lets the storage raise the error.
+    """
+    return Metadata(_Unreadable(error), planner_data={}, storage_meta=meta)
+
+
+class _Unreadable(dict[str, Any]):
+    """Raises an error, whatever is asked."""
+
+    def __init__(self, error: CheckpointError) -> None:
+        super().__init__()
+        self._error = error
+
+    def _raise(self, *arguments: object) -> NoReturn:
+        raise self._error
+
+    __contains__ = __getitem__ = __iter__ = __len__ = get = items = keys = values = _raise

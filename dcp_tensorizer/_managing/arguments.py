@@ -11,21 +11,11 @@ from typing import Any
 
 import torch
 
-from .._arguments import check_count, check_type
 from .._format.encryption import decryption_key
+from .._runtime.validation import check_count, check_type
 from .._saving.options import SaveLimits
 from .._saving.options import check_survival as check_survival_of_writer
 from ..writer import TensorizerStorageWriter
-
-__all__ = [
-    "check_metrics",
-    "check_patterns",
-    "check_state",
-    "check_step",
-    "check_survival",
-    "options_of_reader",
-    "split_limits",
-]
 
 
 def check_step(step: object) -> int:

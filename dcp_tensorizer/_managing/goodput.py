@@ -8,9 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .._forks import free_in_child
-
-__all__ = ["GoodputClock", "GoodputReport"]
+from .._runtime.forks import free_in_child
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from .._torch_compat import DTensor, plain_local, set_element
-
-__all__ = ["OptimizerTarget", "address_of"]
+from .._runtime.torch_compat import DTensor, plain_local, set_element
 
 _Path = Sequence[str | int]
 

@@ -16,25 +16,22 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
-from .._format.index_rows import SaveRecord
+from .._index.schema import SaveRecord
+from .._runtime.threads import NEVER, Deadline, Hung, in_background, in_time
+from .._saving.commit import WrittenFiles, is_uncommitted
 from .._saving.saver import NextSave
-from .._saving.written_files import WrittenFiles, is_uncommitted
-from .._staging.stager import StagedStateDict
+from .._staging.staged_save import StagedStateDict
+from .._staging.state_tree import fingerprint
 from .._storage.base import Storage
-from .._threads import NEVER, Deadline, Hung, in_background, in_time
 from ..errors import CheckpointError, StagingError, WriteError, describe, unwrap
 from ..planner import SavePlanner
 from ..writer import TensorizerStorageWriter
-from .agreement import Agreement
-from .catalogue import Step
+from .agreement import Agreement, is_of_ranks
 from .goodput import GoodputClock
-from .replicas import Replicas
-from .roll_call import is_of_ranks
-from .state_part import StatePart
-from .survival import OnStaged
+from .restart import OnStaged
+from .restore import StatePart
+from .step_folder import Step
 from .together import Together
-
-__all__ = ["Saves"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -42,7 +39,7 @@ _CLEAN_UP_SECONDS = 20.0
 
 
 @dataclass(slots=True)
-class _Save:
+class _StepSave:
     """One save.
 
     Attributes:
@@ -132,7 +129,7 @@ class Saves:
         self._must_change = must_change
         self._after = after
         self._is_warm = False
-        self._last: _Save | None = None
+        self._last: _StepSave | None = None
         self._held: _Held | None = None
         self._following = threading.local()
 
@@ -185,7 +182,7 @@ class Saves:
         if self._replicas is not None:
             follows = before is not None and before.saved is not None
             omitted = self._replicas.omitted(None if refusal else collected, follows=follows)
-        save = _Save(record.step, storage, name, record, since)
+        save = _StepSave(record.step, storage, name, record, since)
         self._writer.saver.describe(NextSave(record, self._must_change, refusal, omitted, on_staged, save.files))
         response = async_save(
             collected,
@@ -296,7 +293,7 @@ class Saves:
         if error is not None:
             raise error
 
-    def _follow(self, save: _Save, done: Future[Any], before: _Save | None) -> None:
+    def _follow(self, save: _StepSave, done: Future[Any], before: _StepSave | None) -> None:
         self._following.is_here = True
         try:
             meta: StorageMeta | None = done.result().storage_meta
@@ -327,7 +324,7 @@ class Saves:
             self._following.is_here = False
             save.over.set_result(None)
 
-    def _fail(self, save: _Save, cause: BaseException) -> None:
+    def _fail(self, save: _StepSave, cause: BaseException) -> None:
         if not isinstance(cause, CheckpointError):
             failure = WriteError(f"{save.storage.path} was not saved: {describe(cause)}")
             failure.__cause__ = cause
@@ -348,3 +345,44 @@ def _collected(state: Mapping[str, Any], part: StatePart) -> tuple[dict[str, Any
         return part.of(state), None
     except (Exception, CheckpointException) as error:  # DCP's is no Exception: a load in it has failed
         return {}, error
+
+
+# What a rank need not stage, because other ranks hold the same and write it.
+
+
+class Replicas:
+    """Knows of a rank's last save what other ranks wrote of it.
+
+    The planner decides by keys, shapes and shardings on all ranks alone. So as long as these are the same on each rank
+    as in the last save, each writes what it wrote then.
+
+    Args:
+        planner: Of all saves.
+        agreement: Of all ranks.
+    """
+
+    def __init__(self, planner: SavePlanner, agreement: Agreement) -> None:
+        self._planner = planner
+        self._agreement = agreement
+        self._last: int | None = None
+
+    def omitted(self, state: Mapping[str, Any] | None, *, follows: bool) -> frozenset[str]:
+        """The keys of the tensors that need not be staged. Every rank must ask before each save, after the last one.
+
+        Args:
+            state: What is saved; None if it could not be collected.
+            follows: The last save was committed.
+
+        Raises:
+            WriteError: a rank is gone.
+        """
+        if self._agreement.is_alone:
+            return frozenset()
+        current = None
+        if state is not None:
+            with suppress(Exception):  # of a tensor without a shape, say: staging will say so, and all ranks hear of it
+                current = fingerprint(state)
+        is_same = follows and current is not None and current == self._last
+        self._last = current
+        (differs,) = self._agreement.largest(int(not is_same))
+        return frozenset() if differs else self._planner.written_elsewhere

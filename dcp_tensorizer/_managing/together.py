@@ -13,12 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.storage import StorageReader
 
-from .._torch_compat import set_group_timeout
+from .._runtime.torch_compat import set_group_timeout
 from ..errors import WriteError
 from ..writer import TensorizerStorageWriter
-from .roll_call import RollCall
-
-__all__ = ["Together"]
+from .agreement import RollCall
 
 _TO_SAY_SO = 30.0  # whoever gives a commit up when its time is over has to tell the others
 

@@ -11,19 +11,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from .._format.layout import is_data_file_name, metadata_file_name, save_id_in
+from .._format.names import is_data_file_name, metadata_file_name, save_id_in
+from .._runtime.threads import Deadline
 from .._saving.flushing import Flushing
 from .._storage.base import Storage
 from .._storage.local import LocalStorage
-from .._threads import Deadline
-from .._tiers.copying import discard
-from .._tiers.keeping import drop
-from .._tiers.publishing import missing_files, named_files
-from .._tiers.queue import OPEN, TOLD, Entry, Record
+from .._tiers.flush import discard, drop, missing_files, named_files
+from .._tiers.queue import OPEN, TOLD, FlushEntry, FlushRecord
 from ..errors import CheckpointError, ReadError
 from .agreement import Agreement
-
-__all__ = ["Left", "Part", "settle"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -32,7 +28,7 @@ _LOOK_SECONDS = 0.05
 _ASK_SECONDS = 5.0  # so that no collective waits for longer than a group allows
 
 
-class Part(NamedTuple):
+class UnflushedPart(NamedTuple):
     """A record that is not on the remote yet.
 
     Attributes:
@@ -62,7 +58,7 @@ class Left(NamedTuple):
     """
 
     held: set[str]
-    parts: list[Part]
+    parts: list[UnflushedPart]
     can_list: bool
 
 
@@ -96,7 +92,7 @@ def settle(flushing: Flushing | None, agreement: Agreement) -> None:
     can_list, queue = flushing.is_readable, flushing.queue
     held = {name for _, record in own for name in _whole(flushing, record)}
     parts = [
-        Part(
+        UnflushedPart(
             *(record.place, record.rank, record.files, None if record.commit is None else record.commit.files),
             *(queue.is_confirmed(entry), queue.is_alive(record.writer)),
         )
@@ -126,7 +122,7 @@ def settle(flushing: Flushing | None, agreement: Agreement) -> None:
         _wait(flushing, agreement)
 
 
-def _whole(flushing: Flushing, record: Record) -> set[str]:
+def _whole(flushing: Flushing, record: FlushRecord) -> set[str]:
     """The files of a record that are there. What cannot be read counts: the flush tries that for a while."""
     local, whole = LocalStorage(flushing.target.folder(record.place)), set[str]()
     for name, nbytes in record.files.items():
@@ -139,7 +135,7 @@ def _whole(flushing: Flushing, record: Record) -> set[str]:
     return whole
 
 
-def _suspects(everybody: Sequence[Left]) -> list[tuple[list[Part], set[str]]]:
+def _suspects(everybody: Sequence[Left]) -> list[tuple[list[UnflushedPart], set[str]]]:
     """The saves that seem to be lost: the parts that are known of each, and the files that nobody has.
 
     Of a commit some files are on no node of this job. Or there are parts, and no node of this job has their commit.
@@ -154,14 +150,14 @@ def _suspects(everybody: Sequence[Left]) -> list[tuple[list[Part], set[str]]]:
         for part in commits
         if part.commit is not None and not part.is_alive and part.commit.keys() - held
     ]
-    orphans = dict[tuple[str, str], list[Part]]()
+    orphans = dict[tuple[str, str], list[UnflushedPart]]()
     for part in parts:
         if part.commit is None and not named & part.files.keys():
             orphans.setdefault((part.place, min(map(save_id_in, part.files), default="")), []).append(part)
     return suspects + [(of_save, set()) for of_save in orphans.values() if not any(part.is_alive for part in of_save)]
 
 
-def _losses(flushing: Flushing, suspects: Sequence[tuple[list[Part], set[str]]]) -> list[_Loss]:
+def _losses(flushing: Flushing, suspects: Sequence[tuple[list[UnflushedPart], set[str]]]) -> list[_Loss]:
     """Those of them that are not on the remote, either. What cannot be looked at is waited for."""
     losses = []
     for parts, missing in suspects:
@@ -188,7 +184,7 @@ def _losses(flushing: Flushing, suspects: Sequence[tuple[list[Part], set[str]]])
     return losses
 
 
-def _give_up(flushing: Flushing, own: Sequence[tuple[Entry, Record]], loss: _Loss) -> None:
+def _give_up(flushing: Flushing, own: Sequence[tuple[FlushEntry, FlushRecord]], loss: _Loss) -> None:
     """Gives up what this node has of a loss."""
     for entry, record in own:
         if (
@@ -198,7 +194,7 @@ def _give_up(flushing: Flushing, own: Sequence[tuple[Entry, Record]], loss: _Los
             _give_up_part(flushing, entry, record, loss.reason)
 
 
-def _give_up_part(flushing: Flushing, entry: Entry, record: Record, reason: str) -> None:
+def _give_up_part(flushing: Flushing, entry: FlushEntry, record: FlushRecord, reason: str) -> None:
     deadline = time.monotonic() + _CLAIM_SECONDS
     while time.monotonic() < deadline:
         now = next((e for e in flushing.entries() if e.stem == entry.stem and e.state in OPEN), None)

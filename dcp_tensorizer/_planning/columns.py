@@ -5,33 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterable, Iterator
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from .paths import PackedPaths, Pickled, unpack_paths
-
-__all__ = [
-    "KINDS",
-    "SHARD",
-    "Columns",
-    "Integers",
-    "Row",
-    "Spec",
-    "Table",
-    "Unsupported",
-    "columns_of",
-    "columns_of_rows",
-    "row_of",
-    "row_of_tensor",
-    "spec_of",
-    "write_items",
-]
+from .._runtime.torch_compat import layout_of, plain_local
 
 Integers: TypeAlias = NDArray[np.int64]
 
@@ -242,3 +228,116 @@ def write_items(columns: Columns, hints: Integers) -> Iterator[WriteItem]:
             KINDS[kind],
             tensor_data=TensorWriteData(chunk, TensorProperties(*spec.properties), torch.Size(spec.shape)),
         )
+
+
+# The paths of keys in nested state dicts, which plans and metadata carry in ``planner_data``.
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(tuple[str | int, ...]).decode
+
+
+class PackedPaths(NamedTuple):
+    """Paths as flattening makes them, each encoded: so many tuples would keep the garbage collector busy.
+
+    Attributes:
+        keys: Their keys; None: those of the plan's items.
+        paths: Of each key.
+    """
+
+    keys: list[str] | None
+    paths: list[bytes]
+
+
+class Pickled(NamedTuple):
+    """What a planner of the user's has in the place of paths."""
+
+    data: bytes
+
+
+def pack_paths(planner_data: Any, keys: list[str]) -> PackedPaths | Pickled:
+    """Paths as they are sent; ``keys`` are those of the plan.
+
+    Equal paths make equal bytes. Of pickles that is not so: they tell whether two strings are one object.
+    """
+    if type(planner_data) is dict and all(map(_is_path, planner_data.items())):
+        try:
+            paths = [_encode(path) for path in planner_data.values()]
+        except UnicodeEncodeError:  # a lone surrogate
+            pass
+        else:
+            own = list(planner_data)
+            return PackedPaths(None if own == keys else own, paths)
+    return Pickled(pickle.dumps(planner_data, pickle.HIGHEST_PROTOCOL))
+
+
+def with_keys(packed: PackedPaths | Pickled, keys: list[str]) -> PackedPaths | Pickled:
+    """Received paths, with their keys."""
+    return packed._replace(keys=keys) if isinstance(packed, PackedPaths) and packed.keys is None else packed
+
+
+def unpack_paths(packed: PackedPaths | Pickled) -> Any:
+    """What was packed."""
+    if isinstance(packed, Pickled):
+        return pickle.loads(packed.data)
+    assert packed.keys is not None
+    return {key: _decode(path) for key, path in zip(packed.keys, packed.paths, strict=True)}
+
+
+def merge_paths(packed: Iterable[PackedPaths | Pickled]) -> dict[str, Any]:
+    """The paths of all ranks in the order that torch gives them: of a key that several have, the first rank's."""
+    merged: dict[str, Any] = {}
+    last = None
+    for paths in reversed(list(packed)):
+        if paths is last:  # most ranks share it
+            continue
+        last = paths
+        if isinstance(paths, Pickled):
+            merged.update({key: (value,) for key, value in unpack_paths(paths).items()})
+        else:
+            assert paths.keys is not None
+            merged.update(zip(paths.keys, paths.paths, strict=True))
+    return {key: _decode(value) if type(value) is bytes else value[0] for key, value in merged.items()}
+
+
+def _is_path(entry: tuple[Any, Any]) -> bool:
+    key, path = entry
+    return (
+        type(key) is str
+        and type(path) is tuple
+        and all(type(part) is str or (type(part) is int and -(2**63) <= part < 2**63) for part in path)
+    )
+
+
+# A state dict as rows of write items: what torch's planner makes of it, with few of its objects.
+
+_Part = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def rows_of(state_dict: Mapping[str, Any], *, is_coordinator: bool) -> Iterator[Row]:
+    """The rows of a state dict; each may be dropped before the next one is made.
+
+    Which part of a DTensor a rank has, torch works out anew for each, in as long as all the rest takes. Here it does so
+    once for all DTensors of one layout.
+
+    Raises:
+        Unsupported: an item is more than a row can hold.
+    """
+    parts: dict[Any, _Part] = {}
+    for key, value in state_dict.items():
+        row = row_of_tensor(key, value) or _row_of_dtensor(key, value, parts)
+        if row is not None:
+            yield row
+            continue
+        rows = list(map(row_of, create_default_local_save_plan({key: value}, is_coordinator).items))
+        layout = layout_of(value)
+        if layout is not None and [(row.kind, row.hint) for row in rows] == [(SHARD, -1)]:
+            parts[layout] = rows[0].start, rows[0].size
+        yield from rows
+
+
+def _row_of_dtensor(key: str, value: Any, parts: Mapping[Any, _Part]) -> Row | None:
+    """The row of a DTensor of a layout that is known; None for any other value."""
+    local, part = plain_local(value), parts.get(layout_of(value))
+    if local is None or part is None or type(key) is not str:
+        return None
+    return Row(key, SHARD, spec_of(value.shape, TensorProperties.create_from_tensor(local)), *part, -1)

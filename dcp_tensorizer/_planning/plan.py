@@ -9,19 +9,19 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, MutableSequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, MutableSequence, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
+from ..errors import WriteError
 from .columns import Columns, Integers, Table, Unsupported, columns_of, write_items
-from .wire import Encoded, encode, pack, pack_integers, unpack, unpack_integers
-
-if TYPE_CHECKING:
-    from .history import History
-
-__all__ = ["Answer", "Choice", "CompactPlan", "Items", "Reference", "choose"]
+from .wire import EncodedColumns, encode, pack, pack_integers, unpack, unpack_integers
 
 
 class Reference(NamedTuple):
@@ -31,7 +31,7 @@ class Reference(NamedTuple):
     digest: bytes
 
 
-class Choice(NamedTuple):
+class WrittenItems(NamedTuple):
     """Which items of a plan are to be written: how many, a bit for each of the plan, and their hints, packed."""
 
     items: int
@@ -43,12 +43,12 @@ class Answer(NamedTuple):
     """The coordinator's, in the place of items that the rank knows: which of them it is to write."""
 
     reference: Reference
-    choice: Choice
+    choice: WrittenItems
 
 
-def choose(kept: Any, hints: Integers) -> Choice:
+def choose(kept: Any, hints: Integers) -> WrittenItems:
     """The choice of the items for which ``kept`` is true; ``hints`` are theirs (-1: none)."""
-    return Choice(len(hints), np.packbits(kept).tobytes(), pack(pack_integers(hints)))
+    return WrittenItems(len(hints), np.packbits(kept).tobytes(), pack(pack_integers(hints)))
 
 
 class Items(MutableSequence[WriteItem]):
@@ -66,8 +66,8 @@ class Items(MutableSequence[WriteItem]):
 
     def __init__(
         self,
-        source: Columns | Encoded,
-        choice: Choice | None = None,
+        source: Columns | EncodedColumns,
+        choice: WrittenItems | None = None,
         *,
         history: History | None = None,
         coordinator: str | None = None,
@@ -225,11 +225,11 @@ class CompactPlan(SavePlan):
             return CompactPlan.of, (reference, self.storage_data)
         return _received, (encoded, None, self.storage_data)
 
-    def _answer(self, items: Items, choice: Choice) -> tuple[Any, ...]:
+    def _answer(self, items: Items, choice: WrittenItems) -> tuple[Any, ...]:
         """The coordinator's plan for a rank; most ranks know everything but their choice."""
         source = items.source
         is_theirs = "planner_data" not in self.__dict__ or self.planner_data is items.table.planner_data
-        if items.coordinator is not None and isinstance(source, Encoded) and source.may_refer and is_theirs:
+        if items.coordinator is not None and isinstance(source, EncodedColumns) and source.may_refer and is_theirs:
             return CompactPlan.of, (Answer(Reference(items.coordinator, source.digest), choice), self.storage_data)
         return self._whole(*items.chosen)
 
@@ -239,8 +239,91 @@ class CompactPlan(SavePlan):
         return _received, (encoded, choice, self.storage_data)
 
 
-def _received(encoded: Encoded, choice: Choice | None, storage_data: Any) -> CompactPlan:
+def _received(encoded: EncodedColumns, choice: WrittenItems | None, storage_data: Any) -> CompactPlan:
     return CompactPlan.of(Items(encoded, choice), storage_data)
 
 
 _FIELDS = [field.name for field in dataclasses.fields(SavePlan)]
+
+
+# What a planner remembers of the saves before: so that repeats need neither be sent nor planned again.
+
+# A job that saves model and optimizer apart, each with something beside it, alternates between four plans. The
+# coordinator remembers more saves than the ranks, as some may have failed after it had planned them.
+_SAVES = 4
+_SAVES_OF_COORDINATOR = 4 * _SAVES
+
+
+class History:
+    """What a planner has sent as a rank, and what it has received and planned as the coordinator.
+
+    Plans are known by their contents. So it does not matter in what order different state dicts are saved.
+
+    Attributes:
+        id: Identifies the planner as a coordinator.
+    """
+
+    def __init__(self) -> None:
+        self.id = uuid.uuid4().hex
+        self._world: weakref.ref[Any] | None = None
+        self._sent: tuple[Columns, bytes] | None = None
+        self._is_answered = True
+        self._known: deque[Reference] = deque(maxlen=_SAVES)
+        self._received: deque[dict[bytes, EncodedColumns]] = deque(maxlen=_SAVES_OF_COORDINATOR)
+        self._planned: deque[tuple[object, Any]] = deque(maxlen=_SAVES_OF_COORDINATOR)
+
+    def begin(self) -> None:
+        """A save begins: after one that was not planned, and in another process group, plans are sent whole again."""
+        if not self._is_answered or not self._is_same_world():
+            self._known.clear()
+        self._is_answered = True
+
+    def _is_same_world(self) -> bool:
+        world = dist.group.WORLD if dist.is_available() else None
+        same = (None if self._world is None else self._world()) is world
+        self._world = None if world is None else weakref.ref(world)
+        return same
+
+    # --- as a rank ----------------------------------------------------------------------------------------------
+
+    def sending(self, columns: Columns, digest: bytes) -> Reference | None:
+        """What to send in the place of these columns; None: send them."""
+        self._sent, self._is_answered = (columns, digest), False
+        return next((reference for reference in self._known if reference.digest == digest), None)
+
+    def answered(self, answer: Answer) -> Columns:
+        """The columns that an answer refers to; the coordinator knows them from now on."""
+        assert self._sent is not None and self._sent[1] == answer.reference.digest
+        self._known.append(answer.reference)
+        return self._sent[0]
+
+    def end(self) -> None:
+        """The save is planned, also where the answer refers to nothing."""
+        self._is_answered = True
+
+    # --- as the coordinator -------------------------------------------------------------------------------------
+
+    def received(self, rank: int, reference: Reference) -> EncodedColumns:
+        """The columns that a rank refers to.
+
+        Raises:
+            WriteError: they are not known.
+        """
+        for plans in reversed(self._received):
+            if reference.coordinator == self.id and reference.digest in plans:
+                return plans[reference.digest]
+        raise WriteError(
+            f"rank {rank} refers to a plan that this coordinator does not know: its planner has saved with another "
+            f"process group. The next save sends the whole plan. Use one planner for each process group."
+        )
+
+    def find(self, key: object) -> Any:
+        """What has been planned for these contents; None if nothing has."""
+        return next((result for known, result in reversed(self._planned) if known == key), None)
+
+    def planned(self, key: object, plans: Sequence[EncodedColumns], result: Any) -> None:
+        """Remembers what ranks have sent, and what has come of it."""
+        referable = {plan.digest: plan for plan in plans if plan.may_refer}
+        if referable:  # saves of this rank alone must not push others out
+            self._received.append(referable)
+        self._planned.append((key, result))

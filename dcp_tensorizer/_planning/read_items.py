@@ -15,9 +15,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from .._torch_compat import layout_of
-
-__all__ = ["has_older_keys", "read_items_of"]
+from .._runtime.torch_compat import layout_of
 
 _Layout = tuple[Any, ...]
 

@@ -11,17 +11,14 @@ from typing import Any
 import numpy as np
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from .columns import Columns, Integers, Table, spec_of
-from .paths import pack_paths, with_keys
-
-__all__ = ["Encoded", "encode", "pack", "pack_integers", "unpack", "unpack_integers"]
+from .columns import Columns, Integers, Table, pack_paths, spec_of, with_keys
 
 _LEVEL = 1  # most of it is the same number again and again
 _DTYPES = ("<i1", "<i2", "<i4", "<i8")
 
 
 @dataclasses.dataclass(frozen=True)
-class Encoded:
+class EncodedColumns:
     """A rank's columns as bytes.
 
     Attributes:
@@ -51,12 +48,12 @@ class Encoded:
         return Columns(table, dims, starts.reshape(len(dims), width), sizes.reshape(len(dims), width))
 
 
-def encode(columns: Columns, *, may_refer: bool = False) -> Encoded:
+def encode(columns: Columns, *, may_refer: bool = False) -> EncodedColumns:
     """Columns as bytes; equal columns have equal digests."""
     table, places = _pack_table(columns.table), _pack_places(columns)
     digest = hashlib.blake2b(table, digest_size=16)
     digest.update(places)
-    return Encoded(digest.digest(), table, places, may_refer)
+    return EncodedColumns(digest.digest(), table, places, may_refer)
 
 
 def pack(content: object) -> bytes:

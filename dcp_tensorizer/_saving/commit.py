@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from .._format.encryption import Cipher
-from .._format.entry_writer import EntryWriter
-from .._format.index import data_files, find_index
-from .._format.index_rows import SaveRecord
-from .._format.layout import (
+from .._format.encryption import Cipher, find_other_key
+from .._format.names import (
     data_file_rank,
     is_data_file_name,
     is_metadata_file_name,
@@ -22,25 +20,14 @@ from .._format.layout import (
     record_file_name,
     save_id_in,
 )
-from .._format.metadata import encode
-from .._format.places import RankPlaces
+from .._index.container import data_files, find_index
+from .._index.entries import EntryWriter
+from .._index.locations import RankPlaces
+from .._index.schema import SaveRecord
+from .._index.writer import encode
+from .._runtime.threads import in_threads
 from .._storage.base import DirectoryLock, Refused, Storage
-from .._threads import in_threads
 from ..errors import CheckpointError, WriteError
-
-__all__ = [
-    "begin",
-    "commit",
-    "dead_files",
-    "drop_record",
-    "encoded",
-    "leftovers",
-    "put_records",
-    "remove",
-    "remove_records",
-    "remove_with_records",
-    "replaced_files",
-]
 
 
 def begin(storage: Storage, timeout: float) -> DirectoryLock:
@@ -233,3 +220,95 @@ def _named_files(storage: Storage, name: str) -> set[str]:
     """
     file = find_index(storage, name)
     return set() if file is None else set(data_files(file.head))
+
+
+# The encryption keys of a save: every rank must have the same one, or nobody could load the checkpoint.
+
+
+def agree_on_key(cipher: Cipher | None, parts: Sequence[RankPlaces], storage: Storage) -> None:
+    """Checks that all ranks have the same key, or none.
+
+    Args:
+        cipher: The coordinator's.
+        parts: What each rank has written.
+        storage: The checkpoint's directory.
+
+    Raises:
+        WriteError: a rank has another key. The save's files are removed.
+    """
+    other = find_other_key(cipher, ((part.rank, part.check) for part in parts))
+    if other is None:
+        return
+    remove_with_records(storage, [name for part in parts for name, _ in part.files])
+    raise WriteError(
+        f"rank {other} has another encryption key than the coordinator, or only one of them has any: give every "
+        f"rank's writer the same EncryptionParams, made on one rank and sent to the others, or made of one passphrase "
+        f"and one salt: EncryptionParams.from_string(passphrase, salt=...)"
+    )
+
+
+# How a checkpoint's files are removed: in an order after which nobody finds half of one, however far it has come.
+
+
+def withdraw(storage: Storage, names: Sequence[str]) -> None:
+    """Removes the metadata: from now on there is no checkpoint. What is left is known as of a dead save.
+
+    Args:
+        storage: The directory.
+        names: Of all files in it.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    put_records(storage, map(save_id_in, filter(is_data_file_name, names)))
+    storage.remove(*filter(is_metadata_file_name, names))
+    storage.sync_directory()  # after a crash there may be data without metadata, but not the other way
+
+
+def remove_files(storage: Storage, names: Sequence[str]) -> None:
+    """Removes all but the metadata, and the directory if it is empty then; raises `OSError`."""
+    storage.remove(*itertools.filterfalse(is_metadata_file_name, names))
+    remove_records(storage, map(save_id_in, filter(is_data_file_name, names)))
+    storage.remove_directory()
+
+
+# What a rank has written for a save that then failed on another rank: it is removed by the rank that wrote it.
+#
+# A rank whose own part fails leaves nothing behind. The others have written theirs by then, and learn of it from DCP's
+# error. Where everybody sees a lock, the next save or restore removes what they have left. Elsewhere nobody else can
+# know whose files those are.
+
+_MARK = "_dcp_tensorizer_before_commit"  # in an error that goes to the other ranks
+
+
+class WrittenFiles:
+    """The files of one rank in one save."""
+
+    def __init__(self) -> None:
+        self._storage: Storage | None = None
+        self._names: tuple[str, ...] = ()
+
+    def note(self, storage: Storage, names: Iterable[str]) -> None:
+        """The rank has written these, and nobody else will remove them."""
+        self._storage, self._names = storage, tuple(names)
+
+    def remove(self) -> None:
+        """Removes them: the save was not committed, and will not be. Idempotent; what cannot be removed stays."""
+        if self._storage is not None:
+            remove_with_records(self._storage, self._names)
+        self._storage, self._names = None, ()
+
+
+def failed_before_commit(error: BaseException) -> None:
+    """Notes in an error, which goes to all ranks, that a rank's part has failed: so the commit was never begun."""
+    vars(error)[_MARK] = True
+
+
+def is_uncommitted(error: BaseException) -> bool:
+    """Whether what DCP raises says that a save was not committed, and will not be.
+
+    A failure of the commit itself does not say so: its answer may have been lost.
+    """
+    failures = getattr(error, "failures", None)
+    causes = [cause for cause, _ in failures.values()] if isinstance(failures, Mapping) else [error]
+    return any(_MARK in vars(cause) for cause in causes)

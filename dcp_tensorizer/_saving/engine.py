@@ -5,24 +5,34 @@ Frameworks make a writer for every save. So a writer is a cheap handle, and what
 
 from __future__ import annotations
 
+import copy
+import logging
 import threading
 import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
+from typing import TYPE_CHECKING, NamedTuple
 
-from .._forks import free_in_child, in_child
-from .._format.entry_writer import EntryWriter
-from .._staging.staged_saves import StagedSaves
-from .._threads import Deadline
-from .._tiers.target import Target
-from .failure_counter import FailureCounter
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import SavePlan
+
+from .._index.entries import EntryWriter
+from .._index.locations import RankPlaces
+from .._runtime.forks import free_in_child, in_child
+from .._runtime.threads import Deadline, is_running
+from .._staging.buffer_pool import StagedSaves
+from .._tiers.target import FlushTarget
+from ..errors import WriteError, describe
 from .flushing import Flushing
 from .keeping import Keeping
-from .known_tables import KnownTables
 from .reuse import KnownFiles
-from .write_items import ObjectCheck
+from .write_plan import ObjectCheck
 from .writer_client import WriterClient
 
-__all__ = ["Engine", "engine_of_process"]
+if TYPE_CHECKING:
+    from .keeping import KeptState
 
 
 class Engine:
@@ -77,7 +87,7 @@ class Engine:
             self._open = [other for other in self._open if other() not in (None, user)]
             return not self._open
 
-    def flushing(self, target: Target) -> Flushing:
+    def flushing(self, target: FlushTarget) -> Flushing:
         """The flush of a local folder."""
         known = self._flushings.get((target.local, target.name))
         if known is None or known.target != target:  # others have given other credentials, say
@@ -133,3 +143,246 @@ def engine_of_process(*, devices: bool) -> Engine:
     """
     # Without a lock: a signal's handler may interrupt its holder, and make a writer.
     return _engines.get(devices) or _engines.setdefault(devices, Engine(devices=devices))
+
+
+# Counts the saves that were not committed, so that a failure is reported even if its future is dropped.
+
+logger = logging.getLogger("dcp_tensorizer")
+_UNTOLD = "it was interrupted, or another rank or a collective failed: whoever saved has got the error"
+_END_SECONDS = 5.0  # for the thread of a save that is over, at the end of the program
+_DESTROYED = (
+    "the process group was destroyed before it was over: close the writer or the manager, or leave its `with` block, "
+    "before destroy_process_group()"
+)
+
+
+@dataclass(slots=True)
+class _Outcome:
+    path: str
+    """Empty if nobody has given one."""
+    error: str = _UNTOLD
+    is_coordinator: bool | None = None
+    """None before DCP has said so."""
+    is_distributed: bool = field(default_factory=lambda: dist.is_available() and dist.is_initialized())
+    """There was a process group when it began."""
+
+    @property
+    def cause(self) -> str:
+        """Why it failed, as far as that is known here."""
+        is_destroyed = self.is_distributed and not dist.is_initialized()
+        return _DESTROYED if self.error is _UNTOLD and is_destroyed else self.error
+
+    @property
+    def name(self) -> str:
+        return f"the save to {self.path}" if self.path else "a save without a path"
+
+
+class FailureCounter:
+    """Counts failed saves in a row, of all writers of a process. Frameworks make a writer for every save.
+
+    A save belongs to the thread that it runs on. It has failed when it is over and `committed` was not called. Only
+    the coordinator can know; on other ranks nothing is counted.
+    """
+
+    def __init__(self) -> None:
+        self._saves: dict[threading.Thread, _Outcome] = {}
+        self._is_coordinator: bool | None = None
+        self._failures = 0
+        self._last_error = ""
+        self._last_committed = "none"
+
+    def begin(self, path: str) -> None:
+        """A save begins on the calling thread, so the one before is over."""
+        self.end()
+        self._saves[threading.current_thread()] = _Outcome(path)
+
+    def set_coordinator(self, is_coordinator: bool) -> None:
+        """Says whether this rank is the coordinator of the calling thread's save, and of later ones that fail early."""
+        self._is_coordinator = is_coordinator
+        save = self._saves.get(threading.current_thread())
+        if save is not None:
+            save.is_coordinator = is_coordinator
+
+    def failed(self, error: BaseException) -> None:
+        """The calling thread's save fails on this rank."""
+        save = self._saves.get(threading.current_thread())
+        if save is not None:
+            save.error = describe(error)
+            logger.error("%s failed: %s", save.name, save.error)
+
+    def committed(self) -> None:
+        """The calling thread's save is the checkpoint at its path now."""
+        save = self._saves.pop(threading.current_thread(), None)
+        if save is not None:
+            self._last_committed = save.path
+        self._failures = 0
+
+    def end(self) -> None:
+        """Saves of the calling thread, and of threads that have ended, are over: unless committed, they failed."""
+        for thread in list(self._saves):
+            if thread is threading.current_thread() or not is_running(thread):
+                save = self._saves.pop(thread, None)
+                if save is not None and self._coordinates(save):
+                    self._failures += 1
+                    self._last_error = save.cause
+                    logger.error("%s was not committed: %s", save.name, save.cause)
+
+    def end_at_exit(self) -> None:
+        """Says at the end of the program which saves in the background were not committed, if nothing has said why."""
+        for thread, save in list(self._saves.items()):
+            if thread is threading.current_thread():
+                continue
+            thread.join(_END_SECONDS)
+            if not is_running(thread) and save.error is _UNTOLD and self._coordinates(save):
+                logger.error("%s was not committed: %s", save.name, save.cause)
+
+    def check(self, limit: int | None) -> None:
+        """Raises `WriteError` when that many saves in a row have failed; None is no limit."""
+        if limit is not None and self._failures >= limit:
+            raise WriteError(
+                f"{self._failures} saves in a row were not committed. The last error was: {self._last_error}. The last "
+                f"checkpoint that was committed: {self._last_committed}. Mend the cause; "
+                f"SaveLimits(max_consecutive_failures=None) trains on without checkpoints."
+            )
+
+    def _coordinates(self, save: _Outcome) -> bool:
+        is_coordinator = self._is_coordinator if save.is_coordinator is None else save.is_coordinator
+        if is_coordinator is not None:
+            return is_coordinator
+        # A save that failed before DCP named its coordinator: that is rank 0.
+        return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+# Tables of places that the coordinator knows from saves before: a rank need not send its own again.
+#
+# A rank offers the digests of its last tables beside its plan. The coordinator answers, beside the plan that it sends
+# back, with those that it knows. It keeps them until the save is over. The answer names the rank's save. So one that a
+# planner has kept from another save, or one of another coordinator, counts for nothing: then the rank sends its table.
+
+_OFFERED = 4  # a job may save its model and its optimizer in turn, each with something beside it
+_MAX_BYTES = 256 << 20  # 34 bytes an item: 7 million items of all ranks
+
+
+class Offer(NamedTuple):
+    """In ``SavePlan.storage_data``: the id of a rank's save, and digests of tables.
+
+    Attributes:
+        state: In the answer: what the ranks keep in memory, if they do.
+        save: In the answer: the id of the coordinator's save.
+    """
+
+    save_id: str
+    digests: tuple[bytes, ...]
+    state: KeptState | None = None
+    save: str = ""
+
+
+class KnownTables:
+    """What a rank remembers of its tables, and a coordinator of those of all ranks. Tables are known by contents.
+
+    Args:
+        max_bytes: The most that a coordinator keeps.
+    """
+
+    def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._own: deque[bytes] = deque(maxlen=_OFFERED)
+        self._tables: OrderedDict[bytes, bytes] = OrderedDict()
+        self._nbytes = 0
+        self._lock = free_in_child(threading.Lock())  # saves may be side by side
+
+    @property
+    def own(self) -> tuple[bytes, ...]:
+        """The digests of this rank's last tables."""
+        return tuple(self._own)
+
+    def find(self, digest: bytes) -> bytes | None:
+        """A table; None if it is not known."""
+        return self._tables.get(digest)
+
+    def add_own(self, digest: bytes) -> None:
+        """Remembers a table of this rank's."""
+        if digest not in self._own:
+            self._own.append(digest)
+
+    def keep(self, parts: Iterable[RankPlaces]) -> None:
+        """Keeps the tables of a save, in place of the oldest ones."""
+        with self._lock:
+            for part in parts:
+                if part.table_digest in self._tables:
+                    self._tables.move_to_end(part.table_digest)
+                else:
+                    self._tables[part.table_digest] = part.table
+                    self._nbytes += len(part.table)
+            while self._nbytes > self._max_bytes:
+                self._nbytes -= len(self._tables.popitem(last=False)[1])
+
+
+class SaveTables:
+    """The tables of one save.
+
+    Args:
+        save_id: The rank's.
+    """
+
+    def __init__(self, known: KnownTables, save_id: str) -> None:
+        self._known = known
+        self._save_id = save_id
+        self._promised: dict[bytes, bytes] = {}
+
+    def offer(self, plan: SavePlan) -> SavePlan:
+        """On a rank: its plan, with what it could leave out."""
+        return _with(plan, Offer(self._save_id, self._known.own))
+
+    def answer(self, plan: SavePlan, state: KeptState | None = None) -> SavePlan:
+        """On the coordinator: a rank's plan, with what that may leave out, and what all ranks keep in memory."""
+        offer = plan.storage_data
+        if not isinstance(offer, Offer):
+            return plan
+        found = {digest: table for digest in offer.digests if (table := self._known.find(digest)) is not None}
+        self._promised.update(found)
+        return _with(plan, Offer(offer.save_id, tuple(found), state, self._save_id))
+
+    def told(self, plan: SavePlan) -> KeptState | None:
+        """On a rank: what the coordinator has said of the state that all ranks keep in memory."""
+        answer = plan.storage_data
+        return answer.state if isinstance(answer, Offer) and answer.save_id == self._save_id else None
+
+    def save_of(self, plan: SavePlan) -> str:
+        """On a rank: the id of the coordinator's save; empty if that is not known."""
+        answer = plan.storage_data
+        return answer.save if isinstance(answer, Offer) and answer.save_id == self._save_id else ""
+
+    def shortened(self, part: RankPlaces, plan: SavePlan) -> RankPlaces:
+        """On a rank: what to send of what it has written."""
+        self._known.add_own(part.table_digest)
+        answer = plan.storage_data
+        is_known = isinstance(answer, Offer) and answer.save_id == self._save_id and part.table_digest in answer.digests
+        return part._replace(table=b"") if is_known else part
+
+    def completed(self, parts: Sequence[RankPlaces]) -> list[RankPlaces]:
+        """On the coordinator: what ranks have written, with what they have left out.
+
+        Raises:
+            WriteError: it has not promised to know that; names the rank.
+        """
+        whole = [part if part.table else part._replace(table=self._promised_to(part)) for part in parts]
+        self._known.keep(whole)
+        return whole
+
+    def _promised_to(self, part: RankPlaces) -> bytes:
+        try:
+            return self._promised[part.table_digest]
+        except KeyError:
+            raise WriteError(
+                f"rank {part.rank} has left out where its data is, and the coordinator does not know it: plans of "
+                f"two saves were mixed up. Give each save the planner's own plans."
+            ) from None
+
+
+def _with(plan: SavePlan, offer: Offer) -> SavePlan:
+    plan = copy.copy(plan)
+    object.__setattr__(
+        plan, "storage_data", offer
+    )  # `dataclasses.replace` would ask for what is decoded when asked for
+    return plan

@@ -19,18 +19,16 @@ from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from .._forks import free_in_child
-from .._process_context import ProcessContext, environment
-from .._threads import NEVER, Deadline, in_background
-from .._tiers.queue import LOST, OPEN, REMOTE, TOLD, UNFLUSHED, Entry, Queue, Record
-from .._tiers.target import Target
-from .._tiers.thread import FlushThread
-from .._writer_process.messages import FlushRequest
+from .._runtime.forks import free_in_child
+from .._runtime.process_context import ProcessContext, environment
+from .._runtime.threads import NEVER, Deadline, in_background
+from .._tiers.flush import FlushThread
+from .._tiers.queue import LOST, OPEN, REMOTE, TOLD, UNFLUSHED, FlushEntry, FlushRecord, Queue
+from .._tiers.target import FlushTarget
+from .._writer_process.protocol import FlushRequest
 from ..errors import ReadError, WriteError
 from .report import SaveReport
 from .writer_client import WriterClient
-
-__all__ = ["CommittedMeta", "Flushing"]
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -80,7 +78,7 @@ class Flushing:
         is_readable: Whether the folder could be read when it was last looked at.
     """
 
-    def __init__(self, client: WriterClient, target: Target) -> None:
+    def __init__(self, client: WriterClient, target: FlushTarget) -> None:
         self.target = target
         self.queue = Queue(target.folder())
         self._client = client
@@ -104,7 +102,7 @@ class Flushing:
         if any(entry.state in (*OPEN, LOST) for entry in entries) or self._followed:
             self._watch()
 
-    def follow(self, entry: Entry, report: SaveReport, tell: Callable[[SaveReport, float], object]) -> None:
+    def follow(self, entry: FlushEntry, report: SaveReport, tell: Callable[[SaveReport, float], object]) -> None:
         """Has it said when a save of this rank is on the remote.
 
         Args:
@@ -141,14 +139,14 @@ class Flushing:
         with suppress(ReadError):  # then nothing is saved there
             self.queue.admit(name, run)
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[FlushEntry]:
         """All records. None, with a warning, if the folder cannot be read.
 
         A rank that failed alone because of that would have the others wait for it.
         """
         return self._read(self.queue.entries)
 
-    def open_records(self) -> list[tuple[Entry, Record]]:
+    def open_records(self) -> list[tuple[FlushEntry, FlushRecord]]:
         """What is not on the remote yet. Nothing, with a warning, if the folder cannot be read."""
         return self._read(self._open)
 
@@ -162,7 +160,7 @@ class Flushing:
             counts[entry.rank] += entry.state == UNFLUSHED or record.commit is not None
         return max(counts.values(), default=0)
 
-    def commits_before(self, save_id: str) -> list[tuple[Entry, Record]]:
+    def commits_before(self, save_id: str) -> list[tuple[FlushEntry, FlushRecord]]:
         """What is still to be committed on the remote that was saved before one."""
         return [(e, record) for e, record in self.open_records() if e.id != save_id and record.commit is not None]
 
@@ -239,7 +237,7 @@ class Flushing:
             found, self.is_readable = [], False
         return found
 
-    def _open(self) -> list[tuple[Entry, Record]]:
+    def _open(self) -> list[tuple[FlushEntry, FlushRecord]]:
         return self.queue.records(OPEN, self.target.name)
 
     def _request(self) -> None:
@@ -313,7 +311,7 @@ class Flushing:
             self._given_up.append(words)
         followed.future.set_exception(WriteError(words))
 
-    def _lament(self, entry: Entry) -> None:
+    def _lament(self, entry: FlushEntry) -> None:
         """A save was given up."""
         record, followed = self.queue.record(entry), self._followed.pop(entry.stem, None)
         reason = "it was removed" if record is None else record.reason
@@ -329,7 +327,7 @@ class Flushing:
                 if followed is None:
                     self._given_up.append(words)
 
-    def _complain(self, entry: Entry) -> None:
+    def _complain(self, entry: FlushEntry) -> None:
         """Says what goes wrong, once."""
         trouble = self.queue.trouble(entry)
         if trouble and self._troubles.get(entry.stem) != trouble:

@@ -22,24 +22,22 @@ from typing import NamedTuple
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-from .._forks import free_in_child
-from .._memory.garbage import collector_paused
-from .._memory.memory_limit import available_memory
-from .._memory.shared_buffer import SharedBuffer
-from .._memory.tensor_bytes import host_bytes
-from .._staging.staged_saves import StagedSaves
-from .._staging.stager import StagedSave
+from .._format.tensor_bytes import host_bytes
+from .._restart.checkpoint import KeptItem, KeptItems
+from .._restart.client import KeeperDied, KeeperProcess
+from .._restart.find import committed_id, loaded
+from .._restart.protocol import Extent, Keep, KeptHead
+from .._restart.runtime_directory import SAVES, identity, job_name, location_of
+from .._runtime.forks import free_in_child
+from .._runtime.gc_pause import collector_paused
+from .._runtime.memory_limit import available_memory
+from .._runtime.threads import NEVER, Deadline, in_background
+from .._staging.buffer_pool import StagedSaves
+from .._staging.shared_memory import SharedBuffer
+from .._staging.staged_save import StagedSave
 from .._storage.base import Storage
-from .._survival.keeper_process import KeeperDied, KeeperProcess
-from .._survival.kept_state import KeptItem, KeptPlan
-from .._survival.messages import Extent, Keep, KeptHead
-from .._survival.orphans import committed_id, loaded
-from .._survival.runtime_directory import SAVES, identity, job_name, location_of
-from .._threads import NEVER, Deadline, in_background
 from ..errors import describe
-from .write_items import resolve
-
-__all__ = ["KeptSave", "KeptState", "Keeping", "described", "lack_of_room"]
+from .write_plan import resolve
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -122,7 +120,7 @@ class KeptSave:
         loaded.is_replaced = True
 
 
-class _Kept(NamedTuple):
+class _KeptBuffer(NamedTuple):
     """A state that is kept."""
 
     id: str
@@ -141,7 +139,7 @@ class Keeping:
     def __init__(self) -> None:
         self.run = uuid.uuid4().hex
         self._process: KeeperProcess | None = None
-        self._kept: list[_Kept] = []  # changed by several threads, without a lock that one could die with
+        self._kept: list[_KeptBuffer] = []  # changed by several threads, without a lock that one could die with
         self._ends_at_exit = False
         self._starting = free_in_child(threading.Lock())
 
@@ -161,7 +159,7 @@ class Keeping:
         try:
             process = self._started(seconds)
             process.keep(described(head, plan, planner, buffer, seconds, digests_follow=True), buffer)
-            self._kept.append(_Kept(head.id, staged_save, buffer, storage))
+            self._kept.append(_KeptBuffer(head.id, staged_save, buffer, storage))
             staged_save.on_written = functools.partial(process.written, head.id)
         except BaseException as error:
             is_interrupted = not isinstance(error, Exception)
@@ -214,7 +212,7 @@ class Keeping:
                 Finalize(None, lambda: self.end(Deadline(_EXIT_SECONDS)), exitpriority=0)
             return self._process
 
-    def _forget(self, over: Sequence[_Kept]) -> None:
+    def _forget(self, over: Sequence[_KeptBuffer]) -> None:
         """Their buffers are free then, whatever comes of it. No `Exception` does: one rank alone would not stage."""
         for kept in over:
             with suppress(ValueError):  # all are lost
@@ -242,7 +240,7 @@ class Keeping:
             state.buffer.is_kept = False
 
 
-def _are_committed(kept: Sequence[_Kept], deadline: Deadline) -> bool:
+def _are_committed(kept: Sequence[_KeptBuffer], deadline: Deadline) -> bool:
     """Whether all states are on storage, as far as that can be seen in time."""
     if not kept:
         return True
@@ -304,5 +302,5 @@ def described(
             if offset is None:
                 inline += host_bytes(item.tensor)
         items.append(KeptItem(planned, item.name, item.kind, item.dtype, number))
-    description = KeptPlan(items, plan.planner_data).pickled()
+    description = KeptItems(items, plan.planner_data).pickled()
     return Keep(head, buffer.nbytes, tuple(extents), description, bytes(inline), seconds, digests_follow)

@@ -7,20 +7,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from .._arguments import check_choice, check_count, check_storage_options, check_thread_count, check_timeout, check_type
 from .._format.encoder import BUFFER_BYTES
 from .._format.encryption import encryption_cipher
-from .._memory.device import expandable_segments
+from .._runtime.threads import cores
+from .._runtime.validation import (
+    check_choice,
+    check_count,
+    check_storage_options,
+    check_thread_count,
+    check_timeout,
+    check_type,
+)
+from .._staging.device import expandable_segments
 from .._storage.base import TIMEOUT
-from .._storage.urls import check_writable
-from .._threads import cores
-from .._tiers.target import Target, target_of
-from .._writer_process.messages import WriteOptions
+from .._storage.redact import check_writable
+from .._tiers.target import FlushTarget, target_of
+from .._writer_process.protocol import WriteOptions
 
 if TYPE_CHECKING:
     from .._format.encryption import EncryptionParams
 
-__all__ = ["MAX_UNFLUSHED", "SaveLimits", "SaveOptions", "Staging", "check_options", "check_survival"]
 
 Staging = Literal["buffer", "shared", "device"]
 
@@ -71,7 +77,7 @@ class SaveOptions:
     overwrite: bool
     write: WriteOptions
     limits: SaveLimits
-    target: Target | None = None
+    target: FlushTarget | None = None
     max_unflushed: int = MAX_UNFLUSHED
     survive: float = 0.0
 

@@ -18,31 +18,36 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .._format.index_rows import SaveRecord
-from .._format.keys import ItemKey
-from .._format.layout import StoredItem, metadata_file_name, save_id_in
-from .._format.places import RankPlaces
-from .._staging.stager import StagedSave
+from .._format.names import StoredItem, metadata_file_name, save_id_in
+from .._index.locations import RankPlaces
+from .._index.schema import ItemKey, SaveRecord
+from .._runtime.threads import Hung, QuickTurns, in_background, in_time
+from .._runtime.torch_compat import DCP_VERSION
+from .._staging.staged_save import StagedSave
 from .._storage.base import DirectoryLock, Refused, Storage
-from .._switching import QuickTurns
-from .._threads import Hung, in_background, in_time
-from .._torch_compat import DCP_VERSION
-from .._writer_process.process import WriterProcessHung
+from .._writer_process.client import WriterProcessHung
 from ..errors import CheckpointError, WriteError, WriterProcessDied
-from .commit import begin, commit, drop_record, put_records, remove, remove_records, remove_with_records, replaced_files
-from .freshness import warn_if_stale
+from .commit import (
+    agree_on_key,
+    begin,
+    commit,
+    drop_record,
+    failed_before_commit,
+    put_records,
+    remove,
+    remove_records,
+    remove_with_records,
+    replaced_files,
+)
+from .engine import SaveTables
 from .keeping import KeptSave
-from .key_agreement import agree_on_key
-from .known_tables import SaveTables
-from .report import SaveReport, SaveTimes
-from .write_items import Item, resolve, write_results
+from .report import SaveReport, SaveTimes, warn_if_stale
+from .write_plan import Item, resolve, write_results
 from .writer_client import Written
-from .written_files import failed_before_commit
 
 if TYPE_CHECKING:
     from .saver import Saver
 
-__all__ = ["SaveSession"]
 
 _T = TypeVar("_T")
 

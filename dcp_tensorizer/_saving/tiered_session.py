@@ -13,27 +13,24 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .._forks import Finalizer
-from .._format.layout import data_file_rank, metadata_file_name
-from .._format.places import RankPlaces
-from .._staging.stager import StagedSave
+from .._format.names import data_file_rank, metadata_file_name
+from .._index.locations import RankPlaces
+from .._runtime.forks import Finalizer
+from .._staging.staged_save import StagedSave
 from .._storage.base import DirectoryLock, Refused, Storage
 from .._storage.local import LocalStorage
-from .._tiers.copying import copy_file, discard
-from .._tiers.keeping import free, undo
-from .._tiers.publishing import Superseded, missing_files, publish
-from .._tiers.queue import Commit, Entry, Record, Writing
+from .._tiers.flush import Superseded, copy_file, discard, free, missing_files, publish, undo
+from .._tiers.queue import Commit, FlushEntry, FlushRecord, Writing
 from ..errors import CheckpointError, WriteError, WriterProcessDied, describe
 from .commit import encoded, remove
 from .flushing import CommittedMeta, Flushing
 from .session import SaveSession
-from .write_items import Item
+from .write_plan import Item
 from .writer_client import Written
 
 if TYPE_CHECKING:
     from .saver import Saver
 
-__all__ = ["TieredSession"]
 
 _T = TypeVar("_T")
 
@@ -107,7 +104,7 @@ class TieredSession(SaveSession):
         """Locks the local folder, so that nobody clears it away."""
         self._saver.show_life()
         try:
-            record = Record(self._flushing.target.name, self._place, self._rank, self.id, self._saver.id)
+            record = FlushRecord(self._flushing.target.name, self._place, self._rank, self.id, self._saver.id)
             self._writing = self._flushing.queue.begin(record)  # first: whoever comes after a death knows where to look
             self.storage.make_directory()
             self._lock = self.storage.lock_directory()
@@ -298,7 +295,7 @@ class TieredSession(SaveSession):
                 raise Refused(f"{self.path}: {self._reason(missing, ahead)} has not come for {own.timeout:g} s")
             time.sleep(_LOOK_SECONDS)
 
-    def _reason(self, missing: set[str], ahead: list[tuple[Entry, Record]]) -> str:
+    def _reason(self, missing: set[str], ahead: list[tuple[FlushEntry, FlushRecord]]) -> str:
         """What a commit waits for."""
         if missing:
             ranks = sorted({data_file_rank(name) for name in missing})

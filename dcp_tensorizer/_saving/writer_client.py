@@ -8,35 +8,24 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .._forks import free_in_child
-from .._memory.device import CUDA, Device
-from .._memory.garbage import collector_paused
-from .._memory.shared_buffer import SharedBuffer, aligned
-from .._memory.shared_mappings import SharedFile, SharedTensors
-from .._memory.tensor_bytes import host_bytes
-from .._process_context import ProcessContext, identity_of_process
+from .._format.tensor_bytes import host_bytes
+from .._runtime.forks import free_in_child
+from .._runtime.gc_pause import collector_paused
+from .._runtime.process_context import ProcessContext, identity_of_process
+from .._runtime.threads import NEVER, Deadline, in_background
+from .._staging.device import CUDA, Device
+from .._staging.shared_mappings import SharedFile, SharedTensors
+from .._staging.shared_memory import SharedBuffer, aligned
 from .._staging.staged_save import StagedSave
 from .._staging.tensor_copy import Copies
 from .._storage.base import Storage
-from .._threads import NEVER, Deadline, in_background
-from .._writer_process.digest_job import DigestJob
+from .._writer_process.client import END_SECONDS, NotStarted, Unsendable, WriterProcess, WriterProcessHung
 from .._writer_process.gpu_ipc import export, withdraw
-from .._writer_process.messages import (
-    DigestRequest,
-    FlushRequest,
-    TensorSource,
-    WriteDone,
-    WriteOptions,
-    WriteRequest,
-)
-from .._writer_process.process import END_SECONDS, NotStarted, Unsendable, WriterProcess, WriterProcessHung
-from .._writer_process.write_job import FileJob
+from .._writer_process.jobs import DigestJob, FileJob
+from .._writer_process.protocol import DigestRequest, FlushRequest, TensorSource, WriteDone, WriteOptions, WriteRequest
 from ..errors import WriteError, WriterProcessDied
-from .files_of_save import FilesOfSave
-from .reuse import ReusingSave
-from .write_items import Item
-
-__all__ = ["WriterClient", "Written"]
+from .reuse import FilesOfSave, ReusingSave
+from .write_plan import Item
 
 logger = logging.getLogger("dcp_tensorizer")
 

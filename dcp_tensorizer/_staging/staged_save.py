@@ -6,32 +6,28 @@ at some moment of that, and ends. The buffer may be written to again when both a
 
 from __future__ import annotations
 
+import concurrent.futures
 import enum
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import Any, NamedTuple, NoReturn
 
-from .._forks import Finalizer, free_in_child
-from .._memory.shared_buffer import SharedBuffer
-from .._memory.shared_mappings import SharedTensors
-from .._process_context import ProcessContext
-from .._threads import NEVER, Deadline, is_running
-from .._torch_compat import group_of_save
+from .._runtime.forks import Finalizer, free_in_child
+from .._runtime.process_context import ProcessContext
+from .._runtime.threads import NEVER, Deadline, is_running
+from .._runtime.torch_compat import group_of_save
 from ..errors import StagingError
-from .stage_times import StageTimes
+from .shared_mappings import SharedTensors
+from .shared_memory import SharedBuffer
 from .tensor_copy import Copies
-
-if TYPE_CHECKING:
-    from .staged_state_dict import StagedStateDict, StagingFuture
-
-__all__ = ["Progress", "StagedSave", "name_of_group"]
 
 _STEP_SECONDS = 0.02  # between two looks at a save
 _END_SECONDS = 0.005  # and at its thread, whose end wakes nobody
 
 
-class Progress(enum.IntEnum):
+class StagingState(enum.IntEnum):
     """How far the copying has come. The states follow one another in this order; an error skips some of them."""
 
     STAGING = 0
@@ -105,7 +101,7 @@ class StagedSave:
         # All waiting is on this condition. Its lock may be taken twice by one thread: a signal's handler that closes
         # the writer, and the collector that drops a staged state dict, may interrupt whoever holds it.
         self._changed = free_in_child(threading.Condition())
-        self._progress = Progress.STAGING
+        self._progress = StagingState.STAGING
         self._dropped = False  # nothing refers to the staged state dict any more
         self._future: Callable[[], StagingFuture | None] = _no_future
 
@@ -120,7 +116,7 @@ class StagedSave:
 
     # --- copying ------------------------------------------------------------------------------------------------
 
-    def reach(self, progress: Progress) -> None:
+    def reach(self, progress: StagingState) -> None:
         """The copying has come so far. It never goes back."""
         with self._changed:
             self._progress = max(self._progress, progress)
@@ -136,7 +132,7 @@ class StagedSave:
         self.copies = None
         with self._changed:
             still_read = self.shared is not None and self.error is None
-            self.reach(Progress.COPIED)
+            self.reach(StagingState.COPIED)
         if not still_read:
             self.release()
 
@@ -156,11 +152,11 @@ class StagedSave:
 
         It is in a signal's handler then.
         """
-        return self._progress < Progress.COPIED and self.stager is threading.current_thread()
+        return self._progress < StagingState.COPIED and self.stager is threading.current_thread()
 
     def wait_built(self, timeout: float | None = None) -> bool:
         """Waits until the staged state dict is there, if it can be; False if it is not after ``timeout`` seconds."""
-        return self._wait_for(Progress.BUILT, timeout)
+        return self._wait_for(StagingState.BUILT, timeout)
 
     def wait_copied(self) -> None:
         """Returns when the staged tensors have their values.
@@ -168,15 +164,15 @@ class StagedSave:
         Raises:
             StagingError: they could not be copied.
         """
-        self._wait_for(Progress.COPIED)
+        self._wait_for(StagingState.COPIED)
         if self.error is not None:
             raise StagingError(str(self.error))  # one of its own: a traceback would keep this save's frames alive
 
     def wait_unused(self, deadline: Deadline) -> bool:
         """Waits until nothing is copied to the buffer; False if that is not so in time."""
-        return not self.is_interrupted and self._wait_for(Progress.COPIED, deadline.left)
+        return not self.is_interrupted and self._wait_for(StagingState.COPIED, deadline.left)
 
-    def _wait_for(self, progress: Progress, timeout: float | None = None) -> bool:
+    def _wait_for(self, progress: StagingState, timeout: float | None = None) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: self._progress >= progress, timeout)
 
@@ -189,9 +185,9 @@ class StagedSave:
         """
         with self._changed:
             self.shared = None
-            if self._progress != Progress.COPIED:
+            if self._progress != StagingState.COPIED:
                 return
-            self.reach(Progress.RELEASED)
+            self.reach(StagingState.RELEASED)
             future = self._future()
             if self.thread is not None:
                 self._future = _no_future
@@ -202,13 +198,13 @@ class StagedSave:
         """Has a future completed on release."""
         with self._changed:
             self._future = weakref.ref(future)
-            released = self._progress == Progress.RELEASED
+            released = self._progress == StagingState.RELEASED
         if released:
             future.complete()
 
     def wait_released(self) -> None:
         """Returns when training may change the state: when it is released, or the save is over without."""
-        while not self._wait_for(Progress.RELEASED, _STEP_SECONDS):
+        while not self._wait_for(StagingState.RELEASED, _STEP_SECONDS):
             if self.over():
                 self.release()
 
@@ -217,7 +213,7 @@ class StagedSave:
 
         Where all that is left is copies from a GPU, its streams wait for them and the thread does not.
         """
-        self._wait_for(Progress.QUEUED)
+        self._wait_for(StagingState.QUEUED)
         copies = self.copies
         if copies is not None and self.shared is None:
             copies.hold()
@@ -235,14 +231,14 @@ class StagedSave:
             future = self._future()
             if future is not None:
                 future.let_go()
-                if self._progress < Progress.RELEASED:
+                if self._progress < StagingState.RELEASED:
                     # The save keeps the staged state dict alive from here on, and this the future, to complete it.
                     self._future = lambda: future
             self._changed.notify_all()
 
     def over(self) -> bool:
         """Whether no save can use the staged state dict any more, and nothing is copied to its buffer."""
-        if self._progress < Progress.COPIED:
+        if self._progress < StagingState.COPIED:
             return False
         thread = self.thread
         if thread is not None and not is_running(thread):
@@ -268,8 +264,8 @@ class StagedSave:
                 return True  # a save that ran on the thread that asks has returned
             if deadline.left == 0.0:
                 return False
-            if self._progress < Progress.COPIED:
-                self._wait_for(Progress.COPIED, deadline.within(_STEP_SECONDS))
+            if self._progress < StagingState.COPIED:
+                self._wait_for(StagingState.COPIED, deadline.within(_STEP_SECONDS))
             elif thread is not None:
                 with self._changed:  # not by `join`: see `is_running`
                     self._changed.wait(deadline.within(_END_SECONDS))
@@ -286,3 +282,115 @@ def name_of_group() -> str | None:
 
 def _no_future() -> StagingFuture | None:
     return None
+
+
+# When a state dict was staged, and what training waited for.
+
+
+class StageTimes(NamedTuple):
+    """The times of one staging."""
+
+    started_at: float = 0.0
+    """``time.time()`` when it began."""
+    wait_seconds: float = 0.0
+    """What training waited before that, for the save before to end."""
+    stage_seconds: float = 0.0
+    """How long it took."""
+
+
+# What a save gets of a staged state dict: all of it, or its error.
+#
+# DCP may give what was staged here to any storage writer. A writer of this package knows the `StagedSave`, and raises
+# its error in DCP's first hook. Others know nothing of it. So a save is given nothing before everything is copied, and
+# where that has failed, a value that raises when it is planned or pickled. Either way DCP hands the error to every
+# rank.
+
+
+class StagedStateDict(dict[str, Any]):
+    """A staged state dict that knows which thread takes it to save it.
+
+    ``storage_meta()`` gets no arguments: it could not tell the save of a staged state dict from a ``dcp.save`` of
+    another one that runs on another thread with the same writer. ``items()`` is what DCP calls first on the very dict
+    that it saves, on the save's thread and before any collective (PROCESS mode pickles the dict there instead), so it
+    ties save and dict together, and waits until the ones staged before are over, and this one is copied.
+
+    So saves run one at a time, in the order in which they were staged, on every rank the same.
+    """
+
+    def __init__(
+        self, content: Mapping[str, Any], staged_save: StagedSave, wait_turn: Callable[[StagedSave], None]
+    ) -> None:
+        super().__init__(content)
+        self.staged_save = staged_save
+        self._wait_turn = wait_turn
+        staged_save.attach(self)
+
+    def items(self) -> Any:
+        error = self._take()
+        return super().items() if error is None else _failed(error).items()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        error = self._take()
+        return (dict, (list(super().items()),)) if error is None else (_failed, (error,))
+
+    def _take(self) -> str | None:
+        """Waits until everything is copied; returns why it is not."""
+        if self.staged_save.thread is None:
+            self.staged_save.take()
+            self._wait_turn(self.staged_save)
+        try:
+            self.staged_save.wait_copied()
+        except StagingError as error:  # raised here, it would leave other ranks waiting in a collective
+            return str(error)
+        return None
+
+
+class _Failed:
+    """A value of a state dict that could not be staged."""
+
+    def __init__(self, error: str) -> None:
+        self._error = error
+
+    def __create_write_items__(self, name: str, value: object) -> NoReturn:
+        """DCP's planners ask a value first of all how it is written."""
+        raise StagingError(self._error)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Other planners do not ask, and have it pickled."""
+        raise StagingError(self._error)
+
+
+def _failed(error: str) -> dict[str, Any]:
+    """What a save gets of a state dict that could not be staged."""
+    return {"staging": _Failed(error)}
+
+
+class StagingFuture(concurrent.futures.Future[dict[str, Any]]):
+    """What `stage` returns when it does not wait: done when training may change the state.
+
+    Its result is there before that: the save takes it, and then waits itself until it is copied. So what training waits
+    for may even be a part of the save.
+    """
+
+    def __init__(self, staged: StagedStateDict) -> None:
+        super().__init__()
+        self._staged: StagedStateDict | None = staged
+        staged.staged_save.watch(self)
+
+    def result(self, timeout: float | None = None) -> dict[str, Any]:
+        """The staged state dict, until a save takes it; complete when `StagedSave.wait_copied` returns."""
+        staged = self._staged
+        if staged is None:
+            return {}
+        if not staged.staged_save.wait_built(timeout):
+            raise concurrent.futures.TimeoutError
+        return staged
+
+    def let_go(self) -> None:
+        """Called when a save has taken the staged state dict."""
+        self._staged = None
+
+    def complete(self) -> None:
+        """Training may change the state."""
+        with suppress(concurrent.futures.InvalidStateError):  # cancelled, or done
+            self.set_result({})

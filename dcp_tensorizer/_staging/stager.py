@@ -15,20 +15,16 @@ from typing import Any
 
 import torch
 
-from .._memory.device import CUDA, Device, settle_other_devices
-from .._memory.garbage import collector_paused
-from .._memory.shared_buffer import SharedBuffer, aligned
-from .._memory.shared_mappings import SharedMappings, SharedTensors
-from .._threads import Deadline, is_running
+from .._runtime.gc_pause import collector_paused
+from .._runtime.threads import Deadline, is_running
 from ..errors import StagingError
-from .host_copies import Pair
-from .staged_save import Progress, StagedSave
-from .staged_saves import StagedSaves
-from .staged_state_dict import StagedStateDict, StagingFuture
+from .buffer_pool import StagedSaves
+from .device import CUDA, Device, settle_other_devices
+from .shared_mappings import SharedMappings, SharedTensors
+from .shared_memory import SharedBuffer, aligned
+from .staged_save import StagedSave, StagedStateDict, StagingState
 from .state_tree import TensorList, copy_structure, fill_tensors
-from .tensor_copy import DEFAULT_LIMITS, Copies, GatherLimits, allocation_order
-
-__all__ = ["Stager", "StagedSave", "StagedStateDict", "StagingFuture"]
+from .tensor_copy import DEFAULT_LIMITS, Copies, GatherLimits, Pair, allocation_order
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -221,12 +217,12 @@ class Stager:
             if copy_from_devices is None:
                 copies.queue_from_devices()
             staged.update(snapshot.fill(tensors[number] for number in range(len(tensors))))
-            staged_save.reach(Progress.BUILT)
+            staged_save.reach(StagingState.BUILT)
             if copy_from_devices is not None and not copy_from_devices(buffer, copies):
                 buffer.pin(self._device, snapshot.devices[0])  # this process copies, after all
                 copies.queue_from_devices()
             copies.copy_from_host()
-            staged_save.reach(Progress.QUEUED)
+            staged_save.reach(StagingState.QUEUED)
         except BaseException as error:
             staged_save.fail(error)
             if not self._overlap and not isinstance(error, Exception):

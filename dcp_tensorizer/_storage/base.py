@@ -7,35 +7,43 @@ globs. Saving and loading never list a directory; only tools that look for check
 from __future__ import annotations
 
 import abc
+import sys
 import threading
 import time
 import traceback
 import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from .._forks import free_in_child
+import numpy as np
+
+from .._runtime.forks import free_in_child
 from ..errors import ReadError, WriteError
 from .redact import redact
-from .tuning import UNLIMITED, ReadTuning
 
-__all__ = [
-    "TAKEN",
-    "TIMEOUT",
-    "UNLIMITED",
-    "DirectoryLock",
-    "FileIdentity",
-    "FileInfo",
-    "RangeReader",
-    "ReadTuning",
-    "Refused",
-    "Shared",
-    "Sink",
-    "Storage",
-    "rest_of",
-    "temporary_file_name",
-]
+# How a storage is read at its full speed.
+
+UNLIMITED = sys.maxsize
+"""No bound, where a number of bytes or threads is asked for."""
+
+
+@dataclass(frozen=True)
+class ReadTuning:
+    """How a storage is read at its full speed."""
+
+    max_threads: int = 16
+    """How many reads at once reach the full speed."""
+    min_threads: int = UNLIMITED
+    """How many threads start a load. Others join while these wait for the storage."""
+    slice_bytes: int = UNLIMITED
+    """The most to read before hashing it, so that it is still in the processor's cache."""
+    max_coalesced_bytes: int | None = None
+    """The most to read at once straight into targets. None: the size of the scratch memory."""
+    max_gap_bytes: int = 64 << 10
+    """To read this many unneeded bytes costs less than another request."""
+
 
 TIMEOUT = 600.0
 """Seconds after which the package stops waiting for the storage, unless the user says otherwise."""
@@ -388,3 +396,26 @@ def rest_of(buffers: Iterable[memoryview], count: int) -> list[memoryview]:
 def temporary_file_name(name: str, save_id: str = "") -> str:
     """The name under which a save's file is written before it gets its own; a new one for a file of no save."""
     return f"{name}.{save_id or uuid.uuid4().hex}.tmp"
+
+
+# Files, and ranges of files, that are in memory.
+
+
+class MemoryReader(RangeReader):
+    """A file, or a range of one, that is in memory.
+
+    Args:
+        data: Its bytes.
+        offset: Of the first of them in the file.
+    """
+
+    def __init__(self, data: memoryview | bytes, offset: int = 0) -> None:
+        self._data = np.frombuffer(data, dtype=np.uint8)
+        self._offset = offset
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
+        position = offset - self._offset
+        for buffer in buffers:
+            # NumPy copies without the interpreter lock.
+            np.frombuffer(buffer, dtype=np.uint8)[:] = self._data[position : position + buffer.nbytes]
+            position += buffer.nbytes

@@ -18,8 +18,6 @@ import msgspec
 from ..errors import CheckpointError, WriteError
 from .base import Refused, Storage
 
-__all__ = ["Claim", "Ownership", "claim_file_name", "read_claim"]
-
 logger = logging.getLogger("dcp_tensorizer")
 
 _TRIES = 10  # against runs that claim the same folder at the same moment

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from .._forks import free_in_child
-from .._process_context import environment
-from ..errors import WriteError
-from .base import Storage
-from .option_names import check_names
-from .redact import Scrubber
-from .retry import patience_of
+from .._runtime.forks import free_in_child
+from .._runtime.process_context import environment
+from .._runtime.threads import in_threads
+from ..errors import NotCommitted, ReadError, WriteError
+from .base import TAKEN, FileInfo, RangeReader, Sink, Storage
+from .redact import Scrubber, check_names, check_writable, is_in_process, protocols_of
+from .remote import Ranges, RemoteStorage, is_transient, patience_of
 from .s3 import S3Storage
-from .stream import StreamStorage
-from .urls import protocols_of
-
-__all__ = ["is_known", "open_url"]
 
 _AZURE = ("az", "abfs", "abfss")
 _EXTRAS = (
@@ -130,3 +129,171 @@ def _timeout_options(protocol: str, timeout: float) -> dict[str, float]:
     if protocol in _AZURE:
         return dict.fromkeys(("connection_timeout", "read_timeout"), math.ceil(patience_of(timeout)))
     return {}
+
+
+# A checkpoint's directory behind any fsspec filesystem: files are written as streams and read by ranges.
+
+_FOR_THREADS = {"memory", "hdfs", "arrow_hdfs"}
+"""Protocols without an event loop that several threads may use at once."""
+_swapping = free_in_child(threading.Lock())  # of files in this process's memory
+
+
+class StreamStorage(RemoteStorage):
+    """Uses only what every filesystem of fsspec can do.
+
+    Filesystems with an event loop serve several threads at once. Others are asked for one thing at a time.
+
+    Google Cloud Storage and Azure show an object when its stream is closed. Others may show a data file while it is
+    written. That does no harm: nobody reads it before ``.metadata`` names it.
+
+    Args:
+        filesystem: fsspec's.
+        root: The directory, as the filesystem names it.
+        url: The directory, as the user named it.
+        scrub: Removes credentials from a text.
+        timeout: Seconds after which a request is not tried again.
+    """
+
+    def __init__(self, filesystem: Any, root: str, url: str, scrub: Callable[[str], str], timeout: float) -> None:
+        super().__init__(url, root, scrub, timeout)
+        protocol = filesystem.protocol
+        self.filesystem = filesystem
+        self._environment = environment()  # of the moment when it was made
+        protocols = {protocol} if isinstance(protocol, str) else set(protocol)
+        self.in_process = is_in_process(url)
+        self._turn: AbstractContextManager[Any] = nullcontext()
+        if not type(filesystem).async_impl and protocols.isdisjoint(_FOR_THREADS):
+            self._turn = free_in_child(threading.RLock())
+            self.reads = dataclasses.replace(self.reads, max_threads=1)
+
+    def listing(self) -> tuple[list[FileInfo], list[str]]:
+        with self._translated(ReadError, f"cannot list {self.path}"):
+            try:
+                self.filesystem.invalidate_cache(self._root)
+                entries = self._call("ls", self._root, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                raise NotCommitted(f"there is nothing at {self.path}") from None
+        named = [(entry["name"].rstrip("/").rpartition("/")[2], entry) for entry in entries]
+        listed = [(name, int(e["size"] or 0), _modified(e)) for name, e in named if e["type"] == "file" and name]
+        files = [FileInfo(name, nbytes, modified, modified) for name, nbytes, modified in listed]
+        return files, [name for name, entry in named if entry["type"] == "directory"]
+
+    def make_directory(self) -> None:
+        check_writable(self.location)
+        with self._translated(WriteError, f"cannot create {self.path}"):
+            self._call("makedirs", self._root, exist_ok=True)
+
+    def create(self, name: str, nbytes: int, *, sync: bool) -> Sink:
+        check_writable(self.location)
+        return _StreamSink(self.filesystem, self._full(name), self._turn)
+
+    def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True, save_id: str = "") -> None:
+        mode = {} if replace else {"mode": "create"}
+        with self._putting(name, data, is_new=not replace) as begin:
+
+            def put() -> None:
+                begin()
+                try:
+                    self.filesystem.pipe_file(self._full(name), data, **mode)
+                except OSError as error:
+                    if _is_taken(error):
+                        raise FileExistsError(TAKEN) from None
+                    raise
+
+            self._retried(put)
+
+    def put_if(self, name: str, expected: bytes | None, data: bytes, *, sync: bool = True, save_id: str = "") -> bool:
+        with _swapping if self.in_process else nullcontext():
+            return super().put_if(name, expected, data, sync=sync, save_id=save_id)
+
+    def open(self, name: str) -> RangeReader:
+        return Ranges(lambda start, stop: self._call("cat_file", self._full(name), start=start, end=stop))
+
+    def remove(self, *names: str) -> None:
+        def remove(name: str) -> None:
+            with suppress(FileNotFoundError):
+                self._call("rm_file", self._full(name))
+
+        in_threads(remove, names)
+
+    def _read(self, name: str, most: int | None) -> bytes:
+        limits = {} if most is None else {"start": 0, "end": most}
+        return bytes(self._call("cat_file", self._full(name), **limits))
+
+    def _head(self, name: str) -> int:
+        self.filesystem.invalidate_cache(self._root)  # some look into a listing, which is older than the file
+        return int(self._call("info", self._full(name))["size"])
+
+    def _is_refusal(self, error: Exception) -> bool:
+        return False  # filesystems repeat requests by themselves: an attempt whose answer was lost may be behind it
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._retried(lambda: getattr(self.filesystem, method)(*args, **kwargs))
+
+    def _retried(self, operation: Callable[[], Any]) -> Any:
+        def in_turn() -> Any:
+            with self._turn:
+                return operation()
+
+        return self.retries.call(in_turn, self._may_succeed, self._renew)
+
+    def _may_succeed(self, error: Exception) -> bool:
+        """Whether what has failed may succeed with a fresh filesystem: it has other keys if the environment has."""
+        is_outdated = not isinstance(error, FileNotFoundError | FileExistsError) and environment() != self._environment
+        return is_outdated or is_transient(error)
+
+    def _renew(self) -> None:
+        """Makes a fresh filesystem: with new connections, and with credentials as they are now."""
+        old, self._environment = self.filesystem, environment()
+        self.filesystem = type(old)(*old.storage_args, **old.storage_options, skip_instance_cache=True)
+
+
+def _is_taken(error: OSError) -> bool:
+    """Whether another job's file met the condition of a put. s3fs only says that an argument is invalid."""
+    answer = getattr(error.__cause__, "response", None) or {}
+    return answer.get("Error", {}).get("Code") in ("PreconditionFailed", "ConditionalRequestConflict")
+
+
+def _modified(entry: Mapping[str, Any]) -> float | None:
+    """When a file was last written; each file system has a key and a type of its own for it."""
+    for key in ("LastModified", "last_modified", "mtime", "updated", "modified", "created"):
+        value = entry.get(key)
+        with suppress(ValueError):
+            value = datetime.fromisoformat(value.replace("Z", "+00:00")) if isinstance(value, str) else value
+        if isinstance(value, datetime):
+            return (value if value.tzinfo else value.replace(tzinfo=timezone.utc)).timestamp()
+        if isinstance(value, int | float):
+            return float(value)
+    return None
+
+
+class _StreamSink(Sink):
+    """One of fsspec's streams, which takes the parts in order and sends them as it goes."""
+
+    part_bytes = 8 << 20
+    in_order = True
+
+    def __init__(self, filesystem: Any, path: str, turn: AbstractContextManager[Any]) -> None:
+        super().__init__()
+        self._filesystem = filesystem
+        self._path = path
+        self._turn = turn
+        with turn:
+            self._stream = filesystem.open(path, "wb", block_size=2 * self.part_bytes)
+
+    def _put_part(self, number: int, data: memoryview) -> None:
+        assert number * self.part_bytes == self.bytes_written, "parts come in order"
+        with self._turn:
+            self._stream.write(data)
+
+    def _complete(self) -> None:
+        with self._turn:
+            self._stream.close()
+
+    def _abort(self) -> None:
+        with self._turn:
+            with suppress(Exception):
+                self._stream.discard()
+            with suppress(Exception):
+                self._stream.closed = True  # or else fsspec completes the object when it collects the stream
+            self._filesystem.rm_file(self._path)

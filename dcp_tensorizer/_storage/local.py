@@ -6,6 +6,7 @@ import errno
 import fcntl
 import functools
 import os
+import re
 import stat
 import time
 from collections.abc import Callable, Collection
@@ -13,20 +14,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from .._descriptor import Descriptor
-from .._forks import Finalizer
-from .._threads import cores, in_threads
-from ..errors import ReadError, WriteError
-from . import directory_record
-from .base import TAKEN, DirectoryLock, FileIdentity, FileInfo, Refused, Storage, temporary_file_name
-from .local_link import identity_of, link_file
-from .local_listing import linked_directories, list_directory
-from .local_read import LocalFile, UncachedFile
-from .local_write import LocalSink, explained, give_mode, new_file
-from .mounts import file_system
-from .tuning import ReadTuning
-
-__all__ = ["LocalStorage"]
+from .._runtime.forks import Descriptor, Finalizer
+from .._runtime.threads import cores, in_threads
+from ..errors import NotCommitted, ReadError, WriteError
+from .base import (
+    TAKEN,
+    DirectoryLock,
+    FileIdentity,
+    FileInfo,
+    ReadTuning,
+    Refused,
+    Shared,
+    Storage,
+    temporary_file_name,
+)
+from .local_io import LocalFile, LocalSink, UncachedFile, explained, give_mode, new_file
 
 _T = TypeVar("_T")
 
@@ -215,10 +217,10 @@ class LocalStorage(Storage):
     def put_record(self, name: str) -> None:
         if self.locks_are_visible:
             with suppress(OSError):
-                directory_record.put_record(self._root / name)
+                put_record(self._root / name)
 
     def is_record(self, name: str) -> bool:
-        return directory_record.is_record(self._root / name)
+        return is_record(self._root / name)
 
     def give_up(self) -> None:
         self._is_given_up = True
@@ -408,3 +410,193 @@ def _sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# Records that are valid in one directory alone: a copy of one, wherever it is, is none.
+#
+# Programs that copy a directory bring a checkpoint's data first and its metadata last, and restore the times of files.
+# So neither what is missing nor how old a file is tells whether a save has died there. A record does: it names the boot
+# of the machine, and the directory and itself as the process that wrote it saw them. Inodes are used again, so it also
+# names the moment, which must be that of its last change: nobody can set that.
+
+_MAX_BYTES = 4096
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+# A file system's clock may be a tick of the kernel behind: at most 10 ms.
+_TOLERANCE = 0.05
+_ATTEMPTS = 20  # the process may lose its core between two lines
+
+
+def boot_id() -> str:
+    """Of this machine since it was started; raises `OSError` where that is unknown."""
+    return _BOOT_ID.read_text()
+
+
+def put_record(path: Path) -> None:
+    """Writes a record; raises `OSError`, also where the boot is unknown.
+
+    It need not be durable: after another boot it proves nothing.
+    """
+    boot = boot_id()
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        for _ in range(_ATTEMPTS):
+            os.pwrite(descriptor, f"{time.time():020.6f}\n{boot}{_places(path, descriptor)}".encode(), 0)
+            if _is_valid(path, descriptor):
+                return
+    except OSError:
+        path.unlink()
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def is_record(path: Path) -> bool:
+    """Whether a file is a record that was written at this place since the machine was booted."""
+    with suppress(OSError, ValueError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            return _is_valid(path, descriptor)
+        finally:
+            os.close(descriptor)
+    return False
+
+
+def _is_valid(path: Path, descriptor: int) -> bool:
+    moment, _, places = os.pread(descriptor, _MAX_BYTES, 0).decode().partition("\n")
+    is_original = abs(os.fstat(descriptor).st_ctime - float(moment)) < _TOLERANCE
+    return is_original and places == boot_id() + _places(path, descriptor)
+
+
+def _places(path: Path, descriptor: int) -> str:
+    """The inodes that a record names: the directory's, and its own."""
+    return "".join(f"{state.st_dev} {state.st_ino}\n" for state in (os.stat(path.parent), os.fstat(descriptor)))
+
+
+# Hard links: one file of two checkpoints, so that the second one costs no space and no time.
+#
+# A linked file is a part of several checkpoints. So it loses the permission to be written when it gets its second name,
+# and it is linked only if nobody has touched it since it was written.
+
+_WRITABLE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
+
+
+def identity_of(status: os.stat_result) -> FileIdentity | None:
+    """Device, inode, size and time of the last write of a file; None of anything else."""
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def link_file(source: Path, identity: FileIdentity, target: Path, *, sync: bool) -> bool:
+    """Gives a file a second name; the directory of that has to be fsynced.
+
+    Nothing is raised: there may be no file, or another one (ENOENT), it may be on another file system (EXDEV), have too
+    many names (EMLINK), belong to somebody else or be on a file system without links (EPERM), and more.
+
+    Args:
+        source: The file.
+        identity: What it must be.
+        target: Its second name, which must be free.
+        sync: Make its data durable: who wrote it may not have.
+
+    Returns:
+        Whether it has its second name.
+    """
+    with suppress(OSError):
+        descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if identity_of(os.fstat(descriptor)) != identity:
+                return False
+            with suppress(OSError):  # of a network mount that asks twice, although it was done: what is there counts
+                os.link(source, target, follow_symlinks=False)
+            # What cannot be linked stays as it is, and nobody waits for its disk.
+            return _is_linked(target, identity) and _is_settled(descriptor, target, sync=sync)
+        finally:
+            os.close(descriptor)
+    return False
+
+
+def _is_settled(descriptor: int, target: Path, *, sync: bool) -> bool:
+    """Takes the permission to write from a file that has its second name, and makes it durable; or takes that back."""
+    try:
+        mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
+        if mode & _WRITABLE:
+            os.fchmod(descriptor, mode & ~_WRITABLE)
+        if sync:
+            os.fsync(descriptor)
+    except OSError:
+        target.unlink()
+        return False
+    return True
+
+
+def _is_linked(target: Path, identity: FileIdentity) -> bool:
+    """Whether a name is of the file that was meant. Somebody may have put another one in its place meanwhile.
+
+    If it is not, or cannot be seen to be, it is removed: the file that is written then must find it free.
+    """
+    with suppress(OSError):
+        if identity_of(os.lstat(target)) == identity:
+            return True
+    target.unlink(missing_ok=True)
+    return False
+
+
+# What is in a local directory.
+
+
+def list_directory(folder: Path) -> tuple[list[FileInfo], list[str]]:
+    """Its files and its directories; see `Storage.listing`."""
+    files, folders = [], []
+    for entry in _entries(folder):
+        if entry.is_dir(follow_symlinks=False):  # a link would show its directory twice
+            folders.append(entry.name)
+            continue
+        with suppress(OSError):  # removed since then, or a link to nowhere or in a circle
+            state = entry.stat()
+            if stat.S_ISREG(state.st_mode):
+                shared = Shared(state.st_dev, state.st_ino, state.st_nlink) if state.st_nlink > 1 else None
+                files.append(FileInfo(entry.name, state.st_size, state.st_mtime, state.st_ctime, shared))
+    return files, folders
+
+
+def linked_directories(folder: Path) -> list[str]:
+    """Links to directories that are not in the same directory; see `Storage.linked_directories`."""
+    here = os.path.realpath(folder)
+    linked = [entry.path for entry in _entries(folder) if entry.is_symlink() and os.path.isdir(entry.path)]
+    return [os.path.basename(path) for path in linked if os.path.dirname(os.path.realpath(path)) != here]
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotCommitted(f"there is no directory {folder}") from error
+    except OSError as error:
+        raise ReadError(f"cannot list {folder}: {error}") from error
+
+
+# Which file system a path is on, as the kernel lists the mounts of this process.
+
+_MOUNTS = Path("/proc/self/mountinfo")
+_ESCAPE = re.compile(rb"\\([0-7]{3})")
+
+
+def file_system(path: Path, mounts: Path = _MOUNTS) -> str:
+    """The type of the file system that a path is on; empty if that is unknown."""
+    real = os.path.realpath(path)
+    nearest, kind = "", ""
+    with suppress(OSError), mounts.open("rb") as lines:
+        for line in lines:
+            fields, _, rest = line.partition(b" - ")
+            mount = _unescaped(fields.split(b" ")[4])
+            is_inside = real == mount or real.startswith(mount.rstrip("/") + "/")
+            if is_inside and len(mount) >= len(nearest):
+                nearest, kind = mount, rest.split(b" ")[0].decode("ascii", "replace")
+    return kind
+
+
+def _unescaped(field: bytes) -> str:
+    """A path of the list. What would end a field is escaped there; all else is as it is, in any encoding."""
+    return os.fsdecode(_ESCAPE.sub(lambda found: bytes([int(found[1], 8) & 0xFF]), field))

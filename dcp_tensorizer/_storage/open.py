@@ -11,8 +11,6 @@ from ..errors import WriteError
 from .base import TIMEOUT, Storage
 from .local import LocalStorage
 
-__all__ = ["absolute_path", "is_location", "open_storage"]
-
 
 def open_storage(
     path: str | os.PathLike[str], options: Mapping[str, Any] | None = None, timeout: float = TIMEOUT

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 import stat
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
 
+import paramiko
+from paramiko.sftp import CMD_EXTENDED, CMD_READ, CMD_STATUS, CMD_VERSION, int64
+
+from .._runtime.forks import Finalizer, free_in_child, in_child
 from ..errors import NotCommitted, ReadError, WriteError
 from .base import TAKEN, FileInfo, RangeReader, Sink, temporary_file_name
-from .remote import Ranges, RemoteStorage
-from .sftp_client import LOST, SftpClient, read_range, sync_file, write_all
-
-__all__ = ["SftpStorage"]
+from .redact import names_of, refuse_unknown
+from .remote import Ranges, RemoteStorage, Retries, is_transient, patience_of
 
 
 class SftpStorage(RemoteStorage):
@@ -211,3 +217,300 @@ class _SftpSink(Sink):
 
     def _abort(self) -> None:
         _try_to_remove(self._client, self._path)
+
+
+# A connection to an SFTP server, which is made again when it is lost. Only this module imports paramiko.
+
+LOST = (ConnectionError, TimeoutError)
+"""Errors after which nobody knows what became of a request."""
+
+_T = TypeVar("_T")
+
+_KEEPALIVE = 20
+_CHANNELS = 8  # OpenSSH allows 10 a connection, unless it is told otherwise (MaxSessions)
+_FOR_FSSPEC = {"skip_instance_cache", "use_listings_cache", "temppath"}
+_FSYNC = "fsync@openssh.com"
+_REQUESTS = 256  # to read, under way at a time: 8 MiB
+_inherited: list[object] = []
+"""A forked child's copies of its parent's connections, which are never freed there."""
+
+
+class _Channel(paramiko.SFTPClient):  # type: ignore[misc]
+    """Remembers the extensions that its server offers, which paramiko does not."""
+
+    extensions: frozenset[str] = frozenset()
+
+    def _read_packet(self) -> tuple[int, bytes]:
+        kind, data = super()._read_packet()
+        if kind == CMD_VERSION:
+            self.extensions = frozenset(_extensions(paramiko.Message(data)))
+        return kind, data
+
+
+class SftpClient:
+    """One SSH connection, with a channel for each thread at work: a channel of paramiko's serves one thread at a time.
+
+    All waits end. A connection that is silent for a tenth of ``timeout`` is closed, and the threads that use it try
+    again over the next one, until ``timeout`` is over. The connection ends with this object.
+
+    Args:
+        address: Of the server, as in a URL: ``user:password@host:port``, of which only the host must be there.
+        options: ``host_key_policy`` (a name, or a paramiko policy), and paramiko's own for connecting.
+        timeout: Seconds after which a request is given up.
+
+    Raises:
+        OSError: there is no connection, or the server refuses the user.
+    """
+
+    def __init__(self, address: str, options: Mapping[str, Any], timeout: float) -> None:
+        refuse_unknown(options, names_of(paramiko.SSHClient.connect) | {"host_key_policy"} | _FOR_FSSPEC)
+        self._patience = patience_of(timeout)
+        self.retries = Retries(timeout)
+        waits = dict.fromkeys(("timeout", "banner_timeout", "auth_timeout"), self._patience)
+        self._options = waits | _of_address(address) | {k: v for k, v in options.items() if k not in _FOR_FSSPEC}
+        self._policy = self._options.pop("host_key_policy", "auto_add")
+        self._lock = free_in_child(threading.Lock())
+        self._begin()
+        in_child(self, SftpClient._let_go)
+        self.call(lambda channel: None)
+
+    def _begin(self) -> None:
+        self._free = threading.BoundedSemaphore(_CHANNELS)
+        self._idle: list[Any] = []
+        self._connection: Any = None
+        self._failure: OSError | None = None
+
+    def _let_go(self) -> None:
+        """In a forked child: the connection is its parent's, and the next call makes one of its own."""
+        connection, idle = self._connection, self._idle
+        self._begin()
+        if connection is not None:
+            # A channel that is freed says so to the server: in the middle of what the parent says.
+            _inherited.append((connection, idle))
+            transport = connection.get_transport()
+            if transport is not None:
+                transport.active = False
+                if isinstance(transport.sock, socket.socket):
+                    transport.sock.close()
+
+    def call(self, use: Callable[[Any], _T]) -> _T:
+        """The result of a function of a channel (paramiko's ``SFTPClient``); repeated if the connection is lost.
+
+        Raises:
+            EOFError: a file ends.
+            OSError: anything else that the server answers, or that happens on the way to it.
+        """
+        return self.retries.call(lambda: self.attempt(use), _is_transient)
+
+    def attempt(self, use: Callable[[Any], _T]) -> _T:
+        """`call`, without a retry."""
+        known = self._failure
+        with self._free, self._channel(known) as channel:
+            return use(channel)
+
+    def _connected(self, known: OSError | None) -> Any:
+        """The connection, made again if it is lost.
+
+        A thread whose attempt began before another thread failed to connect gets that failure. If each thread connected
+        for itself, threads would wait long for one another at a server that hangs.
+        """
+        if not _is_active(self._connection):
+            if self._failure is not None and self._failure is not known:
+                raise type(self._failure)(*self._failure.args)
+            self._idle.clear()
+            try:
+                self._connection = self._connect()
+            except OSError as error:
+                self._failure = type(error)(*error.args)  # without the frames that it has been through
+                raise
+        return self._connection
+
+    @contextmanager
+    def _channel(self, known: OSError | None) -> Iterator[Any]:
+        """A channel that nobody else uses. After a failure it is not used again."""
+        with self._lock:
+            connection = self._connected(known)
+            channel = self._idle.pop() if self._idle else None
+        try:
+            if channel is None:
+                channel = self._open(connection)
+            yield channel
+        except FileNotFoundError:
+            self._give_back(channel, connection)
+            raise
+        except Exception as error:
+            if isinstance(error, TimeoutError):
+                connection.close()
+            elif channel is not None:
+                with suppress(Exception):
+                    channel.close()
+            raise _translated(error, connection) from None
+        self._give_back(channel, connection)
+
+    def _give_back(self, channel: Any, connection: Any) -> None:
+        with self._lock:
+            if connection is self._connection:
+                self._idle.append(channel)
+
+    def _connect(self) -> Any:
+        connection = paramiko.SSHClient()
+        policy = _policy(self._policy)
+        if isinstance(policy, paramiko.RejectPolicy):
+            connection.load_system_host_keys()
+        connection.set_missing_host_key_policy(policy)
+        try:
+            connection.connect(**self._options)
+            transport = connection.get_transport()
+            transport.set_keepalive(_KEEPALIVE)
+            # paramiko waits without a timeout until the server takes what is sent. Some systems can set one.
+            if isinstance(transport.sock, socket.socket) and hasattr(socket, "TCP_USER_TIMEOUT"):
+                milliseconds = max(1, int(1000 * self._patience))
+                transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+        except Exception as error:
+            transport = connection.get_transport()
+            was_answered = _is_active(connection) and transport.initial_kex_done
+            connection.close()
+            refused = isinstance(error, paramiko.AuthenticationException | paramiko.BadHostKeyException)
+            if refused or (was_answered and isinstance(error, paramiko.SSHException)):  # also: no key to offer
+                raise PermissionError(f"{type(error).__name__}: {error}") from None
+            if isinstance(error, paramiko.ssh_exception.NoValidConnectionsError):
+                raise ConnectionRefusedError(str(error)) from None
+            if isinstance(error, paramiko.SSHException | EOFError):
+                raise ConnectionResetError(f"no SSH connection: {error}") from None
+            raise
+        Finalizer(self, connection.close)
+        return connection
+
+    def _open(self, connection: Any) -> Any:
+        """A new channel."""
+        silent = threading.Event()
+
+        def give_up() -> None:
+            silent.set()
+            connection.close()  # nothing else ends a wait for the subsystem
+
+        timer = threading.Timer(self._patience, give_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            channel = connection.get_transport().open_session(timeout=self._patience)
+            channel.settimeout(self._patience)
+            channel.invoke_subsystem("sftp")
+            return _Channel(channel)
+        except Exception:
+            if silent.is_set():
+                raise TimeoutError(f"the server has been silent for {self._patience:g} s") from None
+            raise
+        finally:
+            timer.cancel()
+
+
+def write_all(file: Any, data: memoryview) -> None:
+    """Writes at a file's position and waits for the server's answers only at the end; raises `OSError`."""
+    file.set_pipelined(True)
+    file.write(data[:-1])
+    file.set_pipelined(False)  # this write waits for its answer, and for those to all before it
+    file.write(data[-1:])
+
+
+def read_range(channel: Any, file: Any, start: int, stop: int) -> bytes:
+    """A range of an open file, less where the file ends.
+
+    paramiko's own ``prefetch`` asks in a thread. When all answers are there before that thread's next request, it takes
+    the rest for done, and asks again for one piece after the other.
+    """
+    pieces: deque[_Piece] = deque()
+    data = bytearray()
+    for offset in range(start, stop, file.MAX_REQUEST_SIZE):
+        if len(pieces) == _REQUESTS:
+            data += pieces.popleft().whole()
+        pieces.append(_Piece(channel, file.handle, offset, min(file.MAX_REQUEST_SIZE, stop - offset)))
+    for piece in pieces:
+        data += piece.whole()
+    return bytes(data)
+
+
+class _Piece:
+    """A request to read, under way; paramiko hands over its answer."""
+
+    def __init__(self, channel: Any, handle: bytes, offset: int, nbytes: int) -> None:
+        self._channel, self._handle, self._offset, self._nbytes = channel, handle, offset, nbytes
+        self._data: bytes | None = None
+        channel._async_request(self, CMD_READ, handle, int64(offset), nbytes)
+
+    def _async_response(self, kind: int, message: paramiko.Message, number: int) -> None:
+        self._data = b""
+        if kind != CMD_STATUS:
+            self._data = message.get_string()
+            return
+        with suppress(EOFError):  # of the file
+            self._channel._convert_status(message)
+
+    def whole(self) -> bytes:
+        """Waits for the answer, and asks for the rest where the server gave less."""
+        while self._data is None:
+            self._channel._read_response()
+        rest = self._nbytes - len(self._data)
+        if not self._data or not rest:
+            return self._data
+        return self._data + _Piece(self._channel, self._handle, self._offset + len(self._data), rest).whole()
+
+
+def sync_file(channel: Any, file: Any) -> None:
+    """Makes an open file's contents durable, where the server offers that."""
+    if _FSYNC in channel.extensions:
+        channel._request(CMD_EXTENDED, _FSYNC, file.handle)
+
+
+def _extensions(message: paramiko.Message) -> Iterator[str]:
+    message.get_int()  # the version
+    while message.get_remainder():
+        yield message.get_text()
+        message.get_binary()  # the extension's version
+
+
+def _of_address(address: str) -> dict[str, Any]:
+    """Options for connecting. Raises `ValueError` without the address, because it may show the password."""
+    parts = urlsplit(f"//{address}")
+    try:
+        port = parts.port
+    except ValueError:
+        raise ValueError("the port is not a number: user and password must be percent-encoded in a URL") from None
+    options = {
+        "hostname": parts.hostname,
+        "port": port,
+        "username": parts.username and unquote(parts.username),
+        "password": parts.password and unquote(parts.password),
+    }
+    return {key: value for key, value in options.items() if value is not None}
+
+
+def _policy(wanted: Any) -> Any:
+    """A host key policy: by name, class or instance."""
+    named = {"auto_add": paramiko.AutoAddPolicy, "warning": paramiko.WarningPolicy, "reject": paramiko.RejectPolicy}
+    if isinstance(wanted, str):
+        if wanted not in named:
+            raise ValueError(f"host_key_policy {wanted!r} is not one of {', '.join(named)}")
+        wanted = named[wanted]
+    return wanted() if isinstance(wanted, type) else wanted
+
+
+def _is_active(connection: Any) -> bool:
+    transport = connection and connection.get_transport()
+    return bool(transport and transport.is_active())
+
+
+def _is_transient(error: Exception) -> bool:
+    return is_transient(error) and not isinstance(error, EOFError)  # a file's end
+
+
+def _translated(error: Exception, connection: Any) -> Exception:
+    """An error on a channel, as one of Python's."""
+    said = (
+        (isinstance(error, EOFError) and error.args)  # without a text, the connection ended and not a file
+        or isinstance(error, TimeoutError | ConnectionError)
+        or (isinstance(error, OSError) and (error.errno is not None or _is_active(connection)))
+    )
+    if said or (_is_active(connection) and not isinstance(error, paramiko.SSHException | EOFError)):
+        return error
+    return ConnectionResetError(f"the connection was lost: {error}" if str(error) else "the connection was lost")

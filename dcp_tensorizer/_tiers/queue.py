@@ -25,27 +25,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from .._descriptor import Descriptor
-from .._forks import Finalizer, Home
+from .._runtime.forks import Descriptor, Finalizer, Home
 from .._storage.local import LocalStorage
 from ..errors import CheckpointError, MetadataError, NotCommitted, ReadError, WriteError
-
-__all__ = [
-    "FOLDER",
-    "LOST",
-    "OPEN",
-    "REMOTE",
-    "SENT",
-    "TOLD",
-    "UNFLUSHED",
-    "WRITING",
-    "Commit",
-    "Entry",
-    "Life",
-    "Queue",
-    "Record",
-    "Writing",
-]
 
 FOLDER = ".flush"
 """The name of the folder of records, in the local folder."""
@@ -82,7 +64,7 @@ class Commit(msgspec.Struct, frozen=True):
     overwrite: bool
 
 
-class Record(msgspec.Struct, frozen=True):
+class FlushRecord(msgspec.Struct, frozen=True):
     """One rank's part of one save.
 
     Attributes:
@@ -106,7 +88,7 @@ class Record(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-class Entry(NamedTuple):
+class FlushEntry(NamedTuple):
     """A record, as the folder shows it."""
 
     number: int
@@ -141,17 +123,17 @@ class Queue:
         self.folder = root / FOLDER
         self.is_writable = True
         self._storage = LocalStorage(self.folder)
-        self._records: dict[str, Record] = {}
+        self._records: dict[str, FlushRecord] = {}
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[FlushEntry]:
         """All records, in the order of their saves. Of one whose state was being changed, the later state."""
         for _ in range(_TRIES):
             with suppress(_Moved):
                 return self._listed()
         raise ReadError(f"cannot list {self.folder}: its records change too fast")
 
-    def _listed(self) -> list[Entry]:
-        latest: dict[str, Entry] = {}
+    def _listed(self) -> list[FlushEntry]:
+        latest: dict[str, FlushEntry] = {}
         try:
             names = os.listdir(self.folder)
         except (FileNotFoundError, NotADirectoryError):
@@ -160,7 +142,7 @@ class Queue:
             raise ReadError(f"cannot list {self.folder}: {error}") from error
         for path in [*(self.folder / name for name in names), *self._files_aside()]:
             if match := _ENTRY.fullmatch(path.name):
-                entry = Entry(int(match[1]), int(match[2]), match[3], match[4], _changed(path))
+                entry = FlushEntry(int(match[1]), int(match[2]), match[3], match[4], _changed(path))
                 other = latest.get(entry.stem)
                 if other is None and path.parent != self.folder:
                     continue  # its record is gone
@@ -168,7 +150,7 @@ class Queue:
                     latest[entry.stem] = entry
         return sorted(latest.values())
 
-    def state(self, entry: Entry) -> str | None:
+    def state(self, entry: FlushEntry) -> str | None:
         """The state that a record is in now; None if it is gone."""
         # In the order in which a record comes by them: or else one that is just being renamed would be missed.
         state = None
@@ -177,7 +159,7 @@ class Queue:
                 state = other
         return state
 
-    def record(self, entry: Entry) -> Record | None:
+    def record(self, entry: FlushEntry) -> FlushRecord | None:
         """What is in a record, also if it is renamed meanwhile.
 
         None if it is gone, or nobody of this package wrote it.
@@ -186,14 +168,16 @@ class Queue:
         names = [f"{entry.stem}.{state}" for state in _ORDER[_ORDER.index(entry.state) :]]
         for path in [folder / name for name in names for folder in self._folders()] if known is None else ():
             with suppress(msgspec.MsgspecError, OSError):
-                known = msgspec.json.decode(path.read_bytes(), type=Record)
+                known = msgspec.json.decode(path.read_bytes(), type=FlushRecord)
                 if len(self._records) > 1000:  # of a job that has saved very often
                     self._records.clear()
                 self._records[entry.name] = known
                 break
         return known
 
-    def records(self, states: Container[str] = _ORDER, remote: str | None = None) -> list[tuple[Entry, Record]]:
+    def records(
+        self, states: Container[str] = _ORDER, remote: str | None = None
+    ) -> list[tuple[FlushEntry, FlushRecord]]:
         """The records in some states, and what is in them, in the order of their saves.
 
         Args:
@@ -203,7 +187,7 @@ class Queue:
         found = [(entry, self.record(entry)) for entry in self.entries() if entry.state in states]
         return [(e, r) for e, r in found if r is not None and remote in (None, r.remote)]
 
-    def damage(self, entry: Entry) -> str:
+    def damage(self, entry: FlushEntry) -> str:
         """Why a record cannot be read, where that is the disk's fault; empty if it can, or it is gone."""
         try:
             (self.folder / entry.name).read_bytes()
@@ -213,14 +197,14 @@ class Queue:
             return f"its record {self.folder / entry.name} cannot be read: {error}"
         return ""
 
-    def index(self, entry: Entry) -> bytes:
+    def index(self, entry: FlushEntry) -> bytes:
         """The metadata of a checkpoint that was committed locally; raises `MetadataError`."""
         data = self._storage.read(f"{entry.stem}.index")
         if data is None:
             raise MetadataError(f"{self.folder}/{entry.stem}.index is missing: somebody has removed it")
         return data
 
-    def begin(self, record: Record) -> Writing:
+    def begin(self, record: FlushRecord) -> Writing:
         """Begins a record, before the first byte of a save is written: whoever finds it knows what to clean up.
 
         Raises:
@@ -228,7 +212,7 @@ class Queue:
         """
         self._storage.make_directory()
         number = max((entry.number for entry in self.entries() if entry.id != record.id), default=0) + 1
-        writing = Entry(number, record.rank, record.id, WRITING, time.time())
+        writing = FlushEntry(number, record.rank, record.id, WRITING, time.time())
         while True:  # until no clean-up has taken it for that of a dead save before it was locked
             # Not synced: if the machine fails, files that nothing names are all that is left.
             self._put(writing, record, sync=False)
@@ -269,7 +253,7 @@ class Queue:
                 found.setdefault(match[2], set()).add(match[1])
         return found
 
-    def move(self, entry: Entry, state: str) -> Entry:
+    def move(self, entry: FlushEntry, state: str) -> FlushEntry:
         """Takes a record to another state, now. Of several processes that try it at once, one does."""
         moved = entry._replace(state=state, changed=time.time())
         if self._is_aside(entry.name):
@@ -284,7 +268,7 @@ class Queue:
             self._put_aside(moved.name, self._content(entry), error)
         return moved
 
-    def progress(self, entry: Entry) -> None:
+    def progress(self, entry: FlushEntry) -> None:
         """Notes that the flush of a record goes on."""
         with suppress(OSError):
             try:
@@ -294,7 +278,7 @@ class Queue:
             except OSError as error:
                 self._put_aside(entry.name, self._content(entry), error)
 
-    def give_up(self, entry: Entry, record: Record, reason: str, state: str = LOST) -> None:
+    def give_up(self, entry: FlushEntry, record: FlushRecord, reason: str, state: str = LOST) -> None:
         """Notes that a save will not be on the remote. What is left of it can be removed then.
 
         Args:
@@ -314,7 +298,7 @@ class Queue:
                 raise error from error.__cause__
         self._unlink(entry.name)
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: FlushEntry) -> None:
         """Removes a record, and what belongs to it; its data must be gone."""
         own = [f"{entry.stem}.{suffix}" for suffix in ("index", "trouble", "committed", *_ORDER)]
         self._unlink(*own)
@@ -325,22 +309,22 @@ class Queue:
             with suppress(OSError):
                 self._aside.rmdir()
 
-    def confirm(self, entry: Entry) -> None:
+    def confirm(self, entry: FlushEntry) -> None:
         """Notes on a rank that does not commit that the save was committed: if that is lost, it is a loss."""
         self._note(f"{entry.stem}.committed", b"")
 
-    def is_confirmed(self, entry: Entry) -> bool:
+    def is_confirmed(self, entry: FlushEntry) -> bool:
         """Whether it is known here that a save was committed by another rank."""
         return any((folder / f"{entry.stem}.committed").exists() for folder in self._folders())
 
-    def trouble(self, entry: Entry) -> str | None:
+    def trouble(self, entry: FlushEntry) -> str | None:
         """What has gone wrong while a record was flushed; empty while it is flushed, None before and after that."""
         for folder in self._folders():
             with suppress(OSError):
                 return (folder / f"{entry.stem}.trouble").read_text(encoding="utf-8", errors="replace")
         return None
 
-    def set_trouble(self, entry: Entry, text: str | None) -> None:
+    def set_trouble(self, entry: FlushEntry, text: str | None) -> None:
         """Notes what has gone wrong."""
         name = f"{entry.stem}.trouble"
         if text is None:
@@ -351,7 +335,7 @@ class Queue:
             self._note(name, text.encode())
 
     @contextmanager
-    def claimed(self, entry: Entry) -> Iterator[bool]:
+    def claimed(self, entry: FlushEntry) -> Iterator[bool]:
         """Whether nobody else works on a record; nobody else will then, until the block ends."""
         # The one in the folder is locked, also if a later state is aside: it is the same file for all.
         names = [f"{entry.stem}.{state}" for state in _ORDER[: _ORDER.index(entry.state) + 1]]
@@ -410,7 +394,7 @@ class Queue:
             if aside:
                 self._aside.rmdir()
 
-    def _bring_back(self, entry: Entry) -> None:
+    def _bring_back(self, entry: FlushEntry) -> None:
         with self.claimed(entry) as is_free:
             if is_free:
                 self._storage.put(entry.name, self._content(entry), sync=True)
@@ -418,10 +402,10 @@ class Queue:
                 for state in _ORDER:
                     (self._aside / f"{entry.stem}.{state}").unlink(missing_ok=True)
 
-    def _put(self, entry: Entry, record: Record, *, sync: bool) -> None:
+    def _put(self, entry: FlushEntry, record: FlushRecord, *, sync: bool) -> None:
         self._storage.put(entry.name, msgspec.json.encode(record), sync=sync)
 
-    def _put_index(self, entry: Entry, index: bytes, *, sync: bool) -> None:
+    def _put_index(self, entry: FlushEntry, index: bytes, *, sync: bool) -> None:
         self._storage.put(f"{entry.stem}.index", index, sync=sync)
 
     def _unlink(self, *names: str) -> None:
@@ -469,7 +453,7 @@ class Queue:
             except OSError as error:
                 self._put_aside(name, content, error)
 
-    def _content(self, entry: Entry) -> bytes:
+    def _content(self, entry: FlushEntry) -> bytes:
         record = self.record(entry)
         if record is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), entry.name)
@@ -503,7 +487,7 @@ def _changed(path: Path) -> float:
         raise ReadError(f"cannot read {path}: {error}") from error
 
 
-def _progress(entry: Entry) -> tuple[int, float]:
+def _progress(entry: FlushEntry) -> tuple[int, float]:
     return _ORDER.index(entry.state), entry.changed
 
 
@@ -547,7 +531,7 @@ class Writing:
         record: What was known when the save began.
     """
 
-    def __init__(self, queue: Queue, entry: Entry, record: Record, descriptor: int) -> None:
+    def __init__(self, queue: Queue, entry: FlushEntry, record: FlushRecord, descriptor: int) -> None:
         self.entry = entry
         self.queue = queue
         self.record = record

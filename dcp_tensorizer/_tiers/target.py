@@ -8,20 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .._runtime.threads import Patience
 from .._storage.base import TIMEOUT, Storage
 from .._storage.open import absolute_path, open_storage
-from .._storage.redact import redact
-from .._storage.urls import is_in_process
-from .._threads import Patience
-
-__all__ = ["Target", "below", "place_of", "target_of"]
+from .._storage.redact import is_in_process, redact
 
 _LONGEST_LOOK = 20.0
 """Seconds from one look at a flush to the next, at a slow disk or remote, or between two tries. More is no wait."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
-class Target:
+class FlushTarget:
     """A local folder, and the remote one that it is flushed to.
 
     Attributes:
@@ -83,7 +80,9 @@ def place_of(root: str | os.PathLike[str], path: str | os.PathLike[str]) -> str 
     return None if {"", ".", ".."} & set(place.split("/")) else place
 
 
-def target_of(path: str | os.PathLike[str] | None, local: object, options: Mapping[str, Any], timeout: float) -> Target:
+def target_of(
+    path: str | os.PathLike[str] | None, local: object, options: Mapping[str, Any], timeout: float
+) -> FlushTarget:
     """The target of a writer or a reader with a local folder.
 
     Args:
@@ -105,4 +104,4 @@ def target_of(path: str | os.PathLike[str] | None, local: object, options: Mappi
         raise ValueError("local must be a folder on a disk of this machine, and is a URL")
     if place_of(here, remote) is not None or place_of(remote, here) is not None:
         raise ValueError(f"local={os.fspath(here)!r} and the path must be two folders, and one is in the other")
-    return Target(os.fspath(here), remote, dict(options), timeout)
+    return FlushTarget(os.fspath(here), remote, dict(options), timeout)

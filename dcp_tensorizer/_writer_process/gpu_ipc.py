@@ -15,15 +15,12 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from .._memory.device import CUDA, Device, SideStream
-from .._memory.tensor_bytes import dtype_name, named_dtype
-from .._staging.host_copies import Pair
-from .._staging.tensor_copy import Copies
-from .._torch_compat import negated_view, release_ipc_counter
+from .._format.tensor_bytes import dtype_name, named_dtype
+from .._runtime.torch_compat import negated_view, release_ipc_counter
+from .._staging.device import CUDA, Device, SideStream
+from .._staging.tensor_copy import Copies, Pair
 from ..errors import StagingError, WriteError
-from .messages import DeviceTensor, SnapshotRequest
-
-__all__ = ["Snapshots", "export", "withdraw"]
+from .protocol import DeviceTensor, SnapshotRequest
 
 
 def export(

@@ -20,40 +20,37 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from .._forks import free_in_child
-from .._format.part_buffer import PartMemory
-from .._memory.shared_mappings import SharedFile, attach, map_shared
+from .._format.encoder import PartMemory
+from .._runtime.forks import free_in_child
+from .._staging.shared_mappings import SharedFile, attach, map_shared
 from .._storage.open import open_storage
 from ..errors import describe
-from .channel import Channel
-from .child import ignore_job_signals
-from .digest_job import DigestJob
-from .interpreter import OWN_VARIABLES
-from .messages import (
+from .child import OWN_VARIABLES, ignore_job_signals
+from .jobs import DigestJob, FileJob
+from .protocol import (
     Answer,
     BufferInfo,
+    Channel,
     Detached,
     DetachRequest,
     DigestRequest,
     FlushBegun,
     FlushRequest,
-    Progress,
     Ready,
     Request,
     SnapshotRequest,
     SnapshotTaken,
     TensorSource,
     WriteFailed,
+    WriteProgress,
     WriteRequest,
 )
-from .write_job import FileJob
 
 if TYPE_CHECKING:
-    from .._tiers.target import Target
-    from .._tiers.thread import FlushThread
+    from .._tiers.flush import FlushThread
+    from .._tiers.target import FlushTarget
     from .gpu_ipc import Snapshots
 
-__all__ = ["SpareCores"]
 
 # Where all cores are busy, a save takes the same CPU time from training whatever its priority is; the priority decides
 # how long the save takes. Two and four ranks on two cores, each with a training loop: with a niceness of 7, data was
@@ -172,9 +169,9 @@ class _Worker:
             for fd in left:
                 os.close(fd)
 
-    def _flush(self, target: Target) -> None:
+    def _flush(self, target: FlushTarget) -> None:
         if self._flushes is None:
-            from .._tiers.thread import FlushThread  # not for every start: what it needs takes a fifth as long as all
+            from .._tiers.flush import FlushThread  # not for every start: what it needs takes a fifth as long as all
 
             self._flushes = FlushThread(lambda: self._job is not None)
         self._flushes.add(target)
@@ -246,7 +243,7 @@ class _Worker:
             time.sleep(_PROGRESS_SECONDS)
             job = self._job
             if job is not None:
-                self._send(Progress(job.bytes_written))
+                self._send(WriteProgress(job.bytes_written))
 
 
 def _exit_with_trainer(trainer: int, abandon: Callable[[], None]) -> None:

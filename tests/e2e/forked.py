@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from dcp_tensorizer._descriptor import Descriptor
-from dcp_tensorizer._forks import Home
+from dcp_tensorizer._runtime.forks import Descriptor, Home
 
 _LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition)
 

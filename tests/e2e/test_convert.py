@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dcp_tensorizer import ConversionError, TensorizerStorageWriter
-from dcp_tensorizer._tools.chunk_reader import whole
-from dcp_tensorizer._tools.formats.registry import open_checkpoint
-from dcp_tensorizer.convert import Options, convert
+from dcp_tensorizer.convert import convert
+from dcp_tensorizer.tools._formats.common import Options
+from dcp_tensorizer.tools._formats.registry import open_checkpoint
+from dcp_tensorizer.tools._view import whole
 
 from .ranks import run_ranks
 from .training import assert_same, random_tensor

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dcp_tensorizer import ChecksumMismatch, ReadError, TensorizerStorageReader, TensorizerStorageWriter, open_reader
-from dcp_tensorizer._loading import load_items
+from dcp_tensorizer._loading import deliver
 from dcp_tensorizer._loading.exchange import Exchange, ExchangeMemory
 
 from ..proxy import s3_proxy
@@ -70,7 +70,7 @@ def test_ranks_with_the_same_state_read_it_once(s3):
 
 def _small_pieces():
     """Has an exchange take many windows and pieces for a few megabytes."""
-    load_items.Exchange = functools.partial(Exchange, memory=ExchangeMemory(1 << 20, 100_000))
+    deliver.Exchange = functools.partial(Exchange, memory=ExchangeMemory(1 << 20, 100_000))
 
 
 def _load_mixed(rank, path, key):

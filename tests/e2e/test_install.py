@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_tensorizer import StagingError, installed
-from dcp_tensorizer._format.index import is_index
+from dcp_tensorizer._index.container import is_index
 
 from .ranks import run_ranks
 

@@ -8,8 +8,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from dcp_tensorizer import TensorizerStorageWriter, installed, open_reader
+from dcp_tensorizer._restart.find import list_kept
 from dcp_tensorizer._saving.session import SaveSession
-from dcp_tensorizer.tools import list_kept
 
 from ..support import keepers_below
 from .kept_state import SECONDS, sharded_state, values_at, values_of

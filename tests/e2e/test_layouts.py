@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
-from dcp_tensorizer._loading import load_items
+from dcp_tensorizer._loading import deliver
 from dcp_tensorizer._loading.executor import fetch
 
 from .ranks import run_ranks
@@ -295,7 +295,7 @@ def _load_shared(rank, path, dim):
         found.update({w.key: w.shared for w in wanted})
         return fetch(storage, wanted, **options)
 
-    load_items.fetch = recorded
+    deliver.fetch = recorded
     dcp.load(state, storage_reader=TensorizerStorageReader(path))
     assert torch.equal(state["sharded"].full_tensor(), random_tensor(torch.float32, (400, 700), 1).nan_to_num())
     return found

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._saving import session
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer._tools.retention import collect, plan_collection
+from dcp_tensorizer.tools._gc import collect, plan_collection
 
 merged, upper = (Path(sys.argv[1], name, "run") for name in ("m", "u"))
 commit, told = session.commit, {}

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._saving.saver import Saver
 from dcp_tensorizer._staging.staged_save import StagedSave
-from dcp_tensorizer._staging.staged_saves import StagedSaves
+from dcp_tensorizer._staging.buffer_pool import StagedSaves
 from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer._staging.tensor_copy import Copies
-from dcp_tensorizer._writer_process.process import WriterProcess
+from dcp_tensorizer._writer_process.client import WriterProcess
 
 folder, timeout = sys.argv[1], float(sys.argv[2])
 

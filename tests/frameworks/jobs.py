@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate import DistributedType, PartialState
 
-from dcp_tensorizer._format.index import is_index
+from dcp_tensorizer._index.container import is_index
 
 from ..e2e import ranks
 from ..e2e.training import bits, full

@@ -18,7 +18,8 @@ from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.models.llama3 import model_registry
 
-from dcp_tensorizer.convert import Options, convert
+from dcp_tensorizer.convert import convert
+from dcp_tensorizer.tools._formats.common import Options
 from dcp_tensorizer.torchtitan import TensorizerCheckpointManager
 
 from ..e2e.ranks import eventually

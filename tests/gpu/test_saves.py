@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
-from dcp_tensorizer._writer_process.process import WriterProcess
+from dcp_tensorizer._writer_process.client import WriterProcess
 
 from ..support import writer_process
 from .support import GPU, WAIT, delay, gpu_devices_open, load_into, random_state

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from dcp_tensorizer._memory import device as device_module
-from dcp_tensorizer._memory.device import CUDA
-from dcp_tensorizer._memory.shared_buffer import SharedBuffer
+from dcp_tensorizer._staging import device as device_module
+from dcp_tensorizer._staging.device import CUDA
+from dcp_tensorizer._staging.shared_memory import SharedBuffer
 from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer._staging.tensor_copy import DEFAULT_LIMITS, GatherLimits
 

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTra
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter, _install, install, installed, uninstall
-from dcp_tensorizer._format.index import is_index
-from dcp_tensorizer._torch_compat import FsspecWriter
+from dcp_tensorizer._index.container import is_index
+from dcp_tensorizer._runtime.torch_compat import FsspecWriter
 
 from ..support import run_python
 from ..waiting import WAIT, Gate, HeldPlanner, in_thread, wait_until_inside
@@ -295,7 +295,7 @@ sys.exit(subprocess.run(command).returncode)
 
 def test_running_a_package_that_cannot_be_imported_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is there, and something that it needs is not."""
-    from dcp_tensorizer._run import _module
+    from dcp_tensorizer._install import _module
 
     (tmp_path / "broken_job").mkdir()
     (tmp_path / "broken_job" / "__init__.py").write_text("import no_such_dependency")
@@ -315,7 +315,7 @@ def test_running_a_package_that_cannot_be_imported_says_why(tmp_path: Path, monk
 )
 def test_running_nothing_says_how(arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one line, without a traceback, and without an import of torch."""
-    from dcp_tensorizer._run import run
+    from dcp_tensorizer._install import run
 
     monkeypatch.setattr(sys, "argv", ["dcp_tensorizer.run", *arguments])
     monkeypatch.setattr(sys, "path", list(sys.path))

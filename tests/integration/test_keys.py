@@ -19,11 +19,11 @@ from dcp_tensorizer import (
     WriteError,
 )
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer._tools.checkpoint_view import read_parts
-from dcp_tensorizer._tools.formats.registry import open_checkpoint
-from dcp_tensorizer._tools.inspect import inspect_view
-from dcp_tensorizer._tools.verify import verify
 from dcp_tensorizer.convert import convert
+from dcp_tensorizer.tools._formats.registry import open_checkpoint
+from dcp_tensorizer.tools._inspect import inspect_view
+from dcp_tensorizer.tools._verify import verify
+from dcp_tensorizer.tools._view import read_parts
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

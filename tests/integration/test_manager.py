@@ -30,8 +30,8 @@ from dcp_tensorizer import (
     WriteError,
     open_reader,
 )
-from dcp_tensorizer._format.index_rows import SaveRecord
-from dcp_tensorizer._loading.metadata_reader import read_head
+from dcp_tensorizer._index.schema import SaveRecord
+from dcp_tensorizer._loading.validate import read_head
 from dcp_tensorizer._storage.local import LocalStorage
 
 from ..support import directories_in, quietly

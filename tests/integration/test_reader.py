@@ -26,9 +26,9 @@ from dcp_tensorizer import (
     UntrustedObject,
     open_reader,
 )
-from dcp_tensorizer._format.chunks import Region
-from dcp_tensorizer._format.metadata import decode
-from dcp_tensorizer._saving import write_items
+from dcp_tensorizer._index.chunks import Region
+from dcp_tensorizer._index.reader import decode
+from dcp_tensorizer._saving import write_plan
 from dcp_tensorizer.tools import verify
 
 from ..checkpoints import make_checkpoint
@@ -201,7 +201,7 @@ def damage(path, offset):
 
 def test_a_flip_of_any_byte_is_an_error_or_changes_nothing(tmp_path, monkeypatch):
     """Of every byte that a load reads, `.metadata` included, and of a sample of the others."""
-    monkeypatch.setattr(write_items, "INLINE_BYTES", 0)  # small values are read from the data file, too
+    monkeypatch.setattr(write_plan, "INLINE_BYTES", 0)  # small values are read from the data file, too
     state = {
         "model": {"w": torch.arange(60.0).view(6, 10), "half": torch.ones(7, dtype=torch.bfloat16)},
         "step": torch.tensor(3),

@@ -24,8 +24,8 @@ from dcp_tensorizer._saving.engine import engine_of_process
 from dcp_tensorizer._saving.options import Staging
 from dcp_tensorizer._saving.reuse import KnownFiles
 from dcp_tensorizer._storage.local import LocalStorage
-from dcp_tensorizer._writer_process.digest_job import DigestJob
-from dcp_tensorizer._writer_process.process import WriterProcess
+from dcp_tensorizer._writer_process.client import WriterProcess
+from dcp_tensorizer._writer_process.jobs import DigestJob
 from dcp_tensorizer.tools import collect, list_checkpoints, verify
 
 from ..proxy import Fault, Request, s3_proxy

@@ -23,19 +23,19 @@ from dcp_tensorizer import (
     open_reader,
 )
 from dcp_tensorizer._format.checksums import Digester
-from dcp_tensorizer._format.layout import block_size
-from dcp_tensorizer._loading.metadata_reader import read_head
-from dcp_tensorizer._managing import survival
-from dcp_tensorizer._memory.shared_buffer import SharedBuffer
+from dcp_tensorizer._format.names import block_size
+from dcp_tensorizer._loading.validate import read_head
+from dcp_tensorizer._managing import restart
+from dcp_tensorizer._restart import client, runtime_directory
+from dcp_tensorizer._restart.client import KeeperProcess, Visit, visits
+from dcp_tensorizer._restart.protocol import Extent, Keep, KeptContent, KeptHead
+from dcp_tensorizer._runtime.threads import Deadline
 from dcp_tensorizer._saving.engine import engine_of_process
 from dcp_tensorizer._saving.session import SaveSession
-from dcp_tensorizer._saving.write_items import Item
+from dcp_tensorizer._saving.write_plan import Item
 from dcp_tensorizer._saving.writer_client import Written
+from dcp_tensorizer._staging.shared_memory import SharedBuffer
 from dcp_tensorizer._storage.local import LocalStorage
-from dcp_tensorizer._survival import keeper_process, runtime_directory
-from dcp_tensorizer._survival.keeper_process import KeeperProcess, Visit, visits
-from dcp_tensorizer._survival.messages import Content, Extent, Keep, KeptHead
-from dcp_tensorizer._threads import Deadline
 
 from ..support import keepers_below
 from ..waiting import WAIT, Gate
@@ -101,7 +101,7 @@ def test_a_run_that_is_suspended_counts_as_alive(
     fail(tmp_path / "run", 8, 9)
     (keeper,) = keepers_below(sockets)
     keeper.send_signal(signal.SIGSTOP)
-    monkeypatch.setattr(survival, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(restart, "_LOOK_SECONDS", 0.1)
     state = state_of(0)
     with manager_of(tmp_path / "run", save_every=1000) as manager:
         with pytest.raises(WriteError, match=f"its keeper does not answer at {sockets}/"):
@@ -218,7 +218,7 @@ def test_the_digests_of_a_save_are_those_that_the_keeper_would_take(
         assert dict(zip(content.state.extents, content.digests, strict=True)) == digests
 
 
-def taken_from(sockets: Path, number: str) -> tuple[Content, dict[Extent, bytes]]:
+def taken_from(sockets: Path, number: str) -> tuple[KeptContent, dict[Extent, bytes]]:
     """What a keeper gives of a state, and the digests of what is there."""
     (path,) = sockets.iterdir()
     connection = runtime_directory.connect(path)
@@ -247,7 +247,7 @@ def test_a_keeper_that_is_stopped_holds_up_no_save(
         (keeper,) = keepers_below(sockets)
         keeper.send_signal(signal.SIGSTOP)
         stopped.append(keeper)
-        monkeypatch.setattr(keeper_process, "_ANSWER_SECONDS", 0.5)
+        monkeypatch.setattr(client, "_ANSWER_SECONDS", 0.5)
         return write(session, items)
 
     monkeypatch.setattr(SaveSession, "_write_files", stop_and_write)

@@ -7,7 +7,7 @@ from ..support import run_python
 _AT_THE_END = """
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dcp_tensorizer._threads import in_background
+from dcp_tensorizer._runtime.threads import in_background
 
 def save():
     while True:

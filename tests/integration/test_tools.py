@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from dcp_tensorizer import tools
-from dcp_tensorizer._format.chunks import Region
+from dcp_tensorizer._index.chunks import Region
 from dcp_tensorizer.errors import CheckpointError, DecryptionError, NotCommitted, UnsupportedFormat
-from dcp_tensorizer.tools import Change, ChunkInfo, Collected, Damage, TensorInfo, Total
+from dcp_tensorizer.tools import Collected
+from dcp_tensorizer.tools._diff import Change
+from dcp_tensorizer.tools._inspect import ChunkInfo, TensorInfo, Total
+from dcp_tensorizer.tools._verify import Damage
 
 from ..checkpoints import make_checkpoint
 

@@ -31,9 +31,9 @@ from dcp_tensorizer._format import encryption
 from dcp_tensorizer._format.encryption import encryption_cipher
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.local import LocalStorage
-from dcp_tensorizer._tools import retention
-from dcp_tensorizer._tools.checkpoint_view import read_parts
-from dcp_tensorizer._tools.retention import Removal
+from dcp_tensorizer.tools import _gc
+from dcp_tensorizer.tools._gc import Removal
+from dcp_tensorizer.tools._view import read_parts
 
 from ...checkpoints import ODD, make_checkpoint
 from ...support import filled, raw, run_python
@@ -663,14 +663,14 @@ def test_gc_that_cannot_remove_something(checkpoint: Path, monkeypatch: pytest.M
     """Exit code 2, after all that could be done has been, and shown."""
     for step in (8, 9):
         shutil.copytree(checkpoint, checkpoint.parent / f"step-{step}")
-    collect = retention.collect
+    collect = _gc.collect
 
     def fail(removal: Removal) -> Removal:
         if removal.folder.name == "step-7":
             return dataclasses.replace(removal, files=(), kept="cannot remove: not yours", failed=True)
         return collect(removal)
 
-    monkeypatch.setattr(retention, "collect", fail)
+    monkeypatch.setattr(_gc, "collect", fail)
     code, out, _ = run("gc", checkpoint.parent, "--keep-latest", "1", "--dry-run")
     assert (code, out.count("checkpoint ")) == (0, 2)
     code, out, _ = run("gc", checkpoint.parent, "--keep-latest", "1")

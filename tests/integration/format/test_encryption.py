@@ -25,16 +25,16 @@ from dcp_tensorizer import (
     TensorizerStorageReader,
     TensorizerStorageWriter,
 )
-from dcp_tensorizer._format.chunks import Region
 from dcp_tensorizer._format.encryption import Cipher
-from dcp_tensorizer._format.layout import StoredItem
-from dcp_tensorizer._format.metadata import decode
+from dcp_tensorizer._format.names import StoredItem
+from dcp_tensorizer._index.chunks import Region
+from dcp_tensorizer._index.reader import decode
 from dcp_tensorizer._loading.executor import fetch, limits_of
-from dcp_tensorizer._loading.read_target import ReadTarget
-from dcp_tensorizer._saving import write_items
+from dcp_tensorizer._loading.targets import ReadTarget
+from dcp_tensorizer._saving import write_plan
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer._tools.formats.registry import open_checkpoint
+from dcp_tensorizer.tools._formats.registry import open_checkpoint
 
 from ...index_edits import edit_index
 from ...servers import S3Server, SftpServer
@@ -203,7 +203,7 @@ def test_every_damage_is_found(storage: Storage, tmp_path: Path, verify: bool) -
 
 def test_a_flip_of_any_byte_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of `.metadata` and of every byte that a load reads: an error; of headers, which it does not read: nothing."""
-    monkeypatch.setattr(write_items, "INLINE_BYTES", 0)  # small values are read from the data file, too
+    monkeypatch.setattr(write_plan, "INLINE_BYTES", 0)  # small values are read from the data file, too
     state = {"w": torch.arange(60.0).view(6, 10), "extra": {"name": "run"}}
     save(tmp_path, state)
     (file,) = tmp_path.glob("*.tensors")

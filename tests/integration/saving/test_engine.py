@@ -16,11 +16,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import SaveLimits, SaveReport, TensorizerStorageReader, TensorizerStorageWriter, WriteError
+from dcp_tensorizer._runtime.threads import Deadline, in_background
 from dcp_tensorizer._saving.engine import Engine, engine_of_process
 from dcp_tensorizer._staging.staged_save import StagedSave
-from dcp_tensorizer._threads import Deadline, in_background
-from dcp_tensorizer._tiers.target import Target
-from dcp_tensorizer._writer_process.process import WriterProcess
+from dcp_tensorizer._tiers.target import FlushTarget
+from dcp_tensorizer._writer_process.client import WriterProcess
 
 from ...support import memory_files, writer_process
 from ...waiting import WAIT, Gate, HeldPlanner, HeldTensor, in_thread, interrupted_inside
@@ -248,7 +248,9 @@ def test_whoever_is_interrupted_and_saves_again_leaves_the_save_under_way_alone(
 def test_a_flush_that_another_has_replaced_starts_no_process_when_the_engine_has_ended(tmp_path: Path) -> None:
     """A writer with other credentials has made another one for the same folders."""
     engine = Engine()
-    both = [engine.flushing(Target(str(tmp_path / "l"), str(tmp_path / "r"), {}, timeout)) for timeout in (10.0, 20.0)]
+    both = [
+        engine.flushing(FlushTarget(str(tmp_path / "l"), str(tmp_path / "r"), {}, timeout)) for timeout in (10.0, 20.0)
+    ]
     assert both[0] is not both[1]
     engine.end_process(Deadline(0.0))
     assert [flushing._has_ended for flushing in both] == [True, True]

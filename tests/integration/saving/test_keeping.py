@@ -15,13 +15,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_tensorizer import SavePlanner, StagingError, TensorizerStorageWriter, WriteError, open_reader, tools
-from dcp_tensorizer._memory.shared_buffer import SharedBuffer
+from dcp_tensorizer._restart import client, find, runtime_directory
+from dcp_tensorizer._restart.client import KeeperProcess
 from dcp_tensorizer._saving import keeping
 from dcp_tensorizer._saving.engine import engine_of_process
 from dcp_tensorizer._saving.keeping import Keeping
 from dcp_tensorizer._saving.session import SaveSession
-from dcp_tensorizer._survival import keeper_process, orphans, runtime_directory
-from dcp_tensorizer._survival.keeper_process import KeeperProcess
+from dcp_tensorizer._staging.shared_memory import SharedBuffer
 
 from ...support import end_keepers, keepers_below, run_python
 from ...waiting import WAIT
@@ -167,7 +167,7 @@ def test_a_save_that_is_interrupted_while_the_keeper_answers(
     ((_, _, buffer, _),) = keeping_of_process()._kept
     (keeper,) = keepers_below(sockets)
     with monkeypatch.context() as patch:
-        patch.setattr(keeper_process, "_receive", _interrupts)
+        patch.setattr(client, "_receive", _interrupts)
         with pytest.raises(KeyboardInterrupt):
             save(writer, tmp_path / "b", 2)
     assert (buffer.is_kept, keeping_of_process()._kept, keeper.is_running()) == (False, [], False)
@@ -273,7 +273,7 @@ def test_keepers_that_are_stopped(
                 for keeper in keepers_below(sockets):
                     keeper.send_signal(signal.SIGSTOP)
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "dcp_tensorizer"):
-        patch.setattr(orphans, "_LOOK_SECONDS", 0.1)
+        patch.setattr(find, "_LOOK_SECONDS", 0.1)
         assert [kept.path for kept in tools.list_kept(tmp_path)] == [str(tmp_path / "3")]
     assert len([m for m in caplog.messages if "it does not answer at" in m]) == 2
     for keeper in keepers_below(sockets):

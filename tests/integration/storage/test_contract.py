@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dcp_tensorizer._format.layout import data_file_name
+from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._storage.base import Refused
+from dcp_tensorizer._storage.fsspec import StreamStorage
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer._storage.stream import StreamStorage
 from dcp_tensorizer.errors import NotCommitted, ReadError, WriteError
 
 from ...support import on_a_page, put_file, run_python

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dcp_tensorizer import ReadError, WriteError
-from dcp_tensorizer._format.layout import data_file_name
+from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._storage.sftp import SftpStorage
 

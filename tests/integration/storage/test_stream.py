@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dcp_tensorizer import TensorizerStorageReader
-from dcp_tensorizer._storage.stream import StreamStorage
+from dcp_tensorizer._storage.fsspec import StreamStorage
 
 from ...checkpoints import make_checkpoint
 

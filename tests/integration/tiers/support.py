@@ -16,7 +16,7 @@ from dcp_tensorizer import SaveLimits, TensorizerStorageReader, TensorizerStorag
 from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._tiers.queue import Queue
-from dcp_tensorizer._tiers.target import Target
+from dcp_tensorizer._tiers.target import FlushTarget
 
 NUMBERS = 300_000
 
@@ -40,8 +40,8 @@ class Run:
         return self.folder / "remote"
 
     @property
-    def target(self) -> Target:
-        return Target(str(self.local), str(self.remote), {}, 600.0)
+    def target(self) -> FlushTarget:
+        return FlushTarget(str(self.local), str(self.remote), {}, 600.0)
 
     @property
     def queue(self) -> Queue:

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import TensorizerStorageWriter, WriteError
 from dcp_tensorizer._saving.tiered_session import TieredSession
-from dcp_tensorizer._tiers.keeping import undo
-from dcp_tensorizer._tiers.queue import Queue, Record
+from dcp_tensorizer._tiers.flush import undo
+from dcp_tensorizer._tiers.queue import FlushRecord, Queue
 
 from ...support import quietly
 from .support import Run, files_below, state_of
@@ -120,7 +120,7 @@ def test_an_interrupted_hand_over_loses_nothing(tmp_path: Path, monkeypatch: pyt
     queue, put = Queue(tmp_path), Queue._put
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / FILE).write_bytes(b"data")
-    writing = queue.begin(Record("remote", "a", 0, ID))
+    writing = queue.begin(FlushRecord("remote", "a", 0, ID))
 
     def interrupted(*args: Any, **options: Any) -> None:
         put(*args, **options)
@@ -138,7 +138,7 @@ def test_a_forked_child_removes_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     queue = Queue(tmp_path)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / FILE).write_bytes(b"data")
-    writing = queue.begin(Record("remote", "a", 0, ID))
+    writing = queue.begin(FlushRecord("remote", "a", 0, ID))
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: 1)
         undo(writing)

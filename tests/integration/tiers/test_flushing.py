@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from dcp_tensorizer import SaveReport, WriteError
+from dcp_tensorizer._runtime.threads import Deadline, in_background
 from dcp_tensorizer._saving.flushing import Flushing
-from dcp_tensorizer._threads import Deadline, in_background
-from dcp_tensorizer._tiers.queue import REMOTE, SENT, Entry, Record
+from dcp_tensorizer._tiers.queue import REMOTE, SENT, FlushEntry, FlushRecord
 
 from .support import Run
 
@@ -49,8 +49,8 @@ def _flushing(run: Run) -> Flushing:
     return Flushing(client, run.target)
 
 
-def _begun(run: Run, save_id: str) -> Entry:
-    writing = run.queue.begin(Record(run.target.name, "step-1", 0, save_id))
+def _begun(run: Run, save_id: str) -> FlushEntry:
+    writing = run.queue.begin(FlushRecord(run.target.name, "step-1", 0, save_id))
     writing.written({}, sync=False)
     return writing.entry
 

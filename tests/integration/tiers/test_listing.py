@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from dcp_tensorizer._format.layout import data_file_name
+from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer._tiers.flusher import Flusher
-from dcp_tensorizer._tools.listing import find
-from dcp_tensorizer._tools.retention import Removal, collect, plan_collection
+from dcp_tensorizer._tiers.flush import Flusher
 from dcp_tensorizer.errors import ReadError
+from dcp_tensorizer.tools._find import find
+from dcp_tensorizer.tools._gc import Removal, collect, plan_collection
 
 from .support import Run, unlistable
 

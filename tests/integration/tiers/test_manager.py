@@ -12,7 +12,7 @@ import pytest
 
 from dcp_tensorizer import CheckpointManager, SaveLimits, WriteError
 from dcp_tensorizer._saving.engine import engine_of_process
-from dcp_tensorizer._tiers.queue import Entry, Life
+from dcp_tensorizer._tiers.queue import FlushEntry, Life
 
 from ...support import directories_in
 from .support import Run, state_of
@@ -95,7 +95,7 @@ def test_a_step_of_a_lost_node_is_given_up(tmp_path: Path, caplog: pytest.LogCap
     assert directories_in(run.remote) == ["step-1", "step-3"]
 
 
-def _without_its_commit(run: Run) -> tuple[Entry, str]:
+def _without_its_commit(run: Run) -> tuple[FlushEntry, str]:
     """Makes a checkpoint that is not flushed what another node has of it; returns the record, and its only file."""
     (entry,) = run.queue.entries()
     record = run.queue.record(entry)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from dcp_tensorizer._tiers.keeping import clean_up
-from dcp_tensorizer._tiers.queue import LOST, REMOTE, SENT, Queue, Record
+from dcp_tensorizer._tiers.flush import clean_up
+from dcp_tensorizer._tiers.queue import LOST, REMOTE, SENT, FlushRecord, Queue
 
 from .support import aside, read_only
 
@@ -21,7 +21,7 @@ def test_a_record_that_is_renamed_while_it_is_listed_is_not_missed(
 ) -> None:
     """Whoever waits for the remote would take a save that is missing in the list for one that has arrived."""
     queue = Queue(tmp_path)
-    writing = queue.begin(Record("remote", "step-1", 0, "a" * 32))
+    writing = queue.begin(FlushRecord("remote", "step-1", 0, "a" * 32))
     writing.written({}, sync=False)
     moved = [writing.entry]
     listdir, scandir = os.listdir, os.scandir
@@ -41,7 +41,7 @@ def test_a_record_that_is_renamed_while_it_is_listed_is_not_missed(
 def test_a_record_that_is_renamed_before_it_is_read_is_read(tmp_path: Path) -> None:
     """What is in it is the same under each of its names."""
     queue = Queue(tmp_path)
-    writing = queue.begin(Record("remote", "step-1", 0, "a" * 32))
+    writing = queue.begin(FlushRecord("remote", "step-1", 0, "a" * 32))
     writing.written({"file": 3}, sync=False)
     queue.move(queue.move(writing.entry, SENT), REMOTE)
     record = queue.record(writing.entry)
@@ -60,7 +60,7 @@ def test_a_record_is_not_cleaned_up_before_it_is_locked(tmp_path: Path, monkeypa
         flock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", lock)
-    writing = queue.begin(Record("remote", "step-1", 0, "a" * 32))
+    writing = queue.begin(FlushRecord("remote", "step-1", 0, "a" * 32))
     assert cleaned == [writing.entry.name]
     assert [entry.name for entry in queue.entries()] == [writing.entry.name]
     clean_up(queue)
@@ -72,7 +72,7 @@ def test_a_folder_that_takes_no_changes_is_gone_on_with_aside(tmp_path: Path, mo
     """Each process sees how far a record has come, one at a time works on it, and it comes back to the folder."""
     queue, entries = Queue(tmp_path), []
     for name in "ab":
-        writing = queue.begin(Record("remote", "step-1", 0, name * 32))
+        writing = queue.begin(FlushRecord("remote", "step-1", 0, name * 32))
         writing.written({"file": 3}, sync=False)
         entries.append(writing.entry)
     before = aside()

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from dcp_tensorizer import CheckpointManager, WriteError
+from dcp_tensorizer._runtime.threads import Deadline
 from dcp_tensorizer._storage.claim import Ownership, read_claim
 from dcp_tensorizer._storage.local import LocalStorage
-from dcp_tensorizer._threads import Deadline
-from dcp_tensorizer._tiers.flusher import Flusher
+from dcp_tensorizer._tiers.flush import Flusher
 
 from ...support import directories_in
 from ...waiting import WAIT

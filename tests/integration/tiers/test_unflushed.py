@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from dcp_tensorizer._managing.agreement import Agreement
-from dcp_tensorizer._managing.unflushed import Left, Part, settle
+from dcp_tensorizer._managing.unflushed import Left, UnflushedPart, settle
 from dcp_tensorizer._saving.flushing import Flushing
 from dcp_tensorizer._storage.base import Refused
-from dcp_tensorizer._tiers.queue import Commit, Queue, Record
+from dcp_tensorizer._tiers.queue import Commit, FlushRecord, Queue
 
 from .support import Run, unlistable
 
@@ -46,7 +46,7 @@ class _Ranks(Agreement):
 
 def _flushing(run: Run) -> Flushing:
     """Of a folder with a save of which a file of rank 7 is nowhere."""
-    writing = run.queue.begin(Record(run.target.name, "step-1", 0, "a" * 32))
+    writing = run.queue.begin(FlushRecord(run.target.name, "step-1", 0, "a" * 32))
     writing.written({}, sync=False, commit=Commit(".metadata", {FILE: 4}, True))
     client: Any = _Client()
     return Flushing(client, run.target)
@@ -73,7 +73,7 @@ def test_what_may_lie_in_a_folder_that_cannot_be_listed_is_not_given_up(
     assert run.states() == states
     for entry in run.queue.entries():
         run.queue.remove(entry)  # ends the thread that looks for it
-    assert ranks.told == [Left(set(), [Part("step-1", 0, {}, {FILE: 4})], can_list=True), (1,)]
+    assert ranks.told == [Left(set(), [UnflushedPart("step-1", 0, {}, {FILE: 4})], can_list=True), (1,)]
 
 
 def test_a_rank_that_can_write_nothing_down_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

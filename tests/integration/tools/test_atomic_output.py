@@ -9,14 +9,10 @@ import fsspec
 import pytest
 import torch
 
-from dcp_tensorizer import (
-    CheckpointError,
-    ConversionError,
-    ReadError,
-)
-from dcp_tensorizer._storage.stream import StreamStorage
-from dcp_tensorizer._tools.formats.registry import FORMATS
+from dcp_tensorizer import CheckpointError, ConversionError, ReadError
+from dcp_tensorizer._storage.fsspec import StreamStorage
 from dcp_tensorizer.convert import convert
+from dcp_tensorizer.tools._formats.registry import FORMATS
 
 from ...checkpoints import make_checkpoint, tensors_of
 from ...support import filled, same

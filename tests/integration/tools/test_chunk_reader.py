@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from dcp_tensorizer._storage.local import LocalStorage
-from dcp_tensorizer._tools import chunk_reader
-from dcp_tensorizer._tools.chunk_reader import STRIDED
-from dcp_tensorizer._tools.formats import safetensors
-from dcp_tensorizer._tools.formats.registry import open_checkpoint
-from dcp_tensorizer.convert import Options
+from dcp_tensorizer.tools import _view
+from dcp_tensorizer.tools._formats import safetensors
+from dcp_tensorizer.tools._formats.common import Options
+from dcp_tensorizer.tools._formats.registry import open_checkpoint
+from dcp_tensorizer.tools._view import STRIDED
 
 from ...checkpoints import tensors_of
 from ...support import filled, same
@@ -51,16 +51,16 @@ def test_what_lies_between_elements_does_not_stay_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, view: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
 ) -> None:
     """A part of a matrix takes its own memory and that of a piece, and is right in every bit."""
-    monkeypatch.setattr(chunk_reader, "_PIECE", 1000)
+    monkeypatch.setattr(_view, "_PIECE", 1000)
     tensor = view(filled(dtype, (100, 100)))
     torch.save({"x": tensor}, tmp_path / "a.pt")
     asked: list[int] = []
-    empty = chunk_reader._empty
+    empty = _view._empty
 
     def counted(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         asked.append(math.prod(size) * dtype.itemsize)
         return empty(size, dtype)
 
-    monkeypatch.setattr(chunk_reader, "_empty", counted)
+    monkeypatch.setattr(_view, "_empty", counted)
     assert same(tensors_of(tmp_path / "a.pt")["x"], tensor.contiguous())
     assert max(asked) <= max(1000, tensor.nbytes)

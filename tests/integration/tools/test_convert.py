@@ -12,13 +12,10 @@ import pytest
 import torch
 from tensorizer import TensorDeserializer
 
-from dcp_tensorizer import (
-    ConversionError,
-    ReadError,
-    UntrustedObject,
-)
-from dcp_tensorizer._tools.formats.registry import FORMATS, open_checkpoint
-from dcp_tensorizer.convert import Options, convert
+from dcp_tensorizer import ConversionError, ReadError, UntrustedObject
+from dcp_tensorizer.convert import convert
+from dcp_tensorizer.tools._formats.common import Options
+from dcp_tensorizer.tools._formats.registry import FORMATS, open_checkpoint
 
 from ...checkpoints import ODD, make_checkpoint, save_wrapper, tensors_of
 from ...support import ALL_DTYPES, filled, same

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_tensorizer._tools.diff import Change, Difference, diff
-from dcp_tensorizer._tools.formats.registry import open_checkpoint
+from dcp_tensorizer.tools._diff import Change, Difference, diff
+from dcp_tensorizer.tools._formats.registry import open_checkpoint
 
 from ...checkpoints import ODD, make_checkpoint, save_wrapper
 from ...support import ALL_DTYPES, filled

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcp_tensorizer._format.chunks import Region
 from dcp_tensorizer._format.encryption import Cipher
-from dcp_tensorizer._format.layout import Derivation, StoredItem, data_file_rank
+from dcp_tensorizer._format.names import Derivation, StoredItem, data_file_rank
+from dcp_tensorizer._index.chunks import Region
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer._tools.checkpoint_view import read_parts
-from dcp_tensorizer._tools.verify import Damage, Verified, verify
 from dcp_tensorizer.errors import MetadataError, ReadError
+from dcp_tensorizer.tools._verify import Damage, Verified, verify
+from dcp_tensorizer.tools._view import read_parts
 
 from ...checkpoints import make_checkpoint
 from ...support import filled

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from dcp_tensorizer._threads import Patience
-from dcp_tensorizer._writer_process.interpreter import environment, interpreter
-from dcp_tensorizer._writer_process.process import WriterProcess
+from dcp_tensorizer._runtime.threads import Patience
+from dcp_tensorizer._writer_process.child import environment, interpreter
+from dcp_tensorizer._writer_process.client import WriterProcess
 
 from ...support import PACKAGE, ROOT
 
@@ -91,7 +91,7 @@ def main(arguments):
 """
 TRAINER = """
 import subprocess
-from dcp_tensorizer._writer_process.interpreter import environment, interpreter
+from dcp_tensorizer._writer_process.child import environment, interpreter
 subprocess.run([*interpreter(), "plugin_probe"], env=environment(False), check=True)
 """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dcp_tensorizer._cli.table import folded, lay_out
+from dcp_tensorizer._cli.terminal import folded, lay_out
 
 COLUMNS = ["tensor", "shape", ">size"]
 ROWS = [

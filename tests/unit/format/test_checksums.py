@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dcp_tensorizer import ChecksumMismatch
 from dcp_tensorizer._format import checksums
 from dcp_tensorizer._format.checksums import DigestCheck, Digester, check_digests
-from dcp_tensorizer._format.layout import StoredItem, block_size
+from dcp_tensorizer._format.names import StoredItem, block_size
 
 from ...support import filled, stored_item
 

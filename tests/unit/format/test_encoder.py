@@ -17,13 +17,12 @@ from hypothesis import strategies as st
 from tensorizer import TensorDeserializer, TensorSerializer
 from tensorizer.serialization import HashMismatchError
 
-from dcp_tensorizer._format import part_buffer
-from dcp_tensorizer._format.encoder import _Encoding, encode, encode_ahead
-from dcp_tensorizer._format.layout import StoredItem
-from dcp_tensorizer._format.part_buffer import PartMemory, Parts
+from dcp_tensorizer._format import encoder
+from dcp_tensorizer._format.encoder import PartMemory, Parts, _Encoding, encode, encode_ahead
+from dcp_tensorizer._format.names import StoredItem
+from dcp_tensorizer._format.tensor_bytes import host_bytes
 from dcp_tensorizer._format.tensorizer_file import ALIGNMENT, lay_out
-from dcp_tensorizer._memory.tensor_bytes import host_bytes
-from dcp_tensorizer._writer_process.messages import TensorSource
+from dcp_tensorizer._writer_process.protocol import TensorSource
 
 from ...support import ALL_DTYPES, BufferSink, block_digests, dtype_name, filled, raw, same, sources
 
@@ -383,7 +382,7 @@ def test_memory_that_there_is_not_is_not_counted(monkeypatch: pytest.MonkeyPatch
     memory = PartMemory()
     memory.allow(4096, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(part_buffer, "direct_memory", raising(OSError("no memory")))
+        patch.setattr(encoder, "direct_memory", raising(OSError("no memory")))
         with pytest.raises(OSError, match="no memory"):
             memory.take()
     assert memory.take() is not None

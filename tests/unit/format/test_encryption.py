@@ -19,10 +19,10 @@ from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, T
 from dcp_tensorizer import DecryptionError
 from dcp_tensorizer._format.encoder import encode
 from dcp_tensorizer._format.encryption import Cipher, encryption_cipher, find_other_key, unlock
-from dcp_tensorizer._format.layout import Derivation, Seal, block_size
+from dcp_tensorizer._format.names import Derivation, Seal, block_size
+from dcp_tensorizer._format.tensor_bytes import host_bytes
 from dcp_tensorizer._format.tensorizer_file import lay_out
-from dcp_tensorizer._memory.tensor_bytes import host_bytes
-from dcp_tensorizer._writer_process.messages import TensorSource
+from dcp_tensorizer._writer_process.protocol import TensorSource
 
 from ...support import ALL_DTYPES, BufferSink, dtype_name, encrypted_file, filled, raw, same, sources
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dcp_tensorizer._format.part_buffer import PartMemory, Parts
+from dcp_tensorizer._format.encoder import PartMemory, Parts
 
 from ...waiting import WAIT
 

@@ -10,7 +10,7 @@ import torch
 from tensorizer import TensorSerializer
 
 from dcp_tensorizer._format.tensorizer_file import lay_out
-from dcp_tensorizer._writer_process.messages import TensorSource
+from dcp_tensorizer._writer_process.protocol import TensorSource
 
 
 def test_dimensions_of_over_32_bits_are_laid_out_as_tensorizer_does() -> None:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-from dcp_tensorizer._format.chunks import Region
 from dcp_tensorizer._format.encoder import encode
-from dcp_tensorizer._format.layout import StoredItem
+from dcp_tensorizer._format.names import StoredItem
+from dcp_tensorizer._format.tensor_bytes import host_bytes
 from dcp_tensorizer._format.tensorizer_file import lay_out
-from dcp_tensorizer._loading.read_target import ReadTarget
-from dcp_tensorizer._memory.tensor_bytes import host_bytes
+from dcp_tensorizer._index.chunks import Region
+from dcp_tensorizer._loading.targets import ReadTarget
 from dcp_tensorizer._storage.base import Storage
 
 from ...support import sources

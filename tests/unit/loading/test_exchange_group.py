@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_tensorizer import CheckpointError, ChecksumMismatch, ReadError
-from dcp_tensorizer._loading.exchange_group import ExchangeGroup, Told, Vote, identity_of, reads_alone
+from dcp_tensorizer._loading.exchange import ExchangeGroup, ExchangeVote, Told, identity_of, reads_alone
 from dcp_tensorizer._loading.validate import ReadFrom
 
 
@@ -33,17 +33,17 @@ class _Unsendable(ChecksumMismatch):
 
 def test_any_error_can_be_told(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has its own type on its rank; the others get the nearest one of this package, and what it says."""
-    told: list[Vote] = []
+    told: list[ExchangeVote] = []
     gather = dist.all_gather_object
 
-    def gathered(votes: list[Vote], vote: Vote, group: dist.ProcessGroup) -> None:
+    def gathered(votes: list[ExchangeVote], vote: ExchangeVote, group: dist.ProcessGroup) -> None:
         gather(votes, vote, group=group)
         told.extend(votes)
 
     monkeypatch.setattr(dist, "all_gather_object", gathered)
     for error in (_Unsendable("a", 1), KeyError("b"), ReadError("c")):
         with pytest.raises(Told) as caught:
-            ExchangeGroup(group, "path").votes(Vote(), error)
+            ExchangeGroup(group, "path").votes(ExchangeVote(), error)
         assert caught.value.error is error
     said = [(type(vote.error), str(vote.error)) for vote in told]
     assert said == [(ChecksumMismatch, "a is refused on rank 1"), (CheckpointError, "KeyError: 'b'"), (ReadError, "c")]

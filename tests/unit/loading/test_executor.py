@@ -17,14 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_tensorizer import ChecksumMismatch, ReadError
-from dcp_tensorizer._format.chunks import Region
-from dcp_tensorizer._format.layout import StoredItem
+from dcp_tensorizer._format.names import StoredItem
+from dcp_tensorizer._index.chunks import Region
 from dcp_tensorizer._loading import executor
 from dcp_tensorizer._loading.executor import fetch, limits_of, with_gaps
 from dcp_tensorizer._loading.read_planner import Segment
-from dcp_tensorizer._loading.read_target import ReadTarget
+from dcp_tensorizer._loading.targets import ReadTarget
 from dcp_tensorizer._storage.base import RangeReader, Storage
-from dcp_tensorizer._storage.local_read import LocalFile
+from dcp_tensorizer._storage.local_io import LocalFile
 from dcp_tensorizer._storage.open import open_storage
 
 from ...support import cached, filled, forget, open_descriptors, same

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from dcp_tensorizer._loading.kept_plan import KeptPlan
+from dcp_tensorizer._loading.targets import RetainedPlan
 
 EMPTY = torch.Size([])
 
@@ -30,7 +30,7 @@ def sent(value: Any) -> Any:
 
 def test_a_plan_that_nobody_looks_at_comes_back_without_its_items() -> None:
     """They are those that were kept; what the coordinator sends is small."""
-    home = KeptPlan.keep(LoadPlan(list(ITEMS), planner_data="planner"), 3, "save")
+    home = RetainedPlan.keep(LoadPlan(list(ITEMS), planner_data="planner"), 3, "save")
     there = sent(home)
     there.send_to(3)
     assert (there.storage_data, there.planner_data) == ("save", "planner")
@@ -43,7 +43,7 @@ def test_a_plan_that_nobody_looks_at_comes_back_without_its_items() -> None:
 
 def test_items_that_a_planner_looks_at_come_back_as_it_left_them() -> None:
     """Changed in their list, replaced by others, or in a plan of its own."""
-    home = KeptPlan.keep(LoadPlan(list(ITEMS)), 0, "save")
+    home = RetainedPlan.keep(LoadPlan(list(ITEMS)), 0, "save")
     changed, replaced, new = sent(home), sent(home), sent(home)
     assert changed.items == ITEMS
     changed.items.pop()
@@ -59,7 +59,7 @@ def test_items_that_a_planner_looks_at_come_back_as_it_left_them() -> None:
 
 def test_a_plan_that_goes_to_another_rank_takes_its_items_along() -> None:
     """Whether somebody has looked at them or not."""
-    plans = [KeptPlan.keep(LoadPlan([item(f"{rank}")]), rank, "save") for rank in range(2)]
+    plans = [RetainedPlan.keep(LoadPlan([item(f"{rank}")]), rank, "save") for rank in range(2)]
     swapped = [sent(plan) for plan in plans][::-1]
     for rank, plan in enumerate(swapped):
         plan.send_to(rank)
@@ -69,15 +69,15 @@ def test_a_plan_that_goes_to_another_rank_takes_its_items_along() -> None:
 
 def test_what_was_not_kept_is_missed() -> None:
     """A plan cannot come back to nobody."""
-    there = sent(KeptPlan.keep(LoadPlan(list(ITEMS)), 0, "save"))
+    there = sent(RetainedPlan.keep(LoadPlan(list(ITEMS)), 0, "save"))
     with pytest.raises(KeyError):
         sent(there)
 
 
 def test_a_plan_is_one_of_dcps() -> None:
     """With its fields; equal to one with the same."""
-    plan = KeptPlan.keep(LoadPlan(list(ITEMS)), 0, "save")
+    plan = RetainedPlan.keep(LoadPlan(list(ITEMS)), 0, "save")
     assert isinstance(plan, LoadPlan)
     assert [field.name for field in dataclasses.fields(plan)] == ["items", "storage_data", "planner_data"]
-    assert plan == KeptPlan(list(ITEMS), "save")
+    assert plan == RetainedPlan(list(ITEMS), "save")
     assert "storage_data='save'" in repr(plan)

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from dcp_tensorizer import ChecksumMismatch, ReadError
-from dcp_tensorizer._format.chunks import Region
-from dcp_tensorizer._format.layout import StoredItem
+from dcp_tensorizer._format.names import StoredItem
+from dcp_tensorizer._index.chunks import Region
 from dcp_tensorizer._loading.executor import fetch, limits_of
 from dcp_tensorizer._loading.pinned_pool import PinnedPools
-from dcp_tensorizer._loading.read_target import ReadTarget
+from dcp_tensorizer._loading.targets import ReadTarget
 from dcp_tensorizer._storage.base import Storage
 
 from ...simulated import SimulatedDevice
@@ -152,7 +152,7 @@ def test_a_shortage_of_memory_for_slots_is_a_read_error(
     stored = torch.arange(100_000)
     (item,) = write_file(storage, "f", {"t": stored}).values()
     target = device.declare(torch.zeros(100_000, dtype=torch.int64))
-    monkeypatch.setattr("dcp_tensorizer._memory.memory_limit.available_memory", lambda: 1 << 16)
+    monkeypatch.setattr("dcp_tensorizer._runtime.memory_limit.available_memory", lambda: 1 << 16)
     with pytest.raises(ReadError, match=r"on their way to a GPU.*bytes of memory are available"):
         fetch(storage, [landing("t", item, stored, target)], threads=2, verify=True, pools=pools)
 

@@ -15,9 +15,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dcp_tensorizer._format import layout as layout_module
-from dcp_tensorizer._format.chunks import Region
-from dcp_tensorizer._format.layout import StoredItem, block_size
+from dcp_tensorizer._format import names as layout_module
+from dcp_tensorizer._format.names import StoredItem, block_size
+from dcp_tensorizer._index.chunks import Region
 from dcp_tensorizer._loading.read_planner import (
     MAX_SCRATCH_BYTES,
     MAX_SEGMENTS,
@@ -26,7 +26,7 @@ from dcp_tensorizer._loading.read_planner import (
     Segment,
     plan_reads,
 )
-from dcp_tensorizer._loading.read_target import ReadTarget
+from dcp_tensorizer._loading.targets import ReadTarget
 from dcp_tensorizer._storage.base import ReadTuning
 
 from ...strategies import regions

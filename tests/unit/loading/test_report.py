@@ -9,7 +9,7 @@ import time
 import pytest
 
 from dcp_tensorizer import LoadReport
-from dcp_tensorizer._loading.report import LoadClock, Progress, publish
+from dcp_tensorizer._loading.report import LoadClock, LoadProgress, publish
 
 REPORT = LoadReport(
     path="/ckpt",
@@ -83,8 +83,8 @@ def test_a_long_load_is_logged_while_it_runs(caplog: pytest.LogCaptureFixture) -
     """Whenever the interval is over; the callback is told every time."""
     calls: list[tuple[int, int]] = []
     with caplog.at_level(logging.INFO, "dcp_tensorizer"):
-        often = Progress("/ckpt", lambda done, total: calls.append((done, total)), log_seconds=0.0)
-        seldom = Progress("/ckpt", None, log_seconds=3600.0)
+        often = LoadProgress("/ckpt", lambda done, total: calls.append((done, total)), log_seconds=0.0)
+        seldom = LoadProgress("/ckpt", None, log_seconds=3600.0)
         for done in (1_000_000_000, 4_000_000_000):
             often(done, 4_000_000_000)
             seldom(done, 4_000_000_000)

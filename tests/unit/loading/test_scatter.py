@@ -12,12 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_tensorizer._format import layout as layout_module
-from dcp_tensorizer._format.chunks import Region
-from dcp_tensorizer._loading.executor import fetch
+from dcp_tensorizer._format import names as layout_module
+from dcp_tensorizer._index.chunks import Region
+from dcp_tensorizer._loading.executor import copy_elements, fetch
 from dcp_tensorizer._loading.read_planner import ReadLimits
-from dcp_tensorizer._loading.read_target import part_of
-from dcp_tensorizer._loading.scatter import copy_elements
+from dcp_tensorizer._loading.targets import part_of
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.open import open_storage
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_tensorizer._managing.branches import TRUNK, Branch, belongs, current_branch, leave, members
+from dcp_tensorizer._managing.step_folder import TRUNK, Branch, belongs, current_branch, leave, members
 
 
 @dataclass(frozen=True)

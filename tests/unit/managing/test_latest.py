@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from dcp_tensorizer import CheckpointManager
-from dcp_tensorizer._managing.catalogue import Step, read_steps
-from dcp_tensorizer._managing.latest import Latest
-from dcp_tensorizer._managing.names import StepNames
+from dcp_tensorizer._managing.job import Latest
+from dcp_tensorizer._managing.step_folder import Step, StepNames, read_steps
 from dcp_tensorizer._storage.base import FileInfo
 from dcp_tensorizer._storage.local import LocalStorage
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_tensorizer._managing.names import StepNames
+from dcp_tensorizer._managing.step_folder import StepNames
 
 
 @given(

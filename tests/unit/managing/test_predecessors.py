@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from dcp_tensorizer import MetadataError, ReadError
-from dcp_tensorizer._format.index_rows import SaveRecord
+from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._managing.agreement import Agreement
-from dcp_tensorizer._managing.catalogue import Step
-from dcp_tensorizer._managing.place import Choice
-from dcp_tensorizer._managing.predecessors import Predecessors, Problem, _joint, _outdated
-from dcp_tensorizer._managing.restoring import Selection
+from dcp_tensorizer._managing.lineage import RestoreChoice
+from dcp_tensorizer._managing.restart import Predecessors, Problem, _joint, _outdated
+from dcp_tensorizer._managing.restore import Selection
+from dcp_tensorizer._managing.step_folder import Step
+from dcp_tensorizer._restart.client import Visit
+from dcp_tensorizer._restart.protocol import Found, Keep, KeptContent, KeptHead
 from dcp_tensorizer._storage.local import LocalStorage
-from dcp_tensorizer._survival.keeper_process import Visit
-from dcp_tensorizer._survival.messages import Content, Found, Keep, KeptHead
 
 from ...support import open_descriptors, quietly
 
@@ -83,10 +83,10 @@ class _Keeper(Visit):
         self.found = Found("run", 7, True, (kept,))
         self.has_ended = has_ended
 
-    def take(self, number: str) -> tuple[Content, int]:
+    def take(self, number: str) -> tuple[KeptContent, int]:
         if self.has_ended:
             raise ReadError("a keeper has ended")
-        return Content(Keep(self.found.heads[0], 0, (), b"", b"", 60.0), ()), os.open("/dev/null", os.O_RDONLY)
+        return KeptContent(Keep(self.found.heads[0], 0, (), b"", b"", 60.0), ()), os.open("/dev/null", os.O_RDONLY)
 
 
 def test_a_keeper_that_ends_while_others_give_their_states(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_keeper_that_ends_while_others_give_their_states(tmp_path: Path) -> No
     before = open_descriptors()
     with quietly():
         problem = Predecessors(LocalStorage(tmp_path), Agreement(None), "next", visits).restore(
-            {}, Selection(), {}, Choice([], [])
+            {}, Selection(), {}, RestoreChoice([], [])
         )
     assert isinstance(problem, Problem)
     assert (problem.is_damage, problem.has_touched) == (True, False)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dcp_tensorizer import SavePlanner
-from dcp_tensorizer._managing.replicas import Replicas
+from dcp_tensorizer._managing.saves import Replicas
 
 
 class _Agreement:

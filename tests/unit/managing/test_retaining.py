@@ -13,15 +13,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_tensorizer import CheckpointManager, TensorizerStorageReader
-from dcp_tensorizer._managing.branches import leave
-from dcp_tensorizer._managing.catalogue import Step, read_steps
-from dcp_tensorizer._managing.names import StepNames
-from dcp_tensorizer._managing.place import Place
-from dcp_tensorizer._managing.retaining import Retaining
+from dcp_tensorizer._managing.job import Retaining
+from dcp_tensorizer._managing.lineage import Place
 from dcp_tensorizer._managing.retention import Retention
+from dcp_tensorizer._managing.step_folder import Step, StepNames, leave, read_steps
+from dcp_tensorizer._runtime.threads import Deadline
 from dcp_tensorizer._storage.claim import Ownership
 from dcp_tensorizer._storage.local import LocalStorage
-from dcp_tensorizer._threads import Deadline
 
 from ...waiting import WAIT
 

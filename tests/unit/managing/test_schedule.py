@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_tensorizer._managing.schedule import Schedule
+from dcp_tensorizer._managing.policy import Schedule
 
 
 class Clock:

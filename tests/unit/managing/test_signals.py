@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from dcp_tensorizer._managing import signals as module
-from dcp_tensorizer._managing.signals import StopSignals
+from dcp_tensorizer._managing import policy as module
+from dcp_tensorizer._managing.policy import StopSignals
 
 
 @pytest.fixture

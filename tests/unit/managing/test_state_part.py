@@ -9,7 +9,7 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 from dcp_tensorizer import StagingError
-from dcp_tensorizer._managing.state_part import StatePart
+from dcp_tensorizer._managing.restore import StatePart
 
 
 def names(state: dict[str, Any], prefix: str = "") -> list[str]:

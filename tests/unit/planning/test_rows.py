@@ -10,8 +10,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.device_mesh import DeviceMesh
 
 from dcp_tensorizer import SavePlanner
-from dcp_tensorizer._planning.columns import row_of
-from dcp_tensorizer._planning.rows import rows_of
+from dcp_tensorizer._planning.columns import row_of, rows_of
 
 from .sharded_states import dtensor, state_of
 

@@ -9,9 +9,9 @@ import pytest
 
 from dcp_tensorizer import WriteError
 from dcp_tensorizer._format.encryption import Cipher
-from dcp_tensorizer._format.layout import data_file_name
-from dcp_tensorizer._format.places import RankPlaces
-from dcp_tensorizer._saving.key_agreement import agree_on_key
+from dcp_tensorizer._format.names import data_file_name
+from dcp_tensorizer._index.locations import RankPlaces
+from dcp_tensorizer._saving.commit import agree_on_key
 from dcp_tensorizer._storage.open import open_storage
 
 CIPHER = Cipher(bytes(range(32)))

@@ -11,8 +11,8 @@ import pytest
 from tensorizer import EncryptionParams
 
 from dcp_tensorizer import SaveLimits, TensorizerStorageWriter
+from dcp_tensorizer._runtime.threads import cores
 from dcp_tensorizer._saving.options import SaveOptions, check_options
-from dcp_tensorizer._threads import cores
 
 KEY = bytes(range(32))
 

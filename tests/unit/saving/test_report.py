@@ -11,8 +11,8 @@ import pytest
 from dcp_tensorizer import SaveReport
 from dcp_tensorizer._saving.report import Reports, SaveTimes
 from dcp_tensorizer._saving.writer_client import Written
-from dcp_tensorizer._staging.stage_times import StageTimes
-from dcp_tensorizer._writer_process.messages import FileResult, WriteDone
+from dcp_tensorizer._staging.staged_save import StageTimes
+from dcp_tensorizer._writer_process.protocol import FileResult, WriteDone
 
 WRITTEN = Written(WriteDone((FileResult("f0", 5, ()), FileResult("f1", 6, ())), 4.0, 1.5, 2.5), attempts=2)
 

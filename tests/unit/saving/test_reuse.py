@@ -7,9 +7,9 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from dcp_tensorizer._format.layout import StoredItem, data_file_name
+from dcp_tensorizer._format.names import StoredItem, data_file_name
 from dcp_tensorizer._saving.reuse import KnownFiles, ReusingSave
-from dcp_tensorizer._writer_process.messages import FileRequest, FileResult, TensorSource, WriteDone
+from dcp_tensorizer._writer_process.protocol import FileRequest, FileResult, TensorSource, WriteDone
 
 MIB = 1 << 20
 

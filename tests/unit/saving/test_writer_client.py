@@ -12,17 +12,17 @@ from tensorizer import TensorDeserializer
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_tensorizer import WriteError, WriterProcessDied
-from dcp_tensorizer._format.layout import data_file_name
-from dcp_tensorizer._memory.device import SideStreams
-from dcp_tensorizer._memory.shared_buffer import SharedBuffer
-from dcp_tensorizer._memory.shared_mappings import SharedFile
+from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._saving import writer_client
-from dcp_tensorizer._saving.write_items import Item
+from dcp_tensorizer._saving.write_plan import Item
 from dcp_tensorizer._saving.writer_client import WriterClient
+from dcp_tensorizer._staging.device import SideStreams
+from dcp_tensorizer._staging.shared_mappings import SharedFile
+from dcp_tensorizer._staging.shared_memory import SharedBuffer
 from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer._staging.tensor_copy import Copies
 from dcp_tensorizer._storage.local import LocalStorage
-from dcp_tensorizer._writer_process.messages import SnapshotRequest, TensorSource, WriteOptions, WriteRequest
+from dcp_tensorizer._writer_process.protocol import SnapshotRequest, TensorSource, WriteOptions, WriteRequest
 
 from ...simulated import SimulatedDevice
 from ...waiting import WAIT, in_thread

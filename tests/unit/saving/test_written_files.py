@@ -8,8 +8,8 @@ from pathlib import Path
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import WriteError
-from dcp_tensorizer._format.layout import data_file_name
-from dcp_tensorizer._saving.written_files import WrittenFiles, failed_before_commit, is_uncommitted
+from dcp_tensorizer._format.names import data_file_name
+from dcp_tensorizer._saving.commit import WrittenFiles, failed_before_commit, is_uncommitted
 from dcp_tensorizer._storage.local import LocalStorage
 
 

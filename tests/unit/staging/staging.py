@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from dcp_tensorizer._staging.stager import StagedStateDict, Stager
+from dcp_tensorizer._staging.staged_save import StagedStateDict
+from dcp_tensorizer._staging.stager import Stager
 
 
 def staged(stager: Stager, state: Mapping[str, Any]) -> dict[str, Any]:

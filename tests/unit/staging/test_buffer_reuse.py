@@ -7,8 +7,9 @@ import threading
 import pytest
 import torch
 
-from dcp_tensorizer._staging.stager import StagedSave, StagedStateDict, Stager
-from dcp_tensorizer._threads import Deadline
+from dcp_tensorizer._runtime.threads import Deadline
+from dcp_tensorizer._staging.staged_save import StagedSave, StagedStateDict
+from dcp_tensorizer._staging.stager import Stager
 
 from ...support import memory_files
 from ...waiting import WAIT, Gate, hold_memory, in_thread, wait_until_inside

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_tensorizer._staging.fingerprint import fingerprint
+from dcp_tensorizer._staging.state_tree import fingerprint
 
 
 def _state(**others: Any) -> dict[str, Any]:

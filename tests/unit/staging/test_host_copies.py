@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
-from dcp_tensorizer._memory.device import SideStreams
-from dcp_tensorizer._staging import host_copies
-from dcp_tensorizer._staging.host_copies import HostCopies
-from dcp_tensorizer._staging.tensor_copy import Copies
+from dcp_tensorizer._staging import tensor_copy
+from dcp_tensorizer._staging.device import SideStreams
+from dcp_tensorizer._staging.tensor_copy import Copies, HostCopies
 
 from ...simulated import SimulatedDevice
 from ...support import filled, same
@@ -73,7 +72,7 @@ def at_once(operation: Callable[[], None]) -> concurrent.futures.Future[None]:
 
 def test_a_share_is_copied_as_soon_as_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others copy theirs before the last is complete; that one waits for `finish`, which this thread does."""
-    monkeypatch.setattr(host_copies, "in_background", at_once)
+    monkeypatch.setattr(tensor_copy, "in_background", at_once)
     sources = [torch.ones(3 * _MEGABYTE) for _ in range(8)]
     staged = [torch.zeros(3 * _MEGABYTE) for _ in sources]
     copies = HostCopies(24 << 20, 4)
@@ -90,14 +89,14 @@ def test_a_share_is_copied_as_soon_as_it_is_complete(monkeypatch: pytest.MonkeyP
 def test_nobody_helps(monkeypatch: pytest.MonkeyPatch, nbytes: int, threads: int, of_torch: int) -> None:
     """With one thread, with little to copy, and where torch itself copies with several."""
     torch.set_num_threads(of_torch)
-    monkeypatch.setattr(host_copies, "in_background", None)
+    monkeypatch.setattr(tensor_copy, "in_background", None)
     source = filled(torch.uint8, (nbytes,))
     assert same(copied([source], threads)[0], source)
 
 
 def test_an_error_of_another_thread_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever share has failed: no staged state dict may hold half of the state."""
-    monkeypatch.setattr(host_copies, "in_background", at_once)
+    monkeypatch.setattr(tensor_copy, "in_background", at_once)
     copies = HostCopies(24 << 20, 2)
     copies.add(torch.zeros(4 * _MEGABYTE), torch.zeros(3 * _MEGABYTE))  # of another size
     copies.add(torch.zeros(2 * _MEGABYTE), torch.zeros(2 * _MEGABYTE))
@@ -108,8 +107,8 @@ def test_an_error_of_another_thread_comes_out(monkeypatch: pytest.MonkeyPatch) -
 def test_copies_that_have_begun_are_waited_for_when_the_rest_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """The buffer is another save's then: nothing may be written to it any more."""
     begun: list[concurrent.futures.Future[None]] = []
-    begin = host_copies.in_background
-    monkeypatch.setattr(host_copies, "in_background", lambda operation: begun.append(begin(operation)) or begun[-1])
+    begin = tensor_copy.in_background
+    monkeypatch.setattr(tensor_copy, "in_background", lambda operation: begun.append(begin(operation)) or begun[-1])
     source, staged = torch.ones(8 * _MEGABYTE), torch.zeros(8 * _MEGABYTE)
 
     def pairs() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

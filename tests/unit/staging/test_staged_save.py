@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from dcp_tensorizer import StagingError
-from dcp_tensorizer._staging.stager import StagedSave, Stager, StagingFuture
-from dcp_tensorizer._threads import Deadline, is_running
+from dcp_tensorizer._runtime.threads import Deadline, is_running
+from dcp_tensorizer._staging.staged_save import StagedSave, StagingFuture
+from dcp_tensorizer._staging.stager import Stager
 
 from ...support import memory_files
 from ...waiting import WAIT, Gate, HeldTensor, in_thread, interrupted_inside, wait_until_inside

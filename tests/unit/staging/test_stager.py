@@ -13,11 +13,12 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from dcp_tensorizer import StagingError
-from dcp_tensorizer._memory.shared_buffer import SharedBuffer
-from dcp_tensorizer._staging.staged_saves import StagedSaves
-from dcp_tensorizer._staging.stager import StagedSave, StagedStateDict, Stager
+from dcp_tensorizer._runtime.threads import Deadline
+from dcp_tensorizer._staging.buffer_pool import StagedSaves
+from dcp_tensorizer._staging.shared_memory import SharedBuffer
+from dcp_tensorizer._staging.staged_save import StagedSave, StagedStateDict
+from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer._staging.tensor_copy import Copies, GatherLimits
-from dcp_tensorizer._threads import Deadline
 
 from ...simulated import SimulatedDevice
 from ...support import memory_files

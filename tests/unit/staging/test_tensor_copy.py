@@ -7,14 +7,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from dcp_tensorizer._memory.device import SideStreams
-from dcp_tensorizer._memory.shared_buffer import SharedBuffer, aligned
-from dcp_tensorizer._staging.tensor_copy import (
-    DEFAULT_LIMITS,
-    Copies,
-    GatherLimits,
-    allocation_order,
-)
+from dcp_tensorizer._staging.device import SideStreams
+from dcp_tensorizer._staging.shared_memory import SharedBuffer, aligned
+from dcp_tensorizer._staging.tensor_copy import DEFAULT_LIMITS, Copies, GatherLimits, allocation_order
 
 from ...simulated import SimulatedDevice
 from ...support import ALL_DTYPES, dtype_name, filled, raw, same

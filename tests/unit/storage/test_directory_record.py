@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dcp_tensorizer._storage import directory_record
-from dcp_tensorizer._storage.directory_record import is_record, put_record
+from dcp_tensorizer._storage import local
+from dcp_tensorizer._storage.local import is_record, put_record
 
 
 @pytest.fixture
@@ -74,9 +74,9 @@ def test_what_cannot_be_read_is_none(tmp_path: Path) -> None:
 def test_after_another_boot_it_proves_nothing(record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor where the boot is not known; then none can be written."""
     (tmp_path / "boot").write_text("another\n")
-    monkeypatch.setattr(directory_record, "_BOOT_ID", tmp_path / "boot")
+    monkeypatch.setattr(local, "_BOOT_ID", tmp_path / "boot")
     assert not is_record(record)
-    monkeypatch.setattr(directory_record, "_BOOT_ID", tmp_path / "nowhere")
+    monkeypatch.setattr(local, "_BOOT_ID", tmp_path / "nowhere")
     assert not is_record(record)
     with pytest.raises(FileNotFoundError):
         put_record(tmp_path / "another")

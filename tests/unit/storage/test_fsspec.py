@@ -42,7 +42,7 @@ def test_a_missing_library_is_installed_by_an_extra(
 ) -> None:
     """The error says which command brings it, in the same words for each protocol."""
     monkeypatch.setitem(sys.modules, library, None)
-    for name in ("s3fs.core", "dcp_tensorizer._storage.sftp", "dcp_tensorizer._storage.sftp_client"):
+    for name in ("s3fs.core", "dcp_tensorizer._storage.sftp", "dcp_tensorizer._storage.sftp"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     for known in ("s3", "gs", "abfs"):
         monkeypatch.delitem(_registry, known, raising=False)

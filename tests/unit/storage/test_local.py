@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dcp_tensorizer import ReadError, WriteError
-from dcp_tensorizer._storage import local_write
+from dcp_tensorizer._storage import local_io
 from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.local import LocalStorage
 
@@ -201,7 +201,7 @@ def test_a_umask_that_was_set_for_a_moment_makes_no_file_of_mode_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Threads read the umask by setting another one; here it is back when the file has been made."""
-    monkeypatch.setattr(local_write, "current_umask", lambda: 0o022)
+    monkeypatch.setattr(local_io, "current_umask", lambda: 0o022)
     before = os.umask(0o777)
     try:
         LocalStorage(tmp_path).put("file", b"x", sync=False)

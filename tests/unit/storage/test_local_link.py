@@ -12,8 +12,7 @@ from unittest import mock
 import pytest
 
 from dcp_tensorizer._storage.base import FileIdentity, Shared
-from dcp_tensorizer._storage.local import LocalStorage
-from dcp_tensorizer._storage.local_link import identity_of, link_file
+from dcp_tensorizer._storage.local import LocalStorage, identity_of, link_file
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dcp_tensorizer._storage.local_write import LocalSink
-from dcp_tensorizer._storage.page_cache import Residency
+from dcp_tensorizer._storage.local_io import LocalSink, Residency
 
 from ...support import file_size_limit, on_a_page, open_descriptors
 

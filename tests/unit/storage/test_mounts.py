@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp_tensorizer._storage.mounts import file_system
+from dcp_tensorizer._storage.local import file_system
 
 LINE = b"%d 27 0:%d / %s rw,relatime shared:1 - %s server:/export rw\n"
 

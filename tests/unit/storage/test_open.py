@@ -10,8 +10,8 @@ import pytest
 from torch.distributed.checkpoint import FileSystemWriter
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter, WriteError
+from dcp_tensorizer._runtime.torch_compat import FsspecWriter
 from dcp_tensorizer._storage.open import absolute_path, open_storage
-from dcp_tensorizer._torch_compat import FsspecWriter
 
 
 @pytest.mark.parametrize("path", ["a*b", "[1]", "a b", "\N{SNOWMAN}", "%41", "~", "#x?y", "a:b", "memory:", "-"])

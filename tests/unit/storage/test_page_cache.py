@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp_tensorizer._storage.page_cache import Residency
+from dcp_tensorizer._storage.local_io import Residency
 
 from ...support import cached, forget
 

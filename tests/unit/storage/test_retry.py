@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dcp_tensorizer._storage.retry import Retries, is_transient, patience_of
+from dcp_tensorizer._storage.remote import Retries, is_transient, patience_of
 
 
 class Status(Exception):

@@ -7,9 +7,8 @@ from typing import Any
 import botocore.exceptions
 import pytest
 
-from dcp_tensorizer._storage.retry import Retries, is_transient
-from dcp_tensorizer._storage.s3 import _S3Reader
-from dcp_tensorizer._storage.s3_client import PastEnd, _translated
+from dcp_tensorizer._storage.remote import Retries, is_transient
+from dcp_tensorizer._storage.s3 import PastEnd, _S3Reader, _translated
 
 
 class Body:

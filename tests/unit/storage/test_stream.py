@@ -12,7 +12,7 @@ import fsspec
 import pytest
 
 from dcp_tensorizer import ReadError, WriteError
-from dcp_tensorizer._storage import stream
+from dcp_tensorizer._storage import fsspec as fsspec_module
 from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.open import open_storage
 
@@ -25,7 +25,7 @@ NAME = f"__0_0_{'a' * 32}.tensors"
 def variables(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The environment, as the storage sees it: pytest changes the real one all the time."""
     variables = {"KEY": "old"}
-    monkeypatch.setattr(stream, "environment", variables.copy)
+    monkeypatch.setattr(fsspec_module, "environment", variables.copy)
     return variables
 
 

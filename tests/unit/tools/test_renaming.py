@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from dcp_tensorizer._tools.checkpoint_view import Path
-from dcp_tensorizer._tools.formats.common import Options
-from dcp_tensorizer._tools.formats.renaming import new_paths
 from dcp_tensorizer.errors import ConversionError
+from dcp_tensorizer.tools._formats.common import Options
+from dcp_tensorizer.tools._formats.registry import new_paths
+from dcp_tensorizer.tools._view import Path
 
 PATHS: dict[str, Path] = {
     "app.model.layers.0.wq": ("app", "model", "layers.0.wq"),

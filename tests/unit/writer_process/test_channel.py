@@ -11,15 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from dcp_tensorizer._threads import Patience, in_background
-from dcp_tensorizer._writer_process.channel import _HEADER, Channel, pickled
-from dcp_tensorizer._writer_process.messages import (
+from dcp_tensorizer._runtime.threads import Patience, in_background
+from dcp_tensorizer._writer_process.protocol import (
+    _HEADER,
     BufferInfo,
+    Channel,
     FileRequest,
-    Progress,
     TensorSource,
     WriteOptions,
+    WriteProgress,
     WriteRequest,
+    pickled,
 )
 
 from ...support import open_descriptors
@@ -43,18 +45,18 @@ def channels() -> Iterator[tuple[Channel, Channel]]:
 def test_messages_keep_their_order(channels: tuple[Channel, Channel]) -> None:
     """Several at once in the socket are taken apart again."""
     for number in range(100):
-        channels[0].send(Progress(number))
-    assert [channels[1].receive()[0] for _ in range(100)] == [Progress(number) for number in range(100)]
+        channels[0].send(WriteProgress(number))
+    assert [channels[1].receive()[0] for _ in range(100)] == [WriteProgress(number) for number in range(100)]
 
 
 def test_descriptors_travel_with_their_message(channels: tuple[Channel, Channel], tmp_path: Path) -> None:
     """The receiver gets descriptors of its own for the same files, in order, and with the right message."""
     paths = [tmp_path / name for name in "abc"]
     fds = [os.open(path, os.O_RDWR | os.O_CREAT) for path in paths]
-    channels[0].send(Progress(1))
+    channels[0].send(WriteProgress(1))
     channels[0].send(REQUEST, fds[:2])
-    channels[0].send(Progress(2), fds[2:])
-    assert channels[1].receive() == (Progress(1), [])
+    channels[0].send(WriteProgress(2), fds[2:])
+    assert channels[1].receive() == (WriteProgress(1), [])
     message, two = channels[1].receive()
     assert message == REQUEST
     _, one = channels[1].receive()
@@ -119,10 +121,10 @@ def test_closing_is_seen_though_another_process_holds_a_copy() -> None:
 def test_hanging_up_waits_for_the_other_end(channels: tuple[Channel, Channel]) -> None:
     """It has read what was sent and has closed by then; what it said meanwhile ends no wait."""
     left, right = channels
-    left.send(Progress(1))
-    right.send(Progress(2))
+    left.send(WriteProgress(1))
+    right.send(WriteProgress(2))
     hanging_up = in_background(lambda: left.hang_up(WAIT))
-    assert right.receive() == (Progress(1), [])
+    assert right.receive() == (WriteProgress(1), [])
     with pytest.raises(EOFError):
         right.receive()
     assert not hanging_up.done()
@@ -143,7 +145,7 @@ def test_too_few_descriptors_are_an_error_and_the_next_message_arrives(channels:
     """At the descriptor limit a message fails by itself: nothing leaks, and the channel stays in step."""
     fds = [os.open("/dev/null", os.O_RDONLY) for _ in range(3)]
     channels[0].send(REQUEST, fds)
-    channels[0].send(Progress(5))
+    channels[0].send(WriteProgress(5))
     before = open_descriptors()
     _only, second = [fd for fd in range(max(before) + 3) if fd not in before][:2]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -155,7 +157,7 @@ def test_too_few_descriptors_are_an_error_and_the_next_message_arrives(channels:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert open_descriptors() == before
     channels[1]._sock.settimeout(5.0)
-    assert channels[1].receive() == (Progress(5), [])
+    assert channels[1].receive() == (WriteProgress(5), [])
     for fd in fds:
         os.close(fd)
 
@@ -174,11 +176,11 @@ def test_a_message_that_cannot_be_understood_leaves_no_descriptor(
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     before = open_descriptors()
     channels[0].send(Strange(), [fd, fd])
-    channels[0].send(Progress(1))
+    channels[0].send(WriteProgress(1))
     with pytest.raises(ValueError, match="no number"):
         channels[1].receive()
     assert open_descriptors() == before
-    assert channels[1].receive() == (Progress(1), [])
+    assert channels[1].receive() == (WriteProgress(1), [])
     os.close(fd)
 
 

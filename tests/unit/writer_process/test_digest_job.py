@@ -6,8 +6,8 @@ import random
 
 import xxhash
 
-from dcp_tensorizer._writer_process.digest_job import DigestJob
-from dcp_tensorizer._writer_process.messages import TensorSource
+from dcp_tensorizer._writer_process.jobs import DigestJob
+from dcp_tensorizer._writer_process.protocol import TensorSource
 
 
 def test_digests_are_those_of_the_whole_tensors() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dcp_tensorizer import WriteError
-from dcp_tensorizer._memory.shared_buffer import SharedBuffer, aligned
+from dcp_tensorizer._staging.shared_memory import SharedBuffer, aligned
 from dcp_tensorizer._writer_process import gpu_ipc
 from dcp_tensorizer._writer_process.gpu_ipc import Snapshots, export
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from dcp_tensorizer import WriteError
-from dcp_tensorizer._format.layout import data_file_name
+from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._writer_process import worker
-from dcp_tensorizer._writer_process.channel import Channel
-from dcp_tensorizer._writer_process.messages import FileRequest, WriteOptions, WriteRequest
+from dcp_tensorizer._writer_process.protocol import Channel, FileRequest, WriteOptions, WriteRequest
 from dcp_tensorizer._writer_process.worker import SpareCores
 
 SECOND = os.sysconf("SC_CLK_TCK") * (os.cpu_count() or 1)

@@ -11,12 +11,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_tensorizer import (
-    CheckpointError,
-    ConversionError,
-    MetadataError,
-)
-from dcp_tensorizer.convert import Options, convert
+from dcp_tensorizer import CheckpointError, ConversionError, MetadataError
+from dcp_tensorizer.convert import convert
+from dcp_tensorizer.tools._formats.common import Options
 
 from ....checkpoints import tensors_of
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer._tools.listing import find
-from dcp_tensorizer._tools.retention import collect, plan_collection
 from dcp_tensorizer.convert import convert
+from dcp_tensorizer.tools._find import find
+from dcp_tensorizer.tools._gc import collect, plan_collection
 
 from ....checkpoints import make_checkpoint, tensors_of
 from ....support import same

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from dcp_tensorizer import ConversionError
-from dcp_tensorizer.convert import Options, convert
+from dcp_tensorizer.convert import convert
+from dcp_tensorizer.tools._formats.common import Options
 
 from ....support import filled
 

@@ -18,12 +18,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_tensorizer import CheckpointError, ConversionError, MetadataError, UntrustedObject
-from dcp_tensorizer._tools.formats import torch_file
-from dcp_tensorizer._tools.formats.registry import open_checkpoint
-from dcp_tensorizer.convert import Options, convert
+from dcp_tensorizer.convert import convert
+from dcp_tensorizer.tools._formats import torch_file
+from dcp_tensorizer.tools._formats.common import Options
+from dcp_tensorizer.tools._formats.registry import open_checkpoint
 
 from ....checkpoints import make_checkpoint
-from ....unit.format.test_inert_pickle import doubled
+from ....unit.unpickle.test_inert import doubled
 
 
 def archive(pickled: bytes, **records: bytes) -> bytes:

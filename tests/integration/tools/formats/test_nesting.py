@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from dcp_tensorizer import (
-    ConversionError,
-)
-from dcp_tensorizer.convert import Options, convert
+from dcp_tensorizer import ConversionError
+from dcp_tensorizer.convert import convert
+from dcp_tensorizer.tools._formats.common import Options
 
 from ....checkpoints import tensors_of
 

@@ -13,11 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
-from dcp_tensorizer import (
-    CheckpointError,
-    ConversionError,
-    NotCommitted,
-)
+from dcp_tensorizer import CheckpointError, ConversionError, NotCommitted
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer.convert import convert
 from dcp_tensorizer.tools import report

@@ -12,14 +12,12 @@ from safetensors.torch import save_file
 from tensorizer import TensorDeserializer, TensorSerializer
 from torch import nn
 
-from dcp_tensorizer import (
-    ChecksumMismatch,
-    ConversionError,
-)
-from dcp_tensorizer._format.chunks import Region
-from dcp_tensorizer._tools.formats import safetensors, torch_file
-from dcp_tensorizer._tools.formats.registry import FORMATS, open_checkpoint
-from dcp_tensorizer.convert import Options, convert
+from dcp_tensorizer import ChecksumMismatch, ConversionError
+from dcp_tensorizer._index.chunks import Region
+from dcp_tensorizer.convert import convert
+from dcp_tensorizer.tools._formats import safetensors, torch_file
+from dcp_tensorizer.tools._formats.common import Options
+from dcp_tensorizer.tools._formats.registry import FORMATS, open_checkpoint
 
 from ....checkpoints import make_checkpoint, tensors_of
 from ....support import filled, raw, same

@@ -13,15 +13,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.utils.serialization import config
 
-from dcp_tensorizer import (
-    ConversionError,
-    TensorizerStorageWriter,
-    WriteError,
-)
-from dcp_tensorizer._tools.checkpoint_view import CheckpointView
-from dcp_tensorizer._tools.formats import torch_file
-from dcp_tensorizer._tools.formats.registry import open_checkpoint
-from dcp_tensorizer.convert import Options, convert
+from dcp_tensorizer import ConversionError, TensorizerStorageWriter, WriteError
+from dcp_tensorizer.convert import convert
+from dcp_tensorizer.tools._formats import torch_file
+from dcp_tensorizer.tools._formats.common import Options
+from dcp_tensorizer.tools._formats.registry import open_checkpoint
+from dcp_tensorizer.tools._view import CheckpointView
 
 from ....checkpoints import make_checkpoint, tensors_of
 from ....support import ALL_DTYPES, filled, same

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from dcp_tensorizer import tools
-from dcp_tensorizer._format.chunks import Region
-from dcp_tensorizer._tools.report import measure
+from dcp_tensorizer._index.chunks import Region
 from dcp_tensorizer.convert import convert
 from dcp_tensorizer.errors import NotCommitted, ReadError
+from dcp_tensorizer.tools._report import measure
 
 from ....checkpoints import make_checkpoint
 from ....support import filled

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from dcp_tensorizer._tools.report import statistics
-from dcp_tensorizer._tools.report.statistics import BINS, Running, Statistics
+from dcp_tensorizer.tools._report import statistics
+from dcp_tensorizer.tools._report.statistics import BINS, Running, Statistics
 
 from ....support import ALL_DTYPES, filled
 

@@ -1,0 +1,167 @@
+"""What a checkpoint looks like on storage: names, items, block sizes."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+# tensorizer reserves 256 KiB for the index of a file and fails on the first entry past it
+# (``TensorSerializer.__init__``, ``metadata_size``).
+INDEX_CAPACITY = 256 * 1024
+
+# Digests are per block, so that a partial read can be verified too. 64 blocks a tensor bound the metadata to
+# 520 bytes a tensor, and what a row slice reads beyond its need to two blocks; below 64 KiB a block costs more to
+# request than to read. Beyond 8 MiB a block would not fit into a reader's buffers; one more for each 8 MiB is nothing.
+_MAX_BLOCKS = 64
+_MIN_BLOCK = 64 * 1024
+_MAX_BLOCK = 8 << 20
+# Blocks start at a multiple of the largest element (complex128), so that no element straddles two of them.
+_BLOCK_ALIGNMENT = 16
+# In an encrypted item each block is encrypted by itself, so it must fit into a small buffer; the size and the alignment
+# are those that tensorizer has for what it encrypts at once. That makes 24 bytes of metadata for each 2 MiB.
+_MAX_ENCRYPTED_BLOCK = 2 << 20
+_ENCRYPTED_ALIGNMENT = 64
+
+NONCE_BYTES, MAC_BYTES = 24, 16  # of libsodium's secretbox
+
+# Small values that are not sharded, such as an optimizer's step, are spread over the files of all ranks. A load would
+# open each of these for a few bytes: so they also stand in the index, which it reads in any case.
+INLINE_BYTES = 4 << 10
+"""The most bytes of an item that stands in the index."""
+MAX_INLINE_BYTES = 1 << 20
+"""Of all of them."""
+
+_DATA_FILE = re.compile(r"__\d+_\d+_[0-9a-f]{32}\.tensors")
+_METADATA_FILE = re.compile(r"(__\d+)?\.metadata")
+_RECORD_FILE = re.compile(r"__[0-9a-f]{32}\.saving")
+_SAVE_ID = re.compile(r"(?<=[_.])[0-9a-f]{32}(?=\.(tensors|saving|tmp)$)")
+_TEMPORARY_FILE = re.compile(r"(__\d+)?\.metadata\.[0-9a-f]{32}\.tmp")
+
+
+class StoredItem(NamedTuple):
+    """Where the bytes of one write item are."""
+
+    file: str
+    """Data file, relative to the checkpoint's directory; empty for an item without bytes."""
+    name: str
+    """Name of the tensor in that file; the item's FQN unless a tensorizer file cannot hold that."""
+    offset: int
+    """First byte of the data in the file."""
+    length: int
+    """Bytes of data."""
+    dtype: str
+    """dtype of the data as it was stored, without ``torch.``: ``bfloat16``; ``uint8`` for objects."""
+    kind: str
+    """``tensor``: C-contiguous elements; ``object``: what ``torch.save`` made of a value; ``wrapper``: what it
+    made of a tensor subclass that has no bytes of its own."""
+    digests: bytes
+    """XXH3-64 of each block as it is stored, 8 bytes each, big-endian, in order (see `block_size`); of more than one
+    that are not encrypted, then of them all: who reads the whole needs one digest and not 64."""
+    nonce_and_macs: bytes = b""
+    """Of an encrypted item: the nonce of its first block (it counts up from there), then each block's MAC."""
+
+    @classmethod
+    def empty(cls, dtype: str, kind: str = "tensor") -> StoredItem:
+        """An item without bytes, which is in no file."""
+        return cls("", "", 0, 0, dtype, kind, b"")
+
+    @property
+    def block(self) -> int:
+        """Bytes in each block but the last."""
+        return block_size(self.length, encrypted=bool(self.nonce_and_macs))
+
+
+class Derivation(NamedTuple):
+    """How a key was made from a passphrase: what libsodium's ``crypto_pwhash`` takes beside it."""
+
+    opslimit: int
+    memlimit: int
+    algorithm: int
+    salt: bytes
+
+
+class Seal(NamedTuple):
+    """What shows that an encrypted checkpoint's index is the one that was saved.
+
+    Attributes:
+        fingerprint: BLAKE2b-256 of everything in the index.
+        mac: Of that, with the checkpoint's key (`Cipher.sign`).
+    """
+
+    fingerprint: bytes
+    mac: bytes
+
+
+def block_size(nbytes: int, *, encrypted: bool = False) -> int:
+    """Bytes that one digest covers in an item of ``nbytes`` bytes; the last block may be shorter."""
+    per_block = -(-nbytes // _MAX_BLOCKS)
+    if encrypted:
+        return min(_MAX_ENCRYPTED_BLOCK, max(_MIN_BLOCK, _round_up(per_block, _ENCRYPTED_ALIGNMENT)))
+    return min(_MAX_BLOCK, max(_MIN_BLOCK, _round_up(per_block, _BLOCK_ALIGNMENT)))
+
+
+def metadata_file_name(rank: int | None = None) -> str:
+    """``.metadata``, or one rank's own where ranks save without collectives."""
+    return ".metadata" if rank is None else f"__{rank}.metadata"
+
+
+def is_metadata_file_name(name: str) -> bool:
+    """Whether ``name`` is one that `metadata_file_name` makes."""
+    return _METADATA_FILE.fullmatch(name) is not None
+
+
+def is_temporary_file_name(name: str) -> bool:
+    """Whether ``name`` is one that `temporary_file_name` makes of a metadata file's."""
+    return _TEMPORARY_FILE.fullmatch(name) is not None
+
+
+def data_file_name(rank: int, number: int, save_id: str) -> str:
+    """Name of a rank's ``number``-th data file in one save; no two saves share a name."""
+    return f"__{rank}_{number}_{save_id}.tensors"
+
+
+def is_data_file_name(name: str) -> bool:
+    """Whether ``name`` is one that `data_file_name` makes, and so cannot lead out of the checkpoint's directory."""
+    return _DATA_FILE.fullmatch(name) is not None
+
+
+def record_file_name(save_id: str) -> str:
+    """Name of the record of a save: as long as it is there, what this save has written is not part of a checkpoint, or
+    is named by its metadata."""
+    return f"__{save_id}.saving"
+
+
+def is_record_file_name(name: str) -> bool:
+    """Whether ``name`` is one that `record_file_name` makes."""
+    return _RECORD_FILE.fullmatch(name) is not None
+
+
+def save_id_in(name: str) -> str:
+    """The id of the save that wrote a data file, a record or a temporary file."""
+    match = _SAVE_ID.search(name)
+    assert match is not None, name
+    return match.group()
+
+
+def is_ours(name: str) -> bool:
+    """Whether ``name`` is of a file that this package makes in a checkpoint's directory."""
+    patterns = (_DATA_FILE, _METADATA_FILE, _TEMPORARY_FILE, _RECORD_FILE)
+    return any(pattern.fullmatch(name) for pattern in patterns)
+
+
+def data_file_rank(name: str) -> int:
+    """The rank that wrote a data file."""
+    return int(name.split("_")[2])
+
+
+def index_entry_size(name: str, ndim: int) -> int:
+    """Upper bound, in bytes, of a tensor's entry in a tensorizer file's index.
+
+    tensorizer's layout: version tag (4), name length (2) and name, type (1), dtype length (1) and dtype (at most
+    48 here), rank (1) and dimensions (8 each at most), three 64-bit locations.
+    """
+    return 4 + 2 + len(name.encode()) + 1 + 1 + 48 + 1 + 8 * ndim + 24
+
+
+def _round_up(value: int, quantum: int) -> int:
+    return -(-value // quantum) * quantum

@@ -1,0 +1,118 @@
+"""Tensors as bytes: which tensors can be saved as their bytes, what those bytes are, and the names of dtypes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+
+from ..errors import StagingError
+
+# Integers of less than a byte each. DCP's planner fails on them without naming the key.
+_SUB_BYTE = {
+    dtype
+    for bits in range(1, 8)
+    for name in (f"int{bits}", f"uint{bits}")
+    if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+}
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # the classes of nearly all tensors; both have a storage of their own
+
+
+def check_supported(key: str, tensor: torch.Tensor) -> None:
+    """Checks that the elements of a tensor are plain bytes.
+
+    Raises:
+        StagingError: they are not; names the key and the kind of tensor.
+    """
+    if (fault := _fault(tensor)) is not None:
+        raise StagingError(f"{key!r} is a tensor {fault}, or leave it out of the state dict.")
+
+
+def _fault(tensor: torch.Tensor) -> str | None:
+    """Why a tensor cannot be saved, and what to do, as the end of a sentence; None if it can."""
+    if tensor.is_nested:
+        return f"of nested tensors (layout {tensor.layout}), which cannot be saved. Save what its unbind() gives"
+    if tensor.layout is not torch.strided:
+        return f"of layout {tensor.layout}, which cannot be saved. Save what its to_dense() gives"
+    if tensor.is_meta:
+        return "on the meta device, which has no data to save. Give its module memory (to_empty) and values"
+    if tensor.is_quantized:
+        return (
+            f"of the quantised dtype {tensor.dtype}, which cannot be saved. Save its int_repr(), its scale and "
+            f"its zero point"
+        )
+    if tensor.dtype in _SUB_BYTE:
+        return f"of dtype {tensor.dtype}, which DCP cannot plan. Save what its view(torch.uint8) gives"
+    if type(tensor) not in _PLAIN and tensor.numel() and not _has_memory(tensor):
+        return _opaque(tensor)
+    return None
+
+
+def _opaque(tensor: torch.Tensor) -> str:
+    kind = (
+        f"of type {type(tensor).__qualname__}, which cannot be staged: it has neither a storage nor __tensor_flatten__"
+    )
+    if hasattr(tensor, "__create_write_items__"):
+        return (
+            f"{kind}. DCP takes it apart by itself: save it with dcp.save, or pass async_stager=DefaultStager(...) of "
+            f"torch.distributed.checkpoint.staging to dcp.async_save"
+        )
+    return f"{kind}. Give its class __tensor_flatten__ and __tensor_unflatten__"
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.untyped_storage().nbytes() > 0 and tensor.data_ptr() != 0
+    except Exception:  # a subclass may raise anything here
+        return False
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a subclass that has no storage of its own but is made of other tensors."""
+    return type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__")
+
+
+def copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bytes in a dtype that torch copies in any layout: it does not copy pairs of 4-bit floats."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float4_e2m1fn_x2 else tensor
+
+
+def host_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor in C order, in host memory: its own memory if they lie there in that order, else a copy."""
+    plain = copyable(tensor.detach())
+    if not plain.is_cpu or plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg().cpu()
+    plain = plain.contiguous()
+    # A dimension of one element may have any stride: the tensor is contiguous, but torch does not view it as bytes.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor in host memory, in a fifth of the time that `host_bytes` takes.
+
+    It does not keep the tensor alive.
+    """
+    if type(tensor) is not torch.Tensor or not tensor.nbytes:
+        return host_bytes(tensor)
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype's name without ``torch.``: ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def named_dtype(name: str) -> torch.dtype:
+    """The dtype whose `dtype_name` is ``name``.
+
+    Raises:
+        TypeError: torch has no such dtype.
+    """
+    dtype = vars(torch).get(name)  # not getattr: torch imports modules for some names
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"torch has no dtype {name!r}")
+    return dtype

@@ -1,0 +1,330 @@
+"""The index of a checkpoint: the container that ``.metadata`` is.
+
+    start     80 bytes: magic, version, the lengths of head and file, a digest of start and head, a MAC
+    head      MessagePack: what was saved when and by what, the data files, and where each section is
+    sections  MessagePack, one after the other: the entries of the state dict, what the planner recorded, small values
+              themselves, and for each rank the places of what it wrote
+
+Each section has its digest in the head, so that it can be read, checked and decoded by itself: a rank of a load reads
+the places of those whose data it needs. Nothing in the file is
+code. `index_rows` has the types of what is in it, and ``docs/reference/format.md`` describes it for other programs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol, TypeVar
+
+import msgspec
+import xxhash
+
+from .._format.names import Seal, is_data_file_name
+from ..errors import MetadataError, UnsupportedFormat
+from .schema import DataFile, Head, Section, SectionKind, decode_head, encode_rows
+
+INDEX_VERSION = 1
+
+FIRST_BYTES = 1 << 20
+"""What to read of an index first. Up to a hundred ranks that is all of it, and more takes another request."""
+
+_Rows = TypeVar("_Rows")
+
+_MAGIC = b"\x89DCPTZR\n"
+# Magic, version, bytes of the head, bytes of the file. This much, the digest and the MAC stand here in every version.
+_FIXED = struct.Struct("<8sQQQ")
+_DIGEST = 16
+_MAC = 32
+_START = _FIXED.size + _DIGEST + _MAC
+_PICKLE = b"\x80"  # the first byte of any pickle since protocol 2
+_OLD_TRAILER = b"\x00DCPTZR1"  # behind the pickle that this package wrote before its first release
+
+
+class Part(NamedTuple):
+    """A section that is to be packed; ``files`` are those that its places are in."""
+
+    kind: SectionKind
+    rank: int | None
+    content: bytes
+    files: tuple[DataFile, ...] = ()
+
+
+class IndexFile(NamedTuple):
+    """An index, as far as it has been read.
+
+    Attributes:
+        path: For messages.
+        head: The head.
+        data: The file's first bytes.
+        read: Gives so many bytes from an offset on, where ``data`` is not the whole file. Raises `ReadError`.
+    """
+
+    path: str
+    head: Head
+    data: bytes
+    read: Callable[[int, int], bytes] | None = None
+
+    @property
+    def seal(self) -> Seal:
+        """What shows that it was made with the checkpoint's key."""
+        return read_seal(self.data)
+
+    def section(self, section: Section) -> bytes | memoryview:
+        """The bytes of a section, checked.
+
+        Raises:
+            MetadataError: they are damaged.
+            ReadError: they cannot be read.
+        """
+        start = head_end(self.data) + section.offset
+        if self.read is None or start + section.nbytes <= len(self.data):
+            content: bytes | memoryview = memoryview(self.data)[start : start + section.nbytes]
+        else:
+            content = self.read(start, section.nbytes)
+        return check_section(content, section, self.path)
+
+
+# --- writing -------------------------------------------------------------------------------------------------------
+
+
+def pack(head: Head, parts: Iterable[Part], sign: Callable[[bytes], bytes] | None = None) -> bytes:
+    """The index.
+
+    Args:
+        head: All of it but the sections, which are filled in.
+        parts: What the sections hold.
+        sign: Gives the MAC of a fingerprint, in an encrypted checkpoint.
+    """
+    contents = []
+    offset = 0
+    for part in parts:
+        strong = None if sign is None else _strong(part.content)
+        nbytes = len(part.content)
+        digest = xxhash.xxh3_128_digest(part.content)
+        head.sections.append(Section(part.kind, part.rank, offset, nbytes, digest, strong, list(part.files)))
+        contents.append(part.content)
+        offset += nbytes
+    packed = encode_rows(head)
+    fixed = _FIXED.pack(_MAGIC, INDEX_VERSION, len(packed), _START + len(packed) + offset)
+    mac = bytes(_MAC) if sign is None else sign(_strong(fixed, packed))
+    return b"".join((fixed, _digest(fixed, mac, packed), mac, packed, *contents))
+
+
+def _digest(*pieces: bytes | memoryview) -> bytes:
+    state = xxhash.xxh3_128()
+    for piece in pieces:
+        state.update(piece)
+    return state.digest()
+
+
+def _strong(*pieces: bytes | memoryview) -> bytes:
+    state = hashlib.blake2b(digest_size=32)
+    for piece in pieces:
+        state.update(piece)
+    return state.digest()
+
+
+# --- reading -------------------------------------------------------------------------------------------------------
+
+
+def is_index(data: bytes) -> bool:
+    """Whether some bytes begin as an index does, or as the metadata of this package did before its first release."""
+    return data.startswith(_MAGIC) or data[-24:-16] == _OLD_TRAILER
+
+
+def looks_like_pickle(data: bytes) -> bool:
+    """Whether some bytes begin as a pickle does, which torch's ``.metadata`` is."""
+    return data.startswith(_PICKLE)
+
+
+def head_end(data: bytes) -> int:
+    """Where the head of an index ends, and its sections begin; 0 if even the fixed fields are not there."""
+    return _START + int(_FIXED.unpack_from(data)[2]) if data.startswith(_MAGIC) and len(data) >= _START else 0
+
+
+class IndexSource(Protocol):
+    """A checkpoint's directory, wherever it is (``_storage.base.Storage``)."""
+
+    path: str
+
+    def read(self, name: str, most: int | None = None) -> bytes | None:
+        """The first bytes of a file; None if there is none. Raises `ReadError`."""
+
+    def read_range(self, name: str, offset: int, nbytes: int) -> bytes:
+        """So many bytes from an offset on. Raises `ReadError`."""
+
+    def head(self, name: str) -> int | None:
+        """The bytes in a file; None if there is none. Raises `ReadError`."""
+
+
+def find_index(source: IndexSource, name: str) -> IndexFile | None:
+    """The index in a directory; None if there is none. Raises what `open_index` does."""
+    data = source.read(name, FIRST_BYTES)
+    if data is None:
+        return None
+    path, size = f"{source.path}/{name}", (source.head(name) or 0) if len(data) == FIRST_BYTES else len(data)
+
+    def read(offset: int, nbytes: int) -> bytes:
+        if offset + nbytes > size:  # also so that nobody asks for memory for what is not there
+            raise _damaged(path, f"it has {size:,} bytes, and is said to have {offset + nbytes:,}")
+        return source.read_range(name, offset, nbytes)
+
+    return open_index(path, data, read)
+
+
+def open_index(path: str, data: bytes, read: Callable[[int, int], bytes]) -> IndexFile:
+    """An index of which the first bytes have been read.
+
+    Args:
+        path: For messages.
+        data: `FIRST_BYTES` of the file, or all of it, if it has fewer.
+        read: Gives so many bytes from an offset on. Raises `ReadError`.
+
+    Raises:
+        MetadataError: it is damaged, of another version, or something else; says what it is.
+        ReadError: it cannot be read.
+    """
+    if len(data) < FIRST_BYTES or not data.startswith(_MAGIC):
+        return IndexFile(path, read_head(data, path), data)
+    data = _at_least(head_end(data), data, read)
+    head = read_head(data, path, whole=False)
+    # Every load needs all but the places: one request more, and none for each of them.
+    sections = max((s.offset + s.nbytes for s in head.sections if s.kind != "places"), default=0)
+    return IndexFile(path, head, _at_least(head_end(data) + sections, data, read), read)
+
+
+def _at_least(nbytes: int, data: bytes, read: Callable[[int, int], bytes]) -> bytes:
+    return data + read(len(data), nbytes - len(data)) if nbytes > len(data) else data
+
+
+def read_head(data: bytes, path: str, *, whole: bool = True) -> Head:
+    """The head of an index, checked.
+
+    Args:
+        data: The file, or its first bytes.
+        path: For messages.
+        whole: It is the file.
+
+    Raises:
+        MetadataError: it is damaged, of another version, or something else; says what it is.
+    """
+    if not data.startswith(_MAGIC):
+        raise _not_an_index(path, data)
+    if len(data) < _START:
+        raise _damaged(path, f"it ends after {len(data):,} bytes")
+    _, version, head_nbytes, nbytes = _FIXED.unpack_from(data)
+    if head_nbytes > len(data) - _START:
+        raise _damaged(path, "its head is not whole")
+    view = memoryview(data)
+    fixed, digest, mac, packed = _start_of(view, head_nbytes)
+    if _digest(fixed, mac, packed) != digest:
+        raise _damaged(path, "its checksum does not match")
+    if version != INDEX_VERSION:
+        raise UnsupportedFormat(
+            f"{path} is of format version {version}, and this release reads version {INDEX_VERSION}: install the "
+            f"release of dcp_tensorizer that wrote it, or a newer one"
+        )
+    if nbytes < len(data) or (whole and nbytes != len(data)):
+        raise _damaged(path, f"it has {len(data):,} bytes instead of {nbytes:,}")
+    head = decoded(decode_head, packed, path)
+    _check_head(head, nbytes - _START - head_nbytes, path)
+    return head
+
+
+def read_seal(data: bytes) -> Seal:
+    """The seal of an index whose head has been read."""
+    _, _, head_nbytes, _ = _FIXED.unpack_from(data)
+    fixed, _, mac, packed = _start_of(memoryview(data), head_nbytes)
+    return Seal(_strong(fixed, packed), bytes(mac))
+
+
+def check_section(content: bytes | memoryview, section: Section, path: str) -> bytes | memoryview:
+    """The bytes of a section, if they are those that were written.
+
+    Raises:
+        MetadataError: they are not.
+    """
+    if xxhash.xxh3_128_digest(content) != section.digest:
+        raise _damaged(path, "its checksum does not match, or it was overwritten while it was read")
+    if section.strong is not None and _strong(content) != section.strong:
+        raise _damaged(path, "its BLAKE2b digest does not match")
+    return content
+
+
+def data_files(head: Head) -> dict[str, int]:
+    """The data files that an index names, and the bytes in each."""
+    return {file.name: file.nbytes for section in head.sections for file in section.files}
+
+
+def decoded(decode: Callable[[bytes | memoryview], _Rows], content: bytes | memoryview, path: str) -> _Rows:
+    """What a decoder makes of some bytes.
+
+    Raises:
+        MetadataError: they are not what the decoder is for.
+    """
+    try:
+        return decode(content)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise nonsense(path, str(error)) from None
+
+
+def nonsense(path: str, what: str) -> MetadataError:
+    """The error for an index with right digests that no writer would write."""
+    return MetadataError(f"{path} is not what any dcp_tensorizer would write: {what}")
+
+
+def _start_of(view: memoryview, head_nbytes: int) -> tuple[memoryview, memoryview, memoryview, memoryview]:
+    """Fixed fields, digest, MAC, and the head."""
+    mac_offset = _FIXED.size + _DIGEST
+    return (
+        view[: _FIXED.size],
+        view[_FIXED.size : mac_offset],
+        view[mac_offset:_START],
+        view[_START : _START + head_nbytes],
+    )
+
+
+def _check_head(head: Head, nbytes: int, path: str) -> None:
+    """Checks that sections fill the bytes behind the head, and that data files lie beside the index."""
+    end = 0
+    for section in head.sections:
+        if section.offset != end or (section.strong is None) != (head.encryption is None):
+            raise nonsense(path, "its sections are not one after the other, or not all of them have a strong digest")
+        end += section.nbytes
+    if end != nbytes:
+        raise nonsense(path, f"its sections have {end:,} bytes, and {nbytes:,} follow its head")
+    kinds = [section.kind for section in head.sections]
+    first = [kind for kind in kinds if kind != "places"]
+    if first != kinds[: len(first)] or len(set(first)) < len(first) or {"paths", "planner"} <= set(first):
+        raise nonsense(path, f"it has sections {first}, or they come after those of places")
+    if "entries" not in first:
+        raise nonsense(path, "it does not say what the state dict was")
+    names = [file.name for section in head.sections for file in section.files]
+    if len(set(names)) < len(names):
+        raise nonsense(path, "it names a data file twice")
+    for name in names:
+        if not is_data_file_name(name):
+            raise nonsense(path, f"it names a data file {name!r}")
+
+
+def _not_an_index(path: str, data: bytes) -> MetadataError:
+    """The error for a file that does not begin as an index does: says what it is."""
+    if data[-24:-16] == _OLD_TRAILER:
+        return UnsupportedFormat(
+            f"{path} is a pickle of dcp_tensorizer from before its first release, which is no longer read: load the "
+            f"checkpoint with the revision that wrote it, and save it again"
+        )
+    if data.startswith(_PICKLE):
+        return UnsupportedFormat(
+            f"{path} was not written by dcp_tensorizer: it is a pickle, as torch's own FileSystemWriter writes. Load "
+            f"it with open_reader, look at it with `dcp-tensorizer report`, or bring it over with `dcp-tensorizer "
+            f"convert`."
+        )
+    return MetadataError(
+        f"{path} was not written by dcp_tensorizer, or is damaged at its beginning. Load another checkpoint."
+    )
+
+
+def _damaged(path: str, why: str) -> MetadataError:
+    return MetadataError(f"{path} is damaged: {why}. Load another checkpoint.")

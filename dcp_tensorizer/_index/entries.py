@@ -1,0 +1,320 @@
+"""DCP's ``state_dict_metadata`` as rules: which of a few layouts, and of a few properties, each tensor has.
+
+Tensors of one shape are mostly sharded in the same way. So rules stay small over however many ranks, where DCP has an
+object for each chunk. The index of a checkpoint is made of them, and `SavePlanner` makes and sends them.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from .._format.tensor_bytes import dtype_name
+from ..errors import WriteError
+from .chunks import ChunkLayout, Region, check_numbers, expand, runs_of
+from .locations import RankPlaces, hashes_of
+from .schema import Entries, ObjectEntry, Properties, Run, TensorEntry, decode_places, encode_rows, from_key, to_key
+
+
+@dataclass(frozen=True, eq=False)
+class StateRules:
+    """The entries of a state dict.
+
+    Attributes:
+        keys: In their order.
+        rows: For each key, the numbers of its properties and of its layout; both -1: it is an object.
+        properties: DCP's; they are not changed.
+        layouts: With the tensors' shapes.
+    """
+
+    keys: list[Any]
+    rows: NDArray[np.int64]
+    properties: list[TensorProperties]
+    layouts: list[ChunkLayout]
+
+    @classmethod
+    def of(cls, described: Mapping[Any, Any]) -> StateRules:
+        """From DCP's entries.
+
+        Raises:
+            WriteError: one of them is none of DCP's, or makes no sense; names its key.
+        """
+        maker = _Maker()
+        rows = [maker.row_of(key, entry) for key, entry in described.items()]
+        numbers = np.array(rows, dtype=np.int64).reshape(-1, 2)
+        return cls(list(described), numbers, maker.properties, maker.layouts)
+
+    def described(self) -> dict[Any, Any]:
+        """DCP's entries, new ones: whoever gets them may change them."""
+        lists = [layout.chunks() for layout in self.layouts]
+        entries: dict[Any, Any] = {}
+        for key, (properties, layout) in zip(self.keys, self.rows.tolist(), strict=True):
+            if layout < 0:
+                entries[key] = BytesStorageMetadata()
+                continue
+            own, size = copy.copy(self.properties[properties]), torch.Size(self.layouts[layout].shape)
+            entries[key] = TensorStorageMetadata(own, size, list(lists[layout]))
+        return entries
+
+    @functools.cached_property
+    def packed_keys(self) -> list[bytes]:
+        """The MessagePack of each key; raises `WriteError` if a key has none."""
+        return [_packed(key) for key in self.keys]
+
+    @functools.cached_property
+    def property_rows(self) -> list[Properties]:
+        """The properties as an index has them."""
+        return list(map(_row, self.properties))
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """Of everything that an index says of the entries."""
+        state = xxhash.xxh3_128(encode_rows((self.packed_keys, self.property_rows)))
+        state.update(self.rows.tobytes())
+        for layout in self.layouts:
+            state.update(layout.identity)
+        return state.digest()
+
+
+class _Maker:
+    """Numbers properties and layouts."""
+
+    def __init__(self) -> None:
+        self.properties: list[TensorProperties] = []
+        self.layouts: list[ChunkLayout] = []
+        self._known_properties: dict[Any, int] = {}
+        self._known_chunks: dict[tuple[Any, ...], int] = {}
+
+    def row_of(self, key: Any, entry: Any) -> tuple[int, int]:
+        if isinstance(entry, BytesStorageMetadata):
+            return -1, -1
+        try:
+            if not isinstance(entry, TensorStorageMetadata):
+                raise TypeError(f"the planner says that it is a {type(entry).__module__}.{type(entry).__qualname__}")
+            return self._number_of_properties(entry.properties), self._number_of_layout(entry)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise _undescribed(key, error) from error
+
+    def _number_of_properties(self, properties: TensorProperties) -> int:
+        number = self._known_properties.setdefault(tuple(vars(properties).values()), len(self.properties))
+        if number == len(self.properties):
+            _row(properties)  # now, while the key is known
+            self.properties.append(properties)
+        return number
+
+    def _number_of_layout(self, entry: TensorStorageMetadata) -> int:
+        # To compare tuples takes a tenth of the time that it takes to make arrays of them.
+        chunks = entry.chunks
+        same = (tuple(entry.size), *[tuple(c.offsets) for c in chunks], *[tuple(c.sizes) for c in chunks])
+        number = self._known_chunks.get(same)
+        if number is None:
+            layout = ChunkLayout.of(entry.size, ((chunk.offsets, chunk.sizes) for chunk in chunks))
+            number = self._known_chunks[same] = len(self.layouts)
+            self.layouts.append(layout)
+        return number
+
+
+def _packed(key: Any) -> bytes:
+    try:
+        return encode_rows(to_key(key))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _undescribed(key, error) from error
+
+
+def _undescribed(key: Any, error: Exception) -> WriteError:
+    return WriteError(f"{key!r} cannot be described in a checkpoint's metadata: {error}")
+
+
+def _row(properties: TensorProperties) -> Properties:
+    return Properties(
+        dtype_name(properties.dtype),
+        _torch_name(getattr(properties, "layout", torch.strided)),
+        bool(getattr(properties, "requires_grad", False)),
+        _torch_name(getattr(properties, "memory_format", torch.contiguous_format)),
+        bool(getattr(properties, "pin_memory", False)),
+        getattr(properties, "strides", None),
+    )
+
+
+@functools.cache
+def _torch_name(value: torch.layout | torch.memory_format) -> str:
+    return str(value).removeprefix("torch.")
+
+
+# The section of an index that says what is in the state dict, how tensors are cut, and which rank has which chunk.
+
+_KEPT = 4  # a job may save its model and its optimizer in turn, each with something beside it
+
+
+class EntryWriter:
+    """Makes sections of entries. Those of the last saves are kept, and found by the contents that they are made of."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[tuple[bytes, ...], bytes]] = deque(maxlen=_KEPT)
+
+    def section(self, rules: StateRules, parts: Sequence[RankPlaces]) -> bytes:
+        """The section.
+
+        Args:
+            rules: The state dict.
+            parts: What each rank has written. Of a chunk that several have written, the last one's is used.
+
+        Raises:
+            WriteError: a key cannot be stored; names it.
+        """
+        name = (rules.digest, *(part.table_digest for part in parts))
+        section = next((section for known, section in tuple(self._kept) if known == name), None)
+        if section is None:
+            section = encode_rows(_Owners(parts).entries(rules))
+            self._kept.append((name, section))
+        return section
+
+
+class _Owners:
+    """Finds out who has which chunk."""
+
+    def __init__(self, parts: Sequence[RankPlaces]) -> None:
+        rows = [decode_places(part.places) for part in parts]
+        hashes = [np.frombuffer(row.hashes, dtype="<u8") for row in rows]
+        owners = np.repeat(np.arange(len(rows)), [len(of) for of in hashes])
+        hashed = np.concatenate([*hashes, np.zeros(0, dtype="<u8")])
+        order = np.argsort(hashed, kind="stable")  # of equal ones, the last rank's stays the last
+        self._hashes, self._owners = hashed[order], owners[order]
+        self._is_tensor = (
+            np.concatenate([*(np.frombuffer(row.kinds, dtype="u1") for row in rows), _NO_KINDS])[order] == 0
+        )
+        self._runs: dict[bytes, tuple[int, list[Run]]] = {}
+
+    def entries(self, rules: StateRules) -> Entries:
+        """The state dict, with the owners of its chunks."""
+        layouts = [rules.layouts[layout] if layout >= 0 else None for _, layout in rules.rows.tolist()]
+        wanted: list[int] = []
+        for packed_key, layout in zip(rules.packed_keys, layouts, strict=True):
+            wanted += hashes_of(packed_key, _OF_OBJECT if layout is None else layout.packed_offsets)
+        owners, are_tensors = self._find(np.array(wanted, dtype="<u8"))
+        entries: list[TensorEntry | ObjectEntry] = []
+        first = 0
+        for key, layout, (properties, number) in zip(rules.keys, layouts, rules.rows.tolist(), strict=True):
+            if layout is None:
+                entries.append(ObjectEntry(to_key(key), int(owners[first])))
+                first += 1
+                continue
+            chunks = slice(first, first + len(layout))
+            is_whole = bool(are_tensors[chunks].all()) and layout.is_covered
+            entries.append(TensorEntry(to_key(key), properties, number, self._run(owners[chunks]), is_whole))
+            first = chunks.stop
+        rows = [layout.to_row() for layout in rules.layouts]
+        return Entries(rules.property_rows, rows, [runs for _, runs in self._runs.values()], entries)
+
+    def _find(self, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Who has each item (-1: nobody), and whether that is stored as a tensor's elements."""
+        if not len(self._hashes):
+            return np.full(len(wanted), -1), np.zeros(len(wanted), dtype=bool)
+        rows = np.maximum(np.searchsorted(self._hashes, wanted, side="right") - 1, 0)
+        is_there = self._hashes[rows] == wanted
+        return np.where(is_there, self._owners[rows], -1), is_there & self._is_tensor[rows]
+
+    def _run(self, owners: np.ndarray) -> int:
+        """The row of some owners, made if there is none."""
+        name = owners.tobytes()
+        if name not in self._runs:
+            self._runs[name] = len(self._runs), runs_of(owners)
+        return self._runs[name][0]
+
+
+_NO_KINDS = np.zeros(0, dtype="u1")
+_OF_OBJECT = (encode_rows(None),)
+
+
+# The entries of an index: each value of the state dict, how tensors are cut, and who has which chunk.
+
+
+class TensorValue(NamedTuple):
+    """A tensor.
+
+    Attributes:
+        layout: How it is cut into chunks.
+        owners: For each chunk the number of the section of places that has it; -1: none.
+        is_whole: The chunks hold each element once, and all are stored.
+    """
+
+    layout: ChunkLayout
+    owners: np.ndarray
+    is_whole: bool
+    properties: Properties
+
+    def places(self) -> Iterator[tuple[tuple[int, ...], int]]:
+        """The offset of each chunk, and who has it."""
+        return zip((region.start for region in self.layout.regions), self.owners.tolist(), strict=True)
+
+    def chunks_in(self, offset: tuple[int, ...], region: Region) -> list[int]:
+        """The numbers of the chunks to read for a region.
+
+        Args:
+            offset: Of the chunk that a load was shown, of which it wants a part.
+            region: Which part of that.
+        """
+        if self.is_whole:
+            return self.layout.touched_by(region.moved(offset))
+        same = np.flatnonzero((self.layout.starts == np.array(offset, dtype="i8")).all(axis=1))
+        return same[-1:].tolist()  # type: ignore[no-any-return]
+
+
+Value = TensorValue | int
+"""A tensor, or the number of the section of places that has an object; -1: none."""
+
+
+def values_of(rows: Entries, part_count: int) -> dict[Any, Value]:
+    """Each value of the state dict by its key.
+
+    Args:
+        rows: The section.
+        part_count: How many sections of places there are.
+
+    Raises:
+        ValueError, LookupError: the section makes no sense.
+    """
+    check_numbers(rows.layouts, rows.owners)
+    layouts = [ChunkLayout.from_row(row) for row in rows.layouts]
+    owners = [expand(runs) for runs in rows.owners]
+    if any(len(of) and not -1 <= int(of.min()) <= int(of.max()) < part_count for of in owners):
+        raise ValueError("the places of something are in no section")
+    values: dict[Any, Value] = {}
+    for entry in rows.entries:
+        key = entry.key if type(entry.key) is str else from_key(entry.key)
+        if isinstance(entry, ObjectEntry):
+            if entry.owner >= part_count:
+                raise ValueError(f"the place of {key!r} is in no section")
+            values[key] = entry.owner
+        else:
+            values[key] = _tensor(key, entry, layouts, owners, rows.properties)
+    if len(values) < len(rows.entries):
+        raise ValueError("it describes a key twice")
+    return values
+
+
+def _tensor(
+    key: Any,
+    entry: TensorEntry,
+    layouts: Sequence[ChunkLayout],
+    owners: Sequence[np.ndarray],
+    properties: Sequence[Properties],
+) -> TensorValue:
+    layout, own = layouts[entry.layout], owners[entry.owners]
+    if len(layout) != len(own):
+        raise ValueError(f"{key!r} has {len(layout):,} chunks, and {len(own):,} places")
+    return TensorValue(layout, own, entry.is_whole, properties[entry.properties])

@@ -1,0 +1,362 @@
+"""Where the items of a rank are: a table in columns, which takes little time to read however many items there are."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+
+from .._format.names import MAC_BYTES, NONCE_BYTES, StoredItem, metadata_file_name
+from .._format.tensor_bytes import named_dtype
+from .._runtime.threads import in_threads
+from ..errors import MetadataError, WriteError
+from .container import IndexFile, decoded
+from .schema import KINDS, Inline, ItemKey, Places, Section, decode_inline, decode_places, encode_rows, from_key, to_key
+
+_PAIR = b"\x92"  # the MessagePack of two values begins with it
+_EMPTY = encode_rows(b"")
+_KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
+
+
+def hash_of(key: Any, offset: Sequence[int] | None) -> int:
+    """What an item is found by: XXH3-64 of the MessagePack of its key and the offset of its chunk.
+
+    Raises:
+        TypeError, OverflowError: no key can be like that.
+    """
+    return xxhash.xxh3_64_intdigest(_PAIR + encode_rows(to_key(key)) + encode_rows(offset))
+
+
+def hashes_of(packed_key: bytes, packed_offsets: Iterable[bytes]) -> list[int]:
+    """The same of several chunks of a tensor; its key and their offsets are MessagePack already."""
+    start = _PAIR + packed_key
+    return [xxhash.xxh3_64_intdigest(start + offset) for offset in packed_offsets]
+
+
+class InlineItem(NamedTuple):
+    """A small item with its bytes; builtin types, for DCP to carry to the coordinator."""
+
+    hash: int
+    name: str | None
+    """None if it is the key."""
+    dtype: str
+    kind: str
+    digests: bytes
+    nonce_and_macs: bytes
+    content: bytes
+
+
+class RankPlaces(NamedTuple):
+    """What the coordinator is told of what a rank has written; builtin types, for DCP to carry."""
+
+    rank: int
+    files: tuple[tuple[str, int], ...]
+    """The data files, and the bytes in each."""
+    table: bytes
+    """Where each item is: the section of places up to its digests. Empty, if ``table_digest`` stands for it."""
+    table_digest: bytes
+    """XXH3-128 of it. The same items in files of the same layout have the same."""
+    digests: bytes
+    seals: bytes
+    """The rest of the section."""
+    inline: tuple[InlineItem, ...] = ()
+    check: bytes = b""
+    """Of the encryption key (`Cipher.check_value`)."""
+    unchanged: tuple[str, ...] | None = None
+    """What `Freshness.compare` has found."""
+
+    @classmethod
+    def of(
+        cls,
+        rank: int,
+        items: Mapping[ItemKey, StoredItem],
+        files: Mapping[str, int],
+        named: Collection[ItemKey] = frozenset(),
+        inline: Sequence[InlineItem] = (),
+        check: bytes = b"",
+    ) -> RankPlaces:
+        """Of items by their keys.
+
+        Args:
+            named: Those whose keys stand in the index, because the state dict may not name them.
+
+        Raises:
+            WriteError: a key cannot be stored; names it.
+        """
+        numbers = {name: number for number, name in enumerate(files)} | {"": -1}
+        rows = _table(
+            [checked_hash(*key) for key in items],
+            list(items.values()),
+            [numbers[item.file] for item in items.values()],
+            {n: item.name for n, ((key, _), item) in enumerate(items.items()) if item.file and item.name != key},
+        )
+        if named:
+            rows.keys = {n: (to_key(key[0]), key[1]) for n, key in enumerate(items) if key in named}
+        digests, rows.digests, seals, rows.seals = rows.digests, b"", rows.seals, b""
+        table = encode_rows(rows)[: -2 * len(_EMPTY)]
+        digest = xxhash.xxh3_128_digest(table)
+        return cls(rank, tuple(files.items()), table, digest, digests, seals, tuple(inline), check)
+
+    @property
+    def places(self) -> bytes:
+        """The section of the index that says where each item is."""
+        return b"".join((self.table, encode_rows(self.digests), encode_rows(self.seals)))
+
+
+def inline_rows(items: Iterable[InlineItem]) -> Inline:
+    """The section of small items; of several with one hash, the last one."""
+    chosen = list({item.hash: item for item in items}.values())
+    ends = list(itertools.accumulate((len(item.content) for item in chosen), initial=0))
+    stored = [
+        StoredItem("", "", offset, len(i.content), i.dtype, i.kind, i.digests, i.nonce_and_macs)
+        for offset, i in zip(ends, chosen, strict=False)
+    ]
+    names = {n: item.name for n, item in enumerate(chosen) if item.name is not None}
+    rows = _table([item.hash for item in chosen], stored, [0] * len(chosen), names)
+    return Inline(rows, b"".join(item.content for item in chosen))
+
+
+def _table(
+    hashes: Sequence[int], stored: Sequence[StoredItem], file_numbers: Sequence[int], names: dict[int, str]
+) -> Places:
+    if len(set(hashes)) < len(hashes):
+        raise WriteError("two keys of the state dict have the same hash, by an unlikely accident: rename one of them")
+    dtypes: dict[str, int] = {}
+    numbers = [dtypes.setdefault(item.dtype, len(dtypes)) for item in stored]
+    is_encrypted = any(item.nonce_and_macs for item in stored)
+    return Places(
+        dtypes=list(dtypes),
+        hashes=_column(hashes, "<u8"),
+        files=_column(file_numbers, "<i4"),
+        offsets=_column([item.offset for item in stored], "<i8"),
+        sizes=_column([item.length for item in stored], "<i8"),
+        dtype_numbers=bytes(numbers),
+        kinds=bytes(_KIND_NUMBERS[item.kind] for item in stored),
+        digest_sizes=_column([len(item.digests) for item in stored], "<u4"),
+        seal_sizes=_column([len(item.nonce_and_macs) for item in stored], "<u4") if is_encrypted else b"",
+        names=names,
+        keys={},
+        digests=b"".join(item.digests for item in stored),
+        seals=b"".join(item.nonce_and_macs for item in stored),
+    )
+
+
+def checked_hash(key: Any, offset: Sequence[int] | None) -> int:
+    """The same as `hash_of`, of what is to be saved; raises `WriteError`, which names the key."""
+    try:
+        return hash_of(key, offset)
+    except (TypeError, OverflowError) as error:
+        raise WriteError(f"{key!r} cannot be described in a checkpoint's metadata: {error}") from error
+
+
+def _column(numbers: Sequence[int], dtype: str) -> bytes:
+    return np.array(numbers, dtype=dtype).tobytes()
+
+
+class PlaceTable:
+    """The items of a rank.
+
+    Args:
+        rows: The table.
+        files: The data files that they are in, and the bytes in each.
+
+    Raises:
+        ValueError: the table makes no sense.
+    """
+
+    def __init__(self, rows: Places, files: Sequence[tuple[str, int]], *, is_encrypted: bool) -> None:
+        self._rows = rows
+        self._files = [*files, ("", 0)]  # the last one for items without bytes
+        self._is_encrypted = is_encrypted
+        self.hashes = np.frombuffer(rows.hashes, dtype="<u8")
+        self.kinds = np.frombuffer(rows.kinds, dtype="u1")
+        count = len(self.hashes)
+        self._file_numbers = _numbers(rows.files, "<i4", count)
+        self._offsets = _numbers(rows.offsets, "<i8", count)
+        self._sizes = _numbers(rows.sizes, "<i8", count)
+        self._dtype_numbers = _numbers(rows.dtype_numbers, "u1", count)
+        self._digest_ends = _ends(rows.digest_sizes, rows.digests, count)
+        self._seal_ends = _ends(rows.seal_sizes or bytes(4 * count), rows.seals, count)
+        self._check(count)
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    def row_of(self, item_hash: int) -> int | None:
+        """The number of the item with a hash; None if it is not here."""
+        return self._row_numbers.get(item_hash)
+
+    def item(self, row: int, key: Any) -> StoredItem:
+        """Where an item is.
+
+        Raises:
+            ValueError: that makes no sense.
+        """
+        file, offset, nbytes, dtype, kind, digest_end, seal_end = self._places[row]
+        dtype_name, kind_name = self._rows.dtypes[dtype], KINDS[kind]
+        if file < 0:
+            return StoredItem.empty(dtype_name, kind_name)
+        name = self._rows.names.get(row, key)
+        if type(name) is not str:
+            raise ValueError(f"the data of {key!r} has no name")
+        digests = self._rows.digests[self._places[row - 1][5] if row else 0 : digest_end]
+        seal = self._rows.seals[self._places[row - 1][6] if row else 0 : seal_end]
+        item = StoredItem(self._files[file][0], name, offset, nbytes, dtype_name, kind_name, digests, seal)
+        sealed = NONCE_BYTES + -(-nbytes // item.block) * MAC_BYTES if nbytes and self._is_encrypted else 0
+        if len(seal) != sealed:  # what somebody put there is not believed
+            raise ValueError(f"the data of {key!r} is not encrypted as the checkpoint is")
+        return item
+
+    def named(self) -> Iterator[tuple[int, ItemKey]]:
+        """The numbers of the items whose keys stand in the table, and those."""
+        for row, (key, offset) in self._rows.keys.items():
+            yield row, (from_key(key), offset)
+
+    @functools.cached_property
+    def _row_numbers(self) -> dict[int, int]:
+        return {item_hash: row for row, item_hash in enumerate(self.hashes.tolist())}
+
+    @functools.cached_property
+    def _places(self) -> list[tuple[int, ...]]:
+        """The columns as rows of Python's own numbers, which are faster one by one."""
+        columns = self._file_numbers, self._offsets, self._sizes, self._dtype_numbers, self.kinds
+        return list(zip(*(column.tolist() for column in (*columns, self._digest_ends, self._seal_ends)), strict=True))
+
+    def _check(self, count: int) -> None:
+        hashes = np.sort(self.hashes)  # `np.unique` imports modules, in as long as a small load takes
+        if len(self.kinds) != count or len(hashes) != count or np.any(hashes[1:] == hashes[:-1]):
+            raise ValueError("a table of places has columns of several lengths, or an item twice")
+        if not count:
+            return
+        file_sizes = np.array([nbytes for _, nbytes in self._files], dtype="i8")
+        if self._file_numbers.min() < -1 or self._file_numbers.max() >= len(file_sizes) - 1:
+            raise ValueError("a table of places names a file that is not there")
+        room = file_sizes[self._file_numbers]
+        if self._offsets.min() < 0 or self._sizes.min() < 0 or not np.all(self._sizes <= room - self._offsets):
+            raise ValueError("data is in no file")
+        if self._dtype_numbers.max() >= len(self._rows.dtypes) or self.kinds.max() >= len(KINDS):
+            raise ValueError("a table of places has a dtype, or a kind, that there is not")
+        others = set(self._dtype_numbers[self.kinds > 0].tolist())
+        if any(self._rows.dtypes[number] != "uint8" for number in others):
+            raise ValueError("an object has another dtype than uint8")
+        if max((*self._rows.names, *self._rows.keys), default=0) >= count:
+            raise ValueError("a table of places names an item that is not there")
+
+
+def _numbers(column: bytes, dtype: str, count: int) -> np.ndarray:
+    numbers = np.frombuffer(column, dtype=dtype)
+    if len(numbers) != count:
+        raise ValueError("a table of places has columns of several lengths")
+    return numbers
+
+
+def _ends(sizes: bytes, content: bytes, count: int) -> np.ndarray:
+    """Where the bytes of each item end in those of all."""
+    ends = np.cumsum(_numbers(sizes, "<u4", count), dtype="i8")
+    if (int(ends[-1]) if count else 0) != len(content):
+        raise ValueError("a table of places has more or fewer digests than items")
+    return ends
+
+
+# The places in an index: each rank's are read when something of it is wanted, and small values are there at once.
+
+
+class IndexPlaces:
+    """Finds where items are.
+
+    Attributes:
+        count: Of the sections of places.
+        inline_file: The file that small values are in, as their places say.
+        inline_content: What is in that.
+
+    Raises:
+        MetadataError: the index is damaged.
+        ValueError: it makes no sense.
+    """
+
+    def __init__(self, file: IndexFile) -> None:
+        self._file = file
+        self._is_encrypted = file.head.encryption is not None
+        self._sections = [section for section in file.head.sections if section.kind == "places"]
+        self._tables: dict[int, PlaceTable] = {}
+        self.count = len(self._sections)
+        self.inline_file = metadata_file_name(file.head.rank)
+        self.inline_content = b""
+        self._inline: PlaceTable | None = None
+        for section in file.head.sections:
+            if section.kind == "inline":
+                self._inline = self._read_inline(section)
+
+    def load(self, numbers: Iterable[int]) -> None:
+        """Reads the sections with these numbers, if they have not been.
+
+        Raises:
+            MetadataError, ValueError: they are damaged, or make no sense.
+            ReadError: they cannot be read.
+        """
+        missing = sorted({number for number in numbers if number >= 0} - self._tables.keys())
+        sections = [self._sections[number] for number in missing]
+        # In memory a section is there at once, and threads would only cost time.
+        get_all = map if self._file.read is None else in_threads
+        for number, section, content in zip(missing, sections, get_all(self._file.section, sections), strict=True):
+            files = [(file.name, file.nbytes) for file in section.files]
+            self._tables[number] = self._table(decoded(decode_places, content, self._file.path), files)
+
+    def is_inline(self, key: Any, offset: tuple[int, ...] | None) -> bool:
+        """Whether an item stands in the index itself."""
+        return self._inline is not None and self._inline.row_of(hash_of(key, offset)) is not None
+
+    def find(self, key: Any, offset: tuple[int, ...] | None, owner: int) -> StoredItem | None:
+        """Where an item is best read from; None if it is nowhere.
+
+        Args:
+            key: Its key.
+            offset: Of its chunk; None for an object.
+            owner: The number of the section that has it; -1: none.
+        """
+        item_hash = hash_of(key, offset)
+        if self._inline is not None and (row := self._inline.row_of(item_hash)) is not None:
+            return self._inline.item(row, key)
+        return None if owner < 0 else self._stored(key, item_hash, owner)
+
+    def stored(self, key: Any, offset: tuple[int, ...] | None, owner: int) -> StoredItem | None:
+        """Where an item is in a data file; None if it is in none."""
+        return self._stored(key, hash_of(key, offset), owner)
+
+    def _stored(self, key: Any, item_hash: int, owner: int) -> StoredItem | None:
+        if owner not in self._tables:
+            self.load([owner])
+        row = self._tables[owner].row_of(item_hash)
+        return None if row is None else self._tables[owner].item(row, key)
+
+    def named(self) -> Iterator[tuple[ItemKey, StoredItem]]:
+        """The items of all ranks whose keys stand beside their places."""
+        self.load(range(self.count))
+        for table in self._tables.values():
+            for row, key in table.named():
+                yield key, table.item(row, key[0])
+
+    def _read_inline(self, section: Section) -> PlaceTable:
+        rows = decoded(decode_inline, self._file.section(section), self._file.path)
+        self.inline_content = rows.content
+        return self._table(rows.places, [(self.inline_file, len(rows.content))])
+
+    def _table(self, rows: Places, files: Sequence[tuple[str, int]]) -> PlaceTable:
+        for name in rows.dtypes:
+            known_dtype(name, self._file.path)
+        return PlaceTable(rows, files, is_encrypted=self._is_encrypted)
+
+
+def known_dtype(name: str, path: str) -> torch.dtype:
+    """The dtype with a name; raises `MetadataError` if this torch has none."""
+    try:
+        return named_dtype(name)
+    except TypeError:
+        raise MetadataError(
+            f"{path} has tensors of dtype {name!r}, which torch {torch.__version__} has not: install a newer one"
+        ) from None

@@ -1,0 +1,323 @@
+"""From the index that ``.metadata`` holds to DCP's ``Metadata``, and to the places of what a load asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from msgspec.msgpack import Ext
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from .._format.names import StoredItem
+from .._runtime.gc_pause import collector_paused
+from .._unpickle.objects import load_object
+from ..errors import CheckpointError, MetadataError
+from .chunks import ChunkLayout, Region
+from .container import IndexFile, data_files, decoded, nonsense, read_head
+from .entries import TensorValue, Value, values_of
+from .locations import IndexPlaces, known_dtype
+from .schema import ItemKey, Properties, Section, SectionKind, decode_entries, decode_paths, from_text
+
+# A release of torch may have more of these fields, or fewer: only the dtype is not deprecated.
+_FIELDS = {field.name for field in dataclasses.fields(TensorProperties)}
+
+
+def decode(data: bytes, path: str) -> Metadata:
+    """Checks and reads what `encode` made, all of it; ``path`` is for messages.
+
+    Raises:
+        MetadataError: it is damaged, of another version or format, or makes no sense.
+    """
+    return Index(IndexFile(path, read_head(data, path), data)).stored_metadata()
+
+
+_Wanted = tuple[Any, tuple[int, ...] | None, Region | None]
+"""A key, the offset of the chunk that a load was shown, and which region of that; both None for an object."""
+
+
+class Piece(NamedTuple):
+    """What is to be read of one stored chunk.
+
+    Attributes:
+        item: Where the chunk is.
+        shape: The chunk's.
+        region: Which elements of the chunk.
+        part: Where they are in what was asked for.
+    """
+
+    item: StoredItem
+    shape: tuple[int, ...]
+    region: Region
+    part: Region
+
+
+class Index:
+    """A checkpoint's index, of which the places are read when they are wanted.
+
+    Raises:
+        MetadataError: it is damaged, or makes no sense.
+    """
+
+    def __init__(self, file: IndexFile) -> None:
+        self.path = file.path
+        self.head = file.head
+        self.files = data_files(file.head)
+        self._file = file
+        self._known_properties: dict[Properties, dict[str, Any]] = {}  # a few, of all tensors
+        with self._sensible(), collector_paused():
+            self._places = IndexPlaces(file)
+            section = self._section("entries")
+            assert section is not None
+            self._values = values_of(decoded(decode_entries, file.section(section), file.path), self._places.count)
+
+    @property
+    def encryption(self) -> Mapping[str, Any] | None:
+        """What is said of the key (see `encryption.unlock`); None if nothing is encrypted."""
+        record = self.head.encryption
+        if record is None:
+            return None
+        return {"derivation": record.derivation, "check": record.check, "seal": self._file.seal}
+
+    @property
+    def in_memory(self) -> dict[str, bytes]:
+        """The file that small values are in, as their places say, and its content."""
+        return {self._places.inline_file: self._places.inline_content}
+
+    def metadata(self) -> Metadata:
+        """DCP's metadata for a load: a tensor is one chunk, wherever its parts are, if they make it up.
+
+        DCP's planners look at each chunk of each tensor on each rank. `pieces` finds those that a rank needs.
+        """
+        return self._metadata(whole=True)
+
+    def stored_metadata(self) -> Metadata:
+        """DCP's metadata with all chunks as they are stored.
+
+        Its ``storage_data`` is a dict: ``files``, the bytes in each data file by name; ``items``, a `StoredItem` for
+        each `item_key`; ``rank``; ``encryption``, where there is any; and ``release``, ``torch`` and ``saved_at``.
+
+        Raises:
+            MetadataError: the places are damaged, or make no sense.
+            ReadError: they cannot be read.
+        """
+        metadata = self._metadata(whole=False)
+        with self._sensible(), collector_paused():
+            metadata.storage_data |= {"files": self.files, "items": self._items()}
+        if (record := self.encryption) is not None:
+            metadata.storage_data["encryption"] = record
+        return metadata
+
+    def incomplete_layout(self, key: Any) -> ChunkLayout | None:
+        """How a tensor is cut whose chunks `metadata` shows as they are stored; None for any other value."""
+        value = self._values.get(key)
+        return value.layout if isinstance(value, TensorValue) and not value.is_whole else None
+
+    def read_places(self, wanted: Iterable[_Wanted]) -> None:
+        """Reads the places of all ranks that have something of what is wanted.
+
+        Args:
+            wanted: What `pieces` will be asked.
+
+        Raises:
+            MetadataError: they are damaged, or make no sense.
+            ReadError: they cannot be read.
+        """
+        needed: set[int] = set()
+        with self._sensible():
+            for key, offset, region in wanted:
+                value = self._values.get(key)
+                if value is None:  # of no entry: it may be anywhere
+                    needed.update(range(self._places.count))
+                elif self._places.is_inline(key, offset):
+                    pass
+                elif isinstance(value, int):
+                    needed.add(value)
+                elif value.layout.is_one:
+                    needed.add(int(value.owners[0]))
+                elif region is not None:
+                    needed.update(value.owners[value.chunks_in(offset or (), region)].tolist())
+            self._places.load(needed)
+
+    def pieces(self, key: Any, offset: tuple[int, ...] | None, region: Region | None) -> list[Piece]:
+        """The stored chunks that have elements of a region.
+
+        Args:
+            key: The tensor's, or an object's.
+            offset: Of the chunk that `metadata` shows; None for an object.
+            region: Of that chunk; None for an object.
+
+        Raises:
+            MetadataError: they are not there; names the key.
+        """
+        with self._sensible():
+            return self._pieces(key, offset, region)
+
+    def locate(self, wanted: Sequence[_Wanted]) -> list[list[Piece]]:
+        """The `pieces` of each thing that is wanted, after `read_places`."""
+        self.read_places(wanted)
+        with self._sensible():
+            return [self._pieces(*of_one) for of_one in wanted]
+
+    def _pieces(self, key: Any, offset: tuple[int, ...] | None, region: Region | None) -> list[Piece]:
+        value = self._values.get(key)
+        if region is None or not isinstance(value, TensorValue):
+            return [self._object(key, offset, value)]
+        if not math.prod(region.size):
+            return []
+        if value.layout.is_one and region.size == value.layout.shape:  # most values: no more to find out
+            item = self._places.find(key, region.start, int(value.owners[0]))
+            if item is None:
+                raise self._nowhere(key, offset)
+            return [Piece(item, region.size, region, region)]
+        wanted = region.moved(offset or ())
+        pieces = []
+        for number in value.chunks_in(offset or (), region):
+            chunk = value.layout.regions[number]
+            common = wanted.intersect(chunk)
+            assert common is not None
+            item = self._places.find(key, chunk.start, int(value.owners[number]))
+            if item is None:
+                raise self._nowhere(key, chunk.start)
+            pieces.append(Piece(item, chunk.size, common.within(chunk), common.within(wanted)))
+        found, elements = sum(math.prod(piece.part.size) for piece in pieces), math.prod(region.size)
+        if not pieces:
+            raise self._nowhere(key, offset)
+        if found != elements:
+            raise MetadataError(
+                f"{self.path}: {found:,} of {elements:,} elements of {key!r} are stored where they are to be loaded "
+                f"from: a rank's part is missing or there twice"
+            )
+        return pieces
+
+    def _object(self, key: Any, offset: tuple[int, ...] | None, value: Value | None) -> Piece:
+        owners: Iterable[int] = [value] if isinstance(value, int) else range(self._places.count)
+        item = next((found for owner in owners if (found := self._places.find(key, offset, owner)) is not None), None)
+        if item is None:
+            raise self._nowhere(key, offset)
+        whole = Region((0,), (item.length,))
+        return Piece(item, whole.size, whole, whole)
+
+    def _nowhere(self, key: Any, offset: tuple[int, ...] | None) -> MetadataError:
+        return MetadataError(f"{self.path} has no data for {key!r} at offset {offset}")
+
+    def _items(self) -> dict[ItemKey, StoredItem]:
+        """The place of everything that is stored."""
+        items: dict[ItemKey, StoredItem] = {}
+        self._places.load(range(self._places.count))
+        for key, value in self._values.items():
+            owned: Iterable[tuple[Any, int]] = [(None, value)] if isinstance(value, int) else value.places()
+            for offset, owner in owned:
+                item = None if owner < 0 else self._places.stored(key, offset, owner)
+                if item is not None:
+                    items[key, offset] = item
+                elif owner >= 0:
+                    raise ValueError(f"the place of {key!r} is not where it should be")
+        return dict(self._places.named()) | items
+
+    def _metadata(self, *, whole: bool) -> Metadata:
+        head = self.head
+        with self._sensible(), collector_paused():
+            described = {key: self._described(value, whole=whole) for key, value in self._values.items()}
+            planner_data = self._planner_data()
+            meta = StorageMeta(
+                checkpoint_id=_maybe(head.checkpoint_id),
+                save_id=_maybe(head.save_id),
+                load_id=_maybe(head.load_id),
+                modules=[from_text(module) for module in head.modules],
+            )
+            return Metadata(
+                described,
+                planner_data=planner_data,
+                storage_data={
+                    "rank": head.rank,
+                    "release": head.release,
+                    "torch": head.torch,
+                    "saved_at": head.saved_at,
+                },
+                storage_meta=meta if head.has_storage_meta else None,
+                version=_maybe(head.metadata_version),
+            )
+
+    def _described(self, value: Value, *, whole: bool) -> TensorStorageMetadata | BytesStorageMetadata:
+        if isinstance(value, int):
+            return BytesStorageMetadata()
+        size = torch.Size(value.layout.shape)
+        properties = TensorProperties(**self._properties(value.properties))
+        if value.layout.is_one or (whole and value.is_whole):
+            return TensorStorageMetadata(properties, size, [ChunkStorageMetadata(_origin(len(size)), size)])
+        return TensorStorageMetadata(properties, size, value.layout.chunks())
+
+    def _properties(self, row: Properties) -> dict[str, Any]:
+        if row not in self._known_properties:
+            self._known_properties[row] = self._new_properties(row)
+        return self._known_properties[row]
+
+    def _new_properties(self, row: Properties) -> dict[str, Any]:
+        values = {
+            "dtype": known_dtype(row.dtype, self.path),
+            "layout": _named(row.layout, torch.layout),
+            "requires_grad": row.requires_grad,
+            "memory_format": _named(row.memory_format, torch.memory_format),
+            "pin_memory": row.pin_memory,
+            "strides": row.strides,
+        }
+        return {name: value for name, value in values.items() if name in _FIELDS}
+
+    def _planner_data(self) -> Any:
+        if (section := self._section("paths")) is not None:
+            return decoded(decode_paths, self._file.section(section), self.path)
+        if (section := self._section("planner")) is None:
+            return None
+        try:
+            return load_object(bytes(self._file.section(section)))
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise nonsense(self.path, f"its planner's data: {type(error).__name__}: {error}") from error
+
+    def _section(self, kind: SectionKind) -> Section | None:
+        return next((section for section in self.head.sections if section.kind == kind), None)
+
+    def _sensible(self) -> _Sensible:
+        return _Sensible(self.path)
+
+
+class _Sensible:
+    """Says of whatever fails inside that the index makes no sense."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, (ValueError, LookupError, TypeError, OverflowError)):
+            raise nonsense(self._path, f"{type(error).__name__}: {error}") from error
+
+
+@functools.cache
+def _origin(dimensions: int) -> torch.Size:
+    """Where a tensor begins."""
+    return torch.Size([0] * dimensions)
+
+
+def _maybe(text: str | Ext | None) -> str | None:
+    return None if text is None else from_text(text)
+
+
+def _named(name: str, kind: type) -> Any:
+    value = vars(torch).get(name)
+    if not isinstance(value, kind):
+        raise ValueError(f"torch has no {kind.__name__} {name!r}")
+    return value

@@ -1,0 +1,307 @@
+"""The ``.metadata`` of torch's ``FileSystemWriter``: a pickle, read without reaching a class, and then made anew.
+
+Only DCP's own records, and plain values in them, are made of it. Each of their fields is checked for its type.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from .._format.tensor_bytes import named_dtype
+from .._runtime.torch_compat import OLD_PROPERTIES, StorageInfo
+from .._unpickle.inert import Made, Named, count_parts, load_inert
+from ..errors import CheckpointError, MetadataError, UntrustedObject
+
+_CLASSES = "torch.distributed.checkpoint.metadata"
+_MAX_DIMENSIONS = 255
+_MAX_KEY = 1000  # values in one that is a tuple
+_MAX_PATH = 1 << 16  # characters
+_MAX_DEPTH = 64  # of values in values; torch's own are less than 10 deep
+_WORK_PER_BYTE = 16  # values, each as often as it is referred to; what torch writes needs less than 2
+
+_T = TypeVar("_T")
+
+
+def read_pickled(pickled: bytes, path: str) -> Metadata:
+    """Reads ``.metadata``; ``path`` is for messages.
+
+    Raises:
+        MetadataError: it is damaged, or something else.
+        UntrustedObject: it names something that a checkpoint's metadata has no use for.
+    """
+
+    def check_name(named: Named) -> None:
+        if named not in _MAKERS and named not in _ENCODINGS and named != _GETATTR and _dtype_or_none(named) is None:
+            raise _untrusted(named)
+
+    def check_call(made: Made) -> None:
+        if made.what == _GETATTR:  # of a memory format, as Python 3.11.0 to 3.11.3 write it, and of nothing else
+            if len(made.arguments) != 2 or made.arguments[0] not in _ENCODINGS:
+                raise _untrusted(made.what)
+        elif made.what not in _MAKERS and made.what not in _ENCODINGS:
+            raise _untrusted(made.what)
+
+    try:
+        metadata = _Values(len(pickled)).of(load_inert(pickled, check_name, check_call))
+        if not isinstance(metadata, Metadata):
+            raise ValueError("it does not hold a checkpoint's metadata")
+        return metadata
+    except UntrustedObject as error:
+        raise UntrustedObject(f"{path} refers to {error}, and was not loaded") from None
+    except CheckpointError as error:
+        raise MetadataError(f"{path} {error}") from error
+    except Exception as error:
+        raise MetadataError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _untrusted(named: Named) -> UntrustedObject:
+    return UntrustedObject(f"{named}, which has no place in a checkpoint's metadata")
+
+
+class _Values:
+    """Makes values of what `load_inert` gives; each once, however often the pickle refers to it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._made: dict[int, tuple[Any, int]] = {}  # by identity: the pickle's own values live as long as this
+        self._depth = 0
+        self._count = 0  # of values, each as often as it is referred to: so often do others look at it
+        self._most = 1000 + _WORK_PER_BYTE * nbytes
+
+    def of(self, value: Any) -> Any:
+        """The value itself, if it is plain; else a container, or what its maker gives."""
+        kind = type(value)
+        self._count += 1
+        if kind in _PLAIN:
+            return value
+        if (known := self._made.get(id(value))) is not None:
+            made, count = known
+            self._count += count
+        else:
+            if self._depth == _MAX_DEPTH:
+                raise ValueError(f"it holds values in values, more than {_MAX_DEPTH} deep")
+            self._depth += 1
+            before = self._count
+            made = self._make(value, kind)
+            self._made[id(value)] = made, self._count - before
+            self._depth -= 1
+        if self._count > self._most:
+            raise ValueError("it holds more values than its size explains")
+        return made
+
+    def _make(self, value: Any, kind: type) -> Any:
+        if kind is Made:
+            if value.what == _GETATTR or value.what in _ENCODINGS:
+                return _memory_format(value)
+            return _MAKERS[value.what](value, self)
+        if kind is dict:
+            return {self.of(key): self.of(member) for key, member in value.items()}
+        if kind in (list, tuple, set, frozenset):
+            return kind(map(self.of, value))
+        dtype = _dtype_or_none(value)
+        if dtype is None:
+            raise _untrusted(value) if kind is Named else TypeError(f"it holds a {kind.__name__}")
+        return dtype
+
+    def fields(self, made: Made) -> dict[str, Any]:
+        """The fields of an object of a class."""
+        if made.arguments or made.members:
+            raise ValueError(f"it makes a {made.what} as no writer does")
+        state = made.state
+        parts = state if type(state) is tuple and len(state) == 2 else (state,)  # what is in slots comes last
+        return {
+            name: self.of(value) for part in parts if part is not None for name, value in _typed(part, dict).items()
+        }
+
+
+def _typed(value: Any, kind: type[_T]) -> _T:
+    if type(value) is not kind:
+        raise TypeError(f"a {type(value).__name__} where a {kind.__name__} belongs")
+    return value
+
+
+def _optional(value: Any, kind: type[_T]) -> _T | None:
+    return None if value is None else _typed(value, kind)
+
+
+def _metadata(made: Made, values: _Values) -> Metadata:
+    fields = values.fields(made)
+    storage_data = fields.get("storage_data")
+    if type(storage_data) is not dict:
+        raise ValueError("it is not what torch's FileSystemWriter writes")
+    for index, info in storage_data.items():
+        _check_place(_typed(index, MetadataIndex).fqn, _typed(info, StorageInfo))
+    for entry in _typed(fields["state_dict_metadata"], dict).values():
+        if type(entry) is not BytesStorageMetadata:
+            _typed(entry, TensorStorageMetadata)
+    return Metadata(
+        fields["state_dict_metadata"],
+        fields.get("planner_data"),
+        storage_data,
+        _optional(fields.get("storage_meta"), StorageMeta),
+        _optional(fields.get("version"), str),
+    )
+
+
+def _storage_meta(made: Made, values: _Values) -> StorageMeta:
+    fields = values.fields(made)
+    checkpoint_id = fields.get("checkpoint_id")
+    if not isinstance(checkpoint_id, os.PathLike):
+        _optional(checkpoint_id, str)
+    save_id, load_id = (_optional(fields.get(name), str) for name in ("save_id", "load_id"))
+    return StorageMeta(checkpoint_id, save_id, load_id, [_typed(name, str) for name in fields.get("modules") or []])
+
+
+def _bytes_metadata(made: Made, values: _Values) -> BytesStorageMetadata:
+    values.fields(made)
+    return BytesStorageMetadata()
+
+
+def _tensor_metadata(made: Made, values: _Values) -> TensorStorageMetadata:
+    fields = values.fields(made)
+    size = _typed(fields["size"], torch.Size)
+    chunks = [_typed(chunk, ChunkStorageMetadata) for chunk in _typed(fields["chunks"], list)]
+    if any(len(chunk.sizes) != len(size) for chunk in chunks):
+        raise ValueError("a chunk with other dimensions than its tensor")
+    return TensorStorageMetadata(_typed(fields["properties"], TensorProperties), size, chunks)
+
+
+def _chunk_metadata(made: Made, values: _Values) -> ChunkStorageMetadata:
+    fields = values.fields(made)
+    offsets, sizes = _typed(fields["offsets"], torch.Size), _typed(fields["sizes"], torch.Size)
+    if len(offsets) != len(sizes):
+        raise ValueError("a chunk with other dimensions than its place")
+    return ChunkStorageMetadata(offsets, sizes)
+
+
+def _properties(made: Made, values: _Values) -> TensorProperties:
+    """What a tensor is: its state is a tuple; releases of torch differ in what else is in it."""
+    state = values.of(made.state)
+    if type(state) is tuple:
+        state = dict(zip(_PROPERTIES, state, strict=False))
+    fields = _typed(state, dict)
+    properties = TensorProperties(_typed(fields["dtype"], torch.dtype))
+    for name in _PROPERTIES[1:]:
+        if name in fields:
+            setattr(properties, name, _typed(fields[name], type(getattr(properties, name))))
+    return properties
+
+
+def _index(made: Made, values: _Values) -> MetadataIndex:
+    fields = values.fields(made)
+    count_parts(fields["fqn"], _MAX_KEY)
+    offset, number = _optional(fields.get("offset"), torch.Size), _optional(fields.get("index"), int)
+    return MetadataIndex(fields["fqn"], offset, number)
+
+
+def _storage_info(made: Made, values: _Values) -> StorageInfo:
+    """A place in a data file, which `_check_place` looks at: there it has a key."""
+    fields = values.fields(made)
+    return StorageInfo(fields["relative_path"], fields["offset"], fields["length"], fields.get("transform_descriptors"))
+
+
+def _check_place(key: Any, info: StorageInfo) -> None:
+    """Checks a place in a data file, as far as a hostile one could do harm."""
+    name, offset, length = info.relative_path, info.offset, info.length
+    if type(name) is not str or os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
+        raise MetadataError(f"names a data file {name!r} for {key!r} that is not beside it")
+    if any(type(number) is not int or not 0 <= number < 2**63 for number in (offset, length)):
+        raise MetadataError(f"has no data for {key!r}, but {length!r} bytes at {offset!r}")
+    transforms = info.transform_descriptors
+    if type(transforms) not in (type(None), list, tuple) or any(type(name) is not str for name in transforms or ()):
+        raise MetadataError(f"does not name the transforms of {key!r}")
+
+
+def _size(made: Made, values: _Values) -> torch.Size:
+    """A shape."""
+    (extents,) = made.arguments
+    if type(extents) not in (tuple, list) or len(extents) > _MAX_DIMENSIONS:
+        raise TypeError(f"a shape of more than {_MAX_DIMENSIONS} dimensions, or of another type")
+    if any(type(extent) is not int or not 0 <= extent < 2**63 for extent in extents):
+        raise ValueError("a shape of something else than sizes")
+    return torch.Size(extents)
+
+
+def _layout(made: Made, values: _Values) -> torch.layout:
+    (name,) = made.arguments
+    layout = vars(torch).get(_typed(name, str).removeprefix("torch."))
+    return _typed(layout, torch.layout)
+
+
+def _memory_format(made: Made) -> torch.memory_format:
+    """A member of an enumeration: by its value, or by its name."""
+    member = made.arguments[-1]
+    if type(member) not in (int, str) or member not in _FORMATS:
+        raise ValueError("a memory format that torch does not have")
+    return _FORMATS[member]
+
+
+def _path(made: Made, values: _Values) -> pathlib.PurePath:
+    parts = [_typed(part, str) for part in made.arguments]
+    if sum(map(len, parts)) > _MAX_PATH:
+        raise ValueError(f"a path of more than {_MAX_PATH:,} characters")
+    return pathlib.PureWindowsPath(*parts) if made.what.name.endswith("WindowsPath") else pathlib.PurePosixPath(*parts)
+
+
+def _ordered(made: Made, values: _Values) -> OrderedDict[Any, Any]:
+    pairs = [tuple(pair) for pair in _typed(made.arguments[0], list)] if made.arguments else []
+    pairs += zip(made.members[::2], made.members[1::2], strict=True)
+    return OrderedDict((values.of(key), values.of(value)) for key, value in pairs)
+
+
+_PLAIN = {str, bytes, int, float, bool, type(None)}
+_PROPERTIES = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
+_FORMATS: Mapping[int | str, torch.memory_format] = {
+    0: torch.contiguous_format,
+    1: torch.channels_last,
+    2: torch.preserve_format,
+    "TORCH_CONTIGUOUS_FORMAT": torch.contiguous_format,
+    "TORCH_CHANNELS_LAST": torch.channels_last,
+    "TORCH_PRESERVE_FORMAT": torch.preserve_format,
+}
+_GETATTR = Named("builtins", "getattr")
+_ENCODINGS: Sequence[Named] = (Named(_CLASSES, "_MEM_FORMAT_ENCODING"), Named(OLD_PROPERTIES, "MEM_FORMAT_ENCODING"))
+_MAKERS: Mapping[Named, Callable[[Made, _Values], Any]] = {
+    Named(_CLASSES, "Metadata"): _metadata,
+    Named(_CLASSES, "StorageMeta"): _storage_meta,
+    Named(_CLASSES, "BytesStorageMetadata"): _bytes_metadata,
+    Named(_CLASSES, "TensorStorageMetadata"): _tensor_metadata,
+    Named(_CLASSES, "ChunkStorageMetadata"): _chunk_metadata,
+    Named(_CLASSES, "TensorProperties"): _properties,
+    Named(OLD_PROPERTIES, "TensorProperties"): _properties,
+    Named(_CLASSES, "MetadataIndex"): _index,
+    Named("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _storage_info,
+    Named("torch", "Size"): _size,
+    Named("torch.serialization", "_get_layout"): _layout,
+    Named("collections", "OrderedDict"): _ordered,
+    # A path is a class of another module in each release of Python.
+    **{
+        Named(module, f"{pure}{system}Path"): _path
+        for module in ("pathlib", "pathlib._local")
+        for pure in ("", "Pure")
+        for system in ("Posix", "Windows")
+    },
+}
+
+
+def _dtype_or_none(named: Any) -> torch.dtype | None:
+    if type(named) is not Named or named.module != "torch":
+        return None
+    try:
+        return named_dtype(named.name)
+    except TypeError:
+        return None

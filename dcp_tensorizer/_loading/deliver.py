@@ -1,0 +1,326 @@
+"""Brings a load plan's items to where its planner wants them: first objects, when they are trusted; then tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from .._format.encryption import Cipher
+from .._format.names import StoredItem
+from .._format.tensor_bytes import is_wrapper, named_dtype
+from .._index.chunks import Region
+from .._index.reader import Index, Piece
+from .._runtime.gc_pause import collector_paused
+from .._runtime.torch_compat import is_fake, real_tensors
+from .._staging.device import CUDA
+from .._storage.base import Storage
+from .._unpickle.objects import advice, unsafe_globals
+from ..errors import CheckpointError, ReadError, UntrustedObject, describe, listed
+from .exchange import Exchange
+from .executor import fetch, limits_of
+from .pinned_pool import PinnedPools
+from .targets import Casts, Located, ReadTarget, is_object, targets_of
+from .validate import check_own_parts
+
+logger = logging.getLogger("dcp_tensorizer")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadOptions:
+    """How everything is read, see `TensorizerStorageReader`."""
+
+    verify: bool
+    allow_pickle: bool
+    threads: int | None
+    page_cache: bool | None
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadSource:
+    """What is loaded from.
+
+    Attributes:
+        storage: The checkpoint's directory.
+        index: The checkpoint's.
+        located: Where the items of the plan are.
+        metadata: What DCP was shown of it.
+        cipher: For items that are encrypted.
+        is_own: Each rank saved for itself.
+        group: The ranks that exchange what they read; None for none.
+    """
+
+    storage: Storage
+    index: Index
+    located: Located
+    metadata: Metadata
+    cipher: Cipher | None
+    is_own: bool
+    group: dist.ProcessGroup | None
+
+
+def world_size() -> int:
+    """How many ranks there are."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def load_items(
+    source: LoadSource,
+    plan: LoadPlan,
+    planner: LoadPlanner,
+    options: LoadOptions,
+    progress: Callable[[int, int], object],
+) -> tuple[int, int]:
+    """Loads what a plan asks for.
+
+    Args:
+        source: What is loaded from.
+        plan: The items.
+        planner: Says where they go.
+        options: How they are read.
+        progress: Called with the bytes of tensors that are done, and the bytes in all.
+
+    Returns:
+        How many bytes were read, and how many came from other ranks.
+
+    Raises:
+        CheckpointError: see `TensorizerStorageReader.read_data`.
+    """
+    with PinnedPools(CUDA) as pools:
+        read = functools.partial(
+            fetch,
+            source.storage,
+            threads=options.threads,
+            verify=options.verify,
+            cipher=source.cipher,
+            page_cache=options.page_cache,
+            in_memory=source.index.in_memory,
+            pools=pools,
+        )
+        exchange = None
+        if source.group is not None:
+            limits = limits_of(source.storage)
+            reason = "" if delivers_at_once(planner) else f"a {type(planner).__name__} gets one tensor after the other"
+            inline = source.index.in_memory
+            exchange = Exchange(
+                source.group, source.storage.path, read, limits, verify=options.verify, in_memory=inline, reason=reason
+            )
+        with exchange or nullcontext():
+            nbytes = _load(source, plan, planner, options, read, exchange, progress)
+    return nbytes, 0 if exchange is None else exchange.received_bytes
+
+
+def _load(
+    source: LoadSource,
+    plan: LoadPlan,
+    planner: LoadPlanner,
+    options: LoadOptions,
+    read: Callable[..., int],
+    exchange: Exchange | None,
+    progress: Callable[[int, int], object],
+) -> int:
+    path, pieces_of = source.storage.path, source.located.pieces
+    if source.is_own:
+        check_own_parts(path, source.metadata, plan, getattr(planner, "state_dict", {}))
+    with collector_paused():
+        stored = [(item, pieces_of(item)) for item in plan.items]
+        objects = [(item, pieces[0].item) for item, pieces in stored if is_object(pieces)]
+        tensors = [(item, pieces) for item, pieces in stored if not is_object(pieces)]
+    with real_tensors():
+        contents, nbytes = read_objects(objects, read if exchange is None else exchange.read)
+    if not options.allow_pickle:
+        check_trust(path, contents)
+    casts: Casts = {}
+    nbytes += read_tensors(
+        tensors,
+        planner,
+        functools.partial(targets_of, path, source.metadata, world_size=world_size(), casts=casts),
+        exchange.read if exchange is not None and exchange.exchanges_tensors else read,
+        progress,
+    )
+    for (stored_dtype, dtype), keys in casts.items():
+        logger.warning(
+            "%s: %s stored as %s and converted to the %s of the target: %s",
+            *(
+                path,
+                "1 tensor is" if len(keys) == 1 else f"{len(keys):,} tensors are",
+                stored_dtype,
+                dtype,
+                listed(keys),
+            ),
+        )
+    for read_item, content in contents:
+        deliver_object(path, planner, read_item, content)
+    return nbytes
+
+
+# Objects: values that are no plain tensors, as ``torch.save`` stored them. They are read, checked, and delivered.
+
+
+def read_objects(
+    items: Sequence[tuple[ReadItem, StoredItem]], fetch: Callable[[Sequence[ReadTarget]], int]
+) -> tuple[list[tuple[ReadItem, bytes]], int]:
+    """Reads the bytes of objects, and unpickles none of them.
+
+    Args:
+        items: What to read.
+        fetch: Reads targets, and returns how many bytes it has read.
+
+    Returns:
+        Each item with its object's bytes; and how many bytes were read.
+    """
+    objects = [(read_item, _target(read_item, item)) for read_item, item in items]
+    nbytes = fetch([target for _, target in objects if target.item.length])
+    return [(read_item, bytes(target.tensor.numpy().data)) for read_item, target in objects], nbytes
+
+
+def _target(read_item: ReadItem, item: StoredItem) -> ReadTarget:
+    tensor = torch.empty(item.length, dtype=torch.uint8, device="cpu")
+    shape = (item.length,)
+    return ReadTarget.of(read_item.dest_index.fqn, item._replace(dtype="uint8"), shape, Region((0,), shape), tensor)
+
+
+def check_trust(path: str, objects: Sequence[tuple[ReadItem, bytes]]) -> None:
+    """Checks that no object needs a type that could run code, before any of them is loaded.
+
+    Raises:
+        UntrustedObject: some do; names their keys, all their types, and what to do.
+    """
+    checked: dict[bytes, tuple[str, ...]] = {}
+    keys: list[str] = []
+    for read_item, content in objects:
+        key = read_item.dest_index.fqn
+        try:
+            if content not in checked:
+                checked[content] = unsafe_globals(content)
+        except UntrustedObject as error:
+            raise UntrustedObject(
+                f"{key!r} in {path} could run code when it is loaded: {error}. If you trust the checkpoint as you "
+                f"trust a program, pass allow_pickle=True to the reader."
+            ) from None
+        if checked[content]:
+            keys.append(key)
+    if keys:
+        names = sorted({name for refused in checked.values() for name in refused})
+        more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+        raise UntrustedObject(
+            f"{keys[0]!r}{more} in {path} could run code when loaded: what was saved needs {', '.join(names)}. "
+            f"{advice(names)}"
+        )
+
+
+def deliver_object(path: str, planner: LoadPlanner, read_item: ReadItem, content: bytes) -> None:
+    """Gives an object that is trusted to the planner. A tensor that was stored as one is copied to its target.
+
+    Raises:
+        ReadError: it cannot be loaded, as where Python or NumPy lacks a type; names its key.
+    """
+    try:
+        _deliver(planner, read_item, content)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise ReadError(f"{read_item.dest_index.fqn!r} in {path} cannot be loaded: {describe(error)}") from error
+
+
+def _deliver(planner: LoadPlanner, read_item: ReadItem, content: bytes) -> None:
+    if read_item.type == LoadItemType.BYTE_IO:
+        planner.load_bytes(read_item, io.BytesIO(content))
+        return
+    copy_to_target(planner, read_item, torch.load(io.BytesIO(content), map_location="cpu", weights_only=False))
+
+
+def copy_to_target(planner: LoadPlanner, read_item: ReadItem, tensor: torch.Tensor) -> None:
+    """Copies the part of a stored tensor that an item is to the planner's target."""
+    for dim, (start, length) in enumerate(zip(read_item.storage_offsets, read_item.lengths, strict=True)):
+        if length < tensor.size(dim):  # not every class can be narrowed
+            tensor = tensor.narrow(dim, start, length)
+    target = planner.resolve_tensor(read_item).detach()
+    if target.shape != tensor.shape:  # which `copy_` might spread over it
+        raise ValueError(f"it is of shape {tuple(tensor.shape)}, and its target of {tuple(target.shape)}")
+    target.copy_(tensor)
+    planner.commit_tensor(read_item, target)
+
+
+# Tensors: the planner says where each one goes, it is read there, and the planner hears of it.
+
+_Items = Sequence[tuple[ReadItem, Sequence[Piece]]]
+_DELIVERY = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
+
+
+def read_tensors(
+    items: _Items,
+    planner: LoadPlanner,
+    targets_of: Callable[[ReadItem, Sequence[Piece], torch.Tensor], list[ReadTarget]],
+    read: Callable[..., int],
+    progress: Callable[[int, int], object],
+) -> int:
+    """Reads tensors to where the planner wants them.
+
+    All at once, if the planner is one of torch's own, or this package's. Others may give one scratch buffer for each
+    tensor, and empty it when they hear of that: they get one tensor after the other, as from torch's own reader.
+
+    Args:
+        items: What to read, and where each is stored.
+        planner: Resolves and commits.
+        targets_of: Checks that an item fits a tensor, and says what to read.
+        read: Reads targets as `executor.fetch` does.
+        progress: Called with the bytes that are done and the bytes in all.
+
+    Returns:
+        How many bytes were read.
+    """
+    # An estimate: parts may be less, whole blocks more.
+    total = sum(piece.item.length for _, pieces in items for piece in pieces)
+    done = 0
+    for batch in _batches(items, planner):
+        with collector_paused():
+            tensors = [planner.resolve_tensor(read_item).detach() for read_item, _ in batch]
+            places = [_place_for(tensor, pieces) for tensor, (_, pieces) in zip(tensors, batch, strict=True)]
+            wanted = zip(batch, places, strict=True)  # of a fake tensor the shape is wanted, which is known
+            targets = [t for item, place in wanted if not is_fake(place) for t in targets_of(*item, place)]
+        tell = progress if len(batch) == len(items) else _within(progress, done, total)
+        done += read(targets, progress=tell)
+        for (read_item, _), tensor, place in zip(batch, tensors, places, strict=True):
+            if place is not tensor:
+                tensor.copy_(place)
+            planner.commit_tensor(read_item, tensor)
+    return done
+
+
+def _place_for(tensor: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
+    """Where the elements of a tensor are read to: into itself, unless it is made of other tensors.
+
+    Such a one may have any elements in them, as scaled ones. Its class copies plain ones into it, all at once.
+    """
+    if not pieces or not is_wrapper(tensor):
+        return tensor
+    return torch.empty(tensor.shape, dtype=named_dtype(pieces[0].item.dtype), device="cpu")
+
+
+def delivers_at_once(planner: LoadPlanner) -> bool:
+    """Whether a planner gets all tensors at once: it is one of torch's own, or `planner.LoadPlanner`."""
+    known = getattr(planner, "delivers_as_torch", DefaultLoadPlanner)  # `planner.LoadPlanner` names itself there
+    return all(getattr(type(planner), name, None) is getattr(known, name) for name in _DELIVERY)
+
+
+def _batches(items: _Items, planner: LoadPlanner) -> Iterator[_Items]:
+    """What is resolved before anything of it is committed."""
+    if delivers_at_once(planner):
+        yield items
+    else:
+        yield from ([item] for item in items)
+
+
+def _within(progress: Callable[[int, int], object], before: int, total: int) -> Callable[[int, int], object]:
+    """The progress of a read that is a part of a longer one."""
+    return lambda done, _: progress(before + done, max(total, before + done))

@@ -1,0 +1,321 @@
+"""What a load reads for one tensor: a region of a stored tensor, and the tensor that receives it."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import uuid
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+from .._format.names import StoredItem
+from .._format.tensor_bytes import named_dtype
+from .._index.chunks import Region
+from .._index.reader import Index, Piece
+from .._runtime.torch_compat import is_plain
+from ..errors import ReadError
+from .validate import check_length
+
+Casts = dict[tuple[torch.dtype, torch.dtype], list[str]]
+"""The keys of tensors that are converted while they are loaded, by their dtype and that of their targets."""
+
+
+@dataclass(slots=True, eq=False)  # two targets that want the same are still two
+class ReadTarget:
+    """A region of a stored tensor, and the tensor that receives it.
+
+    Attributes:
+        key: Its name in the state dict, for messages.
+        item: Where the stored tensor is.
+        shape: The stored tensor's shape.
+        region: What is wanted of the stored tensor; not empty.
+        tensor: Receives the region, and has its shape. Any dtype, device and strides, unless ``in_place``.
+        in_place: The stored bytes can be read into the memory of ``tensor`` as they are.
+        shared: Other ranks most likely read the same bytes.
+    """
+
+    key: str
+    item: StoredItem
+    shape: tuple[int, ...]
+    region: Region
+    tensor: torch.Tensor
+    in_place: bool
+    shared: bool = False
+
+    @classmethod
+    def of(cls, key: str, item: StoredItem, shape: tuple[int, ...], region: Region, tensor: torch.Tensor) -> ReadTarget:
+        """A target that is read in place if its tensor allows that."""
+        return cls(key, item, shape, region, tensor, can_read_in_place(tensor, named_dtype(item.dtype)))
+
+    @classmethod
+    def of_bytes(cls, key: str, item: StoredItem, start: int, tensor: torch.Tensor) -> ReadTarget:
+        """A target that gets stored bytes as they are, from the byte ``start`` on: a tensor of uint8 in host memory."""
+        region = Region((start,), (tensor.numel(),))
+        return cls(key, item._replace(dtype="uint8"), (item.length,), region, tensor, in_place=True)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a stored element."""
+        return named_dtype(self.item.dtype).itemsize
+
+    @property
+    def run(self) -> tuple[int, int] | None:
+        """The bytes of the region in the stored tensor, from the first to after the last, if they are one run."""
+        if self.region.size == self.shape:
+            return 0, self.item.length
+        first, last = self._enclosing_bytes()
+        return (first, last) if last - first == math.prod(self.region.size) * self.itemsize else None
+
+    def _enclosing_bytes(self) -> tuple[int, int]:
+        """The bytes of the stored tensor from the region's first element to its last."""
+        first = last = 0
+        for start, size, extent in zip(self.region.start, self.region.size, self.shape, strict=True):
+            first = first * extent + start
+            last = last * extent + start + size - 1
+        return first * self.itemsize, (last + 1) * self.itemsize
+
+
+def can_read_in_place(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether stored elements of ``dtype`` can be read into a tensor's memory as they are."""
+    return tensor.device.type == "cpu" and tensor.dtype == dtype and is_plain(tensor)
+
+
+def wanted_of(read_item: ReadItem) -> tuple[Any, tuple[int, ...] | None, Region | None]:
+    """What an item of a load plan asks the index for (see `Index.pieces`)."""
+    index = read_item.storage_index
+    offset = None if index.offset is None else tuple(index.offset)
+    if read_item.type == LoadItemType.BYTE_IO:
+        return index.fqn, offset, None
+    return index.fqn, offset, Region(tuple(read_item.storage_offsets), tuple(read_item.lengths))
+
+
+def is_object(pieces: Sequence[Piece]) -> bool:
+    """Whether something was stored as what ``torch.save`` made of it."""
+    return bool(pieces) and pieces[0].item.kind != "tensor"
+
+
+def targets_of(
+    path: str,
+    metadata: Metadata,
+    read_item: ReadItem,
+    pieces: Sequence[Piece],
+    tensor: torch.Tensor,
+    world_size: int,
+    casts: Casts,
+) -> list[ReadTarget]:
+    """What to read for one item of a load plan, after a look that it fits.
+
+    Args:
+        path: The checkpoint's, for messages.
+        metadata: The checkpoint's.
+        read_item: The planner's item.
+        pieces: Where that is stored.
+        tensor: Receives it.
+        world_size: How many ranks load.
+        casts: Gets the key, if the tensor has another dtype.
+
+    Raises:
+        ReadError: it does not fit the tensor; names the key.
+        MetadataError: the metadata contradicts itself; names the key.
+    """
+    key = read_item.dest_index.fqn
+    size = tuple(read_item.lengths)
+    entry = metadata.state_dict_metadata.get(read_item.storage_index.fqn)
+    stored = {named_dtype(piece.item.dtype) for piece in pieces}
+    if not stored and isinstance(entry, TensorStorageMetadata):
+        stored = {entry.properties.dtype}
+    for dtype in stored:
+        _check_fit(key, size, dtype, tensor, casts)
+    whole = Region((0,) * len(size), size)
+    targets = []
+    for piece in pieces:
+        check_length(path, key, piece.item, piece.shape)
+        part = tensor if piece.part.size == size else part_of(tensor, piece.part, whole)
+        target = ReadTarget.of(key, piece.item, piece.shape, piece.region, part)
+        # Other ranks read the same bytes of a tensor that is replicated, or of which they want other columns.
+        is_replicated = isinstance(entry, TensorStorageMetadata) and size == entry.size
+        target.shared = world_size > 1 and (is_replicated or target.run is None)
+        targets.append(target)
+    return targets
+
+
+def part_of(tensor: torch.Tensor, region: Region, whole: Region) -> torch.Tensor:
+    """The view of ``region`` in a tensor that holds the region ``whole``."""
+    for dim, (start, size, origin) in enumerate(zip(region.start, region.size, whole.start, strict=True)):
+        tensor = tensor.narrow(dim, start - origin, size)
+    return tensor
+
+
+def _check_fit(key: str, size: tuple[int, ...], stored_dtype: torch.dtype, tensor: torch.Tensor, casts: Casts) -> None:
+    if tensor.shape != size:
+        raise ReadError(f"{key!r}: stored {size} do not fit a target of {tuple(tensor.shape)}")
+    if _is_expanded(tensor):
+        raise ReadError(f"{key!r}: the elements of its target share memory (it is expanded): load into a clone of it")
+    if tensor.dtype == stored_dtype:
+        return
+    if not torch.can_cast(stored_dtype, tensor.dtype):
+        raise ReadError(
+            f"{key!r} is stored as {stored_dtype}, which does not convert to the {tensor.dtype} of its target: "
+            f"load it into a tensor of {stored_dtype}"
+        )
+    keys = casts.setdefault((stored_dtype, tensor.dtype), [])
+    if key not in keys[-1:]:  # each chunk of a tensor is looked at
+        keys.append(key)
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor share memory."""
+    if tensor.is_contiguous():
+        return False
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def in_turns(targets: Sequence[ReadTarget]) -> Iterator[Sequence[ReadTarget]]:
+    """The targets that are read at the same time, in the order of their turns.
+
+    What shares memory with another one, as tied weights do, is read by itself, in the order of the plan. So the last
+    one is there as a whole, as with torch's reader. At the same time, reads would mix what they bring.
+    """
+    shared = overlapping(targets)
+    alone = [target for target in targets if target not in shared] if shared else targets
+    if alone:
+        yield alone
+    yield from ([target] for target in targets if target in shared)
+
+
+def overlapping(targets: Sequence[ReadTarget]) -> set[ReadTarget]:
+    """The targets whose memory another one's overlaps."""
+    placed = ((_memory(target.tensor), target) for target in targets if _has_address(target))
+    overlapping: set[ReadTarget] = set()
+    furthest: ReadTarget | None = None
+    reached = -1, -1
+    for (device, start, stop), target in sorted(placed, key=lambda pair: pair[0]):
+        if (device, start) < reached:
+            assert furthest is not None
+            overlapping |= {furthest, target}
+        if (device, stop) > reached:
+            furthest, reached = target, (device, stop)
+    return overlapping
+
+
+def _has_address(target: ReadTarget) -> bool:
+    return target.in_place or type(target.tensor) is torch.Tensor
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """The number of a tensor's GPU, or -1; the address of its first element, and the one after its last element."""
+    first = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return tensor.get_device(), first, first + tensor.nbytes
+    elements = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return tensor.get_device(), first, first + elements * tensor.itemsize
+
+
+# A rank's load plan, whose items stay where they are used.
+#
+# DCP sends the plans of all ranks to the coordinator and back. There a planner may change them, and nearly none does:
+# so the items go there in one piece, which is taken apart only if somebody looks at it, and come back only if somebody
+# did.
+
+_at_home: WeakValueDictionary[str, RetainedPlan] = WeakValueDictionary()
+"""The plans that ranks of this process have made and still have."""
+
+
+class RetainedPlan(LoadPlan):
+    """A load plan; the one that `keep` gives must be kept until it has come back.
+
+    Its fields are those of `LoadPlan`. To change the items elsewhere, set them, or make a new plan.
+    """
+
+    def __init__(self, items: list[ReadItem], storage_data: Any = None, planner_data: Any = None) -> None:
+        self._items: list[ReadItem] | None = items
+        self._packed = b""
+        self._token = ""
+        self._rank = -1
+        self.storage_data = storage_data
+        self.planner_data = planner_data
+
+    @classmethod
+    def keep(cls, plan: LoadPlan, rank: int, storage_data: Any) -> RetainedPlan:
+        """The plan of a rank, with other ``storage_data``."""
+        kept = cls(plan.items, storage_data, plan.planner_data)
+        kept._token, kept._rank = uuid.uuid4().hex, rank
+        _at_home[kept._token] = kept
+        return kept
+
+    @property
+    def items(self) -> list[ReadItem]:
+        if self._items is None:
+            self._items = pickle.loads(zlib.decompress(self._packed))
+        if _at_home.get(self._token) is not self:
+            self._token = ""  # whoever has them may change them: so these count from now on
+        return self._items
+
+    @items.setter
+    def items(self, items: list[ReadItem]) -> None:
+        self._items, self._token = items, ""
+
+    def send_to(self, rank: int) -> None:
+        """Gives the items along if a planner has given the plan to another rank than the one that made it."""
+        if rank != self._rank:
+            self.items = self.items
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        data = self.storage_data, self.planner_data
+        if not self._token:
+            return RetainedPlan, (self.items, *data)
+        if self._items is None:
+            return _back, (self._token, *data)
+        return _sent, (self._token, self._rank, zlib.compress(pickle.dumps(self._items), 1), *data)
+
+
+def _sent(token: str, rank: int, packed: bytes, storage_data: Any, planner_data: Any) -> RetainedPlan:
+    """At the coordinator: the plan with its items in one piece."""
+    plan = RetainedPlan([], storage_data, planner_data)
+    plan._items, plan._packed, plan._token, plan._rank = None, packed, token, rank
+    return plan
+
+
+def _back(token: str, storage_data: Any, planner_data: Any) -> RetainedPlan:
+    """At the rank that made the plan: with the items that it has kept."""
+    return RetainedPlan(_at_home[token].items, storage_data, planner_data)
+
+
+# Where the items of a load plan are stored: found before anything is read, and asked for again when it is.
+
+
+class Located:
+    """The stored chunks of the items of a plan.
+
+    Args:
+        index: The checkpoint's.
+        items: Those of the plan that a rank has made. Its final plan may have others, which are found when they are
+            asked for.
+
+    Raises:
+        MetadataError: something is stored nowhere, or what says where is damaged.
+        ReadError: that cannot be read.
+    """
+
+    def __init__(self, index: Index, items: Sequence[ReadItem]) -> None:
+        self._index = index
+        located = index.locate([wanted_of(item) for item in items])
+        # By identity: to compare thousands of items takes longer than to find them. Each is kept, and so is its id.
+        self._by_id = {id(item): (item, pieces) for item, pieces in zip(items, located, strict=True)}
+
+    @property
+    def files(self) -> set[str]:
+        """The names of the files that the items are in."""
+        return {piece.item.file for _, pieces in self._by_id.values() for piece in pieces}
+
+    def pieces(self, item: ReadItem) -> list[Piece]:
+        """The stored chunks that have elements of an item."""
+        found = self._by_id.get(id(item))
+        return self._index.pieces(*wanted_of(item)) if found is None else found[1]

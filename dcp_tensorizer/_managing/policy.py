@@ -1,0 +1,256 @@
+"""What all ranks do about a step: one small reduction, in each call of `save`."""
+
+from __future__ import annotations
+
+import enum
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NamedTuple
+
+from .._runtime.forks import Home, in_child
+from .._runtime.validation import check_count, check_timeout
+from .agreement import Agreement
+
+
+class Action(enum.Enum):
+    """What is done about a step."""
+
+    NOTHING = enum.auto()
+    SAVE = enum.auto()
+    JOIN = enum.auto()
+    """It is being saved, or was saved last."""
+    KEEP = enum.auto()
+    """It was there already."""
+    HOLD = enum.auto()
+    """It is kept in memory alone: no save is due, or the save before it still runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """What one rank knows. Of what is marked with *, only what the first rank knows counts.
+
+    Attributes:
+        step: That it is at.
+        stop: It has been told to stop.
+        force: It wants to save, due or not.
+        is_due: * A save is due.
+        is_last: * The step is being saved, or was saved last.
+        is_there: * The step is there.
+        failures: * How many saves have failed in a row.
+        must_write: It wants the step on storage, if it is due.
+        is_busy: The save before still runs, and this step could be held in memory alone.
+        is_due_in_memory: The step is to be held in memory, also if no save is due.
+        has_failed: The newest state could not be kept in memory.
+        ends: It keeps no states in memory any more.
+        is_lost: * Another run has the folder now.
+    """
+
+    step: int
+    stop: bool
+    force: bool
+    is_due: bool
+    is_last: bool
+    is_there: bool
+    failures: int
+    must_write: bool = False
+    is_busy: bool = False
+    is_due_in_memory: bool = False
+    has_failed: bool = False
+    ends: bool = False
+    is_lost: bool = False
+
+
+class Decision(NamedTuple):
+    """What all ranks do, the same on each.
+
+    Attributes:
+        action: About the step.
+        stopping: Any rank has been told to stop.
+        failures: How many saves have failed in a row.
+        has_failed, ends: As in a `Vote`, of any rank.
+        is_due: A save is due, or was asked for.
+        is_lost: Another run has the folder now.
+    """
+
+    action: Action
+    stopping: bool
+    failures: int
+    has_failed: bool
+    ends: bool
+    is_due: bool
+    is_lost: bool = False
+
+
+def decide(agreement: Agreement, vote: Vote) -> Decision:
+    """What is done.
+
+    Raises:
+        ValueError: the ranks are at different steps.
+        WriteError: a rank is gone.
+    """
+    first = agreement.is_first
+    known = (vote.is_due, vote.is_last, vote.is_there, vote.failures) if first else (0, 0, 0, 0)
+    memory = vote.must_write, vote.is_busy, vote.is_due_in_memory, vote.has_failed, vote.ends
+    wishes, lost = (vote.stop, vote.force, vote.step, -vote.step), int(first and vote.is_lost)
+    numbers = agreement.largest(*wishes, *known, *memory, lost)
+    stop, force, highest, lowest, is_due, is_last, is_there, failures = numbers[:8]
+    must_write, is_busy, is_due_in_memory, has_failed, ends, is_lost = numbers[8:]
+    if highest != -lowest:
+        raise ValueError(f"the ranks save different steps, from {-lowest} to {highest}: all must be at the same")
+    is_due = stop or force or is_due
+    if not is_due:
+        action = Action.HOLD if is_due_in_memory and not ends else Action.NOTHING
+    elif is_last:
+        action = Action.JOIN
+    elif is_there:
+        action = Action.KEEP
+    else:
+        action = Action.HOLD if is_busy and not (stop or force or must_write or ends) else Action.SAVE
+    return Decision(action, bool(stop), failures, bool(has_failed), bool(ends), bool(is_due), bool(is_lost))
+
+
+# When a save is due.
+
+
+class Schedule:
+    """A save is due when a multiple of ``every`` has been reached since the last one, or ``interval`` is over.
+
+    Args:
+        every: Steps.
+        interval: Seconds. Without either, every step is due.
+        clock: Gives seconds.
+
+    Raises:
+        TypeError, ValueError: one of them makes no sense.
+    """
+
+    def __init__(
+        self, every: int | None, interval: float | None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        check_count("save_every", every, optional=True)
+        if interval is not None:
+            check_timeout(interval, name="save_interval")
+        self._every = every
+        self._interval = interval
+        self._clock = clock
+        self.mark(0)
+
+    def mark(self, step: int) -> None:
+        """A save of this step has begun, or it has been restored: what is due is counted from here."""
+        self._step, self._moment = step, self._clock()
+
+    def is_due(self, step: int) -> bool:
+        """Whether this step is to be saved."""
+        if self._every is None and self._interval is None:
+            return True
+        by_steps = self._every is not None and step // self._every > self._step // self._every
+        return by_steps or (self._interval is not None and self._clock() - self._moment >= self._interval)
+
+
+# The signals that ask a job to stop.
+
+_handled: set[int] = set()  # by a manager of this process, now or before
+_forking = threading.local()
+
+# A launcher passes on the signal that its scheduler sent to it and to us: that is the same one.
+_SAME_SIGNAL_SECONDS = 5.0
+
+
+class StopSignals:
+    """Notes that a signal has come, and lets the job go on. A second one does what it would have done without this.
+
+    Handlers that were there before are called as well. Signals that come within 5 seconds count as one: a scheduler
+    may signal a job and its launcher, which signals the job again.
+
+    Args:
+        signals: Their numbers.
+
+    Attributes:
+        seen: A signal has come.
+
+    Raises:
+        TypeError: they are no signals.
+        ValueError: one cannot be handled, or this is not the main thread, which alone can have handlers.
+    """
+
+    def __init__(self, signals: Sequence[int]) -> None:
+        try:
+            self._signals = tuple(signal.Signals(number) for number in signals)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"stop_signals must be signals, as signal.SIGTERM is, and are {signals!r}") from error
+        if fixed := {signal.SIGKILL, signal.SIGSTOP} & set(self._signals):
+            raise ValueError(f"{', '.join(sorted(number.name for number in fixed))} cannot be handled: leave it out")
+        if self._signals and threading.current_thread() is not threading.main_thread():
+            raise ValueError(
+                "signals can be handled by the main thread alone: make the manager there, or pass stop_signals=()"
+            )
+        self.seen = False
+        self._first = 0.0
+        self._before: dict[int, Any] = {}
+        self._over = False
+        self._home = Home()
+        in_child(self, StopSignals.restore)  # a worker of a data loader must end when it is told to
+
+    def install(self) -> None:
+        """Puts the handlers in place."""
+        try:
+            for number in self._signals:
+                self._before[number] = signal.signal(number, self._handle)
+                _handled.add(number)
+        except BaseException:
+            self.restore()
+            raise
+
+    def restore(self) -> None:
+        """Puts back the handlers that were there before, where nobody has put others. Idempotent.
+
+        On another thread than the main one each goes back when its signal comes.
+        """
+        self._over = True
+        if threading.current_thread() is threading.main_thread():
+            for number in self._before:
+                self._put_back(number)
+
+    def _put_back(self, number: int) -> bool:
+        """Whether the handler is now the one that was there before."""
+        before = self._before[number]
+        if before is None or signal.getsignal(number) != self._handle:
+            return False
+        signal.signal(number, before)
+        return True
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        is_second = self.seen and time.monotonic() - self._first > _SAME_SIGNAL_SECONDS
+        is_over = self._over or not self._home.is_here  # it may come in a child before the handlers are back
+        if (is_second or is_over) and self._put_back(number):
+            signal.raise_signal(number)
+            return
+        if not self.seen:
+            self._first = time.monotonic()
+            self.seen = True
+        before = self._before[number]
+        if callable(before) and before is not signal.default_int_handler:
+            before(number, frame)
+
+
+# A signal that comes to a child before it has put the handlers back would be noted by a handler, and dropped by Python:
+# it has to wait, as long as the thread that forks has it blocked.
+
+
+def _hold_back() -> None:
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _handled) if _handled else None
+
+
+def _let_come() -> None:
+    mask, _forking.mask = getattr(_forking, "mask", None), None
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_hold_back, after_in_parent=_let_come, after_in_child=_let_come)

@@ -1,0 +1,528 @@
+"""Restarts from memory: the newest states of a job are kept by processes that outlive it, and a later run loads them.
+
+One state is kept on all ranks whenever a rank dies: the one before is forgotten when each rank has the newest. Which
+state is loaded, or that none is, all ranks decide together.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import logging
+import socket
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.stateful import Stateful
+
+from .._index.schema import SaveRecord
+from .._restart.checkpoint import KeptCheckpoint
+from .._restart.client import KeeperDied, KeeperProcess, Visit, visits
+from .._restart.find import holders, reachable, taken
+from .._restart.protocol import KeptHead
+from .._restart.runtime_directory import identity, job_name
+from .._runtime.threads import NEVER, Deadline, in_background
+from .._saving.keeping import described, lack_of_room
+from .._saving.saver import Saver
+from .._staging.shared_memory import SharedBuffer
+from .._staging.staged_save import StagedStateDict
+from .._storage.base import Storage
+from ..any_format import KeptReader
+from ..errors import CheckpointError, ReadError, WriteError, describe
+from ..planner import SavePlanner
+from .agreement import Agreement
+from .lineage import RestoreChoice
+from .restore import Selection, SelectivePlanner, StatePart, error_of_load
+from .step_folder import Step
+
+logger = logging.getLogger("dcp_tensorizer")
+
+_LOOK_SECONDS = 30.0  # whoever does not answer is taken for alive, so that this run is refused
+
+OnStaged = Callable[[StagedStateDict], object]
+
+
+class _Stage(enum.Enum):
+    """How far the keeping has come; it never goes back."""
+
+    READY = enum.auto()
+    """Nobody has looked for what runs before have kept."""
+    ON = enum.auto()
+    ENDING = enum.auto()
+    """This rank keeps no more, and the others are told at the next step."""
+    OFF = enum.auto()
+    """No rank keeps anything."""
+
+
+class Survival:
+    """What a rank keeps in memory, and what runs of the job before have kept. Nothing, if ``seconds`` is 0.
+
+    Args:
+        saver: Stages what is kept.
+        folder: Of the job.
+        template: Of the names of its checkpoints.
+        agreement: Of all ranks.
+        seconds: How long states are kept when this process is gone.
+        buffers: How many staging buffers there may be.
+
+    Attributes:
+        run: The run of the job, the same on all ranks; empty if nothing is kept.
+        holds: A state may be kept that no save writes.
+        has_left: What is kept has been left to a later run.
+    """
+
+    def __init__(
+        self, saver: Saver, folder: Storage, template: str, agreement: Agreement, seconds: float, buffers: int
+    ) -> None:
+        self.run = agreement.decided(lambda: uuid.uuid4().hex) if seconds else ""
+        # The writer process copies from devices, and cannot do so while it writes.
+        self.holds = bool(seconds) and buffers > 2 and saver.options.staging != "device"
+        self._saver = saver
+        self._folder = folder
+        self._template = template
+        self._agreement = agreement
+        self._seconds = seconds
+        self._spares = buffers - 1
+        self.has_left = False
+        self._stage = _Stage.READY if seconds else _Stage.OFF
+        self._process: KeeperProcess | None = None
+        self._predecessors = Predecessors(folder, agreement, self.run, [])
+        self._keeping: Future[None] | None = None
+        self._count = 0
+        self._kept: dict[str, SharedBuffer] = {}
+        self._written_last: tuple[str, Mapping[tuple[int, int], bytes]] = "", {}  # and its digests
+        self._newest: str | None = None  # the state that came last, until it is known of all ranks whether they keep it
+
+    # --- keeping ----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Looks for what runs before have kept, and starts the keeper. Every rank calls it, and it begins once.
+
+        Raises:
+            WriteError: another run of the job is alive, or a rank is gone; on all ranks.
+        """
+        if self._stage is not _Stage.READY:
+            return
+        job = job_name(f"{self._folder.real_path} {self._template}")
+        found, silent = visits(job, _LOOK_SECONDS)
+        for visit in found:
+            if visit.found.job == self.run:  # another rank was quicker
+                visit.close()
+        before = [visit for visit in found if visit.found.job != self.run]
+        self._predecessors = Predecessors(self._folder, self._agreement, self.run, before)
+        refusal = _stopped(silent[0]) if silent else self._predecessors.claim()
+        if problem := next(filter(None, self._agreement.gathered(refusal)), ""):
+            self._predecessors.close()
+            raise WriteError(f"{self._folder.path}: {problem}")
+        self._stage = _Stage.ON
+        self._saver.engine.saves.spares[self] = self._spares
+        try:
+            self._process = KeeperProcess(job, self.run, self._seconds)
+        except WriteError as error:
+            self._stop_keeping(str(error))
+
+    def settle(self) -> tuple[bool, bool]:
+        """Waits until the newest state is kept; whether it could not be, and whether this rank keeps no more."""
+        keeping, self._keeping = self._keeping, None
+        if keeping is not None:
+            error = keeping.exception()
+            if isinstance(error, KeeperDied):
+                self._stop_keeping(str(error))
+            elif error is not None:
+                logger.warning("a state is not kept in memory: %s", describe(error))
+        if self._stage is _Stage.ON:
+            self._look_for_room()
+        has_failed = self._newest is not None and self._newest not in self._kept
+        return has_failed, self._stage is _Stage.ENDING
+
+    def advance(self, *, has_failed: bool, ends: bool) -> None:
+        """Forgets what is not needed, now that it is known of all ranks whether they keep the newest state.
+
+        Args:
+            has_failed: A rank could not keep it.
+            ends: A rank keeps no more.
+        """
+        if self._stage is _Stage.OFF:
+            return
+        newest, self._newest = self._newest, None
+        if ends:
+            self._stop_keeping("another rank keeps no more")
+            self._stage, self.holds = _Stage.OFF, False
+            self.end()
+        elif newest is not None and has_failed:
+            self._forget_all_but([number for number in self._kept if number != newest])
+        elif newest is not None:
+            self._forget_all_but([newest])
+            self._predecessors.end()
+
+    def next_state(self, record: SaveRecord, parent: Step | None, left: Step | None) -> OnStaged | None:
+        """What is to be done with the next staged copy, to keep it; None if it is not kept.
+
+        Args:
+            record: What the index would say of it.
+            parent: The checkpoint that it goes on from.
+            left: See `Place`.
+        """
+        if self._stage is _Stage.OFF:  # it is so on all ranks; this one alone may have lost its keeper just now
+            return None
+        self._count += 1
+        number = self._newest = hashlib.blake2b(f"{self.run} {self._count}".encode(), digest_size=16).hexdigest()
+        where = self._agreement.rank, self._agreement.size
+        steps = None if parent is None else parent.number, (left.save_id or None) if left else None
+        head = KeptHead(number, self._count, self.run, *where, record, *steps, identity(self._folder.location))
+
+        def keep(staged: StagedStateDict) -> None:
+            if not staged.staged_save.abandoned:  # a save writes it
+                staged.staged_save.on_written = functools.partial(self._written, number)
+            self._keeping = in_background(lambda: self._keep(head, staged), name="keep")
+
+        return keep
+
+    def restore(
+        self, state: dict[str, Any], selection: Selection, options: Mapping[str, Any], choice: RestoreChoice
+    ) -> SaveRecord | Problem | None:
+        """Loads what a run before has kept: see `Predecessors.restore`."""
+        return self._predecessors.restore(state, selection, options, choice) if self._stage is not _Stage.OFF else None
+
+    def discard(self) -> None:
+        """Forgets what runs before have kept: it is not wanted."""
+        self._predecessors.end()
+
+    def forget(self) -> None:
+        """Forgets all that this run has kept: the job goes on from something else."""
+        self.settle()
+        self._newest = None
+        self._forget_all_but([])
+
+    def end(self, deadline: Deadline = NEVER, *, has_saved: bool = False) -> None:
+        """Ends the keeper, and gives the memory back. Idempotent.
+
+        Args:
+            deadline: Of the waiting for what is being kept.
+            has_saved: The newest step of this run is on storage. Otherwise what runs before have kept, and nothing of
+                this run has replaced, is left as it is.
+        """
+        if self._keeping is not None:
+            wait_for([self._keeping], deadline.left)
+        if has_saved:
+            self._predecessors.end()
+        self._predecessors.close()
+        process, self._process = self._process, None
+        if process is not None:
+            process.end(deadline)
+        self._release(list(self._kept))
+        self._saver.engine.saves.spares.pop(self, None)
+
+    def leave(self, deadline: Deadline = NEVER) -> None:
+        """Leaves what is kept to a later run: this one has failed. Idempotent; takes what `end` takes."""
+        if self._keeping is not None:
+            wait_for([self._keeping], deadline.left)
+        self.has_left = True
+        self._predecessors.close()
+        process, self._process = self._process, None
+        if process is not None:
+            process.leave(deadline)
+        self._kept.clear()  # and nothing is written to their buffers any more
+
+    def _keep(self, head: KeptHead, staged: StagedStateDict) -> None:
+        staged_save = staged.staged_save
+        try:
+            staged_save.wait_copied()
+            buffer = staged_save.buffer
+            assert buffer is not None and self._process is not None
+            planner = SavePlanner(enable_plan_caching=False)
+            planner.set_up_planner(dict(staged))  # not `items`, which ties it to a save
+            what = head, planner.create_local_plan(), planner, buffer, self._seconds
+            self._process.keep(described(*what, digests_follow=staged_save.on_written is not None), buffer)
+        except BaseException as error:
+            if (buffer := staged_save.buffer) is not None:
+                if isinstance(error, KeeperDied) and self._process is not None:
+                    self._process.kill()  # it may have got the state, and answer later
+                buffer.is_kept = False
+            raise
+        self._kept[head.id] = buffer
+        self._tell_digests(head.id)
+
+    def _written(self, number: str, known: Mapping[tuple[int, int], bytes]) -> None:
+        """A save has written a state, and taken these digests, before or after the keeper has been told of it."""
+        self._written_last = number, known
+        if number in self._kept:
+            self._tell_digests(number)
+
+    def _tell_digests(self, number: str) -> None:
+        """If it has been written. Both threads may come here at once: to be told twice is nothing to the keeper."""
+        (written, known), process = self._written_last, self._process
+        if written == number and process is not None:
+            process.written(number, known)
+            self._written_last = "", {}
+
+    def _look_for_room(self) -> None:
+        """Keeps no more, if another state cannot be staged without the memory of those that are kept."""
+        if len(self._kept) > 1:  # the older one is about to be forgotten
+            return
+        saves = self._saver.engine.saves
+        saves.reclaim()
+        nbytes = max([self._predecessors.nbytes, *(buffer.nbytes for buffer in self._kept.values())])
+        why = lack_of_room(saves, nbytes) if nbytes else ""
+        if not why:
+            return
+        if self._kept:
+            self._stop_keeping(why)
+        else:
+            logger.warning("what a run before has kept in memory is given back: %s", why)
+            self._predecessors.end()
+
+    def _stop_keeping(self, why: str) -> None:
+        """This rank keeps no more. The others are told at the next step."""
+        if self._stage is not _Stage.ENDING:
+            self._stage = _Stage.ENDING
+            logger.warning("states are kept in memory no more, and survive=%g is off: %s", self._seconds, why)
+        self._forget_all_but([])
+
+    def _forget_all_but(self, kept: Sequence[str]) -> None:
+        forgotten = [number for number in self._kept if number not in kept]
+        if not forgotten:
+            return
+        try:
+            if self._process is not None:
+                self._process.forget(forgotten)
+        except WriteError as error:  # also one that does not answer: what it has is to be overwritten
+            if self._process is not None:
+                self._process.kill()
+            self._release(forgotten)
+            self._stop_keeping(str(error))
+        else:
+            self._release(forgotten)
+
+    def _release(self, numbers: Iterable[str]) -> None:
+        for number in numbers:
+            if (buffer := self._kept.pop(number, None)) is not None:
+                buffer.is_kept = False
+
+
+def _stopped(path: Path) -> str:
+    return (
+        f"a run of this job counts as alive, because its keeper on {socket.gethostname()} does not answer at {path}. "
+        f"If it is stopped, continue it, or kill its processes (that path is in the keeper's command line). Then start "
+        f"again"
+    )
+
+
+# What runs of the job before have kept in memory: whether it can be loaded, on all ranks, and is not outdated.
+
+_DEATH_SECONDS = 5.0  # until a keeper has seen that its trainer is gone
+_FIND_SECONDS = 0.05
+
+
+class Problem(NamedTuple):
+    """Why a state in memory could not be loaded.
+
+    Attributes:
+        error: Says it.
+        is_damage: The state is of no use; otherwise it does not fit what was asked for.
+        is_whole: All of it is on this machine; otherwise what does not fit a part of it may fit the whole.
+        has_touched: Some of the target may have been overwritten.
+    """
+
+    error: CheckpointError
+    is_damage: bool
+    is_whole: bool
+    has_touched: bool
+
+
+class Predecessors:
+    """The keepers of runs before, on this machine.
+
+    Args:
+        folder: Of the job.
+        agreement: Of all ranks.
+        run: This run of the job.
+        visits: Connections to them.
+
+    Attributes:
+        nbytes: Of the buffer that this rank has loaded from; 0 if there is none.
+    """
+
+    def __init__(self, folder: Storage, agreement: Agreement, run: str, visits: Sequence[Visit]) -> None:
+        self._folder = folder
+        self._agreement = agreement
+        self._run = run
+        self.nbytes = 0
+        self._visits = list(visits)
+
+    def claim(self) -> str:
+        """Has the keepers wait for this run; says why one does not, which is that a run of the job is alive."""
+        deadline = time.monotonic() + _DEATH_SECONDS
+        for visit in self._visits:
+            while True:
+                try:
+                    if visit.claim(self._run):
+                        break
+                except ReadError:  # it has just ended
+                    break
+                if time.monotonic() > deadline:
+                    return (
+                        f"another run of this job is alive (its trainer is process {visit.found.trainer} on "
+                        f"{socket.gethostname()}), or another one is being started: end it first. Two runs would "
+                        f"replace each other's checkpoints"
+                    )
+                time.sleep(_FIND_SECONDS)
+        return ""
+
+    def restore(
+        self, state: dict[str, Any], selection: Selection, options: Mapping[str, Any], choice: RestoreChoice
+    ) -> SaveRecord | Problem | None:
+        """Loads the newest state that all ranks can reach in memory, if it goes on from the newest checkpoint.
+
+        Args:
+            state: What to load it into.
+            selection: Which keys.
+            options: For the reader.
+            choice: What is on storage.
+
+        Returns:
+            What was recorded with it. None, or why it could not be loaded: the state is to be loaded from storage.
+            The log says why.
+
+        Raises:
+            CheckpointError: it is whole and does not fit, as `load_first` says, or a rank is gone; on all ranks.
+        """
+        head = self._chosen(choice)
+        if head is None:
+            return None
+        started = time.perf_counter()
+        loaded, own = self._load(head, state, selection, options)
+        if problem := _joint(self._agreement.gathered(own)):
+            logger.error("the state in memory, of step %d, cannot be loaded: %s", head.step, problem.error)
+            return problem
+        for visit in self._visits:
+            visit.forget_all_but(head.id)
+        for key, value in loaded.items():
+            if isinstance(state[key], Stateful):
+                state[key].load_state_dict(value)
+            else:
+                state[key] = value
+        seconds = time.perf_counter() - started
+        logger.info("%s: step %d is restored from memory (%.3f s)", self._folder.path, head.step, seconds)
+        return head.record
+
+    def end(self) -> None:
+        """Ends them, and gives their memory back: what they have is not wanted any more. Idempotent."""
+        self.nbytes = 0
+        visits, self._visits = self._visits, []
+        for visit in visits:
+            visit.end()
+
+    def close(self) -> None:
+        """Leaves them as they are. Idempotent."""
+        visits, self._visits = self._visits, []
+        for visit in visits:
+            visit.close()
+
+    def _chosen(self, choice: RestoreChoice) -> KeptHead | None:
+        """The newest state that all ranks can reach, if it is not outdated; the same on all ranks."""
+        everywhere = self._agreement.gathered(reachable(self._visits, self._agreement.rank, self._agreement.size))
+        common = set.intersection(*map(set, everywhere))
+        if not common:
+            if any(everywhere) or any(visit.found.heads for visit in self._visits):
+                logger.warning(
+                    "%s: no state in memory is there for all ranks, as where a machine was replaced: this run goes on "
+                    "from storage, which may be some steps older",
+                    self._folder.path,
+                )
+            return None
+        # What the first rank's keeper says of it counts.
+        head = max((everywhere[0][number] for number in common), key=lambda h: (h.step, h.number, h.id))
+        tip = choice.candidates[0][0] if choice.candidates else None
+        folder, ids = identity(self._folder.location), {step.save_id for step in choice.steps}
+        refusal = self._agreement.decided(lambda: _outdated(head, tip, folder, ids))
+        if refusal:
+            logger.warning("%s: step %d is in memory, and %s", self._folder.path, head.step, refusal)
+            return None
+        return head
+
+    def _load(
+        self, head: KeptHead, state: dict[str, Any], selection: Selection, options: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], Problem | None]:
+        """Loads a state, on this rank by itself; what was loaded, and why it could not be."""
+        path = f"the memory of step {head.step} on rank {self._agreement.rank}"
+        planner = SelectivePlanner(path, selection, state)
+        is_whole = True
+        try:
+            plain = StatePart().of(state)
+            checkpoint, is_whole = self._opened(head, path)
+            with closing(checkpoint), warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # torch's, that one process loads by itself
+                dcp_load(
+                    plain,
+                    storage_reader=KeptReader(checkpoint, options),
+                    planner=planner,
+                    no_dist=True,
+                )
+        except (Exception, CheckpointException) as error:
+            cause = error_of_load(path, error)
+            return {}, Problem(cause, isinstance(cause, ReadError), is_whole, planner.has_begun)
+        return plain, None
+
+    def _opened(self, head: KeptHead, path: str) -> tuple[KeptCheckpoint, bool]:
+        """A state as a checkpoint, and whether this machine has all of it; raises `ReadError`."""
+        try:
+            states = taken(holders(self._visits, head.id, self._agreement.rank), head.id)
+            self.nbytes = states[-1][0].state.nbytes
+            return KeptCheckpoint(path, states), len(states) == head.world_size
+        except Exception as error:  # it is of another release, say
+            raise ReadError(f"{path} cannot be read: {describe(error)}") from error
+
+
+def _joint(problems: Sequence[Problem | None]) -> Problem | None:
+    """What has come of all ranks' loads.
+
+    Raises:
+        CheckpointError: a rank's state is whole, and does not fit.
+    """
+    found = [problem for problem in problems if problem is not None]
+    if misfit := next((problem for problem in found if problem.is_whole and not problem.is_damage), None):
+        raise misfit.error
+    if not found:
+        return None
+    has_touched = any(problem is None or problem.has_touched for problem in problems)  # also where it was loaded
+    return found[0]._replace(is_damage=any(problem.is_damage for problem in found), has_touched=has_touched)
+
+
+def _outdated(head: KeptHead, tip: Step | None, folder: tuple[int, int] | None, ids: Collection[str] = ()) -> str:
+    """Why a state does not go on from the newest checkpoint; empty if it does.
+
+    Args:
+        head: The state.
+        tip: The newest checkpoint.
+        folder: The identity of the job's folder.
+        ids: Of all checkpoints that are there.
+    """
+    record = head.record
+    assert record is not None
+    if head.folder not in (None, folder):
+        return "the job's folder is another one now: it is not used"
+    if tip is None:
+        return "" if record.parent is None else "the checkpoint that it goes on from is gone: it is not used"
+    if head.left == tip.save_id and (record.parent is None or record.parent in ids):
+        return ""  # the job has gone back to before that one, and nobody has saved since
+    if record.parent != tip.save_id and not _has_saved(head, tip):
+        return f"another job has saved step {tip.number} since, or removed checkpoints: it is not used"
+    return "" if record.step >= tip.number else f"step {tip.number} is on storage: it is not used"
+
+
+def _has_saved(head: KeptHead, tip: Step) -> bool:
+    """Whether a checkpoint is of the run that has kept a state, and newer than what that goes on from."""
+    assert head.record is not None
+    is_newer = head.parent_step is None or tip.number > head.parent_step
+    return tip.job == head.job and tip.branch == head.record.branch and is_newer

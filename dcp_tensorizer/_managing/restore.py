@@ -1,0 +1,455 @@
+"""Brings a checkpoint back into a state dict: all of it, or the keys that are chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import logging
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.stateful import Stateful
+
+from .._loading.validate import EMPTY_DICT, keys_below_empty_dicts, recorded_paths
+from .._planning.read_items import has_older_keys
+from .._storage.base import Storage
+from ..any_format import open_reader
+from ..errors import (
+    CheckpointError,
+    DecryptionError,
+    MetadataError,
+    ReadError,
+    StagingError,
+    StateMismatch,
+    UnsupportedFormat,
+    UntrustedObject,
+    WriteError,
+    describe,
+    listed,
+    unwrap,
+)
+from ..planner import LoadPlanner
+from .agreement import is_of_ranks
+from .optimizer_state import OptimizerTarget, address_of
+from .step_folder import Step
+from .together import Together
+
+logger = logging.getLogger("dcp_tensorizer")
+
+_LOCK_SECONDS = 60.0  # a clean-up that holds the lock takes milliseconds
+_SHAPES_SHOWN = 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Selection:
+    """Which keys of a flattened state dict are loaded.
+
+    A pattern is of a key, or of a list that the key is in: a save takes a list for one value.
+
+    Attributes:
+        include: Patterns, as `fnmatch` has them; empty for all keys.
+        exclude: Patterns of keys that stay as they are.
+        strict: A key that the checkpoint does not have is an error; otherwise it stays as it is.
+        allow_shape_mismatch: A tensor of another shape in the checkpoint stays as it is; otherwise it is an error.
+    """
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    strict: bool = True
+    allow_shape_mismatch: bool = False
+
+    @property
+    def is_all(self) -> bool:
+        """Every key is loaded."""
+        return not self.include and not self.exclude
+
+    @property
+    def tolerates(self) -> bool:
+        """What does not fit stays as it is."""
+        return not self.strict or self.allow_shape_mismatch
+
+    def has(self, names: Iterable[str]) -> bool:
+        """Whether a key is loaded, by its name and those of the lists that it is in."""
+        return (not self.include or _matches(names, self.include)) and not _matches(names, self.exclude)
+
+    def check(self, keys: Sequence[str], known: Set[str]) -> None:
+        """Raises `MetadataError` for a pattern that is of nothing: it is a slip of the pen.
+
+        Args:
+            keys: Of the state, for the message.
+            known: The names of all keys, and of the lists that they are in. What is of a key of the checkpoint alone
+                may be of another rank's state: each stage of a pipeline has its own.
+        """
+        for pattern in (*self.include, *self.exclude):
+            if not _matches(known, [pattern]):
+                raise MetadataError(f"no key of the state matches {pattern!r}. Keys are as these: {listed(keys)}")
+
+
+def load_first(
+    folder: Storage,
+    steps: Sequence[Step],
+    state: dict[str, Any],
+    selection: Selection,
+    together: Together | None,
+    options: Mapping[str, Any],
+    *,
+    is_alone: bool = False,
+) -> int | None:
+    """Loads the first checkpoint that is not damaged; returns which one that is, or None if there are none.
+
+    Args:
+        folder: Of the checkpoints.
+        steps: Those that may be loaded.
+        state: What to load it into.
+        selection: Which keys.
+        together: Of the ranks; None where there is only this one.
+        options: For the reader.
+        is_alone: Load on this process by itself, whatever ranks there are.
+
+    Raises:
+        CheckpointError: one of them is whole and cannot be loaded, or the last of them is damaged; on any rank, and
+            the same on all of them. Or a rank is gone.
+    """
+    for number, step in enumerate(steps):
+        storage = folder.child(step.name)
+        planner = SelectivePlanner(storage.path, selection, state)
+        try:
+            _load(folder, storage, state, planner, together, options, is_alone=is_alone)
+        except (ReadError, MetadataError) as error:
+            if number + 1 == len(steps) or isinstance(error, _NO_DAMAGE):
+                raise
+            logger.error("%s cannot be restored; trying the one before: %s", storage.path, error)
+            if planner.has_begun:  # the state may hold some of it: nothing may stay as it is now
+                selection = dataclasses.replace(selection, strict=True, allow_shape_mismatch=False)
+        else:
+            return number
+    return None
+
+
+_NO_DAMAGE = (DecryptionError, UntrustedObject, UnsupportedFormat, StateMismatch)
+
+
+def _load(
+    folder: Storage,
+    storage: Storage,
+    state: dict[str, Any],
+    planner: SelectivePlanner,
+    together: Together | None,
+    options: Mapping[str, Any],
+    *,
+    is_alone: bool,
+) -> None:
+    """Loads a checkpoint, under a lock that keeps others from deleting it; see `load_first`."""
+    with _shared_lock(storage):
+        reader = open_reader(folder.location, **options)
+        if together is not None:
+            together.accompany_load(reader)
+        try:
+            dcp_load(
+                state,
+                checkpoint_id=storage.location,
+                storage_reader=reader,
+                planner=planner,
+                process_group=None if together is None else together.group,
+                no_dist=is_alone,
+            )
+        except RuntimeError as error:
+            if together is None or not is_of_ranks(error):
+                raise
+            raise together.error_of(error, f"{storage.path} was not loaded") from error
+        except CheckpointException as error:
+            failure = error_of_load(storage.path, error)
+            raise failure from failure.__cause__
+
+
+def error_of_load(path: str, error: BaseException) -> CheckpointError:
+    """What a load has raised, as an error of this package."""
+    cause = unwrap(error)
+    if isinstance(cause, CheckpointError):
+        return cause
+    advice = ". With strict=False it stays as it is" if "Missing key in checkpoint" in str(cause) else ""
+    misfit = StateMismatch(f"{path} cannot be loaded: {describe(cause).rstrip('.')}{advice}")
+    misfit.__cause__ = cause
+    return misfit
+
+
+@contextmanager
+def _shared_lock(storage: Storage) -> Iterator[None]:
+    if not storage.locks_are_visible:
+        yield
+        return
+    lock = None
+    with suppress(WriteError):  # it cannot be locked, and the load says whether it can be read
+        lock = storage.lock_directory()
+        lock.share(_LOCK_SECONDS)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+class SelectivePlanner(LoadPlanner):
+    """Plans loads for the keys that are chosen, and makes the state of optimizers that have none yet.
+
+    Args:
+        path: The checkpoint's, for messages.
+        selection: Which keys.
+        state: What is loaded into, with its ``Stateful`` values.
+
+    Attributes:
+        has_begun: All ranks have agreed on what to read: from here on the state changes.
+    """
+
+    def __init__(self, path: str, selection: Selection, state: Mapping[str, Any]) -> None:
+        super().__init__(allow_partial_load=not selection.strict)
+        self.has_begun = False
+        self._path = path
+        self._selection = selection
+        self._modules = {key: value for key, value in state.items() if isinstance(value, torch.nn.Module)}
+        self._of_optimizers = {key: value for key, value in state.items() if isinstance(value, torch.optim.Optimizer)}
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """Called by DCP with what this rank is to read."""
+        self.has_begun = True
+        return super().finish_plan(new_plan)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Called by DCP with the state and what the checkpoint holds: what is not chosen is in neither from here on.
+
+        Raises:
+            StateMismatch: they do not go together; names the keys.
+        """
+        assert metadata is not None
+        optimizers = [OptimizerTarget(*item, state_dict.get(item[0])) for item in self._of_optimizers.items()]
+        self._set_up(state_dict, metadata, is_coordinator)
+        misfits = self._misfits()
+        left = set(misfits) if self._selection.allow_shape_mismatch else set()
+        if optimizers and (more := self._more()):
+            paths = recorded_paths(metadata)
+            is_left = self._parameters_of(left)
+            left.update(key for optimizer in optimizers for key in optimizer.keys_of(is_left, paths))
+            for optimizer in optimizers:
+                optimizer.make_state({key: entry for key, entry in more.items() if key not in left}, paths)
+            self._set_up(state_dict, metadata, is_coordinator)
+        self._report(misfits, left)
+        self._drop(left)
+        if more := self._more():
+            self._drop(self._report_lost(more, metadata, optimizers))  # or the reader would say it once more
+            asked = tuple(f"{key}." for key in state_dict)
+            if is_coordinator and (unasked := [key for key in more if key.startswith(asked)]):
+                logger.info("%s also has %s, which the state does not ask for", self._path, listed(unasked))
+
+    def _parameters_of(self, keys: Set[str]) -> Callable[[torch.Tensor], bool]:
+        """Tells whether a parameter has one of these keys: by its name in a module, or its place in memory.
+
+        A rank may have no element of a parameter, and so no place. All ranks have to say the same.
+        """
+        numbers = {
+            id(parameter)
+            for key, module in self._modules.items()
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+            if f"{key}.{WRAPPERS.sub('', name)}" in keys
+        }
+        places = {address_of(self.state_dict[key]) for key in keys} - {None}
+        return lambda parameter: id(parameter) in numbers or address_of(parameter) in places
+
+    def _set_up(self, state_dict: dict[str, Any], metadata: Metadata, is_coordinator: bool) -> None:
+        """Flattens the state, and takes what is chosen of it and of the checkpoint."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        stored = metadata.state_dict_metadata
+        if self._selection.is_all:
+            return
+        paths = dict(recorded_paths(metadata)) | getattr(self, "mappings", {})
+        names = {key: {key, *_lists_around(paths.get(key, ()))} for key in {*self.state_dict, *stored}}
+        self._selection.check(list(self.state_dict), set().union(*names.values()))
+        self._drop({key for key in names if not self._selection.has(names[key])})
+
+    def _drop(self, keys: Collection[str]) -> None:
+        """Keys that are not loaded: they are neither in the state nor in the checkpoint, for what comes after."""
+        assert self.metadata is not None
+        if keys:
+            self.state_dict = {key: value for key, value in self.state_dict.items() if key not in keys}
+            stored = self.metadata.state_dict_metadata
+            chosen = {key: entry for key, entry in stored.items() if key not in keys}
+            self.metadata = dataclasses.replace(self.metadata, state_dict_metadata=chosen)
+
+    def _more(self) -> dict[str, Any]:
+        """What the checkpoint has, and the state has not."""
+        assert self.metadata is not None
+        stored = self.metadata.state_dict_metadata
+        more = stored.keys() - self.state_dict.keys()
+        return {key: entry for key, entry in stored.items() if key in more} if more else {}
+
+    def _has_older_keys(self) -> bool:
+        """A release of torch before 2.4 has saved it: torch looks for its keys, and names what is not there."""
+        assert self.metadata is not None
+        return has_older_keys(self.metadata, self.state_dict, self.original_state_dict)
+
+    def _misfits(self) -> dict[str, str]:
+        """The tensors that the checkpoint has in another shape, with both shapes."""
+        assert self.metadata is not None
+        stored, misfits = self.metadata.state_dict_metadata, {}
+        for key, value in self.state_dict.items():
+            entry = stored.get(key)
+            if isinstance(value, torch.Tensor) and isinstance(entry, TensorStorageMetadata):
+                shape = value.size()
+                if shape != entry.size:
+                    misfits[key] = f"{key!r} is {tuple(entry.size)} there and {tuple(shape)} here"
+        return misfits
+
+    def _report(self, misfits: Mapping[str, str], left: Set[str]) -> None:
+        """Says which keys stay as they are, or raises `StateMismatch` where they must not."""
+        assert self.metadata is not None
+        stored = self.metadata.state_dict_metadata
+        missing = [key for key in self.state_dict if key not in stored]
+        problems = []
+        if missing and not self._selection.strict:
+            logger.warning("%s has no %s: they stay as they are (strict=False)", self._path, listed(missing))
+        elif missing and not self._has_older_keys():
+            problems.append(f"it has no {listed(missing)}. With strict=False such keys stay as they are")
+        shapes = "; ".join(list(misfits.values())[:_SHAPES_SHOWN])
+        if len(misfits) > _SHAPES_SHOWN:
+            shapes += f"; and {len(misfits) - _SHAPES_SHOWN} more"
+        if misfits and self._selection.allow_shape_mismatch:
+            state = [key for key in left if key not in misfits]
+            logger.warning(
+                "%s has other shapes, and these keys stay as they are (allow_shape_mismatch=True): %s%s",
+                *(
+                    self._path,
+                    shapes,
+                    f". So does the optimizer's state of them: {listed(sorted(state))}" if state else "",
+                ),
+            )
+        elif misfits:
+            problems.append(f"shapes differ: {shapes}. With allow_shape_mismatch=True such keys stay as they are")
+        if problems:
+            raise StateMismatch(f"{self._path} cannot be loaded: {'. '.join(problems)}")
+
+    def _report_lost(
+        self, more: Mapping[str, Any], metadata: Metadata, optimizers: Sequence[OptimizerTarget]
+    ) -> list[str]:
+        """Says what the state asks for, and has no place for; raises `StateMismatch` if it is strict."""
+        if self._has_older_keys():
+            return []
+        paths = recorded_paths(metadata)
+        advice = ""
+        lost = [key for key in more if any(optimizer.owns(paths.get(key, ())) for optimizer in optimizers)]
+        if lost:
+            advice = (
+                "the optimizer has no place for them: it has other parameters or groups than the one that was saved. "
+                "Or they are of another shape than a sharded parameter: then the optimizer has to take a step before"
+            )
+        elif lost := keys_below_empty_dicts(self.original_state_dict, more, metadata):
+            advice = EMPTY_DICT
+        if not lost:
+            return []
+        problem = f"{self._path} has {listed(lost)}, and {advice}"
+        if self._selection.strict:
+            raise StateMismatch(f"{problem}. Leave them out by exclude=, or by strict=False, which warns of them")
+        logger.warning("%s. They are not loaded (strict=False)", problem)
+        return lost
+
+
+def _lists_around(path: Sequence[str | int]) -> Iterator[str]:
+    """The names of the lists that a value is in, by its path in the nested state dict."""
+    return (".".join(map(str, path[:depth])) for depth, part in enumerate(path) if type(part) is int)
+
+
+def _matches(names: Iterable[str], patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
+# Which part of a state is saved: all of it, or what is trained, or what no pattern leaves out.
+
+# Of activation checkpointing and of FSDP1: modules in between, which are in the names of parameters, but not in state
+# dicts.
+WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+
+
+class StatePart(NamedTuple):
+    """A part of a state.
+
+    Attributes:
+        exclude: Patterns of keys that are left out, as `fnmatch` has them. Keys are those of nested dicts, joined by
+            dots. A list is one value.
+        trainable_only: Leave frozen parameters out: those of modules, and others that say themselves that they are.
+    """
+
+    exclude: tuple[str, ...] = ()
+    trainable_only: bool = False
+
+    @property
+    def is_all(self) -> bool:
+        """Nothing is left out."""
+        return not self.exclude and not self.trainable_only
+
+    def of(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The part of a state, whose ``Stateful`` values are asked for theirs. The state is not changed.
+
+        Raises:
+            StagingError: nothing in the state says what is trained.
+        """
+        collected = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
+        if self.is_all:
+            return collected
+        frozen = _frozen(state, collected) if self.trainable_only else set()
+        says_it = (torch.nn.Module, torch.nn.Parameter)
+        if self.trainable_only and not any(isinstance(value, says_it) for value in _values(state)):
+            raise StagingError(
+                "trainable_only=True, and nothing in the state says what is trained: give the module itself in the "
+                'state, as {"model": model}, or name with exclude= what is to be left out'
+            )
+        return self._without(collected, "", frozen)
+
+    def _without(self, state: Mapping[str, Any], prefix: str, frozen: set[str]) -> dict[str, Any]:
+        part: dict[str, Any] = {}
+        for key, value in state.items():
+            name = f"{prefix}{key}"
+            if isinstance(value, dict) and value:
+                if inner := self._without(value, f"{name}.", frozen):
+                    part[key] = inner
+            elif not self._leaves_out(name, value, frozen):
+                part[key] = value
+        return part
+
+    def _leaves_out(self, name: str, value: object, frozen: set[str]) -> bool:
+        if self.trainable_only and isinstance(value, torch.nn.Parameter) and not value.requires_grad:
+            return True
+        return name in frozen or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude)
+
+
+def _frozen(state: Mapping[str, Any], collected: Mapping[str, Any]) -> set[str]:
+    """The keys of the frozen parameters of modules, under each of their names in what was collected of them."""
+    frozen = set()
+    for key, value in state.items():
+        if isinstance(value, torch.nn.Module):
+            parameters = value.named_parameters(remove_duplicate=False)
+            names = {WRAPPERS.sub("", name) for name, parameter in parameters if not parameter.requires_grad}
+            if names and names.isdisjoint(collected[key]):
+                logger.warning(
+                    "trainable_only=True: no frozen parameter of %r is in its state dict by its name (%r): if they are "
+                    "there by other names, leave them out with exclude=",
+                    key,
+                    min(names),
+                )
+            frozen |= {f"{key}.{name}" for name in names}
+    return frozen
+
+
+def _values(state: Mapping[str, Any]) -> Iterator[Any]:
+    """What is in nested dicts."""
+    for value in state.values():
+        if isinstance(value, dict):
+            yield from _values(value)
+        else:
+            yield value

@@ -1,0 +1,258 @@
+"""Which checkpoints lie in a folder, by their own records and not by the times of files."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import string
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, TypeVar
+
+from .._format.names import is_data_file_name, metadata_file_name
+from .._index.schema import Head
+from .._loading.validate import kind_of_file, read_head
+from .._runtime.threads import in_threads
+from .._storage.base import Storage
+from ..errors import CheckpointError, MetadataError, NotCommitted, ReadError
+
+# Which checkpoints belong together: a job that goes back to an earlier one begins a branch.
+#
+# A branch is known by all that led to it: the name of each branch on the way, and the step at which it left the one
+# before. So checkpoints in between may be gone. What was saved without a manager is on the `TRUNK`.
+
+Branch = tuple[tuple[str, int], ...]
+TRUNK: Branch = (("", 0),)
+
+
+class Saved(Protocol):
+    """What is to be known of a checkpoint here; ``saved_at`` in any unit."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def branch(self) -> Branch: ...
+    @property
+    def saved_at(self) -> int: ...
+
+
+_Saved = TypeVar("_Saved", bound=Saved)
+
+
+def leave(at: Saved | None) -> Branch:
+    """A new branch, which begins at a checkpoint, or with nothing."""
+    name = uuid.uuid4().hex
+    return ((name, 0),) if at is None else (*at.branch, (name, at.number))
+
+
+def belongs(saved: Saved, branch: Branch) -> bool:
+    """Whether a checkpoint is on a branch, or on one of those that led to it, from before that was left."""
+    own = saved.branch[-1][0]
+    for (name, _), following in zip(branch, (*branch[1:], None), strict=True):
+        if name == own:
+            return following is None or saved.number <= following[1]
+    return False
+
+
+def members(steps: Iterable[_Saved], branch: Branch) -> list[_Saved]:
+    """The checkpoints of a branch, lowest step first."""
+    return sorted((saved for saved in steps if belongs(saved, branch)), key=lambda saved: saved.number)
+
+
+def current_branch(steps: Sequence[Saved]) -> Branch | None:
+    """The branch that a job was on last; None if there are no checkpoints.
+
+    One that was left is never it, whatever the clocks say. Of the others it is that of the last save.
+    """
+    left = {name for saved in steps for name, _ in saved.branch[:-1]}
+    ends = [saved for saved in steps if saved.branch[-1][0] not in left]
+    last = max(ends, key=lambda saved: (saved.saved_at, saved.number), default=None)
+    return None if last is None else last.branch
+
+
+LATEST = "latest"
+"""The file that names the directory of the newest checkpoint."""
+_MAX_NAME = 1024
+
+# What the files are called in which others keep checkpoints. Where names are not understood, only these are looked for:
+# logs and settings may lie in the folder too.
+_FOREIGN_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".distcp", ".tensors", ".tensorizer")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A committed checkpoint.
+
+    Attributes:
+        number: The step.
+        name: Of its directory.
+        save_id: Of the save that wrote it; empty if that is not known.
+        saved_at: When, in nanoseconds since the epoch; 0 if that is not known.
+        branch: See `branches`.
+        metrics: That were recorded with it.
+        job: The run of the job that saved it; empty if that is not known.
+        problem: Why it is not one of this package that can be read; empty if it is.
+        recorded: The step that its index says, which is another one if the directory was renamed or copied; None if it
+            does not say.
+    """
+
+    number: int
+    name: str
+    save_id: str = ""
+    saved_at: int = 0
+    branch: Branch = TRUNK
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    job: str = ""
+    problem: str = ""
+    recorded: int | None = None
+
+
+def read_steps(folder: Storage, names: StepNames) -> list[Step]:
+    """The committed checkpoints in a folder, lowest step first. One request for each, for the folder, and for `LATEST`.
+
+    A listing may come from a cache. What `LATEST` names counts, if it is a checkpoint, whether or not it is listed. A
+    directory may have been moved elsewhere, with a link left in its place. One that cannot be read says why.
+
+    Raises:
+        MetadataError: two directories are of one step; names them.
+        ReadError: the folder cannot be listed.
+    """
+    try:
+        found = {*folder.listing()[1], *folder.linked_directories()}
+    except NotCommitted:
+        if (head := folder.file_in_place()) is not None:
+            raise MetadataError(f"{folder.path} is a file {kind_of_file(head)}") from None
+        found = set()
+    newest = _newest(folder)
+    unlisted = {newest} - found
+    found |= unlisted
+    places = [(number, name) for name in sorted(found) if (number := names.step_in(name)) is not None]
+    read = in_threads(functools.partial(_read_step, folder), sorted(places))
+    steps = [step for step in read if step is not None and not (step.problem and step.name in unlisted)]
+    for step, other in itertools.pairwise(steps):
+        if step.number == other.number:
+            raise MetadataError(
+                f"{folder.path}: {step.name} and {other.name} are both step {step.number}: remove one, or move it "
+                f"elsewhere"
+            )
+    return steps
+
+
+def _newest(folder: Storage) -> str:
+    """The name that `LATEST` has; empty if there is none. One without its line's end is cut off: of an old size."""
+    try:
+        name = (folder.read(LATEST, _MAX_NAME) or b"").decode()
+    except (CheckpointError, UnicodeDecodeError):  # a directory of that name, say
+        return ""
+    return name[:-1] if name.endswith("\n") and not {"/", "\\", "\0"} & set(name) else ""
+
+
+def _read_step(folder: Storage, place: tuple[int, str]) -> Step | None:
+    number, name = place
+    try:
+        head = read_head(folder.child(name))
+    except (MetadataError, ReadError) as error:
+        return Step(number, name, problem=str(error))
+    return None if head is None else step_of(number, name, head)
+
+
+def step_of(number: int, name: str, head: Head) -> Step:
+    """A checkpoint of which the head has been read. Its directory has the last word on its number."""
+    record, save_id = head.record, head.save_id if isinstance(head.save_id, str) else ""
+    if record is None:
+        return Step(number, name, save_id, head.saved_at)
+    return Step(
+        number, name, save_id, head.saved_at, record.branch or TRUNK, record.metrics, record.job, recorded=record.step
+    )
+
+
+class Others(NamedTuple):
+    """What else lies in a folder where `read_steps` found no checkpoint.
+
+    Attributes:
+        unknown: What looks like a checkpoint: names of directories, and files.
+        lost: Directories of steps that hold data without metadata.
+    """
+
+    unknown: list[str]
+    lost: list[str]
+
+
+def others(folder: Storage, names: StepNames) -> Others:
+    """Looks around in a folder; raises `ReadError` if it cannot be listed. One request for it and each directory."""
+    try:
+        files, folders = folder.listing()
+        folders = sorted([*folders, *folder.linked_directories()])
+    except NotCommitted:
+        return Others([], [])
+    found = Others([], [])
+    for name, inside in zip(folders, in_threads(functools.partial(_files_in, folder), folders), strict=True):
+        is_step = names.step_in(name) is not None  # data alone is no checkpoint there: dead saves leave it
+        if any(_is_of_checkpoint(file) and not (is_step and file.endswith(".tensors")) for file in inside):
+            found.unknown.append(name)
+        elif is_step and any(map(is_data_file_name, inside)):
+            found.lost.append(name)
+    found.unknown.extend(sorted(file.name for file in files if _is_of_checkpoint(file.name)))
+    return found
+
+
+def _files_in(folder: Storage, name: str) -> list[str]:
+    try:
+        return [file.name for file in folder.child(name).listing()[0]]
+    except NotCommitted:
+        return []
+
+
+def _is_of_checkpoint(name: str) -> bool:
+    return name == metadata_file_name() or name.endswith(_FOREIGN_SUFFIXES)
+
+
+# The names of the directories that steps are in.
+
+_TRIED = (0, 7, 10, 999, 1000, 123_456, 1_234_567, 2**63 - 1)  # other bases, commas and exponents show in some of them
+
+
+class StepNames:
+    """Names such as ``step-20``, known by their number: ``step-000020`` is the same step.
+
+    Args:
+        template: The name with ``{}`` where the number goes; ``{:06}`` pads it.
+
+    Attributes:
+        shown: The template with ``N`` for the number, however that is padded: ``step-N``.
+
+    Raises:
+        TypeError: it is no string.
+        ValueError: it has not one place for a number, or cannot be the name of one directory.
+    """
+
+    def __init__(self, template: str) -> None:
+        if not isinstance(template, str):
+            raise TypeError(f"name must be a str, and is {type(template).__name__}")
+        self.template = template
+        try:
+            parts = [(text, field) for text, field, _, _ in string.Formatter().parse(template)]
+            made = [(step, template.format(step)) for step in _TRIED]
+        except (ValueError, LookupError, AttributeError, TypeError) as error:
+            raise ValueError(f"name={template!r} must have one {{}} for the step: {error}") from None
+        if sum(field is not None for _, field in parts) != 1 or "/" in template or "\\" in template:
+            raise ValueError(f"name={template!r} must have one {{}} for the step, and no slash")
+        prefix = parts[0][0]
+        suffix = parts[1][0] if len(parts) > 1 else ""
+        self.shown = f"{prefix}N{suffix}"
+        self._pattern = re.compile(re.escape(prefix) + r"(\d+)" + re.escape(suffix))
+        lost = [name for step, name in made if self.step_in(name) != step]
+        if lost or re.search(r"\d$", prefix) or re.match(r"\d", suffix):
+            shown = (lost or [made[-1][1]])[0]
+            raise ValueError(f"name={template!r}: the number cannot be found again in {shown!r}: use {{}} or {{:06}}")
+
+    def name_of(self, step: int) -> str:
+        """The name of a step's directory."""
+        return self.template.format(step)
+
+    def step_in(self, name: str) -> int | None:
+        """The step whose directory has a name; None if it is of something else."""
+        match = self._pattern.fullmatch(name)
+        return None if match is None else int(match[1])

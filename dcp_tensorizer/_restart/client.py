@@ -1,0 +1,303 @@
+"""`KeeperProcess`: the trainer's side of its keeper; `Visit`: a successor's side of one that has lost its trainer."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .._runtime.forks import Descriptor, Home, anonymous_file, free_in_child, too_many
+from .._runtime.threads import NEVER, Deadline, Patience, in_background
+from .._writer_process.child import kill, said_by, socket_pair, start
+from .._writer_process.protocol import LOOK_SECONDS, Channel
+from ..errors import CheckpointError, ReadError, WriteError
+from .protocol import (
+    Answer,
+    Claimed,
+    ClaimRequest,
+    End,
+    Forget,
+    Found,
+    Keep,
+    KeptContent,
+    Look,
+    Missing,
+    Request,
+    Take,
+    WrittenDigests,
+)
+from .runtime_directory import connect, remove, runtime_directory, socket_path, sockets_of
+
+if TYPE_CHECKING:
+    from .._staging.shared_memory import SharedBuffer
+
+
+_START_SECONDS = 60.0
+_ANSWER_SECONDS = 60.0  # it answers in a millisecond, where it has a core
+_DIGEST_SECONDS = 660.0  # a little more than it waits itself
+_END_SECONDS = 5.0
+
+
+class KeeperDied(WriteError):
+    """The keeper has ended, or does not answer."""
+
+
+class KeeperProcess:
+    """A keeper, started at once.
+
+    Args:
+        job: What its socket is named by.
+        run: The run of the job.
+        seconds: How long it waits for a successor when this process is gone, and has left no state; see `Keep`.
+
+    Raises:
+        WriteError: it cannot be started.
+    """
+
+    def __init__(self, job: str, run: str, seconds: float) -> None:
+        self._lock = free_in_child(threading.Lock())
+        try:
+            self._path = socket_path(runtime_directory(), job)
+            with ExitStack() as undo:
+                self._output = Descriptor(anonymous_file("keeper"))
+                undo.callback(self._output.close)
+                ours, theirs = socket_pair()
+                undo.callback(ours.close)
+                with theirs:
+                    arguments = [str(os.getpid()), run, str(seconds), os.fspath(self._path)]
+                    # A launcher kills the trainer's process group.
+                    self._popen = start(
+                        f"{__package__}.keeper", theirs, self._output.number, arguments, own_session=True
+                    )
+                undo.pop_all()
+        except OSError as error:
+            raise WriteError(f"the keeper of states in memory cannot be started: {too_many(error) or error}") from error
+        self._channel = Channel(ours)
+        self._started = self._is_left = False
+        self._home = Home()
+
+    def keep(self, state: Keep, buffer: SharedBuffer) -> None:
+        """Has a state kept; raises `WriteError`, and `KeeperDied` if no other will be."""
+        self._ask(state, [buffer.fd])
+
+    def written(self, number: str, known: Mapping[tuple[int, int], bytes]) -> None:
+        """A state has been written; see `Digests`.
+
+        It returns at once: a keeper that is stopped must not hold up a commit. One that does not answer is ended, for
+        a late answer would be taken for that to the next request.
+        """
+
+        def tell() -> None:
+            try:
+                self._ask(WrittenDigests(number, known))
+            except KeeperDied:
+                if not self._is_left:
+                    self.kill()
+            except WriteError:  # it is busy, and takes the digests itself when they are wanted
+                pass
+
+        in_background(tell, name="digests", daemon=True)
+
+    def forget(self, ids: Sequence[str]) -> None:
+        """Has states forgotten: their buffers may be written to now. Raises `KeeperDied`."""
+        self._ask(Forget(tuple(ids)))
+
+    def end(self, deadline: Deadline = NEVER) -> None:
+        """Ends it, and gives its memory back; kills it, if it does not end in time. Idempotent.
+
+        It waits for no lock for longer: what it interrupts, as a signal's handler, may hold it.
+        """
+        if self._lock.acquire(timeout=deadline.within(_END_SECONDS)):
+            try:
+                with suppress(EOFError, OSError):
+                    self._channel.send(End(), timeout=deadline.within(_END_SECONDS))
+                    self._popen.wait(deadline.within(_END_SECONDS))
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                self._lock.release()
+        if self._popen.poll() is None:
+            self.kill()
+        self._close()
+
+    def kill(self) -> None:
+        """Ends it at once, whatever it does; in a forked child it does nothing, for there it is the parent's."""
+        if self._home.is_here:
+            kill(self._popen)
+            remove(self._path)
+
+    def leave(self, deadline: Deadline = NEVER) -> None:
+        """Leaves it to a successor, as this process's death would; from then on, one finds it. Idempotent."""
+        self._is_left = True
+        self._popen.returncode = 0  # nobody waits for it: it outlives this process
+        self._channel.hang_up(deadline.within(_END_SECONDS))
+        self._close()
+
+    def _close(self) -> None:
+        self._channel.close()
+        self._output.close()
+
+    def _ask(self, request: Request, fds: Sequence[int] = ()) -> None:
+        if not self._lock.acquire(timeout=_ANSWER_SECONDS):  # a signal's handler has interrupted whoever has it
+            raise WriteError(f"the keeper (pid {self._popen.pid}) is busy")
+        try:
+            try:
+                if not self._started:
+                    _receive(self._channel, _START_SECONDS)
+                    self._started = True
+                self._channel.send(request, fds, _ANSWER_SECONDS)
+                answer = _receive(self._channel, _ANSWER_SECONDS)
+            except (EOFError, OSError) as error:
+                raise KeeperDied(
+                    f"the keeper (pid {self._popen.pid}) has ended: {error}{said_by(self._output)}"
+                ) from error
+            except BaseException:  # a KeyboardInterrupt: the answer would be taken for that to the next request
+                self.kill()
+                raise
+        finally:
+            self._lock.release()
+        if isinstance(answer, Missing):
+            raise WriteError(f"the keeper (pid {self._popen.pid}) cannot keep a state: {answer.why}")
+
+
+class Visit:
+    """A connection to a keeper of a job that ran before.
+
+    Args:
+        connection: To it.
+
+    Attributes:
+        found: What it had when it was looked at.
+
+    Raises:
+        EOFError, OSError: it has ended.
+    """
+
+    found: Found
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._channel = Channel(connection)
+        try:
+            self._channel.send(Look())  # it fits into the socket: this waits for nobody
+        except BaseException:
+            self._channel.close()
+            raise
+
+    def look(self, timeout: float) -> None:
+        """Takes the answer to the first look.
+
+        Raises:
+            TimeoutError: there is none in time.
+            Exception: it has ended, or is of another version and not understood.
+        """
+        self.found = _found(_receive(self._channel, timeout))
+
+    def claim(self, run: str) -> bool:
+        """Has it wait for this run of a job alone, as long as this connection is open; whether it does."""
+        answer = self._ask(ClaimRequest(run))
+        holds = isinstance(answer, Claimed) and answer.holds
+        if holds:  # it may have got a last one since
+            self.found = _found(self._ask(Look()))
+        return holds
+
+    def forget_all_but(self, number: str) -> None:
+        """Has all other states forgotten. A keeper that has ended has done so."""
+        with suppress(CheckpointError):
+            self._ask(Forget(tuple(head.id for head in self.found.heads if head.id != number)))
+
+    def take(self, number: str) -> tuple[KeptContent, int]:
+        """A state, and the descriptor of its buffer, which is the caller's to close.
+
+        Raises:
+            ReadError: it is not there any more.
+        """
+        try:
+            self._channel.send(Take(number), timeout=_ANSWER_SECONDS)
+            answer, fds = _receive_with(self._channel, _DIGEST_SECONDS)
+        except (EOFError, OSError) as error:
+            raise ReadError(f"a keeper (of the trainer {self.found.trainer}) has ended: {error}") from error
+        if not isinstance(answer, KeptContent):
+            why = answer.why if isinstance(answer, Missing) else "it gave no answer"
+            raise ReadError(f"a keeper (of the trainer {self.found.trainer}) does not have the state: {why}")
+        return answer, fds[0]
+
+    def end(self) -> None:
+        """Ends the keeper, and gives its memory back."""
+        with suppress(CheckpointError):
+            self._ask(End())
+        self.close()
+
+    def close(self) -> None:
+        """Leaves the keeper as it is."""
+        self._channel.close()
+
+    def _ask(self, request: Request) -> Answer:
+        try:
+            self._channel.send(request, timeout=_ANSWER_SECONDS)
+            return _receive(self._channel, _ANSWER_SECONDS)
+        except (EOFError, OSError) as error:
+            raise ReadError(f"a keeper has ended: {error}") from error
+
+
+def visits(job: str, timeout: float) -> tuple[list[Visit], list[Path]]:
+    """Connections to all keepers of a job on this machine, its own ones among them.
+
+    Args:
+        job: What their sockets are named by.
+        timeout: Seconds for the answers of all of them together.
+
+    Returns:
+        The connections, and the sockets of keepers that are there and do not answer: they are stopped.
+    """
+    asked, found, silent = dict[Path, Visit](), list[Visit](), list[Path]()
+    for path in _sockets(job):
+        try:
+            connection = connect(path)
+            if connection is not None:
+                asked[path] = Visit(connection)
+        except TimeoutError:
+            silent.append(path)
+        except (EOFError, OSError):  # it has just ended
+            pass
+    deadline = Deadline(timeout)
+    for path, visit in asked.items():
+        try:
+            visit.look(deadline.within(timeout))
+        except Exception as error:
+            visit.close()
+            if isinstance(error, TimeoutError):
+                silent.append(path)
+        else:
+            found.append(visit)
+    return found, silent
+
+
+def _sockets(job: str) -> list[Path]:
+    with suppress(OSError):  # there is not even a directory for temporary files
+        return sockets_of(runtime_directory(), job)
+    return []
+
+
+def _found(answer: Answer) -> Found:
+    if not isinstance(answer, Found):
+        raise ReadError("a keeper is of another version, and is not understood")
+    return answer
+
+
+def _receive(channel: Channel, timeout: float) -> Answer:
+    return _receive_with(channel, timeout)[0]
+
+
+def _receive_with(channel: Channel, timeout: float) -> tuple[Answer, list[int]]:
+    """The next message; raises `TimeoutError`, which is an `OSError`, if it does not come in time."""
+    patience = Patience(timeout, LOOK_SECONDS)
+    try:
+        answer, fds = channel.receive(lambda: channel.wait_readable(patience))
+    except TimeoutError:
+        raise TimeoutError(f"no answer in {timeout:g} s") from None
+    return answer, fds

@@ -1,0 +1,174 @@
+"""What a trainer and a successor say to a keeper, and its answers: pickles between processes of one user."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .._index.schema import SaveRecord
+
+
+class Extent(NamedTuple):
+    """Where the bytes of a tensor or object are.
+
+    Attributes:
+        is_inline: In what came with the message; otherwise in the staging buffer.
+        offset: Of the first one.
+        nbytes: How many.
+    """
+
+    is_inline: bool
+    offset: int
+    nbytes: int
+
+
+class KeptHead(NamedTuple):
+    """What is to be known of a kept state before it is loaded.
+
+    Attributes:
+        id: The same on all ranks; 32 hexadecimal digits. That of the save, if there is one.
+        number: Of two states of one run, the later one has the larger number.
+        job: The run of a job that kept it: another one after each restart.
+        rank: Whose state it is.
+        world_size: How many ranks the job had.
+        record: What the index would say of the save; None for nothing.
+        parent_step: The step of the checkpoint that it goes on from; None if there is none.
+        left: The id of the checkpoint that was the newest when the job went back to before it; None if it did not.
+        folder: The device and the inode of the job's folder; None where it has none, or had not been made yet.
+        path: Where it was being saved; empty if that is for a manager to say.
+        replaces: The id of the checkpoint that was at the path; None if there was none.
+    """
+
+    id: str
+    number: int
+    job: str
+    rank: int
+    world_size: int
+    record: SaveRecord | None
+    parent_step: int | None = None
+    left: str | None = None
+    folder: tuple[int, int] | None = None
+    path: str = ""
+    replaces: str | None = None
+
+    @property
+    def step(self) -> int:
+        """The step of a manager's state."""
+        assert self.record is not None, "a manager's states have records"
+        return self.record.step
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """From the trainer, with the descriptor of a staging buffer: keep this state.
+
+    Attributes:
+        head: What it is.
+        nbytes: Of the buffer.
+        extents: Of all that is in it, for their digests.
+        description: What is where, for whoever loads it. A keeper does not look into it.
+        inline: The bytes of what is not in the buffer.
+        seconds: How long it is kept when the trainer is gone.
+        digests_follow: A save writes it, and takes its digests: they come when it is written.
+    """
+
+    head: KeptHead
+    nbytes: int
+    extents: tuple[Extent, ...]
+    description: bytes
+    inline: bytes
+    seconds: float
+    digests_follow: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenDigests:
+    """From the trainer: a state has been written, and these are the digests of what was written of it.
+
+    Attributes:
+        id: Of the state.
+        known: As in `StoredItem`, by offset and size in the buffer. Other ranks may have written the rest.
+    """
+
+    id: str
+    known: Mapping[tuple[int, int], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Keep these states no more. The trainer writes to their buffers when this is answered."""
+
+    ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """From anybody: what is there?"""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is there.
+
+    Attributes:
+        job: The run of the job.
+        trainer: The process id of the trainer.
+        is_orphaned: The trainer is gone.
+        heads: Of the states that are kept, the oldest first.
+    """
+
+    job: str
+    trainer: int
+    is_orphaned: bool
+    heads: tuple[KeptHead, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimRequest:
+    """From a successor: wait for nobody but me, as long as this connection is open."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """Whether the claim holds; not if the trainer lives, or another job has claimed the keeper."""
+
+    holds: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """From a successor: a state, or the digests of what is in it alone."""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeptContent:
+    """A kept state; the descriptor of its buffer comes with it. ``digests`` are as in `StoredItem`, one an extent."""
+
+    state: Keep
+    digests: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """From the trainer or a successor: nobody needs you any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """It is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """There is no such state, or what was asked cannot be done; says why."""
+
+    why: str
+
+
+Request = Keep | WrittenDigests | Forget | Look | ClaimRequest | Take | End
+Answer = Done | Found | Claimed | KeptContent | Missing

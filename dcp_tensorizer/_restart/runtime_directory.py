@@ -1,0 +1,198 @@
+"""Where the keepers of a job are found: sockets in a directory that belongs to the user alone.
+
+They are named by the job's folder and a random part, and not by rank: a launcher numbers ranks anew. Whoever is at the
+other end of a socket is asked for his user by the kernel, before anything of his is looked at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import socket
+import stat
+import struct
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from .._storage.local import boot_id
+from .._storage.redact import redact
+from ..errors import WriteError
+
+SAVES = "saves"
+"""In the place of a job's location, for keepers that have the states of saves, which have paths of their own."""
+
+_CONNECT_SECONDS = 5.0
+_BACKLOG = 64
+_ATTEMPTS = 20  # to make a socket while the keeper that was the last one removes the directory
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+
+
+def runtime_directory() -> Path:
+    """The directory: below ``XDG_RUNTIME_DIR``, or else below that of temporary files.
+
+    Raises:
+        OSError: there is not even a directory for temporary files.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    if base and os.path.isabs(base) and os.access(base, os.W_OK):
+        return Path(base, "dcp_tensorizer")
+    return Path(tempfile.gettempdir(), f"dcp_tensorizer-keepers-{os.getuid()}")
+
+
+def job_name(location: str) -> str:
+    """What the sockets of a job are named by.
+
+    Args:
+        location: Of its folder: an absolute path, or a URL.
+    """
+    # The directory may be on a disk that machines share, and a socket is of one.
+    named = f"{_boot()} {location}".encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(named, digest_size=8).hexdigest()
+
+
+def location_of(path: str | Path) -> str:
+    """What keepers know a checkpoint by, without secrets.
+
+    Args:
+        path: A URL, or an absolute local path.
+    """
+    return redact(os.path.realpath(path) if isinstance(path, Path) else path.rstrip("/"))
+
+
+def identity(folder: str | os.PathLike[str]) -> tuple[int, int] | None:
+    """What a local folder is known again by, if there is one."""
+    with suppress(OSError, ValueError):
+        if os.path.isabs(folder):
+            status = os.stat(folder)
+            return status.st_dev, status.st_ino
+    return None
+
+
+def _boot() -> str:
+    with suppress(OSError):
+        return boot_id()
+    return socket.gethostname()
+
+
+def socket_path(directory: Path, job: str) -> Path:
+    """Where a new socket of a job may be."""
+    return directory / f"{job}-{secrets.token_hex(8)}"
+
+
+def listen(path: Path) -> socket.socket:
+    """A new socket at a path.
+
+    Raises:
+        WriteError: the directory cannot be made, or others may write there.
+        OSError: there are no sockets here.
+    """
+    for attempt in range(_ATTEMPTS):
+        _make(path.parent)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with _reached(path.parent) as folder:
+                listener.bind(f"{folder}/.{path.name}")
+                listener.listen(_BACKLOG)
+                os.rename(f"{folder}/.{path.name}", f"{folder}/{path.name}")  # nobody finds it before somebody listens
+        except FileNotFoundError:
+            listener.close()
+            if attempt + 1 == _ATTEMPTS:
+                raise
+        except BaseException:
+            listener.close()
+            raise
+        else:
+            return listener
+    raise AssertionError("unreachable")
+
+
+def remove(path: Path) -> None:
+    """Removes a socket, and the directory if it was the last one."""
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
+        path.parent.rmdir()
+
+
+def touch(path: Path) -> None:
+    """Says of a socket and its directory that they are in use, to those who remove old temporary files."""
+    with suppress(OSError):
+        os.utime(path)
+        os.utime(path.parent)
+
+
+def sockets_of(directory: Path, job: str) -> list[Path]:
+    """The sockets of a job; none if the directory is not there, or not the user's own."""
+    with suppress(OSError, WriteError):
+        _check(directory)
+        return sorted(path for path in directory.iterdir() if path.name.startswith(f"{job}-"))
+    return []
+
+
+def connect(path: Path) -> socket.socket | None:
+    """A connection to a keeper; None if nobody is there any more, or somebody who is not this user.
+
+    Raises:
+        TimeoutError: it is there, and takes no more connections: it is stopped.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(_CONNECT_SECONDS)
+        with _reached(path.parent) as folder:
+            connection.connect(f"{folder}/{path.name}")
+        connection.settimeout(None)
+        if is_own_peer(connection):
+            return connection
+    except ConnectionRefusedError:  # it was killed, and could not remove it
+        with suppress(OSError):
+            path.unlink()
+    except (BlockingIOError, TimeoutError) as error:
+        connection.close()
+        raise TimeoutError(f"{path} takes no more connections") from error
+    except OSError:
+        pass
+    connection.close()
+    return None
+
+
+def is_own_peer(connection: socket.socket) -> bool:
+    """Whether the process at the other end is of this user, by the kernel's word."""
+    with suppress(OSError):
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        return bool(_CREDENTIALS.unpack(credentials)[1] == os.getuid())
+    return False
+
+
+class _reached:  # noqa: N801 - used as a function
+    """A name for a directory that is short enough for the address of a socket, however long its path is."""
+
+    def __init__(self, directory: Path) -> None:
+        self._fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def __enter__(self) -> str:
+        return f"/proc/self/fd/{self._fd}"
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._fd)
+
+
+def _make(directory: Path) -> None:
+    """Makes the directory, unless it is there; raises `WriteError`."""
+    try:
+        with suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
+        with suppress(FileNotFoundError):  # the last keeper has just removed it
+            _check(directory)
+    except OSError as error:
+        raise WriteError(f"{directory} cannot be made, where a restarted job looks for its memory: {error}") from error
+
+
+def _check(directory: Path) -> None:
+    """Raises `WriteError` where others could put sockets; `OSError` if it is not there."""
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise WriteError(
+            f"{directory} is not a directory that belongs to this user alone (mode 0700): remove it, or set "
+            f"XDG_RUNTIME_DIR to one that does"
+        )

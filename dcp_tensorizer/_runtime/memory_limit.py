@@ -1,0 +1,81 @@
+"""How much memory can still be allocated: on this machine, and below the limits of this process's cgroups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..errors import StagingError
+
+
+def check_headroom(nbytes: int, *, allocated: int = 0) -> None:
+    """Fails while a shortage is still an error: past a cgroup's limit the kernel kills the process.
+
+    Args:
+        nbytes: What is needed.
+        allocated: How much of it there is already.
+
+    Raises:
+        StagingError: the rest is not available.
+    """
+    available = available_memory()
+    if available is not None and nbytes - allocated > available:
+        so_far = f", has got {allocated:,} of them," if allocated else ""
+        raise StagingError(
+            f"the staging buffer needs {nbytes:,} bytes{so_far} and {available:,} bytes of memory are available: free "
+            f"memory, raise the memory limit, or shard the state dict over more ranks"
+        )
+
+
+def available_memory() -> int | None:
+    """Bytes that can still be allocated on this machine and in this cgroup, page cache included; None if unknown."""
+    bounds = [bound for bound in (_machine_headroom(), _cgroup_headroom()) if bound is not None]
+    return min(bounds, default=None)
+
+
+def _machine_headroom() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def _cgroup_headroom(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Room below the tightest memory limit of this process's cgroups and their ancestors; page cache counts as room."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return None
+    bounds = []
+    for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        is_v1 = "memory" in controllers.split(",")
+        if controllers and not is_v1:
+            continue
+        top = root / "memory" if is_v1 else root
+        group = top / path.lstrip("/")
+        # In a container, version 1 gives the path as the host sees it; the container's own group is at the top then.
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(top) and (room := _room(folder, *(_V1 if is_v1 else _V2))) is not None:
+                bounds.append(room)
+    return min(bounds, default=None)
+
+
+# The files of a cgroup's limit and use, and what precedes its and its descendants' figures in memory.stat.
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+
+
+_V2 = ("memory.max", "memory.current", "")
+
+
+def _room(group: Path, limit: str, used: str, prefix: str) -> int | None:
+    """Room below a cgroup's own limit; None if it has none."""
+    try:
+        allowed = int((group / limit).read_text())  # version 2 says "max" where there is no limit, version 1 2**63
+        taken = int((group / used).read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cached = int(stat.get(f"{prefix}inactive_file", 0)) + int(stat.get(f"{prefix}active_file", 0))
+    except (OSError, ValueError):
+        return None
+    return max(0, allowed - taken + cached)

@@ -1,0 +1,111 @@
+"""What a save takes from the process that asks for it, at that moment, and sends along to the process that writes it.
+
+A process that writes for another one keeps nothing of its own birth: keys in environment variables are rotated, and a
+job may set its umask or its group after the first save.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+_STATUS = "/proc/thread-self/status"
+_OF_OWNER = 0o600  # a umask that takes these away makes files that their own process cannot open
+_MORE_SAMPLES = 7
+_SAMPLE_SECONDS = 0.001
+
+Identity = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, repr=False)  # the environment holds secrets
+class ProcessContext:
+    """What a process has that a save needs.
+
+    Attributes:
+        pid: Of the process.
+        environment: Its environment variables.
+        umask: Of the files that it makes; None where the system does not say.
+        directory: Its working directory; None if it has been removed.
+        identity: See `identity_of_process`.
+    """
+
+    pid: int
+    environment: Mapping[str, str]
+    umask: int | None
+    directory: str | None
+    identity: Identity
+
+    @classmethod
+    def here(cls) -> ProcessContext:
+        """That of this process, now."""
+        return cls(os.getpid(), environment(), current_umask(), _directory(), identity_of_process())
+
+    def take_on(self, kept: Collection[str] = ()) -> None:
+        """Gives this process the environment, the umask and the working directory, unless they are its own.
+
+        Args:
+            kept: Names of environment variables that stay as they are here.
+        """
+        if self.pid == os.getpid():
+            return
+        for name in {*os.environ, *self.environment}.difference(kept):
+            value = self.environment.get(name)
+            if value is None:
+                os.environ.pop(name, None)
+            elif os.environ.get(name) != value:
+                os.environ[name] = value
+        if self.umask is not None:
+            os.umask(self.umask)
+        if self.directory is not None and self.directory == _directory():
+            return  # its server may hang, and then so would this
+        try:
+            os.chdir(self.directory or "/")
+        except OSError:  # it has been removed since, or is hidden from this process
+            os.chdir("/")
+
+
+def _directory() -> str | None:
+    with suppress(OSError):
+        return os.getcwd()
+    return None
+
+
+def environment() -> dict[str, str]:
+    """The environment variables of this process, also while another thread changes them."""
+    found = {name: os.environ.get(name) for name in list(os.environ)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def identity_of_process() -> Identity:
+    """The users, the groups and the further groups of this process."""
+    if not hasattr(os, "getresuid"):
+        return (os.getuid(), os.geteuid()), (os.getgid(), os.getegid()), tuple(os.getgroups())
+    return os.getresuid(), os.getresgid(), tuple(os.getgroups())
+
+
+def current_umask() -> int | None:
+    """The umask, read without setting it; None where the system does not say.
+
+    Libraries read it by setting another one, and that back. Where a thread does so just now, looks differ, or show a
+    umask that nobody wants for files. Then the one that is seen most of some further looks is the process's own.
+    """
+    looks = [_look(), _look()]
+    if looks[0] is None or (looks[0] == looks[1] and not looks[0] & _OF_OWNER):
+        return looks[0]
+    for _ in range(_MORE_SAMPLES):
+        time.sleep(_SAMPLE_SECONDS)
+        looks.append(_look())
+    seen = [look for look in looks if look is not None]
+    return Counter([look for look in seen if not look & _OF_OWNER] or seen).most_common(1)[0][0]
+
+
+def _look() -> int | None:
+    with suppress(OSError, ValueError), open(_STATUS, "rb") as status:
+        for line in status:
+            if line.startswith(b"Umask:"):
+                return int(line.split()[1], 8)
+    return None

@@ -1,0 +1,83 @@
+"""Checks of what users give: each error names the argument, the value and what is allowed.
+
+A value that may be a secret, or hold one, is named by its type alone.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from numbers import Integral, Real
+
+
+def check_path(value: object) -> None:
+    """Raises `TypeError` unless it is a path or a URL. It may hold a password, which must not be shown."""
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"path must be a str or an os.PathLike, and is {_type(value)}")
+    if not isinstance(os.fspath(value), str):
+        raise TypeError(f"path must be text, and {_type(value)} gives {_type(os.fspath(value))}")
+
+
+def check_timeout(value: object, *, least: float | None = None, name: str = "timeout") -> None:
+    """Raises `TypeError` or `ValueError` unless it is a number of seconds that every wait of the system can take.
+
+    Args:
+        value: What was given.
+        least: The least that is allowed; by default anything that is more than 0.
+        name: Of the argument.
+    """
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number of seconds, and is {_type(value)}")
+    is_enough = float(value) > 0 if least is None else float(value) >= least
+    if not (is_enough and float(value) <= threading.TIMEOUT_MAX):
+        allowed = "more than 0 seconds" if least is None else f"at least {least:g} seconds"
+        raise ValueError(f"{name}={value!r} must be {allowed}, and finite: at most {threading.TIMEOUT_MAX:.0f}")
+
+
+def check_thread_count(value: object) -> None:
+    """Raises `TypeError` or `ValueError` unless it is a number of threads, or None."""
+    check_count("thread_count", value, optional=True)
+
+
+def check_count(name: str, value: object, *, optional: bool = False) -> None:
+    """Raises `TypeError` or `ValueError` unless it is an int of at least 1, or None where that is allowed."""
+    if value is None and optional:
+        return
+    allowed = "an int of at least 1" + (", or None" if optional else "")
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError(f"{name} must be {allowed}, and is {_type(value)}")
+    if int(value) < 1:
+        raise ValueError(f"{name}={value!r} must be {allowed}")
+
+
+def check_storage_options(value: object) -> None:
+    """Raises `TypeError` unless it is a mapping with names for keys, or None. Its values must not be shown."""
+    if value is None:
+        return
+    if not isinstance(value, Mapping):
+        raise TypeError(f"storage_options must be a mapping, or None, and is {_type(value)}")
+    if odd := [key for key in value if not isinstance(key, str)]:
+        raise TypeError(f"storage_options must have names for keys, and one is {_type(odd[0])}")
+
+
+def check_callable(name: str, value: object) -> None:
+    """Raises `TypeError` unless it can be called, or is None."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} must be callable, or None, and is {_type(value)}")
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raises `ValueError` unless it is one of a few words."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, sorted(choices)))}")
+
+
+def check_type(name: str, value: object, kind: type) -> None:
+    """Raises `TypeError` unless it is of a type."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {kind.__name__}, and is {_type(value)}")
+
+
+def _type(value: object) -> str:
+    return "None" if value is None else type(value).__name__

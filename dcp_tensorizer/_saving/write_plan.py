@@ -1,0 +1,319 @@
+"""The items of a save: what DCP's plan asks for, as tensors and objects, and what DCP is told of each."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from .._format.checksums import digests_of
+from .._format.encryption import Cipher
+from .._format.names import INDEX_CAPACITY, INLINE_BYTES, MAX_INLINE_BYTES, StoredItem, data_file_name, index_entry_size
+from .._format.tensor_bytes import check_supported, dtype_name, host_bytes, is_wrapper
+from .._index.locations import InlineItem, RankPlaces, checked_hash
+from .._index.schema import ItemKey, item_key
+from .._runtime.gc_pause import collector_paused
+from .._runtime.torch_compat import awaited
+from .._staging.shared_mappings import SharedFile
+from .._storage.base import UNLIMITED
+from .._unpickle.objects import unsafe_globals
+from .._writer_process.protocol import FileRequest, TensorSource, WriteDone
+from ..errors import CheckpointError, UntrustedObject, WriteError, describe
+
+logger = logging.getLogger("dcp_tensorizer")
+
+# What of an object is looked through: more would keep the interpreter from training for over a tenth of a second.
+_MAX_BYTES = 4 << 20
+_MAX_OPCODES = 25_000
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One write item.
+
+    Attributes:
+        index: DCP's name for it.
+        name: Its name in a tensorizer file.
+        kind: See `StoredItem.kind`.
+        tensor: Its elements, or the bytes of what ``torch.save`` made of it.
+        is_whole: It is not one of several chunks.
+    """
+
+    index: MetadataIndex
+    name: str
+    kind: str
+    tensor: torch.Tensor
+    is_whole: bool = False
+
+    @property
+    def dtype(self) -> str:
+        return dtype_name(self.tensor.dtype)
+
+    @property
+    def has_bytes(self) -> bool:
+        """Items without bytes are not written: tensorizer cannot read some of them back."""
+        return self.tensor.numel() > 0
+
+    def source(self, memory: int | SharedFile | None = None, offset: int = 0) -> TensorSource:
+        """What is to be written, and where it is."""
+        tensor = self.tensor
+        return TensorSource(self.name, self.dtype, tuple(tensor.shape), tensor.nbytes, self.kind, memory, offset)
+
+
+@collector_paused()
+def resolve(
+    plan: SavePlan,
+    planner: SavePlanner,
+    is_staged: Callable[[torch.Tensor], bool] = lambda tensor: False,
+    omitted: Set[str] = frozenset(),
+) -> list[Item]:
+    """The items of a plan, in its order.
+
+    All of them are written at once. A planner that is not one of torch's own may make one item in the memory of the
+    one before: what it gives is copied, unless it is staged.
+
+    Args:
+        plan: What this rank is to write.
+        planner: Gives the data.
+        is_staged: Whether a tensor stays as it is.
+        omitted: Keys that were not staged, because other ranks were to write them.
+
+    Raises:
+        CheckpointError: an item cannot be saved; names its key.
+    """
+    wanted = list(plan.items)  # once: some plans make their items when they are asked for
+    if unstaged := next((item.index.fqn for item in wanted if item.index.fqn in omitted), None):
+        raise WriteError(
+            f"{unstaged!r} is to be written by this rank, which has not staged it: in the save before, another rank "
+            f"wrote it. This save fails, and the next one stages everything"
+        )
+    names = stored_names([item.index.fqn for item in wanted])
+    lasts = is_staged if _makes_items(planner) else _always
+    return [
+        Item(item.index, name, *_resolve(item, planner, lasts), _is_whole(item))
+        for item, name in zip(wanted, names, strict=True)
+    ]
+
+
+def _makes_items(planner: SavePlanner) -> bool:
+    """Whether a planner resolves items in a way of its own."""
+    ways = ("resolve_data", "lookup_object", "transform_object")
+    return any(getattr(type(planner), name, None) is not getattr(DefaultSavePlanner, name) for name in ways)
+
+
+def _always(tensor: torch.Tensor) -> bool:
+    return True
+
+
+def _is_whole(item: WriteItem) -> bool:
+    data = item.tensor_data
+    return data is None or (data.chunk is not None and data.chunk.sizes == data.size)
+
+
+@collector_paused()
+def write_results(
+    items: Sequence[Item],
+    done: WriteDone,
+    rank: int,
+    planner: SavePlanner | None = None,
+    cipher: Cipher | None = None,
+    compare: Callable[[Mapping[ItemKey, StoredItem]], tuple[str, ...] | None] | None = None,
+) -> list[WriteResult]:
+    """What DCP carries to the coordinator: one result, with a `RankPlaces`, whatever the number of items.
+
+    Args:
+        compare: Compares what is stored with the save before (`Freshness.compare`).
+
+    Raises:
+        WriteError: a key cannot be stored; names it.
+    """
+    written = done.places()
+    places: dict[ItemKey, StoredItem] = {}
+    for item in items:
+        stored, _ = written.get(item.name) or (StoredItem.empty(item.dtype, item.kind), 0)
+        places[item_key(item.index)] = stored
+    part = RankPlaces.of(
+        rank,
+        places,
+        {file.name: file.nbytes for file in done.files},
+        named=() if planner is None or _plans_as_torch(planner) else places,
+        inline=_inline(items, cipher),
+        check=b"" if cipher is None else cipher.check_value(),
+    )
+    if compare is not None:
+        part = part._replace(unchanged=compare(places))
+    return [WriteResult(MetadataIndex(f"rank {rank}"), sum(file.nbytes for file in done.files), part)]
+
+
+def _plans_as_torch(planner: SavePlanner) -> bool:
+    """Whether a planner describes whatever it plans: others may not."""
+    known = getattr(planner, "plans_as_torch", DefaultSavePlanner)  # `planner.SavePlanner` names itself there
+    ways = ("create_local_plan", "create_global_plan", "finish_plan")
+    return all(getattr(type(planner), name, None) is getattr(known, name) for name in ways)
+
+
+def _inline(items: Sequence[Item], cipher: Cipher | None) -> list[InlineItem]:
+    """The small ones of a rank's items that are not sharded, as many as its share of the index has room for."""
+    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    room = max(INLINE_BYTES, MAX_INLINE_BYTES // world_size)
+    small: list[InlineItem] = []
+    for item in items:
+        nbytes = item.tensor.nbytes
+        if item.is_whole and item.kind != "wrapper" and 0 < nbytes <= INLINE_BYTES:
+            room -= nbytes
+            if room < 0:
+                break
+            small.append(_small(item, cipher))
+    return small
+
+
+def _small(item: Item, cipher: Cipher | None) -> InlineItem:
+    key, offset = item_key(item.index)
+    content, seal = bytes(host_bytes(item.tensor)), b""
+    if cipher is not None:
+        nonce, encrypted = cipher.new_nonce(), memoryview(bytearray(len(content)))
+        seal = nonce + cipher.encrypt(memoryview(content), encrypted, nonce, 0)
+        content = bytes(encrypted)
+    name = None if item.name == key else item.name
+    return InlineItem(checked_hash(key, offset), name, item.dtype, item.kind, digests_of(content), seal, content)
+
+
+class ObjectCheck:
+    """Says of objects that a reader will refuse, at their first save and not when they are loaded."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def check(self, items: Sequence[Item]) -> None:
+        """Logs a warning for each key that is new and would be refused."""
+        for item in items:
+            key = item.index.fqn
+            if item.kind != "object" or key in self._known or item.tensor.nbytes > _MAX_BYTES:
+                continue
+            self._known.add(key)
+            try:
+                refused = unsafe_globals(bytes(host_bytes(item.tensor)), _MAX_OPCODES)
+            except UntrustedObject as error:
+                logger.warning("%r will be loaded only with allow_pickle=True: %s", key, error)
+                continue
+            if refused:
+                logger.warning(
+                    "%r will be loaded only after torch.serialization.add_safe_globals([%s]), or with "
+                    "allow_pickle=True: these types could run code",
+                    key,
+                    ", ".join(refused),
+                )
+
+
+def _resolve(item: WriteItem, planner: SavePlanner, lasts: Callable[[torch.Tensor], bool]) -> tuple[str, torch.Tensor]:
+    key = item.index.fqn
+    try:
+        data = planner.resolve_data(item)
+        if item.type == WriteItemType.BYTE_IO:
+            blob = _blob(data)
+            return "object", blob if lasts(blob) else _copy(blob)
+        assert isinstance(data, torch.Tensor)
+        data = awaited(data)
+        if is_wrapper(data):
+            pickled = io.BytesIO()
+            torch.save(data, pickled)
+            return "wrapper", _blob(pickled)
+        check_supported(key, data)
+        _check_shape(item, data)
+        return "tensor", _detached(data) if lasts(data) else _copy(data)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise WriteError(f"{key!r} cannot be saved: {describe(error)}") from error
+
+
+def _check_shape(item: WriteItem, tensor: torch.Tensor) -> None:
+    """Raises `WriteError` where a planner gives another shape than it planned: nobody could load that."""
+    planned = None if item.tensor_data is None or item.tensor_data.chunk is None else item.tensor_data.chunk.sizes
+    if planned is not None and planned != tensor.shape:
+        raise WriteError(
+            f"{item.index.fqn!r}: the planner planned a part of shape {tuple(planned)} and its resolve_data gave one "
+            f"of {tuple(tensor.shape)}"
+        )
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its history. What has none is not asked: `Tensor.detach` lets the interpreter go."""
+    return tensor if type(tensor) is torch.Tensor and not tensor.requires_grad else tensor.detach()
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _blob(data: object) -> torch.Tensor:
+    assert isinstance(data, io.BytesIO)
+    content = data.getbuffer()
+    return (
+        torch.frombuffer(content, dtype=torch.uint8)
+        if content.nbytes
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
+
+
+# Which tensors go into which of a rank's files, and under which names.
+
+_MAX_NAME = 1024  # longer ones would fill a file's index with a few entries
+
+
+def stored_names(keys: Sequence[Any]) -> list[str]:
+    """Names for tensors in tensorizer files: the keys themselves where those are unique strings that can be stored."""
+    used: set[str] = set()
+    names = []
+    for number, key in enumerate(keys):
+        name = key if _storable(key) and key not in used else f"__item_{number}__"
+        while name in used:
+            name += "_"
+        used.add(name)
+        names.append(name)
+    return names
+
+
+def plan_files(
+    sources: Iterable[TensorSource],
+    rank: int,
+    save_id: str,
+    max_file_bytes: int = UNLIMITED,
+    index_capacity: int = INDEX_CAPACITY,
+    first: int = 0,
+) -> tuple[FileRequest, ...]:
+    """Distributes tensors over files.
+
+    Another file begins when the index of a tensorizer file is full, or with the tensor that would make it hold more
+    than ``max_file_bytes``. A tensor that is larger than that has a file to itself. Files are numbered from ``first``.
+    """
+    files: list[list[TensorSource]] = []
+    room = nbytes = 0
+    for source in sources:
+        entry = index_entry_size(source.name, len(source.shape))
+        if entry > room or nbytes + source.nbytes > max_file_bytes:
+            files.append([])
+            room, nbytes = index_capacity, 0
+        files[-1].append(source)
+        room -= entry
+        nbytes += source.nbytes
+    return tuple(FileRequest(data_file_name(rank, n, save_id), tuple(file)) for n, file in enumerate(files, first))
+
+
+def _storable(key: Any) -> bool:
+    """Whether tensorizer can hold a name and give it back: not empty, and not taken for its own JSON paths."""
+    if not isinstance(key, str):
+        return False
+    try:
+        return 0 < len(key.encode()) <= _MAX_NAME and not key.startswith("\x1e")
+    except UnicodeEncodeError:
+        return False

@@ -1,0 +1,172 @@
+"""Memory of another process: the trainer's buffers, and files that its tensors are mappings of.
+
+The latter are asked of the kernel rather than of torch, whose own ways of sharing move a tensor's memory elsewhere if
+it was shared in another way. A file without a name is reached through the descriptor that its owner keeps.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from bisect import bisect_right
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..errors import WriteError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class SharedFile(NamedTuple):
+    """A file that is mapped, as long as its owner maps it; device and inode tell whether the path still leads to it."""
+
+    path: str
+    device: int
+    inode: int
+
+
+class _Mapping(NamedTuple):
+    start: int
+    end: int
+    offset: int
+    inode: int
+    path: str
+
+
+class SharedMappings:
+    """What this process maps shared with others, at the moment of construction; nothing where /proc does not say.
+
+    A mapping may end at any moment, and other memory get its addresses. So only what has been alive since that moment
+    may be located. `SharedTensors` sees to that.
+    """
+
+    def __init__(self) -> None:
+        self._mappings = _shared_mappings()
+        self._starts = [mapping.start for mapping in self._mappings]
+        self._descriptors: dict[tuple[int, str], str] | None = None
+        self._files: dict[_Mapping, SharedFile | None] = {}
+
+    def locate(self, tensor: torch.Tensor) -> tuple[SharedFile, int] | None:
+        """The file, and the offset in it, of a tensor's bytes; None if another process cannot read them in C order."""
+        plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        if tensor.device.type != "cpu" or not plain or not tensor.numel():
+            return None
+        address = tensor.data_ptr()
+        number = bisect_right(self._starts, address) - 1
+        if number < 0 or address + tensor.nbytes > self._mappings[number].end:
+            return None
+        mapping = self._mappings[number]
+        if mapping not in self._files:
+            self._files[mapping] = self._file(mapping)
+        file = self._files[mapping]
+        return None if file is None else (file, mapping.offset + address - mapping.start)
+
+    def _file(self, mapping: _Mapping) -> SharedFile | None:
+        if self._descriptors is None:
+            self._descriptors = _own_files()
+        for path in (mapping.path, self._descriptors.get((mapping.inode, mapping.path), "")):
+            try:
+                status = os.stat(path)
+            except OSError:
+                continue
+            if status.st_ino == mapping.inode and stat.S_ISREG(status.st_mode):
+                return SharedFile(path, status.st_dev, status.st_ino)
+        return None
+
+
+class SharedTensors:
+    """Tensors whose memory others can read, and where that is; they are kept alive, and so are their mappings.
+
+    Args:
+        mappings: That they are in.
+        tensors: Located in these.
+    """
+
+    def __init__(self, mappings: SharedMappings, tensors: Iterable[torch.Tensor]) -> None:
+        self._mappings = mappings
+        self._tensors = list(tensors)
+        self._ranges = _joined(sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in self._tensors))
+
+    def locate(self, tensor: torch.Tensor) -> tuple[SharedFile, int] | None:
+        """As `SharedMappings.locate`, for the tensors and parts of them; None for all others."""
+        if tensor.device.type != "cpu" or not tensor.numel():
+            return None
+        address = tensor.data_ptr()
+        number = bisect_right(self._ranges, address, key=lambda span: span[0]) - 1
+        is_inside = number >= 0 and address + tensor.nbytes <= self._ranges[number][1]
+        return self._mappings.locate(tensor) if is_inside else None
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sorted ranges of addresses, with those that overlap or touch made one."""
+    joined: list[tuple[int, int]] = []
+    for start, end in spans:
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def attach(fd: int, nbytes: int, *, writable: bool = False) -> mmap.mmap:
+    """Maps another process's buffer; takes over the descriptor."""
+    try:
+        return mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+    finally:
+        os.close(fd)
+
+
+def map_shared(file: SharedFile) -> mmap.mmap:
+    """Maps another process's shared memory read-only.
+
+    Raises:
+        WriteError: it is gone, or this process may not open it.
+    """
+    try:
+        fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            status = os.fstat(fd)
+            if (status.st_dev, status.st_ino) != (file.device, file.inode):
+                raise FileNotFoundError("its owner has given it up")
+            return mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise WriteError(
+            f"shared memory of the trainer ({file.path}) cannot be mapped by its writer process ({error}): keep the "
+            f"tensors until the save is over, or use staging='buffer'"
+        ) from error
+
+
+def _shared_mappings() -> list[_Mapping]:
+    """In the order of addresses."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    mappings = []
+    for line in lines:
+        addresses, permissions, offset, _, inode, *path = line.split(None, 5)
+        if permissions.endswith("s") and int(inode):
+            start, end = (int(address, 16) for address in addresses.split("-"))
+            mappings.append(_Mapping(start, end, int(offset, 16), int(inode), path[0] if path else ""))
+    return mappings
+
+
+def _own_files() -> dict[tuple[int, str], str]:
+    """Paths by which others reach the files that this process has open, by inode and name.
+
+    By both: /dev/shm and memory files without a name both count their inodes from small numbers.
+    """
+    paths = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            opened, link = os.stat(f"/proc/self/fd/{name}"), os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue  # the one that listed them
+        if stat.S_ISREG(opened.st_mode):
+            paths[opened.st_ino, link] = f"/proc/{os.getpid()}/fd/{name}"
+    return paths

@@ -1,0 +1,274 @@
+"""The staging buffer: one block of memory that the trainer fills and the writer process reads.
+
+An anonymous memory file rather than /dev/shm, which containers size at 64 MB and answer with SIGBUS, and one
+descriptor rather than one per tensor. Its pages are made before the first copy, so that a shortage is an error here
+and not a signal later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import itertools
+import math
+import mmap
+import os
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from .._runtime.forks import Descriptor, Finalizer, anonymous_file, in_child, too_large
+from .._runtime.memory_limit import check_headroom
+from .._runtime.threads import cores, in_threads
+from .._runtime.torch_compat import is_plain
+from ..errors import StagingError
+from .device import Device
+
+# Vector loads and the largest element both divide it, and so does a cache line.
+_ALIGNMENT = 64
+_PAGE = mmap.PAGESIZE
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23  # Linux 5.14, <asm-generic/mman-common.h>; not named in the mmap module
+_STEP = 256 << 20  # of what takes long
+_HUGE_PAGE = 2 << 20
+_MAX_THREADS = 4
+_SHARED_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_ids = itertools.count()
+
+_MAP_FIXED = 0x10  # <asm-generic/mman-common.h>; not named in the mmap module
+
+
+def _let_go(mapping: mmap.mmap) -> None:
+    """In a forked child: it does not have the pages (MADV_DONTFORK), but it has the Python object.
+
+    To free that, now or later, would unmap whatever the child has put at that address since. It is never freed.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
+
+
+class SharedBuffer:
+    """Shared memory of a fixed size, filled from the start and emptied as a whole.
+
+    Args:
+        nbytes: Capacity in bytes, rounded up to whole pages. All of it is allocated here.
+
+    Attributes:
+        is_kept: What is in it may be asked for when its save is over: nothing else is put there.
+
+    Raises:
+        StagingError: there is not enough memory; nothing has been allocated.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.id = next(_ids)
+        self.nbytes = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
+        check_headroom(self.nbytes)
+        try:
+            self._descriptor = Descriptor(anonymous_file("dcp_tensorizer"))
+        except OSError as error:
+            raise StagingError(f"there is no shared memory for the staging buffer: {error}") from error
+        try:
+            self._map: mmap.mmap | None = _map(self.fd, self.nbytes)
+            self._base = _address(self._map)
+            _allocate(self.fd, self._base, self.nbytes)
+            _fix_size(self.fd)
+        except StagingError:
+            self._descriptor.close()
+            raise
+        except (OSError, MemoryError) as error:
+            self._descriptor.close()
+            if isinstance(error, OSError) and error.errno == errno.EFBIG:
+                raise StagingError(
+                    f"the staging buffer needs {self.nbytes:,} bytes ({error}), and {too_large()}"
+                ) from error
+            raise StagingError(
+                f"there are no {self.nbytes:,} bytes of memory for the staging buffer ({error}): free memory, raise "
+                f"the memory limit, or shard the state dict over more ranks"
+            ) from error
+        self._mapping = weakref.ref(self._map)
+        in_child(self._map, _let_go)
+        if hasattr(mmap, "MADV_DONTFORK"):
+            self._map.madvise(mmap.MADV_DONTFORK)
+        self._used = 0
+        self.is_kept = False
+        self._pinning = False
+        self._undo: list[Callable[[], None]] = []
+        self._release = Finalizer(self, _release, self._descriptor, self._undo)
+
+    @property
+    def fd(self) -> int:
+        """The descriptor of the memory; raises `OSError` if it has been closed."""
+        return self._descriptor.number
+
+    @property
+    def can_be_sent(self) -> bool:
+        """Whether there is still a descriptor, to send to another process; the memory is there without."""
+        return self._descriptor.is_ours
+
+    def pin(self, device: Device, index: int) -> None:
+        """Registers all of it for copies from a GPU at full speed, once; undone before the memory is unmapped.
+
+        What the system refuses is a warning, once for each buffer: pageable memory is slower, and nothing worse.
+        """
+        if not self._pinning:
+            self._pinning = True
+            try:
+                self.at_close(device.pin(self._base, self.nbytes, index))
+            except StagingError as error:
+                warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+
+    def at_close(self, undo: Callable[[], None]) -> None:
+        """Has something done before the memory is given back."""
+        self._undo.append(undo)
+
+    def reset(self) -> None:
+        """Empties the buffer; tensors made before share their memory with those made after."""
+        self._used = 0
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a tensor made by `allocate` is left, also of a closed buffer: each refers to the mapping."""
+        own = 1 if self._map is None else 2  # and the one that is asked about
+        return self._mapping() is not None and sys.getrefcount(self._mapping()) > own
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether a whole buffer's worth of ``nbytes`` bytes, alignment included, fits in."""
+        return nbytes <= self.nbytes
+
+    def allocate(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """An uninitialised C-contiguous tensor in the buffer, with a storage of its own.
+
+        Of its own, because whoever pickles one of several views through torch.multiprocessing moves the storage
+        they share, the buffer, to other memory.
+        """
+        count = math.prod(shape)
+        if count == 0:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        assert self._map is not None, "the buffer is closed"
+        nbytes = count * dtype.itemsize
+        offset = self._used
+        self._used += aligned(nbytes)
+        if self._used > self.nbytes:
+            raise StagingError(f"the staging buffer of {self.nbytes:,} bytes is full")
+        flat = torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset)
+        if len(shape) == 1:
+            return flat
+        return flat.view(*shape) if shape else flat.view(())  # one argument takes twice as long
+
+    def locate(self, tensor: torch.Tensor) -> int | None:
+        """Offset of a tensor's bytes in the buffer; None if they are not in it, or are not its values in C order."""
+        offset = tensor.data_ptr() - self._base
+        inside = offset >= 0 and offset + tensor.nbytes <= self.nbytes
+        return offset if inside and is_plain(tensor) else None
+
+    def close(self) -> None:
+        """Gives the memory back, as soon as no tensor made by `allocate` is left. Idempotent."""
+        self._release()
+        self._map = None
+
+
+def aligned(nbytes: int) -> int:
+    """Bytes that a tensor of ``nbytes`` bytes takes in a shared buffer."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _release(descriptor: Descriptor, undo: list[Callable[[], None]]) -> None:
+    try:
+        while undo:
+            undo.pop()()
+    finally:
+        descriptor.close()
+
+
+def _map(fd: int, nbytes: int) -> mmap.mmap:
+    """Maps a file, which may be shorter yet, without another descriptor of it.
+
+    Python's mapping of a file has one of its own until 3.13, and closes the number in the end, whosever it is by then.
+    """
+    if sys.platform != "linux":
+        os.ftruncate(fd, nbytes)
+        return mmap.mmap(fd, nbytes)
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # takes an address, and no memory
+    replace = ctypes.CDLL(None, use_errno=True).mmap
+    replace.restype = ctypes.c_void_p
+    replace.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _address(mapping)
+    if replace(address, nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != address:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return mapping
+
+
+def _address(mapping: mmap.mmap) -> int:
+    return torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+
+
+def _allocate(fd: int, address: int, nbytes: int) -> None:
+    """Allocates all of it, and makes the page table: faulting page by page in the first copy takes three times as long.
+
+    Step by step: the ranks of a node do so at the same time, and see what the others take. Each step by several
+    threads, because it is a core that clears the pages. One thread alone makes small pages sooner without the table.
+
+    Huge pages come with the table, where the system has them for who asks. They are made in a ninth of the time, given
+    back in a fiftieth, and read as a file in a third.
+
+    Raises:
+        StagingError: what others have taken is missing.
+        OSError: there is no memory.
+    """
+    os.ftruncate(fd, nbytes)
+    is_huge = _has_huge_pages()
+    if is_huge:
+        _advise(address, nbytes, _MADV_HUGEPAGE)
+    threads = min(cores(), _MAX_THREADS)
+    for start in range(0, nbytes, _STEP):
+        length = min(_STEP, nbytes - start)
+        check_headroom(nbytes, allocated=start)
+        if threads == 1 and not is_huge:
+            _reserve(fd, start, length)
+        _populate(address + start, length, threads)
+        _reserve(fd, start, length)  # whatever is missing, and says why
+
+
+def _populate(address: int, nbytes: int, threads: int) -> None:
+    """Has the kernel make the pages of some memory, and their table, as far as it can."""
+    share = -(-nbytes // threads)
+    share = -(-share // _HUGE_PAGE) * _HUGE_PAGE
+    parts = [(address + start, min(share, nbytes - start)) for start in range(0, nbytes, share)]
+    with suppress(RuntimeError):  # the system has no more threads, or the interpreter is ending
+        in_threads(lambda part: _advise(*part, _MADV_POPULATE_WRITE), parts)
+
+
+def _has_huge_pages() -> bool:
+    """Whether the system gives huge pages of shared memory to those who ask."""
+    try:
+        return "[advise]" in _SHARED_HUGE_PAGES.read_text()
+    except OSError:
+        return False
+
+
+def _reserve(fd: int, start: int, length: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, start, length)
+
+
+def _advise(address: int, nbytes: int, advice: int) -> None:
+    """By ctypes, because `mmap.madvise` keeps the interpreter lock, and this runs while training goes on.
+
+    A kernel that does not know the advice refuses it.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)
+
+
+def _fix_size(fd: int) -> None:
+    """Keeps whoever else has a descriptor from making the file shorter: to read past its end ends a process."""
+    if hasattr(fcntl, "F_ADD_SEALS"):
+        with suppress(OSError):  # no memory file
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)

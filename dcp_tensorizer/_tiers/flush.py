@@ -1,0 +1,727 @@
+"""Brings what lies in a local folder to the remote: files first, in the order of the saves, and then their metadata.
+
+It keeps nothing in memory that it could not find out again: whoever goes on after a death begins with the records.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Container, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from .._format.names import data_file_rank, metadata_file_name
+from .._index.container import data_files, find_index, read_head
+from .._index.schema import Head
+from .._runtime.direct_memory import direct_memory
+from .._runtime.forks import free_in_child
+from .._runtime.process_context import environment
+from .._runtime.threads import Patience, in_threads
+from .._storage.base import RangeReader, Refused, Sink, Storage, temporary_file_name
+from .._storage.claim import read_claim
+from .._storage.local import LocalStorage
+from ..errors import CheckpointError, MetadataError, ReadError, WriteError, describe
+from .queue import LOST, OPEN, REMOTE, SENT, TOLD, UNFLUSHED, WRITING, Commit, FlushEntry, FlushRecord, Queue, Writing
+from .target import FlushTarget, below
+
+_FIRST_WAIT = 0.2
+_LONGEST_WAIT = 10.0  # between two looks at what others have to do, or two tries
+_PROGRESS_SECONDS = 5.0
+
+
+class Flusher:
+    """Flushes one local folder.
+
+    Args:
+        target: Which one, and where to.
+        gate: Called before each part of a file; returns when it may go on.
+    """
+
+    def __init__(self, target: FlushTarget, gate: Callable[[], None] = lambda: None) -> None:
+        self.target = target
+        self._gate = gate
+        self._queue = Queue(target.folder())
+        self._missing: dict[str, set[str]] = {}  # of each commit: the files that have not been seen on the remote
+        self._waits: dict[str, Patience] = {}  # for them
+        self._failing: dict[str, Patience] = {}  # with what cannot be read here
+        self._wait = _FIRST_WAIT
+        self._root: Storage | None = None
+        self._environment: dict[str, str] = {}  # that the remote was opened in
+        self._is_clean = False
+
+    def step(self) -> float | None:
+        """Does what can be done now.
+
+        Returns:
+            Seconds after which to look again; None if everything is on the remote.
+        """
+        if not self._is_clean:
+            clean_up(self._queue)
+            self._is_clean = True
+        is_damaged = self._lose_unreadable()
+        before = self._open()
+        for entry, record in before:
+            if entry.state == UNFLUSHED and self._is_turn_of(entry, record):
+                self._tried(entry, lambda e=entry, r=record: self._send(e, r))  # type: ignore[misc]
+                self._settle()
+        self._settle()
+        left = self._open()
+        if not left and not is_damaged:
+            self._root = None
+            return None
+        is_same = [entry.name for entry, _ in left] == [entry.name for entry, _ in before]
+        self._wait = min(_LONGEST_WAIT, 2 * self._wait) if is_same else _FIRST_WAIT
+        return self._wait
+
+    def _open(self) -> list[tuple[FlushEntry, FlushRecord]]:
+        """What has to be brought to the remote, in the order of the saves."""
+        return self._queue.records(OPEN, self.target.name)
+
+    def _lose_unreadable(self) -> bool:
+        """Gives up what has a record that the disk does not give any more; whether it is to be tried again."""
+        is_damaged = False
+        for entry in self._queue.entries():
+            if entry.state in OPEN and self._queue.record(entry) is None and (damage := self._queue.damage(entry)):
+                self._queue.set_trouble(entry, damage)
+                if self._is_hopeless(entry):
+                    self._queue.give_up(entry, FlushRecord(self.target.name, "", entry.rank, entry.id), damage)
+                else:
+                    is_damaged = True
+        return is_damaged
+
+    def _is_turn_of(self, entry: FlushEntry, record: FlushRecord) -> bool:
+        """Whether a part may be sent: not before what was saved earlier is on the remote.
+
+        It could take the room there that this still needs, and then neither would ever be committed.
+        """
+        before = [(e, r) for e, r in self._open() if e.number < entry.number]
+        return not any(
+            (other.place != record.place or other.rank == record.rank) and self._is_awaited(e, other)
+            for e, other in before
+        )
+
+    def _is_awaited(self, entry: FlushEntry, record: FlushRecord) -> bool:
+        """Whether a part that is not on the remote is of a checkpoint that will be there, as far as is known here."""
+        if record.commit is not None:
+            return True
+        committed = self._committed_here(record)
+        if committed is not None:
+            return committed[0].state in OPEN
+        # Who commits it is on another node: nobody says here that he has given it up.
+        return self._queue.is_confirmed(entry) and time.time() - entry.changed <= self.target.timeout
+
+    def _tried(self, entry: FlushEntry, operation: Callable[[], object]) -> None:
+        """Does something with a record, if nobody else does. What fails is noted, and tried again later."""
+        with self._queue.claimed(entry) as is_free:
+            if not is_free:
+                return
+            try:
+                operation()
+            except Exception as error:
+                text = describe(error)
+                self._queue.set_trouble(entry, text if self._root is None else self._root.scrub(text))
+                self._root = None  # the next try has connections and credentials of its own
+
+    # --- files -------------------------------------------------------------------------------------------------
+
+    def _send(self, entry: FlushEntry, record: FlushRecord) -> None:
+        """Brings a rank's files to the remote."""
+        self._gate()
+        is_first = self._queue.trouble(entry) is None
+        if not is_first and self._ends_with_its_save(entry, record):
+            return
+        remote, local = self._remote(record.place), LocalStorage(self.target.folder(record.place))
+        remote.make_directory()
+        files = record.files
+        self._queue.set_trouble(entry, "")
+        if is_first and self._queue.is_writable:
+            missing = set(files)
+        else:  # this has been tried before, or the folder does not show it
+            missing = missing_files(remote, files, files)
+            discard(remote, *missing)
+        gone = {name for name in missing if local.head(name) != files[name]}
+        if gone and (lost := missing_files(remote, gone, files)):
+            self._give_up(entry, record, f"{local.path}/{min(lost)} is gone, or not as long as it was")
+            return
+        missing -= gone
+        lock = remote.lock_directory()
+        try:
+            lock.share(self.target.timeout)
+            gate = self._reporting(entry)
+            for name in sorted(missing):
+                copy_file(local, remote, name, files[name], gate)
+        except Unreadable as error:
+            if not self._is_hopeless(entry):
+                raise
+            self._give_up(entry, record, str(error))
+            return
+        finally:
+            lock.release()
+        self._failing.pop(entry.stem, None)
+        self._queue.move(entry, SENT)
+        self._queue.set_trouble(entry, None)
+
+    def _is_hopeless(self, entry: FlushEntry) -> bool:
+        """Whether what lies here could not be read for so long that it will not be read any more.
+
+        From a disk that takes no more changes either, nothing is waited for.
+        """
+        is_over = self._failing.setdefault(entry.stem, self.target.patience()).is_over()
+        return is_over or not self._queue.is_writable
+
+    def _reporting(self, entry: FlushEntry) -> Callable[[], None]:
+        """The gate, which notes that there is progress."""
+        last = time.monotonic()
+
+        def gate() -> None:
+            nonlocal last
+            self._gate()
+            if time.monotonic() - last > _PROGRESS_SECONDS:
+                last = time.monotonic()
+                self._queue.progress(entry)
+
+        return gate
+
+    # --- checkpoints -------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Commits what is there as a whole, in the order of the saves, and looks what others have committed."""
+        is_next = True
+        for entry, record in self._open():
+            commit = record.commit
+            if commit is not None:
+                if is_next and entry.state == SENT:
+                    self._tried(entry, lambda e=entry, r=record, c=commit: self._commit(e, r, c))  # type: ignore[misc]
+                is_next = is_next and self._queue.state(entry) not in OPEN
+            elif entry.state == SENT:
+                self._tried(entry, lambda e=entry, r=record: self._look(e, r))  # type: ignore[misc]
+
+    def _commit(self, entry: FlushEntry, record: FlushRecord, commit: Commit) -> None:
+        """Commits a checkpoint on the remote, if all of its files are there."""
+        remote = self._remote(record.place)
+        patience = self._waits.pop(entry.stem, None) or self.target.patience()  # a look that fails begins the wait anew
+        before = self._missing.get(entry.stem, set(commit.files))
+        missing = missing_files(remote, before, commit.files)
+        if len(missing) < len(before):
+            patience.renew()
+            self._queue.progress(entry)
+        if not missing and len(before) < len(commit.files):  # some were seen long ago: they may be gone since
+            missing = missing_files(remote, commit.files, commit.files)
+        self._missing[entry.stem] = missing
+        if missing:
+            self._waits[entry.stem] = patience
+            if patience.is_over():
+                ranks = sorted({data_file_rank(name) for name in missing})
+                listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+                reason = f"data of rank {listed} has not come for {self.target.timeout:g} s ({min(missing)})"
+                self._give_up(entry, record, f"{reason}: its node is lost, or nobody flushes its local folder")
+            return
+        self._gate()
+        try:
+            index = self._index(entry)
+            if index is not None:
+                replaced = publish(remote, index, commit, self._ids_before(entry), self._check_owner)
+            elif set(commit.files) <= named_files(remote, commit.name):
+                replaced = None
+            else:
+                raise Superseded(f"{self._queue.folder}/{entry.stem}.index is gone, or damaged")
+        except Superseded as error:
+            self._give_up(entry, record, str(error))
+            return
+        if replaced is None:  # somebody died here, after that
+            replaced = self._replaced_before(entry, record.place, commit.name) - set(commit.files)
+        with suppress(OSError):  # what stays only costs space
+            remote.remove(*replaced)
+        self._queue.set_trouble(entry, None)
+        arrive(self._queue, entry, record, set(commit.files))
+
+    def _check_owner(self) -> None:
+        """Looks whether the remote folder is, as far as anybody has claimed it, a run's that saves to this local one.
+
+        Otherwise another run goes on there from something else, and what lies here is not what it has.
+
+        Raises:
+            Superseded: it is not.
+            ReadError: it cannot be read.
+        """
+        for name, runs in self._queue.runs().items():
+            claim = read_claim(self._remote(""), name)
+            if claim is not None and claim.id not in runs:
+                raise Superseded(
+                    f"{self.target.name} is another run's now, which does not save to {self.target.local}: process "
+                    f"{claim.process} on host {claim.host} has claimed it at {claim.claimed_at}"
+                )
+
+    def _index(self, entry: FlushEntry) -> bytes | None:
+        """The metadata of a checkpoint; None if there is none any more. Raises `ReadError`: perhaps later."""
+        try:
+            index = self._queue.index(entry)
+            read_head(index, f"{entry.stem}.index")
+        except ReadError:
+            if not self._is_hopeless(entry):
+                raise
+            return None
+        except MetadataError:
+            return None
+        return index
+
+    def _ids_before(self, entry: FlushEntry) -> set[str]:
+        return {other.id for other in self._queue.entries() if other.number < entry.number}
+
+    def _replaced_before(self, entry: FlushEntry, place: str, name: str) -> set[str]:
+        """The files of what was flushed before under a name of a metadata file: each replaces only its own."""
+        before = [r for e, r in self._queue.records() if e.number < entry.number and r.place == place]
+        commits = [r.commit for r in before if r.commit is not None and r.commit.name == name]
+        return {name for commit in commits for name in commit.files}
+
+    def _look(self, entry: FlushEntry, record: FlushRecord) -> None:
+        """Looks whether a rank's files are part of a checkpoint on the remote."""
+        committed = self._committed_here(record)
+        if committed is None:  # on another node
+            later = self._passed_over_by(entry)  # before the metadata is read, which cannot name the files after that
+            named = named_files(self._remote(record.place), metadata_file_name())
+            if not named & set(record.files):
+                if later:
+                    # Of another writer's saves nobody here knows the order: its files on the remote may be needed yet.
+                    if record.writer and any(other.writer == record.writer for other in later):
+                        discard(self._remote(record.place), *record.files)
+                    drop(self._queue, entry, record)
+                return
+        else:
+            other, of_other = committed
+            if other.state in OPEN or self._ends_with_its_save(entry, record) or of_other.commit is None:
+                return
+            named = set(of_other.commit.files)
+        self._queue.set_trouble(entry, None)
+        arrive(self._queue, entry, record, named)
+
+    def _ends_with_its_save(self, entry: FlushEntry, record: FlushRecord) -> bool:
+        """Gives a rank's part up if the save was given up that it is of, where that is known here; whether it was."""
+        committed = None if record.commit is not None else self._committed_here(record)
+        if committed is None or committed[0].state in (*OPEN, REMOTE):
+            return False
+        self._give_up(entry, record, committed[1].reason)
+        return True
+
+    def _committed_here(self, record: FlushRecord) -> tuple[FlushEntry, FlushRecord] | None:
+        """The record of the rank that commits, if that is on this node."""
+        for entry, other in self._queue.records():
+            if other.commit is not None and set(other.commit.files) & set(record.files):
+                return entry, other
+        return None
+
+    def _passed_over_by(self, entry: FlushEntry) -> list[FlushRecord]:
+        """The later saves from this folder that the remote has, if a save is not of just now.
+
+        Of any rank: a job that goes on may have fewer.
+        """
+        if time.time() - entry.changed <= self.target.timeout / 10:
+            return []
+        arrived = self._queue.records({REMOTE})
+        return [r for e, r in arrived if e.number > entry.number]
+
+    def _give_up(self, entry: FlushEntry, record: FlushRecord, reason: str) -> None:
+        """A save, or a rank's part of it, will never be on the remote: what there is goes, on this node and there."""
+        files = record.files if record.commit is None else record.commit.files
+        self._queue.give_up(entry, record, reason)
+        with suppress(OSError, CheckpointError):
+            discard(self._remote(record.place), *files)
+        drop(self._queue, entry, record, forget=False)
+
+    def _remote(self, place: str) -> Storage:
+        now = environment()
+        if self._root is None or now != self._environment:
+            self._root, self._environment = self.target.open(), now
+        return below(self._root, place)
+
+
+# Copies a file from a local folder to the remote, so that it appears there when all of it is there.
+
+_AT_ONCE = 4  # parts on their way: more than that takes memory from training, and is for those who wait
+
+
+class Unreadable(WriteError):
+    """The local copy cannot be read: that is no fault of the remote."""
+
+
+def copy_file(source: Storage, target: Storage, name: str, nbytes: int, gate: Callable[[], None]) -> None:
+    """Copies a file of so many bytes, and makes it durable.
+
+    On a file system it has another name until it is whole: its size alone would not tell, because the space is
+    reserved first. Elsewhere a file appears when it is complete.
+
+    Args:
+        source: Where it is.
+        target: Where it goes.
+        name: Of the file.
+        nbytes: Of the file.
+        gate: Called before each part; returns when it may go on.
+
+    Raises:
+        Unreadable: nor will it be, if the disk is damaged.
+        CheckpointError, OSError: it cannot be copied; nothing of it is left.
+    """
+    begun = _begun_name(name) if isinstance(target, LocalStorage) else name
+    try:
+        reader = source.open_uncached(name)
+    except OSError as error:
+        raise Unreadable(f"cannot open {source.path}/{name}: {error}") from error
+    try:
+        sink = target.create(begun, nbytes, sync=True)
+        try:
+            _copy_parts(_Source(reader, f"{source.path}/{name}"), sink, nbytes, gate)
+            sink.complete()
+        except BaseException:
+            sink.abort()
+            raise
+    finally:
+        reader.close()
+    if isinstance(target, LocalStorage):
+        target.rename(begun, name)
+
+
+def discard(target: Storage, *names: str) -> None:
+    """Removes what a flush has copied, or has begun to; raises `OSError`."""
+    begun = [_begun_name(name) for name in names] if isinstance(target, LocalStorage) else []
+    target.discard(*names, *begun)
+
+
+def _begun_name(name: str) -> str:
+    return temporary_file_name(name, "flush")
+
+
+class _Source:
+    """Tells errors of the local disk from those of the remote."""
+
+    def __init__(self, reader: RangeReader, path: str) -> None:
+        self._reader = reader
+        self._path = path
+
+    def read_into(self, part: memoryview, start: int) -> None:
+        try:
+            self._reader.read_into([part], start)
+        except (OSError, EOFError) as error:
+            raise Unreadable(f"cannot read {self._path}: {error}") from error
+
+
+def _copy_parts(reader: _Source, sink: Sink, nbytes: int, gate: Callable[[], None]) -> None:
+    """Copies the parts of a file by several threads, each with one buffer."""
+    starts = list(range(0, nbytes, sink.part_bytes))
+    threads = 1 if sink.in_order else min(_AT_ONCE, sink.concurrency, len(starts))
+    numbers = iter(enumerate(starts))
+    stopped = False
+
+    def work() -> None:
+        nonlocal stopped
+        memory = direct_memory(min(sink.part_bytes, nbytes))
+        try:
+            for number, start in iter(lambda: next(numbers, None), None):
+                gate()
+                if stopped:
+                    return
+                part = memory[: min(sink.part_bytes, nbytes - start)]
+                reader.read_into(part, start)
+                sink.put_part(number, part)
+        except BaseException:
+            stopped = True
+            raise
+
+    if threads == 1:
+        work()
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="flush") as pool:
+        for done in [pool.submit(work) for _ in itertools.repeat(None, threads)]:
+            done.result()
+
+
+# What stays in a local folder: what is not on the remote yet, and the newest checkpoint that is.
+
+_FORGET_SECONDS = 60.0  # who follows a save looks when it arrived: its record stays so long
+
+
+def arrive(queue: Queue, entry: FlushEntry, record: FlushRecord, named: set[str]) -> None:
+    """Removes local copies when a checkpoint is on the remote: all that are there, but those of the newest.
+
+    Its record says that it is there when this is done: so whoever has waited for it finds nothing half removed.
+
+    Args:
+        queue: Of the local folder.
+        entry, record: Of the checkpoint.
+        named: The data files that it has on the remote.
+    """
+    done = queue.records({REMOTE})
+    _, kept = max([(entry.number, record.place), *((e.number, r.place) for e, r in done)])
+    for other, of_other in done:
+        files = of_other.files if of_other.commit is None else of_other.commit.files
+        is_before = other.number < entry.number and _metadata_of(of_other) == _metadata_of(record)
+        is_replaced = is_before and not named & set(files)
+        if of_other.place != kept or is_replaced:
+            drop(queue, other, of_other, forget=_is_old(other))
+    if record.place != kept:
+        drop(queue, entry, record, forget=False)
+    queue.move(entry, REMOTE)
+
+
+def _metadata_of(record: FlushRecord) -> tuple[str, str]:
+    """Where the metadata of a save is, and its name: one save replaces another only if it has the same."""
+    return record.place, metadata_file_name() if record.commit is None else record.commit.name
+
+
+def _is_old(entry: FlushEntry) -> bool:
+    return time.time() - entry.changed > _FORGET_SECONDS
+
+
+def free(queue: Queue) -> bool:
+    """Removes every local copy of what is on the remote, to make room. Whether there was any."""
+    dropped = [drop(queue, e, r, forget=_is_old(e)) for e, r in queue.records({REMOTE}) if _is_here(queue, r)]
+    return any(dropped)
+
+
+def _is_here(queue: Queue, record: FlushRecord) -> bool:
+    return any((queue.root / record.place / name).exists() for name in record.files)
+
+
+def drop(queue: Queue, entry: FlushEntry, record: FlushRecord, *, forget: bool = True) -> bool:
+    """Removes a rank's local files, and then the record of them; whether it did. Not while somebody loads them."""
+    folder = queue.root / record.place
+    local = LocalStorage(folder)
+    if not folder.is_dir():
+        if forget:
+            queue.remove(entry)
+        return False
+    try:
+        lock = local.lock_directory()
+    except CheckpointError:
+        return False
+    try:
+        if local.locks_are_visible and not lock.is_exclusive:
+            return False
+        local.remove(*record.files)
+    except OSError:
+        return False
+    finally:
+        lock.release()
+    with suppress(OSError):
+        while folder != queue.root:  # empty folders go as well
+            folder.rmdir()
+            folder = folder.parent
+    if forget:
+        queue.remove(entry)
+    return True
+
+
+def clean_up(queue: Queue) -> None:
+    """Removes what saves have left whose process died while it wrote, and the records of what was given up."""
+    queue.sweep()
+    entries = queue.entries()
+    for entry in entries:
+        if entry.state == WRITING:
+            with queue.claimed(entry) as is_dead:
+                record = queue.record(entry) if is_dead else None
+                if record is not None:
+                    _remove_written(queue, record)
+                    queue.remove(entry)
+        elif entry.state in (LOST, TOLD):
+            record = queue.record(entry)
+            if entry.state == TOLD and record is not None:
+                drop(queue, entry, record)
+
+
+def undo(writing: Writing) -> None:
+    """Removes what a save has left here that ends without success, and its record. Idempotent.
+
+    Of one that was handed over to the flush nothing goes.
+    """
+    if writing.is_unfinished:
+        _remove_written(writing.queue, writing.record)
+        writing.abort()  # last: whoever comes after a death knows where to look
+
+
+def _remove_written(queue: Queue, record: FlushRecord) -> None:
+    """Removes the files of a save that had not ended, and their folder, if it is empty and no other save is there."""
+    local = LocalStorage(queue.root / record.place)
+    with suppress(CheckpointError, OSError):
+        names = [file.name for file in local.listing()[0]]
+        local.remove(*(n for n in names if n.startswith(f"__{record.rank}_") and n.endswith(f"_{record.id}.tensors")))
+        lock = local.lock_directory()
+        try:
+            if lock.is_exclusive or not local.locks_are_visible:
+                local.remove_directory()
+        finally:
+            lock.release()
+
+
+# The commit on the remote: ``.metadata`` appears there when every file of every rank is there with its size.
+
+
+class Superseded(WriteError):
+    """A checkpoint will never be on the remote: somebody has saved there since."""
+
+
+def missing_files(remote: Storage, names: Iterable[str], sizes: Mapping[str, int]) -> set[str]:
+    """Those files that are not there with their sizes; raises `ReadError`."""
+    names = sorted(names)
+    found = in_threads(remote.head, names)
+    return {name for name, nbytes in zip(names, found, strict=True) if nbytes != sizes[name]}
+
+
+def named_files(remote: Storage, name: str) -> set[str]:
+    """The data files that a metadata file names; empty if there is none, or if it is not one of this package's.
+
+    Raises:
+        ReadError: it cannot be read.
+    """
+    head = _committed(remote, name)
+    return set() if head is None else set(data_files(head))
+
+
+def publish(
+    remote: Storage,
+    index: bytes,
+    commit: Commit,
+    earlier: Container[str],
+    check: Callable[[], object] = lambda: None,
+) -> set[str] | None:
+    """Makes a save the checkpoint at its place on the remote. All of its files must be there by now.
+
+    To do so again is harmless: an answer may have been lost, or a process may have died in between.
+
+    Args:
+        remote: Where.
+        index: The metadata.
+        commit: What is committed.
+        earlier: Ids of saves that are known to be earlier ones, whatever the clock said.
+        check: Called just before the metadata is put: it raises if that must not be done any more. What another run
+            puts there after that is not replaced, as far as the storage can tell (`Storage.put_if`).
+
+    Returns:
+        The files of the checkpoint that it has replaced; None if it was there already.
+
+    Raises:
+        Superseded: a checkpoint is there that was saved later than this one, or that must not be replaced.
+        CheckpointError: it could not be put now (a full disk, say), or nobody knows whether it is there or will be.
+    """
+    own = read_head(index, commit.name)
+    before = remote.read(commit.name)
+    there = _head(before, commit.name)
+    if there is not None and there.save_id == own.save_id:
+        return None
+    if there is not None and _is_later(there, own, earlier):
+        raise Superseded(f"{remote.path} holds a checkpoint that was saved later, by another job: it stays")
+    replaced = set() if there is None else set(data_files(there)) - set(commit.files)
+    check()
+    try:
+        if not commit.overwrite:
+            remote.put(commit.name, index, sync=True, replace=False, save_id=str(own.save_id or ""))
+        elif not remote.put_if(commit.name, before, index, save_id=str(own.save_id or "")):
+            raise Refused(f"{remote.path}: another run has saved there just now")  # the next try looks at that
+    except Refused as error:  # also for a full disk, which is no reason to give a save up
+        there = _committed(remote, commit.name)
+        if there is not None and there.save_id == own.save_id:  # an attempt before this one has come to it meanwhile
+            return None
+        if not commit.overwrite and remote.head(commit.name) is not None:
+            raise Superseded(str(error)) from error
+        raise
+    return replaced
+
+
+def is_superseded(remote: Storage, index: bytes, name: str) -> bool:
+    """Whether the remote holds a checkpoint under a metadata file's name that was saved later than this one.
+
+    Raises:
+        MetadataError, ReadError: this one is damaged, or the remote cannot be read.
+    """
+    there = _committed(remote, name)
+    return there is not None and _is_later(there, read_head(index, name), ())
+
+
+def _is_later(there: Head, own: Head, earlier: Container[str]) -> bool:
+    """Whether what is there was saved later, as far as clocks and branches say."""
+    return there.saved_at > own.saved_at and there.save_id not in earlier and not _has_left(own, there)
+
+
+def _has_left(own: Head, there: Head) -> bool:
+    """Whether the job has left the branch of a checkpoint before it saved its own, whatever the clocks said."""
+    if own.record is None or there.record is None or not there.record.branch:
+        return False
+    return there.record.branch[-1][0] in {name for name, _ in own.record.branch[:-1]}
+
+
+def _head(data: bytes | None, name: str) -> Head | None:
+    """The head of metadata; None if there is none, or if it is not this package's."""
+    try:
+        return None if data is None else read_head(data, name)
+    except MetadataError:  # a checkpoint of torch's, say, which any save replaces
+        return None
+
+
+def _committed(remote: Storage, name: str) -> Head | None:
+    """The head of a metadata file; None if there is none, or if it is not one of this package's.
+
+    Raises:
+        ReadError: it cannot be read.
+    """
+    try:
+        file = find_index(remote, name)
+    except MetadataError:  # a checkpoint of torch's, say, which any save replaces
+        return None
+    return None if file is None else file.head
+
+
+# The thread that flushes, in the writer process, and only while no save needs that.
+#
+# It has the priority of the process. With a lower one it would flush nothing on busy cores; and where it holds the
+# interpreter while it waits for a core, a save that comes meanwhile would wait, too.
+
+_BUSY_SECONDS = 0.05
+_TROUBLE_SECONDS = 10.0
+
+
+class FlushThread:
+    """Flushes local folders, one after the other, as long as there is something to flush.
+
+    Args:
+        is_busy: Whether a save is under way, which has priority.
+    """
+
+    def __init__(self, is_busy: Callable[[], bool] = lambda: False) -> None:
+        self._is_busy = is_busy
+        self._changed = free_in_child(threading.Condition())
+        self._requests = 0
+        self._flushers: dict[tuple[str, str], Flusher] = {}
+        self._thread: threading.Thread | None = None
+
+    def add(self, target: FlushTarget) -> None:
+        """Has a folder flushed: what is there now, and what comes before that is done. With the newest options."""
+        with self._changed:
+            self._requests += 1
+            flusher = self._flushers.get((target.local, target.name))
+            if flusher is None or flusher.target != target:
+                self._flushers[target.local, target.name] = Flusher(target, self._gate)
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="flush", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                requests, flushers = self._requests, dict(self._flushers)
+            waits = {key: _step(flusher) for key, flusher in flushers.items()}
+            with self._changed:
+                if self._requests == requests:  # or else there may be something new to do
+                    self._flushers = {key: flusher for key, flusher in flushers.items() if waits[key] is not None}
+                    self._changed.wait(min((wait for wait in waits.values() if wait is not None), default=None))
+
+    def _gate(self) -> None:
+        while self._is_busy():
+            time.sleep(_BUSY_SECONDS)
+
+
+def _step(flusher: Flusher) -> float | None:
+    try:
+        return flusher.step()
+    except Exception:  # the local folder cannot be read: perhaps later
+        return _TROUBLE_SECONDS

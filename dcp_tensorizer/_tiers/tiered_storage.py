@@ -1,0 +1,211 @@
+"""A checkpoint that is read from the nearest copy: each file from the local folder if it is whole there.
+
+What is committed locally, and not on the remote yet, is a checkpoint here if all of its files are in this node's local
+folder. Where nodes have folders of their own it is not, on any of them: so all ranks see the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from .._storage.base import DirectoryLock, FileInfo, RangeReader, ReadTuning, Sink, Storage
+from .._storage.local import LocalStorage
+from .._storage.open import absolute_path, open_storage
+from .._storage.redact import redact
+from ..errors import MetadataError, NotCommitted, ReadError
+from .flush import is_superseded
+from .queue import OPEN, REMOTE, Commit, FlushEntry, Queue
+from .target import FlushTarget, place_of, target_of
+
+_WHOLE = OPEN | {REMOTE}
+
+
+class _Copies(NamedTuple):
+    """What is of use in a local folder.
+
+    Attributes:
+        sizes: The files that are whole, and their sizes.
+        indexes: The metadata files of the newest checkpoint that is not on the remote, if it is whole here.
+    """
+
+    sizes: Mapping[str, int]
+    indexes: Mapping[str, bytes]
+
+
+class NearestStorage(Storage):
+    """A checkpoint's directory on the remote, of which this node may have a copy. What is written goes to the remote.
+
+    Args:
+        target: The local folder and the remote one.
+        remote: The storage on the remote.
+        place: Of the checkpoint below them.
+
+    Attributes:
+        remote: The storage on the remote.
+    """
+
+    def __init__(self, target: FlushTarget, remote: Storage, place: str) -> None:
+        self.remote = remote
+        self._target = target
+        self._place = place
+        self._local = LocalStorage(target.folder(place))
+        self.path, self.location = remote.path, remote.location
+        self.in_process, self.max_file_bytes = remote.in_process, remote.max_file_bytes
+        self.connection = remote.connection
+
+    @property
+    def reads(self) -> ReadTuning:  # type: ignore[override]
+        return self._local.reads if self._copies.sizes else self.remote.reads
+
+    @property
+    def locks_are_visible(self) -> bool:  # type: ignore[override]
+        return self._local.locks_are_visible if self._copies.sizes else self.remote.locks_are_visible
+
+    @functools.cached_property
+    def _copies(self) -> _Copies:
+        queue, sizes = Queue(self._target.folder()), dict[str, int]()
+        commits: dict[str, tuple[FlushEntry, Commit]] = {}
+        for entry, record in queue.records(_WHOLE, self._target.name):
+            if record.place != self._place:
+                continue
+            sizes |= {name: nbytes for name, nbytes in record.files.items() if self._size(name) == nbytes}
+            if record.commit is not None and entry.state in OPEN:
+                commits[record.commit.name] = entry, record.commit
+        whole = {name: entry for name, (entry, commit) in commits.items() if commit.files.items() <= sizes.items()}
+        indexes = dict[str, bytes]()
+        for name, entry in whole.items():
+            with suppress(MetadataError):  # it is gone: the flush gives it up, and it is no checkpoint here, either
+                index = queue.index(entry)
+                if os.access(queue.folder, os.W_OK) or not self._is_superseded(index, name):
+                    indexes[name] = index
+        return _Copies(sizes, indexes)
+
+    def _is_superseded(self, index: bytes, name: str) -> bool:
+        """Whether the remote has something later, which a folder that takes no changes may not know of."""
+        with suppress(ReadError):
+            return is_superseded(self.remote, index, name)
+        return False
+
+    def _size(self, name: str) -> int | None:
+        try:
+            return self._local.head(name)
+        except ReadError:  # a damaged disk
+            return None
+
+    def child(self, name: str) -> Storage:
+        return NearestStorage(self._target, self.remote.child(name), f"{self._place}/{name}".lstrip("/"))
+
+    def linked_directories(self) -> list[str]:
+        with suppress(NotCommitted):  # as `listing` has it: there may be something in the local folder alone
+            return self.remote.linked_directories()
+        return []
+
+    def listing(self) -> tuple[list[FileInfo], list[str]]:
+        files: list[FileInfo] = []
+        folders: list[str] = []
+        try:
+            files, folders = self.remote.listing()
+        except NotCommitted:
+            if not self._below() and not self._copies.indexes:
+                raise
+        known = {file.name for file in files}
+        copies = {**self._copies.sizes, **{name: len(index) for name, index in self._copies.indexes.items()}}
+        files += [FileInfo(name, nbytes, None, None) for name, nbytes in copies.items() if name not in known]
+        return files, sorted({*folders, *self._below()})
+
+    def _below(self) -> set[str]:
+        """The names of the folders below this one in which something lies that is not on the remote."""
+        queue = Queue(self._target.folder())
+        places = {record.place for _, record in queue.records(OPEN, self._target.name)}
+        prefix = f"{self._place}/" if self._place else ""
+        return {place[len(prefix) :].partition("/")[0] for place in places if place.startswith(prefix)} - {""}
+
+    def read(self, name: str, most: int | None = None) -> bytes | None:
+        index = self._copies.indexes.get(name)
+        return self.remote.read(name, most) if index is None else index[:most]
+
+    def read_range(self, name: str, offset: int, nbytes: int) -> bytes:
+        index = self._copies.indexes.get(name)
+        if index is None:
+            return super().read_range(name, offset, nbytes)
+        if len(index) < offset + nbytes:
+            raise MetadataError(f"{self.path}/{name} ends {offset + nbytes - len(index):,} bytes too early")
+        return index[offset : offset + nbytes]
+
+    def head(self, name: str) -> int | None:
+        if name in self._copies.indexes:
+            return len(self._copies.indexes[name])
+        return self._copies.sizes.get(name) or self.remote.head(name)
+
+    def open(self, name: str) -> RangeReader:
+        if name in self._copies.sizes:
+            try:
+                return self._local.open(name)
+            except OSError:  # it has just been removed, because there is a newer one
+                return self.remote.open(name)
+        return self.remote.open(name)
+
+    def lock_directory(self) -> DirectoryLock:
+        return self._local.lock_directory() if self._copies.sizes else self.remote.lock_directory()
+
+    def make_directory(self) -> None:
+        self.remote.make_directory()
+
+    def create(self, name: str, nbytes: int, *, sync: bool) -> Sink:
+        return self.remote.create(name, nbytes, sync=sync)
+
+    def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True, save_id: str = "") -> None:
+        self.remote.put(name, data, sync=sync, replace=replace, save_id=save_id)
+
+    def remove(self, *names: str) -> None:
+        self.remote.remove(*names)
+
+    def scrub(self, text: str) -> str:
+        return self.remote.scrub(text)
+
+
+# Opens what is loaded: from a path, or from the nearest copy where a local folder mirrors it.
+
+
+class Opener:
+    """Opens checkpoints by their paths.
+
+    Args:
+        path: That the local folder mirrors.
+        options, timeout: As for `open_storage`.
+        local: The local folder; None if there is none.
+
+    Raises:
+        TypeError, ValueError, WriteError: see `target_of`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        options: Mapping[str, Any] | None,
+        timeout: float,
+        local: str | os.PathLike[str] | None,
+    ) -> None:
+        self._options, self._timeout = dict(options or {}), timeout
+        self._target = None if local is None else target_of(path, local, self._options, timeout)
+
+    def __call__(self, path: str | os.PathLike[str]) -> Storage:
+        """The storage of a checkpoint.
+
+        Raises:
+            WriteError: it cannot be opened.
+            ReadError: it is not below the path that the local folder mirrors.
+        """
+        if self._target is None:
+            return open_storage(path, self._options, self._timeout)
+        place = place_of(self._target.remote, absolute_path(path))
+        if place is None:
+            raise ReadError(
+                f"{redact(os.fspath(path))} is not below {self._target.name}, which {self._target.local} mirrors: give "
+                f"the reader that path, or no local folder"
+            )
+        return NearestStorage(self._target, self._target.open(place), place)

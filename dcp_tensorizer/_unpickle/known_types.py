@@ -1,0 +1,561 @@
+"""How the standard library's types of data pickle themselves, with ``torch.save``'s protocol 2.
+
+A maker gets the arguments that a stream gives to a class or function. It returns a stand-in for the result, or raises
+`Unexpected` where the type would not have written those: then nothing is known of what they might do. None of these
+calls runs code that is not in the table, and none takes more time or memory than a multiple of its arguments.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+# Stand-ins for what a pickle would make: they know what a stream may still do to a value, and none of it is done.
+#
+# Whatever is not here is itself: numbers, strings, booleans, None, and lists.
+
+_MAX_COST = 10_000  # Python hashes nested tuples by recursion, which no limit of its own stops
+
+
+class Unexpected(Exception):
+    """A stream makes a value in a way in which the value's own type would not have written it."""
+
+
+class Global:
+    """A class or a function, by its name; nothing is looked up or imported.
+
+    Args:
+        name: Its module and its name.
+        trusted: The user allows it, with any arguments.
+    """
+
+    def __init__(self, name: str, *, trusted: bool) -> None:
+        self.name = name
+        self.trusted = trusted
+
+
+class Value:
+    """An instance.
+
+    Args:
+        maker: The global that made it.
+        cost: What it costs to hash it once; None if it cannot be hashed.
+    """
+
+    def __init__(self, maker: str, cost: int | None = 1) -> None:
+        self.maker = maker
+        self.cost = cost
+
+    def build(self, state: Any) -> None:
+        """Takes a state, as ``__setstate__`` would."""
+        raise Unexpected
+
+    def extend(self, items: Sequence[Any]) -> None:
+        """Takes further members."""
+        raise Unexpected
+
+    def update(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        """Takes further keys and values."""
+        raise Unexpected
+
+
+class Trusted(Value):
+    """Of a type that the user allows, or that is refused and of which no more needs to be known."""
+
+    def build(self, state: Any) -> None:
+        pass
+
+    def extend(self, items: Sequence[Any]) -> None:
+        pass
+
+    def update(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        pass
+
+
+class Tuple(tuple[Any, ...]):
+    """A tuple that knows what it costs to hash it, however its members are shared."""
+
+    cost: int | None
+
+
+class Bytes(Value):
+    """Bytes, as the text that protocol 2 writes for them: a character a byte."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("bytes")
+        self.text = text
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, bytes) and self.text.encode("latin-1", "replace") == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Dict(Value):
+    """A dict, as a list of keys and values: no key of a stream is hashed. A frozen one is in use and may not change."""
+
+    def __init__(self) -> None:
+        super().__init__("dict", cost=None)
+        self.pairs: list[tuple[Any, Any]] = []
+        self.frozen = False
+
+    def update(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        if self.frozen:
+            raise Unexpected
+        self.pairs.extend(pairs)
+
+    def by_name(self) -> dict[str, Any]:
+        """Raises `Unexpected` unless all keys are strings."""
+        if not all(type(key) is str for key, _ in self.pairs):
+            raise Unexpected
+        return dict(self.pairs)
+
+
+class MappingValue(Value):
+    """An OrderedDict or the like: takes keys and values, and with ``attributes`` also those of the instance."""
+
+    def __init__(self, maker: str, *, attributes: bool = False) -> None:
+        super().__init__(maker, cost=None)
+        self._attributes = attributes
+
+    def update(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        pass
+
+    def build(self, state: Any) -> None:
+        if not self._attributes or not isinstance(state, Dict):
+            raise Unexpected
+        state.by_name()
+
+
+class StateValue(Value):
+    """Takes one state, if a check accepts it."""
+
+    def __init__(self, maker: str, check: Callable[[Any], object], cost: int | None = 1) -> None:
+        super().__init__(maker, cost)
+        self._check: Callable[[Any], object] | None = check
+
+    def build(self, state: Any) -> None:
+        if self._check is None:
+            raise Unexpected
+        self._check(state)
+        self._check = None
+
+
+def hash_cost(value: Any) -> int | None:
+    """What it costs to hash a value once, in members and 64-bit words; None if it cannot be hashed or takes long."""
+    if isinstance(value, Tuple | Value):
+        return value.cost
+    if isinstance(value, list):
+        return None
+    return 1 + value.bit_length() // 64 if isinstance(value, int) else 1
+
+
+def make_tuple(members: Sequence[Any]) -> Tuple:
+    """A tuple whose cost is known, in the time that its members take to count."""
+    made = Tuple(members)
+    costs = [hash_cost(member) for member in members]
+    total = 1 + sum(cost for cost in costs if cost is not None)
+    made.cost = None if None in costs or total > _MAX_COST else total
+    return made
+
+
+Maker = Callable[[str, Tuple], Any]
+"""Makes a stand-in of a global's name and the arguments."""
+
+_MAX_DIGITS = 4300  # Python's own limit for decimal digits of an int: reducing a fraction takes their square
+
+
+def need(condition: object) -> None:
+    """Raises `Unexpected` unless a condition holds."""
+    if not condition:
+        raise Unexpected
+
+
+def _is(value: Any, *types: type) -> bool:
+    return type(value) in types
+
+
+def takes(*kinds: type, cost: int | None = 1) -> Maker:
+    """Takes exactly these types, one after the other."""
+
+    def make(name: str, args: Tuple) -> Value:
+        need(tuple(map(type, args)) == kinds)
+        return Value(name, cost)
+
+    return make
+
+
+def _nothing(make: Callable[[str], Any]) -> Maker:
+    """Takes no arguments."""
+
+    def make_of_none(name: str, args: Tuple) -> Any:
+        need(not args)
+        return make(name)
+
+    return make_of_none
+
+
+# --- bytes and containers ---------------------------------------------------------------------------------------------
+
+
+def _encoded(name: str, args: Tuple) -> Bytes:
+    need(len(args) == 2 and _is(args[0], str) and args[1] == "latin1")
+    return Bytes(args[0])
+
+
+def _bytearray(name: str, args: Tuple) -> Value:
+    need(not args or (len(args) == 1 and _is(args[0], Bytes)) or (_is(args[0], str) and args[1:] == ("latin-1",)))
+    return Value(name, cost=None)
+
+
+def _set(name: str, args: Tuple) -> Value:
+    need(len(args) == 1 and _is(args[0], list))
+    return Value(name, cost=None if name == "builtins.set" else 1 + len(args[0]))
+
+
+def _slice(name: str, args: Tuple) -> Value:
+    need(len(args) == 3)
+    return Value(name, cost=None)
+
+
+class _Deque(Value):
+    def extend(self, items: Any) -> None:
+        pass
+
+
+def _deque(name: str, args: Tuple) -> Value:
+    need(not args or (len(args) == 2 and args[0] in ((), []) and _is(args[1], int, type(None))))
+    return _Deque(name, cost=None)
+
+
+_FACTORIES = {
+    f"builtins.{kind.__name__}" for kind in (bool, bytearray, bytes, complex, dict, float, frozenset, int, list)
+} | {"builtins.set", "builtins.str", "builtins.tuple", "collections.Counter", "collections.OrderedDict"}
+
+
+def _defaultdict(name: str, args: Tuple) -> Value:
+    need(len(args) <= 1)
+    for factory in args:  # it is called later, without arguments
+        need(factory is None or (_is(factory, Global) and (factory.trusted or factory.name in _FACTORIES)))
+    return MappingValue(name)
+
+
+def _counter(name: str, args: Tuple) -> Value:
+    need(len(args) <= 1 and all(_is(arg, Dict) for arg in args))
+    return MappingValue(name)
+
+
+# --- dates and numbers ------------------------------------------------------------------------------------------------
+
+
+def _from_bytes(kind: Any, nbytes: int) -> Maker:
+    """A date or a time of packed bytes, which its own constructor believes."""
+
+    def make(name: str, args: Tuple) -> Value:
+        need(1 <= len(args) <= 2 and _is(args[0], Bytes) and len(args[0]) == nbytes)
+        need(all((_is(zone, Value) and zone.maker in _ZONES) or _is(zone, Trusted) for zone in args[1:]))
+        try:
+            kind(args[0].text.encode("latin-1")).replace()  # which checks each field
+        except (ValueError, TypeError):
+            raise Unexpected from None
+        return Value(name)
+
+    return make
+
+
+def _timezone(name: str, args: Tuple) -> Value:
+    need(1 <= len(args) <= 2 and _is(args[0], Value) and args[0].maker == "datetime.timedelta")
+    need(all(_is(arg, str) for arg in args[1:]))
+    return Value(name)
+
+
+def _zone_info(name: str, args: Tuple) -> Value:
+    need(len(args) == 2 and _is(args[0], str) and _is(args[1], int, bool))
+    need(re.fullmatch(r"[\w+-]+(/[\w+-]+)*", args[0], re.ASCII))
+    return Value(name)
+
+
+def _decimal(name: str, args: Tuple) -> Value:
+    need(len(args) == 1 and _is(args[0], str))
+    return Value(name, cost=1 + len(args[0]))
+
+
+def _fraction(name: str, args: Tuple) -> Value:
+    if len(args) == 1:  # Python 3.10
+        need(
+            _is(args[0], str) and re.fullmatch(rf"-?\d{{1,{_MAX_DIGITS}}}(/\d{{1,{_MAX_DIGITS}}})?", args[0], re.ASCII)
+        )
+    else:
+        need(len(args) == 2 and all(_is(arg, int) and arg.bit_length() < 3 * _MAX_DIGITS for arg in args))
+    return Value(name, cost=_MAX_DIGITS // 10)
+
+
+def _array(name: str, args: Tuple) -> Value:
+    need(len(args) == 2 and _is(args[0], str) and _is(args[1], list))
+    need(all(_is(member, int, float, str) for member in args[1]))
+    return Value(name, cost=None)
+
+
+def _strings(name: str, args: Tuple) -> Value:
+    need(all(_is(part, str) for part in args))
+    return Value(name, cost=1 + len(args))
+
+
+def _struct_time(name: str, args: Tuple) -> Value:
+    need(len(args) == 2 and _is(args[0], Tuple) and _is(args[1], Dict))
+    return Value(name, cost=1 + (args[0].cost or 0))
+
+
+# --- what takes a state -----------------------------------------------------------------------------------------------
+
+
+def _with_state(check: Callable[[Any], object], cost: int | None = None) -> Maker:
+    return _nothing(lambda name: StateValue(name, check, cost))
+
+
+def _attributes(state: Any) -> None:
+    need(_is(state, Dict))
+    state.by_name()
+
+
+def _only(attribute: str, *kinds: type) -> Callable[[Any], None]:
+    def check(state: Any) -> None:
+        need(_is(state, Dict) and set(state.by_name()) == {attribute})
+        need(_is(state.by_name()[attribute], *kinds))
+
+    return check
+
+
+def _uuid_state(state: Any) -> None:
+    need(_is(state, Dict))
+    values = state.by_name()
+    need({"int"} <= set(values) <= {"int", "is_safe"} and all(_is(value, int) for value in values.values()))
+    need(0 <= values["int"] < 1 << 128)
+
+
+def _instance_attributes(state: Any) -> None:
+    if state is not None:
+        _attributes(state)
+
+
+def _bytes_io_state(state: Any) -> None:
+    need(_is(state, Tuple) and len(state) == 3 and _is(state[0], Bytes))
+    _instance_attributes(state[2])
+    need(_is(state[1], int) and 0 <= state[1] <= len(state[0]))
+
+
+def _string_io_state(state: Any) -> None:
+    need(_is(state, Tuple) and len(state) == 4 and _is(state[0], str))
+    _instance_attributes(state[3])
+    need(state[1] in (None, "", "\n", "\r", "\r\n") and _is(state[2], int) and 0 <= state[2] <= len(state[0]))
+
+
+_PATHS = ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
+_ZONES = ("datetime.timezone", "zoneinfo.ZoneInfo._unpickle")
+
+CALLED: Mapping[str, Maker] = {
+    "_codecs.encode": _encoded,
+    "array.array": _array,
+    "builtins.bytearray": _bytearray,
+    "builtins.bytes": _nothing(lambda name: Bytes("")),
+    "builtins.complex": takes(float, float),
+    "builtins.frozenset": _set,
+    "builtins.range": takes(int, int, int),
+    "builtins.set": _set,
+    "builtins.slice": _slice,
+    "collections.Counter": _counter,
+    "collections.OrderedDict": _nothing(lambda name: MappingValue(name, attributes=True)),
+    "collections.defaultdict": _defaultdict,
+    "collections.deque": _deque,
+    "datetime.date": _from_bytes(datetime.date, 4),
+    "datetime.datetime": _from_bytes(datetime.datetime, 10),
+    "datetime.time": _from_bytes(datetime.time, 6),
+    "datetime.timedelta": takes(int, int, int),
+    "datetime.timezone": _timezone,
+    "decimal.Decimal": _decimal,
+    "fractions.Fraction": _fraction,
+    "time.struct_time": _struct_time,
+    "types.SimpleNamespace": _with_state(_attributes),
+    "zoneinfo.ZoneInfo._unpickle": _zone_info,
+} | {f"{module}.{name}": _strings for module in ("pathlib", "pathlib._local") for name in _PATHS}
+"""By name, what a stream may call. Python 3.13 has paths in ``pathlib._local``."""
+
+CREATED: Mapping[str, Maker] = {
+    "_io.BytesIO": _with_state(_bytes_io_state),
+    "_io.StringIO": _with_state(_string_io_state),
+    "argparse.Namespace": _with_state(_attributes),
+    "collections.ChainMap": _with_state(_only("maps", list)),
+    "collections.UserDict": _with_state(_only("data", Dict)),
+    "collections.UserList": _with_state(_only("data", list)),
+    "uuid.UUID": _with_state(_uuid_state, cost=1),
+}
+"""By name, of what a stream may make an instance by ``__new__``, without arguments."""
+
+PASSIVE = _FACTORIES | {"builtins.Ellipsis", "builtins.NotImplemented", "builtins.object", "zoneinfo.ZoneInfo"}
+"""What a stream may name, and not call."""
+
+
+# How NumPy's arrays, scalars and dtypes pickle themselves.
+#
+# NumPy believes what it unpickles: a dtype whose fields lie outside of its items reads foreign memory, and one with an
+# object where its flags deny that follows any pointer. So a dtype is made here by NumPy's constructor, which checks
+# what it is given, and must be the one that the stream describes. Arrays must have as many bytes as their shape says.
+
+_MAX_NESTED = 32  # dtypes in dtypes; NumPy compares and shows them by recursion
+_MAX_EMPTY = 1 << 20  # elements of an array whose items have no bytes
+_ALIGNED = 0x80  # NumPy's NPY_ALIGNED_STRUCT
+
+
+class _DType(Value):
+    """A dtype; it is known when it has its state, and then it does not change any more."""
+
+    def __init__(self, maker: str, code: str) -> None:
+        super().__init__(maker)
+        self._code = code
+        self._dtype: np.dtype[Any] | None = None
+        self.depth = 1
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        if self._dtype is None:
+            raise Unexpected
+        return self._dtype
+
+    def build(self, state: Any) -> None:
+        need(self._dtype is None and isinstance(state, Tuple) and len(state) in (8, 9))
+        try:
+            made = self._make(*state)
+        except (TypeError, ValueError, OverflowError, SyntaxError):
+            raise Unexpected from None
+        reduced: Any = made.__reduce__()
+        _, (code, *_), (_, order, _, _, _, itemsize, alignment, flags, *_) = reduced
+        need(code == self._code and state[1] == order and tuple(map(type, state[5:8])) == (int, int, int))
+        need(state[5:7] == (itemsize, alignment) and (state[7] - flags) % 256 == 0)  # NumPy 1 has a signed byte there
+        self._dtype = made
+
+    def _make(
+        self,
+        version: Any,
+        order: Any,
+        base: Any,
+        names: Any,
+        fields: Any,
+        nbytes: Any,
+        align: Any,
+        flags: Any,
+        *unit: Any,
+    ) -> np.dtype[Any]:
+        need(type(version) is int and version == 3 + len(unit))
+        need(not unit or self._code in ("M8", "m8"))
+        if base is not None:
+            need(names is None and fields is None and isinstance(base, Tuple) and len(base) == 2)
+            need(isinstance(base[0], _DType) and _is_shape(base[1]))
+            self._nest(base[0])
+            return np.dtype((base[0].dtype, tuple(base[1])))
+        if names is not None:
+            return self._structure(names, fields, nbytes, flags)
+        need(fields is None)
+        made = np.dtype(_with_unit(self._code, *unit[0]) if unit else self._code)
+        return made.newbyteorder(order) if order in ("<", ">") else made
+
+    def _structure(self, names: Any, fields: Any, nbytes: Any, flags: Any) -> np.dtype[Any]:
+        need(isinstance(names, Tuple) and all(type(name) is str for name in names) and isinstance(fields, Dict))
+        by_name = fields.by_name()
+        fields.frozen = True  # NumPy keeps this very dict
+        places = [by_name.get(name) for name in names]
+        need(all(isinstance(p, Tuple) and len(p) in (2, 3) and isinstance(p[0], _DType) for p in places))
+        for place in places:
+            self._nest(place[0])
+        titles = [place[2] if len(place) == 3 else None for place in places]
+        need(all(title is None or type(title) is str for title in titles))
+        made = np.dtype(
+            {
+                "names": list(names),
+                "formats": [place[0].dtype for place in places],
+                "offsets": [place[1] for place in places],
+                "titles": titles,
+                "itemsize": nbytes,
+            },
+            align=bool(flags & _ALIGNED),
+        )
+        assert made.fields is not None
+        need(set(by_name) == set(made.fields))
+        need(all(by_name[key][0].dtype == made.fields[key][0] for key in by_name))
+        need(all(tuple(by_name[key][1:]) == tuple(made.fields[key][1:]) for key in by_name))
+        return made
+
+    def _nest(self, inner: _DType) -> None:
+        self.depth = max(self.depth, inner.depth + 1)
+        need(self.depth <= _MAX_NESTED)
+
+
+class _Array(Value):
+    """An array of which only the type is known; its state has the rest."""
+
+    def __init__(self, maker: str) -> None:
+        super().__init__(maker, cost=None)
+        self._built = False
+
+    def build(self, state: Any) -> None:
+        need(not self._built and isinstance(state, Tuple) and len(state) == 5 and state[0] == 1)
+        _, shape, dtype, order, content = state
+        need(_is_shape(shape) and isinstance(dtype, _DType) and type(order) in (bool, int))
+        count = math.prod(shape)
+        if dtype.dtype.hasobject:
+            need(type(content) is list and len(content) == count)
+        else:
+            need(isinstance(content, Bytes) and len(content) == count * dtype.dtype.itemsize)
+            need(dtype.dtype.itemsize or count <= _MAX_EMPTY)
+        self._built = True
+
+
+def _is_shape(shape: Any) -> bool:
+    return isinstance(shape, Tuple) and len(shape) <= 64 and all(type(n) is int and 0 <= n < 1 << 63 for n in shape)
+
+
+def _with_unit(code: str, metadata: Any, unit: Any) -> str:
+    """The name of a datetime64 or timedelta64 type: its unit, as (unit, how many, in how many, 1)."""
+    need(metadata is None or (isinstance(metadata, Dict) and not metadata.pairs))
+    need(isinstance(unit, Tuple) and len(unit) == 4 and isinstance(unit[0], Bytes) and unit[0].text.isalpha())
+    need(all(type(n) is int and n > 0 for n in unit[1:]) and unit[2:] == (1, 1))
+    return code if unit[0].text == "generic" else f"{code}[{unit[1]}{unit[0].text}]"
+
+
+def _dtype(name: str, args: Tuple) -> Value:
+    need(len(args) == 3 and type(args[0]) is str and args[1:] == (False, True))  # no alignment, and a copy
+    need(re.fullmatch(r"[MOSUVbcfimu]\d{1,10}", args[0], re.ASCII))
+    return _DType(name, args[0])
+
+
+def _reconstruct(name: str, args: Tuple) -> Value:
+    need(len(args) == 3 and isinstance(args[0], Global) and args[1:2] == ((0,),) and args[2] == b"b")
+    need(args[0].trusted or args[0].name == "numpy.ndarray")
+    return _Array(name)
+
+
+def _scalar(name: str, args: Tuple) -> Value:
+    need(len(args) == 2 and isinstance(args[0], _DType) and isinstance(args[1], Bytes))
+    dtype = args[0].dtype
+    need(not dtype.hasobject and len(args[1]) == dtype.itemsize)
+    return Value(name, cost=1 + dtype.itemsize)
+
+
+NUMPY_CALLED: Mapping[str, Maker] = {"numpy.dtype": _dtype} | {
+    f"numpy.{core}.multiarray.{function}": make
+    for core in ("core", "_core")  # of NumPy 1, and of NumPy 2
+    for function, make in (("_reconstruct", _reconstruct), ("scalar", _scalar))
+}
+"""By name, what a stream may call."""
+
+NUMPY_PASSIVE = {"numpy.ndarray", "numpy.bool", "numpy.bool_"} | {
+    f"numpy.{kind.__name__}" for kind in np.sctypeDict.values()
+}
+"""What a stream may name, and not call."""

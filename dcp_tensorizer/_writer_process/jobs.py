@@ -1,0 +1,263 @@
+"""The files that one rank writes in one save: all of them or none. It runs in the writer process or in the trainer."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from .._format.encoder import BUFFER_BYTES, PartMemory, Parts, encode_ahead
+from .._format.tensorizer_file import lay_out
+from .._runtime.forks import free_in_child
+from .._runtime.threads import Workers, in_threads
+from .._storage.base import TIMEOUT, Sink, Storage
+from .._storage.open import open_storage
+from .._storage.remote import patience_of
+from ..errors import CheckpointError, WriteError, describe
+from .protocol import DigestResult, FileRequest, FileResult, TensorSource, WriteDone, WriteOptions
+
+if TYPE_CHECKING:
+    from .._format.encryption import Cipher
+
+
+class FileJob:
+    """Writes the files of one request.
+
+    Args:
+        storage: The checkpoint's directory.
+        files: What to write.
+        contents: Gives the bytes that a source describes.
+        sync: Make files and directory durable.
+        threads: Hashing threads.
+        buffer_bytes: Memory for the parts of a file that are being made.
+        cipher: Encrypts everything.
+        sha256: Put a SHA-256 of each tensor into the files, beside the CRC-32.
+        identify: Say what each file will be known again by, for later saves to adopt it.
+        memory: That of the parts; cleared at the end, but for what it keeps.
+        patience: Seconds in which no file could be adopted, after which no other is tried: all of them are written.
+        open_home: Opens a directory that files may be adopted from.
+        clock: Of the `time` module, or a test's.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        files: Sequence[FileRequest],
+        contents: Callable[[TensorSource], memoryview],
+        *,
+        sync: bool,
+        threads: int,
+        buffer_bytes: int = BUFFER_BYTES,
+        cipher: Cipher | None = None,
+        sha256: bool = False,
+        identify: bool = False,
+        memory: PartMemory | None = None,
+        patience: float = patience_of(TIMEOUT),
+        open_home: Callable[[str], Storage] = open_storage,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._storage = storage
+        self._files = files
+        self._contents = contents
+        self._sync = sync
+        self._threads = threads
+        self._buffer_bytes = buffer_bytes
+        self._cipher = cipher
+        self._sha256 = sha256
+        self._identify = identify
+        self._patience = patience
+        self._open_home = functools.cache(open_home)
+        self._clock = clock
+        self._adopts_until = clock() + patience
+        self._adopted_bytes = 0
+        self._refusals = 0
+        self._sinks: list[Sink] = []
+        self._memory = memory or PartMemory()
+        self._abandoned = False
+        self._completing = free_in_child(threading.Lock())
+
+    @classmethod
+    def of(
+        cls,
+        storage: Storage,
+        files: Sequence[FileRequest],
+        contents: Callable[[TensorSource], memoryview],
+        options: WriteOptions,
+        memory: PartMemory | None = None,
+    ) -> FileJob:
+        """A job with the options of a save."""
+        return cls(
+            storage,
+            files,
+            contents,
+            sync=options.sync,
+            threads=options.threads,
+            buffer_bytes=options.buffer_bytes,
+            cipher=options.cipher,
+            sha256=options.sha256,
+            identify=options.reuse,
+            memory=memory,
+            patience=patience_of(options.timeout),
+            open_home=lambda location: open_storage(location, options.storage_options, options.timeout),
+        )
+
+    @property
+    def bytes_written(self) -> int:
+        """Grows as long as there is progress; may be read from another thread."""
+        return self._adopted_bytes + self._refusals + sum(sink.bytes_written for sink in self._sinks)
+
+    def run(self) -> WriteDone:
+        """Writes everything.
+
+        Raises:
+            WriteError: naming file and cause; what had been written is removed.
+        """
+        started = time.perf_counter()
+        name = ""
+        try:
+            with self._completing:  # as a completion: what is copied when everything is removed would stay
+                adopted = in_threads(self._adopt, self._files)
+            results = {result.name: result for result in adopted if result is not None}
+            written = [file for file in self._files if file.name not in results]
+            # The end of a file waits for the disk, or the server. The next one is begun meanwhile.
+            with Workers(1, thread_name_prefix="complete") as pool:
+                completions: list[Future[None]] = []
+                for file in written:
+                    if any(completion.done() and completion.exception() for completion in completions):
+                        break  # what follows is lost as well
+                    name = file.name
+                    results[name], parts = self._write(file)
+                    completions.append(pool.submit(self._complete, self._sinks[-1], parts))
+                hash_seconds = time.perf_counter() - started
+                for file, completion in zip(written, completions, strict=False):
+                    name = file.name
+                    completion.result()
+                    if self._identify:
+                        results[name] = replace(results[name], identity=self._storage.identity(name))
+            if self._sync:
+                self._storage.sync_directory()
+            writing = sum(sink.write_seconds + sink.complete_seconds for sink in self._sinks)
+            seconds = time.perf_counter() - started
+            return WriteDone(tuple(results[file.name] for file in self._files), seconds, hash_seconds, writing)
+        except BaseException as error:
+            self.remove()
+            if not isinstance(error, Exception):  # a Ctrl-C in the trainer
+                raise
+            message = f"cannot write {self._storage.path}/{name}: {describe(error)}"
+            raise WriteError(self._storage.scrub(message)) from self._storage.cause(error)
+        finally:
+            self._memory.clear()  # others may have this job for a while: its error, or what reports on it
+
+    def remove(self) -> None:
+        """Removes the files of this job, as far as there are any."""
+        for file in self._files:
+            with suppress(Exception):
+                self._storage.discard(file.name)
+
+    def _adopt(self, file: FileRequest) -> FileResult | None:
+        """Adopts a file from where the same bytes are; None if there is no such place, or it is not possible in time.
+
+        A server may take longer for its own copy than it is waited for: to try each place would take several times as
+        long as a job may take without progress.
+        """
+        for home in file.homes:
+            if self._abandoned or self._clock() > self._adopts_until:
+                break
+            if _protocol(home.location) != _protocol(self._storage.location):
+                continue  # to open it may take a second
+            with suppress(CheckpointError):  # then it is written
+                source = self._open_home(home.location)
+                identity = self._storage.adopt(source, home.name, home.identity, file.name, sync=self._sync)
+                if identity is not None:
+                    self._adopted_bytes += file.nbytes
+                    self._adopts_until = self._clock() + self._patience
+                    return FileResult(file.name, file.nbytes, (), identity, adopted=True)
+            self._refusals += 1  # to be refused is progress, too
+        return None
+
+    def abandon(self) -> None:
+        """Removes the files while another thread may still be writing them, of which none is completed any more.
+
+        A file that is being completed is waited for: removed before its completion has arrived, it would stay.
+        """
+        self._abandoned = True
+        with self._completing:
+            self.remove()
+
+    def _write(self, file: FileRequest) -> tuple[FileResult, Parts]:
+        """Encodes a file, whose last parts may still be on their way."""
+        layout = lay_out(file.tensors, self._cipher, sha256=self._sha256)
+        sink = self._storage.create(file.name, layout.nbytes, sync=self._sync)
+        self._sinks.append(sink)
+        encoded = encode_ahead(
+            layout, self._contents, sink, self._threads, self._buffer_bytes, self._memory, file=file.name
+        )
+        return FileResult(file.name, layout.nbytes, tuple(encoded.items)), encoded.parts
+
+    def _complete(self, sink: Sink, parts: Parts) -> None:
+        try:
+            parts.finish()
+            with self._completing:
+                if self._abandoned:
+                    raise WriteError("nobody waits for this file any more")
+                sink.complete()
+        except BaseException:
+            sink.abort()
+            raise
+
+
+def _protocol(location: str) -> str:
+    """Of a URL; empty for a path."""
+    return location.partition("://")[0] if "://" in location else ""
+
+
+# What is in tensors, as digests: a tenth of the time that it takes to write them. It runs where files are written.
+
+_PIECE = 16 << 20  # after each, there has been progress
+
+
+class DigestJob:
+    """Takes the XXH3-128 of tensors: of so many bits that equality can rest on it.
+
+    Args:
+        tensors: Whose.
+        contents: Gives the bytes that a source describes.
+        threads: How many tensors at once.
+    """
+
+    def __init__(
+        self, tensors: Sequence[TensorSource], contents: Callable[[TensorSource], memoryview], *, threads: int
+    ) -> None:
+        self._tensors = tensors
+        self._contents = contents
+        self._threads = threads
+        self._done = [0] * len(tensors)
+
+    @property
+    def bytes_written(self) -> int:
+        """Grows as long as there is progress; may be read from another thread. As of a `FileJob`."""
+        return sum(self._done)
+
+    def run(self) -> DigestResult:
+        """Takes all of them."""
+        with Workers(self._threads, "digest") as pool:
+            # The largest ones first, so that the threads end together.
+            order = sorted(range(len(self._tensors)), key=lambda number: -self._tensors[number].nbytes)
+            digests = dict(zip(order, pool.map(self._digest, order), strict=True))
+        return DigestResult(tuple(digests[number] for number in range(len(self._tensors))))
+
+    def _digest(self, number: int) -> bytes:
+        data = self._contents(self._tensors[number])
+        state = xxhash.xxh3_128()
+        for start in range(0, data.nbytes, _PIECE):
+            piece = data[start : start + _PIECE]
+            state.update(piece)
+            self._done[number] += piece.nbytes
+        return state.digest()

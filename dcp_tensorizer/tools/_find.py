@@ -1,0 +1,451 @@
+"""Which checkpoints lie in a directory and below it, and what saves have left there."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import posixpath
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from .._format.names import (
+    data_file_rank,
+    is_data_file_name,
+    is_metadata_file_name,
+    is_ours,
+    metadata_file_name,
+    save_id_in,
+)
+from .._index.container import is_index, looks_like_pickle
+from .._saving.commit import dead_files, leftovers
+from .._storage.base import FileInfo, Storage
+from .._storage.local import LocalStorage
+from .._tiers import queue
+from ..errors import CheckpointError, NotCommitted, UnsupportedFormat
+from ._view import data_files, read_parts, saved_at, view_checkpoint
+
+State = Literal["committed", "unfinished", "unflushed", "flushed", "incomplete", "torch", "unreadable"]
+
+logger = logging.getLogger("dcp_tensorizer")
+
+_NUMBER = re.compile(r"\d+")
+_TRAILER = 24  # bytes at the end that tell a pickle of ours from torch's
+_MAX_NAMED, _MAX_DEPTH = 3, 2  # of a hint
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A directory with a checkpoint, or with what a save has left of one.
+
+    Attributes:
+        path: Without credentials.
+        state: ``committed``; ``incomplete``: data files that its metadata names are missing or of other sizes, as in a
+            copy under way; ``unfinished``; ``unflushed``: in a local folder, and not on the remote yet; ``flushed``:
+            the local copy of what is there; ``torch``: written by torch's own FileSystemWriter; or ``unreadable``:
+            damaged, or of another format.
+        step: See `step_of`.
+        saved: When it was saved, in seconds since the epoch: by its own record, which copies keep; without one, when a
+            file in it was last written.
+        files: All files in it.
+        ranks, tensors, objects: What is in it; None if it is not committed.
+        parts: Ranks that have committed, where each saves for itself; 0 where all commit together.
+        leftovers: Files of saves that were not committed, as far as a listing shows, and that no flush knows of.
+        dead: Those of them that are of dead saves, unless a save is under way there.
+        unknown: Why there may be leftovers beyond those; empty if there are none.
+        contents: The same for checkpoints of the same keys; None if it is not committed.
+    """
+
+    storage: Storage
+    path: str
+    state: State
+    step: int | None
+    saved: float | None
+    files: tuple[FileInfo, ...]
+    ranks: int | None = None
+    tensors: int | None = None
+    objects: int | None = None
+    parts: int = 0
+    leftovers: tuple[FileInfo, ...] = ()
+    dead: tuple[FileInfo, ...] = ()
+    unknown: str = ""
+    contents: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Of files that have names elsewhere, too."""
+        return sum(file.nbytes for file in self.files if file.shared is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A directory, as it was when it was listed.
+
+    Attributes:
+        name: Its own.
+        files: In it.
+        folders: In it.
+        listed: The checkpoint in it, if there is one.
+    """
+
+    storage: Storage
+    name: str
+    files: tuple[FileInfo, ...]
+    folders: tuple[Folder, ...]
+    listed: Listed | None
+
+    def walk(self) -> Iterator[Folder]:
+        """Itself and all below it; who is in another comes after it."""
+        yield self
+        for folder in self.folders:
+            yield from folder.walk()
+
+    @property
+    def checkpoints(self) -> list[Listed]:
+        """Those in it and below it."""
+        return [folder.listed for folder in self.walk() if folder.listed is not None]
+
+
+def find(storage: Storage) -> list[Listed]:
+    """The checkpoints in a directory and in those below it: by directory, and there the highest step first.
+
+    Raises:
+        NotCommitted: there is no such directory.
+        ReadError: it cannot be listed.
+    """
+    return sorted(walk(storage).checkpoints, key=_order)
+
+
+def step_of(name: str) -> int | None:
+    """The step of a checkpoint, by the name of its directory: the last number in that."""
+    numbers = _NUMBER.findall(name)
+    return int(numbers[-1]) if numbers else None
+
+
+def where_below(storage: Storage) -> str:
+    """A hint for somebody who named a directory that holds no checkpoint itself; empty if there are none below it."""
+    try:
+        found = list(itertools.islice(_checkpoints_below(storage, _MAX_DEPTH), _MAX_NAMED + 1))
+    except CheckpointError:
+        return ""
+    shown = ", ".join(found[:_MAX_NAMED]) + (" and others" if len(found) > _MAX_NAMED else "")
+    return f" There are checkpoints below it: {shown}." if found else ""
+
+
+def _checkpoints_below(storage: Storage, depth: int) -> Iterator[str]:
+    """The paths of checkpoints below a directory, without a look at what is in them."""
+    for name in sorted(storage.listing()[1], key=lambda name: (step_of(name) or 0, name), reverse=True):
+        child = storage.child(name)
+        if any(is_metadata_file_name(file.name) for file in child.listing()[0]):
+            yield name
+        elif depth > 1:
+            yield from (f"{name}/{below}" for below in _checkpoints_below(child, depth - 1))
+
+
+def walk(storage: Storage) -> Folder:
+    """A directory and all below it.
+
+    Raises:
+        NotCommitted: there is no such directory.
+        ReadError: it cannot be listed.
+    """
+    around: dict[str, str] = {}
+    if isinstance(storage, LocalStorage):
+        for folder in Path(storage.real_path).parents:
+            around |= _local_saves(folder)
+    return _walk(storage, around, _begun(storage))
+
+
+class _Begun(NamedTuple):
+    """Data files that have been begun in and below a directory and that no listing shows, by their names below it.
+
+    A directory may hold nothing else, as when its first save was killed: no listing shows such a directory, either.
+    """
+
+    files: Sequence[FileInfo]
+    unknown: str = ""
+    """Why there may be others."""
+
+    def here(self, listed: Sequence[FileInfo]) -> list[FileInfo]:
+        """Those in the directory itself, but for others of its files, which may be committed: `discard` takes both."""
+        names = {file.name for file in listed}
+        return [file for file in self.files if "/" not in file.name and file.name not in names]
+
+    def below(self) -> dict[str, _Begun]:
+        """By subdirectory."""
+        found: dict[str, list[FileInfo]] = {}
+        for file in self.files:
+            folder, slash, rest = file.name.partition("/")
+            if folder and slash:
+                found.setdefault(folder, []).append(file._replace(name=rest))
+        return {folder: _Begun(files, self.unknown) for folder, files in found.items()}
+
+
+def _begun(storage: Storage) -> _Begun:
+    try:
+        return _Begun([file for file in storage.uploads() if is_data_file_name(posixpath.basename(file.name))])
+    except CheckpointError as error:
+        return _Begun((), f"what saves have left there cannot be told: {error}")
+
+
+def _walk(storage: Storage, saves: Mapping[str, str], begun: _Begun) -> Folder:
+    """See `walk`; ``saves``: those in local folders around the directory, see `_local_saves`."""
+    files: list[FileInfo] = []
+    names: list[str] = []
+    try:
+        files, names = storage.listing()
+    except NotCommitted:
+        if not begun.files:
+            raise
+    if queue.FOLDER in names and isinstance(storage, LocalStorage):
+        saves = {**saves, **_local_saves(Path(storage.location))}
+    below, folders = begun.below(), []
+    for name in {**dict.fromkeys(names), **below}:
+        try:
+            folders.append(_walk(storage.child(name), saves, below.get(name, _Begun((), begun.unknown))))
+        except NotCommitted:
+            pass  # it went away
+        except CheckpointError as error:  # it is not ours to read, and others are
+            logger.warning("what is below it is not listed: %s", error)
+    here = begun.here(files)
+    is_checkpoint = here or any(is_ours(file.name) for file in files)
+    listed = _look_at(storage, files, saves, here, begun.unknown) if is_checkpoint else None
+    return Folder(storage, _name(storage), tuple(files), tuple(folders), listed)
+
+
+def _local_saves(folder: Path) -> dict[str, str]:
+    """How far each save has come that a local folder has a record of, by its id; none where there are no records.
+
+    Their files are of no dead save, however old they are: the flush removes them when it may.
+    """
+    entries = queue.Queue(folder).entries()  # of all ranks of the node, whose parts may have come less far
+    return {entry.id: entry.state for entry in sorted(entries, key=lambda entry: entry.state in queue.OPEN)}
+
+
+def _look_at(
+    storage: Storage, files: list[FileInfo], saves: Mapping[str, str], begun: Sequence[FileInfo], unseen: str
+) -> Listed:
+    left, dead, unknown = _leftovers(storage, files, saves)
+    listed = Listed(
+        storage,
+        storage.path,
+        _uncommitted(files, saves),
+        step_of(_name(storage)),
+        _last_written(files or begun),
+        tuple(files),
+        leftovers=(*begun, *left),
+        dead=dead,
+        unknown=unknown or unseen,
+    )
+    try:
+        parts = read_parts(storage)
+        view = view_checkpoint(storage, parts)
+    except NotCommitted:
+        return listed
+    except CheckpointError as error:
+        torchs = isinstance(error, UnsupportedFormat) and _is_torchs(storage, files)
+        return replace(listed, state="torch" if torchs else "unreadable", leftovers=(), dead=(), unknown="")
+    named = data_files(parts)
+    listed = replace(listed, saved=saved_at(parts))
+    if not named.items() <= {(file.name, file.nbytes) for file in files}:
+        return replace(listed, state="incomplete", leftovers=(), dead=(), unknown="")
+    return replace(
+        listed,
+        state="committed",
+        ranks=len(set(map(data_file_rank, named))),
+        tensors=len(view.tensors),
+        objects=len(view.objects),
+        parts=0 if None in parts else len(parts),
+        contents=hash(frozenset([*view.tensors, *view.objects])),
+    )
+
+
+def _is_torchs(storage: Storage, files: Sequence[FileInfo]) -> bool:
+    """Whether ``.metadata`` is a pickle as torch's own writer leaves it; of a large one, only the ends are read."""
+    name = metadata_file_name()
+    for nbytes in (file.nbytes for file in files if file.name == name):
+        with suppress(CheckpointError):
+            ends = storage.read_range(name, 0, 1) + storage.read_range(name, max(0, nbytes - _TRAILER), _TRAILER)
+            return looks_like_pickle(ends) and not is_index(ends)
+    return False
+
+
+def _uncommitted(files: Sequence[FileInfo], saves: Mapping[str, str]) -> State:
+    """The state of a directory without metadata."""
+    states = {saves.get(save_id_in(file.name)) for file in files if is_data_file_name(file.name)}
+    if states & queue.OPEN:
+        return "unflushed"
+    return "flushed" if queue.REMOTE in states else "unfinished"
+
+
+def _leftovers(
+    storage: Storage, files: Sequence[FileInfo], saves: Mapping[str, str]
+) -> tuple[tuple[FileInfo, ...], tuple[FileInfo, ...], str]:
+    """See `Listed`: its leftovers, in the order in which they can be removed, the dead ones, and what is unknown."""
+    by_name = {file.name: file for file in files}
+    left, dead = list[FileInfo](), list[FileInfo]()
+    unknown = ""
+    try:
+        left = [by_name[name] for name in leftovers(storage, list(by_name)) if save_id_in(name) not in saves]
+        dead = [by_name[name] for name in dead_files(storage, list(by_name)) if save_id_in(name) not in saves]
+    except CheckpointError as error:
+        unknown = f"what saves have left there cannot be told: {error}"
+    return tuple(left), tuple(dead), unknown
+
+
+def _name(storage: Storage) -> str:
+    return storage.path.rstrip("/").rpartition("/")[2]
+
+
+def _last_written(files: Sequence[FileInfo]) -> float | None:
+    return max((file.modified for file in files if file.modified is not None), default=None)
+
+
+def _order(listed: Listed) -> tuple[list[tuple[int, str]], float, str]:
+    above, _, name = listed.path.rstrip("/").rpartition("/")
+    return _naturally(above), math.inf if listed.step is None else -listed.step, name
+
+
+def _naturally(path: str) -> list[tuple[int, str]]:
+    """Sorts paths by their text, and by the numbers in them, the highest first."""
+    return [(-int(number or 0), text) for number, text in re.findall(r"(\d*)(\D*)", path)]
+
+
+# What the directories of checkpoints are: steps of a job, or the parts of one checkpoint.
+#
+# Ranks and models have numbers as steps have, often with the same keys. So no number is taken for a step by itself: the
+# name must say so more strongly than the directory around it does. What says it no more strongly may be a part of it.
+
+_NUMBER = re.compile(r"\d+")
+_STEP = re.compile(r"(?:step|iter|iteration|epoch|checkpoint|ckpt)[-_=. ]*\d", re.IGNORECASE)
+_PART = re.compile(
+    r"(?:^|[^a-z])(?:rank|shard|part|worker|node|host|gpu|device|process|replica|stage|expert|layer)[-_=. ]*\d",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A directory that is one checkpoint: it holds one, or the parts of one."""
+
+    folder: Folder
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def parts(self) -> list[Listed]:
+        return self.folder.checkpoints
+
+    @property
+    def committed(self) -> bool:
+        return all(part.state == "committed" for part in self.parts)
+
+    @property
+    def contents(self) -> int | None:
+        return hash(frozenset(part.contents for part in self.parts)) if self.committed else None
+
+    @property
+    def saved(self) -> float:
+        return max(part.saved or 0.0 for part in self.parts)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks have committed, where each saves for itself."""
+        return min(part.parts for part in self.parts)
+
+    @property
+    def has_number(self) -> bool:
+        return bool(_numbers(self.name))
+
+    @property
+    def step(self) -> int:
+        return int(_numbers(self.name)[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The checkpoints in one directory; ``objection``: why none of them may be removed as an old step."""
+
+    units: list[Unit]
+    objection: str
+
+
+def arrange(top: Folder) -> list[Group]:
+    """The checkpoints below a directory that somebody has named, directory by directory."""
+    return _arrange(top, None)[1]
+
+
+def _arrange(folder: Folder, outer: int | None) -> tuple[Unit | None, list[Group]]:
+    """What a directory is: one checkpoint; or checkpoints by directory.
+
+    Args:
+        folder: The directory.
+        outer: How strongly those around it say that they are steps; None for the one that was named.
+    """
+    if folder.listed is not None:
+        return Unit(folder), []
+    own = _claim(folder.name)
+    around = max(0, own - 1) if outer is None else max(own, outer)  # who names it says that it holds steps
+    units: list[Unit] = []
+    groups: list[Group] = []
+    for child in folder.folders:
+        unit, below = _arrange(child, around)
+        units += [] if unit is None else [unit]
+        groups += below
+    arrangement = _arrangement(units, around)
+    if arrangement == "parts" and outer is not None and not groups:
+        return Unit(folder), []
+    objection = "" if arrangement == "steps" else f"{folder.storage.path} may hold the parts of one checkpoint"
+    return None, [*groups, Group(units, objection)] if units else groups
+
+
+def _arrangement(units: Sequence[Unit], around: int) -> Literal["steps", "parts", "unknown"]:
+    """Whether the checkpoints in a directory are ``steps`` of one job, or ``parts`` of one checkpoint; or ``unknown``.
+
+    Accelerate saves ``pytorch_model_fsdp_0`` and ``optimizer_0``: the same numbers under each name, each of other
+    contents. The names of steps differ by a number alone, and their contents are the same, but for a step or so.
+    """
+    by_name = defaultdict(list)
+    for unit in units:
+        by_name[_NUMBER.sub("#", unit.name)].append(unit)
+    if len(by_name) > 1 and len({frozenset(_numbers(unit.name) for unit in group) for group in by_name.values()}) == 1:
+        return "unknown" if _some_are_alike(units) else "parts"
+    numbered = [group for name, group in by_name.items() if "#" in name]
+    is_one_kind = len(numbered) == 1 and (len(units) == 1 or _some_are_alike(numbered[0]))
+    return "steps" if is_one_kind and _say_steps(numbered[0], around) else "unknown"
+
+
+def _some_are_alike(units: Sequence[Unit]) -> bool:
+    known = [unit.contents for unit in units if unit.committed]
+    return len(set(known)) < len(known)
+
+
+def _say_steps(units: Sequence[Unit], around: int) -> bool:
+    """Whether checkpoints of one name are steps, by that name."""
+    claim = _claim(units[0].name)
+    # Runs are made of several checkpoints, too: ``run-1`` with a model and an optimizer in it.
+    return claim > around and (claim > 1 or all(unit.folder.listed is not None for unit in units))
+
+
+def _claim(name: str) -> int:
+    """How strongly a name says that it is of a step: ``step-10`` 3, ``10`` 2, ``model-10`` 1, ``rank-10`` 0."""
+    if _PART.search(name) or not _NUMBER.search(name):
+        return 0
+    if _STEP.search(name):
+        return 3
+    return 2 if name.isdecimal() else 1
+
+
+def _numbers(name: str) -> tuple[str, ...]:
+    return tuple(_NUMBER.findall(name))

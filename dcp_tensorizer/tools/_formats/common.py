@@ -1,0 +1,203 @@
+"""What several formats need: the options of a conversion, files that are read by ranges, tensors by key."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import InitVar, dataclass, field
+from typing import Any
+
+import torch
+
+from ..._runtime.threads import cores
+from ..._storage.base import RangeReader, Storage
+from ...errors import ConversionError, ReadError
+from .._view import CheckpointView, StoredTensor
+
+_IN_MEMORY = 512 << 20  # bytes of tensors, unless a single one is larger
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to convert. What only some format takes is an error with the others.
+
+    Attributes:
+        include: Patterns, as in a shell, of the keys to convert; ``*`` also matches dots. Empty: all.
+        strip_prefix: What to cut from the beginning of keys that have it.
+        dtype: What to convert floating-point tensors to.
+        source_format: One of `FORMATS`; None: look.
+        shard_bytes: safetensors: the most in a file. A tensor that is larger gets a file of its own.
+        tensor_parallel: tensorizer: into how many files to split, one for each rank of an inference server.
+        split: tensorizer: the dimension along which to split the tensors whose keys match a pattern. The first pattern
+            that matches counts. Other tensors are whole in each file.
+        buffers: tensorizer: patterns of the keys that are a module's buffers, and not its parameters. Tensors of
+            integers are always buffers.
+        exclude: Patterns of the keys to leave out.
+        rename: New keys by patterns, in which only ``*`` has a meaning. The n-th ``*`` of a new key is what the n-th of
+            its pattern stands for. The first pattern that matches a key without ``strip_prefix`` counts.
+        add_prefix: What to put before all keys, when they have their new names. Each part that ends in a dot is the key
+            of a dict around the others.
+        select: Another name of ``include``, for programs that have it so.
+    """
+
+    include: Sequence[str] = ()
+    strip_prefix: str = ""
+    dtype: torch.dtype | None = None
+    source_format: str | None = None
+    shard_bytes: int = 5_000_000_000
+    tensor_parallel: int = 1
+    split: Mapping[str, int] = field(default_factory=dict)
+    buffers: Sequence[str] = ("*running_mean", "*running_var")
+    exclude: Sequence[str] = ()
+    rename: Mapping[str, str] = field(default_factory=dict)
+    add_prefix: str = ""
+    select: InitVar[Sequence[str]] = ()
+
+    def __post_init__(self, select: Sequence[str]) -> None:
+        """Takes ``select`` for ``include``."""
+        if select:
+            object.__setattr__(self, "include", select)
+
+
+_OF_ONE_FORMAT = {
+    "shard_bytes": ("safetensors", "--shard-size"),
+    "tensor_parallel": ("tensorizer", "--tensor-parallel"),
+    "split": ("tensorizer", "--split"),
+    "buffers": ("tensorizer", "--buffer"),
+}
+
+
+def check_options(options: Options, to: str, path: str) -> None:
+    """Fails for options that make no sense, or would change nothing of what is written.
+
+    Args:
+        options: How to convert.
+        to: The format that is written.
+        path: Where it is written.
+
+    Raises:
+        ConversionError: names the option.
+    """
+    _check_values(options)
+    defaults = Options()
+    for name, (of, flag) in _OF_ONE_FORMAT.items():
+        if to != of and getattr(options, name) != getattr(defaults, name):
+            raise ConversionError(f"{name} ({flag}) is an option of {of}, and means nothing to {to}: leave it out")
+    if path.endswith(".safetensors") and options.shard_bytes != defaults.shard_bytes:
+        raise ConversionError(
+            "shard_bytes (--shard-size) means nothing to a single file: leave it out, or name a directory, whose name "
+            "does not end in .safetensors"
+        )
+    if (options.tensor_parallel > 1) != bool(options.split):
+        raise ConversionError(
+            "tensor_parallel (--tensor-parallel N) and split (--split FILE) go together: into how many files to split, "
+            "and along which dimension of which tensors"
+        )
+
+
+def _check_values(options: Options) -> None:
+    for name in ("include", "exclude", "buffers"):
+        patterns = getattr(options, name)
+        if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+            raise ConversionError(f"{name} must be a list of patterns, and is {patterns!r}")
+    if options.dtype is not None and not (isinstance(options.dtype, torch.dtype) and options.dtype.is_floating_point):
+        raise ConversionError(f"dtype must be a floating-point dtype of torch, and is {options.dtype!r}")
+    for name in ("shard_bytes", "tensor_parallel"):
+        count = getattr(options, name)
+        if type(count) is not int or count < 1:
+            raise ConversionError(f"{name} must be a number from 1 on, and is {count!r}")
+    for pattern, dimension in options.split.items():
+        if type(dimension) is not int:
+            raise ConversionError(f"split must give the number of a dimension for {pattern!r}, and gives {dimension!r}")
+
+
+class FileRange(io.RawIOBase):
+    """A range of a file, as a file of its own."""
+
+    def __init__(self, reader: RangeReader, offset: int, nbytes: int) -> None:
+        self._reader = reader
+        self._offset = offset
+        self._nbytes = nbytes
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]
+        self._position = base + offset
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        """Reads exactly ``size`` bytes: a damaged length must not make anybody ask for that much memory."""
+        left = max(0, self._nbytes - self._position)
+        if size > left:
+            raise EOFError(f"{size:,} bytes should follow, and there are {left:,}")
+        return super().read(size) or b""
+
+    def readall(self) -> bytes:
+        return self.read(max(0, self._nbytes - self._position))
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self._nbytes - self._position))
+        if count:
+            self._reader.read_into([memoryview(buffer)[:count]], self._offset + self._position)
+            self._position += count
+        return count
+
+
+@contextmanager
+def open_file(storage: Storage, name: str, purpose: str = "") -> Iterator[RangeReader]:
+    """Opens a file, and translates the errors of opening and reading it; ``purpose`` is for their messages.
+
+    Raises:
+        ReadError: the file cannot be opened or read.
+    """
+    path = f"{storage.path}/{name}{purpose}"
+    try:
+        reader = storage.open(name)
+    except OSError as error:
+        raise ReadError(storage.scrub(f"cannot open {path}: {error}")) from error
+    try:
+        yield reader
+    except (OSError, EOFError) as error:
+        raise ReadError(storage.scrub(f"cannot read {path}: {type(error).__name__}: {error}")) from error
+    finally:
+        reader.close()
+
+
+def read_range(reader: RangeReader, offset: int, nbytes: int) -> bytes:
+    """So many bytes of a file; raises `OSError` or `EOFError`."""
+    content = bytearray(nbytes)
+    reader.read_into([memoryview(content)], offset)
+    return bytes(content)
+
+
+def by_key(tensors: Iterable[StoredTensor]) -> dict[str, StoredTensor]:
+    """Tensors by their keys; raises `ValueError` if two have the same one."""
+    keyed: dict[str, StoredTensor] = {}
+    for tensor in tensors:
+        if keyed.setdefault(tensor.key, tensor) is not tensor:
+            raise ValueError(f"two tensors have the key {tensor.key!r}")
+    return keyed
+
+
+def check_no_objects(view: CheckpointView, format_name: str) -> None:
+    """Fails if there is anything but tensors."""
+    if view.objects:
+        key = next(iter(view.objects))
+        others = f" (and {len(view.objects) - 1:,} more)" if len(view.objects) > 1 else ""
+        raise ConversionError(
+            f"{key!r}{others} is not a tensor, which {format_name} cannot hold: leave it out with exclude "
+            f"(--exclude), or say what to take with include (--include)"
+        )
+
+
+def tensors_at_once(tensors: Iterable[StoredTensor]) -> int:
+    """How many tensors may be in memory together, and so how many threads read them."""
+    largest = max((tensor.nbytes for tensor in tensors), default=1)
+    return max(1, min(4, cores(), _IN_MEMORY // max(1, largest)))

@@ -1,0 +1,215 @@
+"""torch's own DCP format, read by ranges and without running code, and written a tensor at a time.
+
+Its data files hold what ``torch.save`` made of each write item, one after the other. ``.metadata`` is a pickle that
+says where each is.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import mmap
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from ..._index.chunks import Region
+from ..._index.torch_metadata import read_pickled
+from ..._loading.executor import copy_elements
+from ..._loading.validate import check_chunks
+from ..._runtime.torch_compat import FsspecWriter, StorageInfo
+from ..._storage.base import Storage
+from ...errors import CheckpointError, ConversionError, MetadataError, ReadError, WriteError
+from .._atomic_output import new_directory, shown_path
+from .._view import CheckpointView, Chunk, Path, StoredObject, StoredTensor, StoredValue, named_paths, read_region
+from .common import FileRange, Options, open_file, read_range
+from .torch_file import check_lists, check_names, check_paths, load_fake, locate, nested
+
+
+def read(storage: Storage, pickled: bytes) -> CheckpointView:
+    """The contents of a checkpoint that torch's own writer made.
+
+    Args:
+        storage: Its directory.
+        pickled: Its ``.metadata``.
+
+    Raises:
+        MetadataError: that is damaged, or describes what this cannot read, or no file holds.
+        UntrustedObject: it would need code to run.
+    """
+    path = f"{storage.path}/.metadata"
+    stored = read_pickled(pickled, path)
+    entries, places = stored.state_dict_metadata, stored.storage_data
+    paths = named_paths(dict.fromkeys(entries, stored.planner_data))
+    size_of = functools.cache(storage.head)
+    values: dict[str, StoredValue] = {}
+    for stored_key, (key, value_path) in paths.items():
+        entry = entries[stored_key]
+        if isinstance(entry, BytesStorageMetadata):
+            info = _checked(places.get(MetadataIndex(stored_key)), key, path)
+            if info.offset + info.length > (nbytes := size_of(info.relative_path) or 0):
+                raise MetadataError(
+                    f"{storage.path}/{info.relative_path} is missing, or too short to hold {key!r}: it has {nbytes:,} "
+                    f"bytes"
+                )
+            read_object = functools.partial(_read_object, storage, info, key)
+            values[key] = StoredObject(key, value_path, info.length, read_object)
+        else:
+            infos = [
+                _checked(places.get(MetadataIndex(stored_key, chunk.offsets)), key, path) for chunk in entry.chunks
+            ]
+            values[key] = _tensor(storage, (key, value_path), entry, infos)
+    return CheckpointView(storage.path, "dcp", values)
+
+
+def check(view: CheckpointView, options: Options) -> None:
+    """Fails for keys that are not one nested state dict, or would not be the same ones again, and for some dtypes."""
+    check_paths(view)
+    check_names(view)
+    check_lists(view)
+    for tensor in view.tensors.values():
+        if not _is_planned(tensor.dtype):
+            raise ConversionError(
+                f"{tensor.key!r} is of {tensor.dtype}, which torch's DCP cannot plan: leave it out, or convert to "
+                f"another format"
+            )
+
+
+@functools.cache
+def _is_planned(dtype: torch.dtype) -> bool:
+    """Whether DCP's planner knows how large an element is: it asks ``torch.iinfo``, which does not know all dtypes."""
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        return True
+    try:
+        torch.iinfo(dtype)
+    except TypeError:
+        return False
+    return True
+
+
+def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], options: Options) -> None:
+    """Writes a checkpoint as ``dcp.save`` would, from one process; tensors are read when it is their turn."""
+    values = dict.fromkeys(view.values) | {
+        key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in view.tensors.items()
+    }
+    with new_directory(path, storage_options, "__*.distcp") as storage:
+        # With copies made ahead, tensors would be asked for before the one before them is written.
+        writer: _Writer = (
+            _UrlWriter(storage.location, per_thread_copy_ahead=0, **storage_options)
+            if "://" in storage.location
+            else _Writer(storage.location, per_thread_copy_ahead=0)
+        )
+        writer.name = shown_path(path)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # that there is only one process: so it should be
+                save(nested(values, view.paths), storage_writer=writer, planner=_Planner(view), no_dist=True)
+        except CheckpointException as error:
+            cause = next(iter(error.failures.values()))[0]
+            if isinstance(cause, CheckpointError):
+                raise cause from cause.__cause__  # which tells whether it is damage
+            raise WriteError(f"cannot write {shown_path(path)} in torch's own format: {cause}") from error
+
+
+class _Writer(FileSystemWriter):
+    """Writes a given name into ``.metadata``, and not the path, which may have a password in it."""
+
+    name: str
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.name, save_id=self.save_id)
+
+
+class _UrlWriter(_Writer, FsspecWriter):
+    pass
+
+
+class _Planner(DefaultSavePlanner):
+    """Gives a value when its turn to be written has come; the state dict holds only shapes.
+
+    torch's writer keeps every tensor until the file is complete, although it no longer needs those that are written.
+    So all of them share the memory of the largest one.
+    """
+
+    def __init__(self, view: CheckpointView) -> None:
+        super().__init__()
+        self._view = view
+        self._memory = mmap.mmap(-1, max((tensor.nbytes for tensor in view.tensors.values()), default=0) or 1)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        tensor = self._view.tensors.get(index.fqn)
+        if tensor is None or not tensor.nbytes:
+            return tensor and tensor.read_all()
+        elements = torch.frombuffer(self._memory, dtype=torch.uint8, count=tensor.nbytes).view(tensor.dtype)
+        copy_elements(elements.view(tensor.shape), tensor.read_all())
+        return elements.view(tensor.shape)
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002  (torch's name)
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(self._view.objects[write_item.index.fqn].read())
+        return object
+
+
+def _tensor(
+    storage: Storage, named: tuple[str, Path], entry: TensorStorageMetadata, infos: Sequence[StorageInfo]
+) -> StoredTensor:
+    """A tensor whose chunks are looked for in their files when it is read."""
+    key = named[0]
+    path = f"{storage.path}/.metadata"
+    shape, dtype = tuple(entry.size), entry.properties.dtype
+    regions = [Region(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+    check_chunks(path, key, shape, regions)
+    chunks = list(zip(regions, infos, strict=True))
+
+    @functools.cache
+    def located(number: int) -> Chunk:
+        return _located(storage, key, *chunks[number])
+
+    def read(region: Region) -> torch.Tensor:
+        touched = [located(number) for number, (own, _) in enumerate(chunks) if own.intersect(region) is not None]
+        return read_region(storage, key, dtype, touched, region, verify=False)
+
+    return StoredTensor(*named, dtype, shape, read)
+
+
+def _located(storage: Storage, key: str, region: Region, info: StorageInfo) -> Chunk:
+    """Where the elements of a chunk are."""
+    path = f"{storage.path}/{info.relative_path}"
+    purpose = f" (for {key!r})"
+    with open_file(storage, info.relative_path, purpose) as reader:
+        value = load_fake(FileRange(reader, info.offset, info.length), info.length, path + purpose)
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != region.size:
+        raise ReadError(f"{path} does not hold {key!r} of shape {region.size} at byte {info.offset:,}")
+    stored = locate(storage, (key,), value, (info.relative_path, info.offset))
+    if not stored.chunks:
+        raise ConversionError(f"{key!r} in {path} is conjugated or negated, which cannot be converted")
+    return Chunk(region, stored.chunks[0].item, stored.chunks[0].strides)
+
+
+def _read_object(storage: Storage, info: StorageInfo, key: str) -> bytes:
+    with open_file(storage, info.relative_path, f" (for {key!r})") as reader:
+        return read_range(reader, info.offset, info.length)
+
+
+def _checked(info: StorageInfo | None, key: str, path: str) -> StorageInfo:
+    """A place in a data file that can be read by ranges."""
+    if info is None:
+        raise MetadataError(f"{path} has no data for {key!r}")
+    if info.transform_descriptors:
+        raise ConversionError(
+            f"{key!r} is stored transformed ({', '.join(info.transform_descriptors)}): load and save it"
+        )
+    return info

@@ -1,0 +1,92 @@
+"""This package's own format, written from one process: each tensor as one chunk."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ..._format.tensor_bytes import host_bytes
+from ..._saving.commit import commit, put_records
+from ..._saving.write_plan import Item, plan_files, stored_names, write_results
+from ..._storage.base import TIMEOUT, Storage
+from ..._writer_process.jobs import FileJob
+from ..._writer_process.protocol import TensorSource
+from .._atomic_output import new_directory, shown_path
+from .._view import CheckpointView, StoredObject, StoredValue
+from .common import Options, tensors_at_once
+from .torch_file import check_names, check_paths
+
+
+def check(view: CheckpointView, options: Options) -> None:
+    """Fails for keys that are not one nested state dict, or are no strings."""
+    check_paths(view)
+    check_names(view)
+
+
+def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], options: Options) -> None:
+    """Writes a checkpoint as the coordinator of a save does."""
+    save_id = uuid.uuid4().hex
+    described = {key: _describe(value) for key, value in view.values.items()}
+    items = _items(view)
+    keys = {item.name: item.index.fqn for item in items}
+
+    def bytes_of(source: TensorSource) -> memoryview:
+        key = keys[source.name]
+        return host_bytes(view.tensors[key].read_all()) if key in view.tensors else memoryview(view.objects[key].read())
+
+    with new_directory(path, storage_options, f"__*_{save_id}.tensors") as storage, _locked(storage):
+        files = plan_files((item.source() for item in items if item.has_bytes), 0, save_id, storage.max_file_bytes)
+        put_records(storage, [save_id])
+        done = FileJob(storage, files, bytes_of, sync=True, threads=tensors_at_once(view.tensors.values())).run()
+        parts = [result.storage_data for result in write_results(items, done, 0)]
+        meta = StorageMeta(shown_path(path), save_id=save_id)
+        metadata = Metadata(described, view.paths, storage_meta=meta, version=CURRENT_DCP_VERSION)
+        commit(storage, metadata, parts, rank=None, sync=True)
+
+
+def _items(view: CheckpointView) -> list[Item]:
+    """The items of a save; their tensors are on the meta device, because they are read when they are written."""
+    names = stored_names([*view.tensors, *view.objects])
+    values = [(key, tensor.shape, tensor.dtype) for key, tensor in view.tensors.items()]
+    items = [
+        Item(MetadataIndex(key, [0] * len(shape)), name, "tensor", torch.empty(shape, dtype=dtype, device="meta"))
+        for (key, shape, dtype), name in zip(values, names, strict=False)
+    ]
+    return items + [
+        Item(MetadataIndex(key), name, "object", torch.empty(stored.nbytes, dtype=torch.uint8, device="meta"))
+        for (key, stored), name in zip(view.objects.items(), names[len(items) :], strict=True)
+    ]
+
+
+def _describe(value: StoredValue) -> TensorStorageMetadata | BytesStorageMetadata:
+    """DCP's metadata of a value."""
+    if isinstance(value, StoredObject):
+        return BytesStorageMetadata()
+    size = torch.Size(value.shape)
+    chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+    return TensorStorageMetadata(TensorProperties(value.dtype), size, [chunk])
+
+
+@contextmanager
+def _locked(storage: Storage) -> Iterator[None]:
+    """Keeps `retention.collect` away, as a save does."""
+    lock = storage.lock_directory()
+    try:
+        lock.share(TIMEOUT)
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,301 @@
+"""The formats: how each is recognised, read and written."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..._format.names import metadata_file_name
+from ..._index.container import is_index, looks_like_pickle
+from ..._loading.validate import check_files, has_data, nothing_committed
+from ..._storage.base import Storage
+from ..._storage.open import open_storage
+from ..._storage.redact import redact
+from ...errors import CheckpointError, ConversionError, DecryptionError, NotCommitted, ReadError
+from .._atomic_output import beside
+from .._find import where_below
+from .._view import CheckpointView, Path, data_files, read_parts, unlock_parts, view_checkpoint
+from . import dcp, dcp_tensorizer, safetensors, tensorizer, torch_file
+from .common import Options, open_file, read_range
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from ..._format.encryption import DecryptionParams
+
+
+_FIRST_BYTES = {b"|TZR|": "tensorizer", b"PK\x03\x04": "torch"}
+_FILE_READERS = {"tensorizer": tensorizer.read, "safetensors": safetensors.read, "torch": torch_file.read}
+
+
+class WritableFormat(NamedTuple):
+    """A format to write.
+
+    Attributes:
+        check: Fails if the format cannot hold a checkpoint, before anything is written.
+        write: Writes a checkpoint to a path, with options for its filesystem.
+    """
+
+    check: Callable[[CheckpointView, Options], None]
+    write: Callable[[CheckpointView, str, Mapping[str, Any], Options], None]
+
+
+TARGETS = {
+    "dcp_tensorizer": WritableFormat(dcp_tensorizer.check, dcp_tensorizer.write),
+    "tensorizer": WritableFormat(tensorizer.check, tensorizer.write),
+    "safetensors": WritableFormat(safetensors.check, safetensors.write),
+    "torch": WritableFormat(torch_file.check, torch_file.write),
+    "dcp": WritableFormat(dcp.check, dcp.write),
+}
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    options: Mapping[str, Any],
+    expected_format: str | None = None,
+    encryption: DecryptionParams | None = None,
+) -> CheckpointView:
+    """What a checkpoint of some format holds.
+
+    Args:
+        path: A local path or URL: of a directory, or of a file.
+        options: For the fsspec filesystem of a URL.
+        expected_format: One of `FORMATS`; None: look.
+        encryption: The key of an encrypted dcp_tensorizer checkpoint.
+
+    Raises:
+        NotCommitted: there is nothing.
+        ConversionError: it is of no known format, or not of the one that was named.
+        DecryptionError: there is no key, a wrong one, or one too many.
+        CheckpointError: it is damaged, or cannot be read.
+    """
+    return _open(_locate(path, options, expected_format), encryption)
+
+
+def open_all(
+    paths: Sequence[str | os.PathLike[str]],
+    options: Mapping[str, Any],
+    encryption: DecryptionParams | None = None,
+    *,
+    look_at_files: bool = False,
+) -> list[CheckpointView]:
+    """What several checkpoints hold, of which only some may be encrypted; see `open_checkpoint`.
+
+    With ``look_at_files``, data files of this package's that are missing or of other sizes are a `ReadError`.
+    """
+    located = [_locate(path, options) for path in paths]
+    for location in located if look_at_files else ():
+        files = data_files(location.parts)
+        check_files(location.storage, files, files)
+    if encryption is not None and not any(location.is_encrypted for location in located):
+        names = " and ".join(location.path for location in located)
+        raise DecryptionError(f"a key was given, and there is nothing encrypted in {names}")
+    return [_open(location, encryption if location.is_encrypted else None) for location in located]
+
+
+@dataclass(frozen=True, slots=True)
+class _Location:
+    """Where a checkpoint is: ``parts`` is the metadata of one of this package's, ``name`` that of a single file."""
+
+    path: str
+    format: str
+    storage: Storage
+    name: str
+    parts: Mapping[int | None, Metadata]
+
+    @property
+    def is_encrypted(self) -> bool:
+        return any("encryption" in part.storage_data for part in self.parts.values())
+
+
+def _locate(path: str | os.PathLike[str], options: Mapping[str, Any], expected_format: str | None = None) -> _Location:
+    text = os.fspath(path)
+    storage, name = open_storage(text, options), ""
+    actual = _directory_format(storage)
+    if actual is None:
+        storage, name = beside(re.sub("(?<=[^:/])/+$", "", text), options)
+        actual = _file_format(storage, name)
+    if expected_format not in (None, actual):
+        raise ConversionError(f"{redact(text)} is of the format {actual}, and not {expected_format}")
+    return _Location(redact(text), actual, storage, name, read_parts(storage) if actual == "dcp_tensorizer" else {})
+
+
+def _open(location: _Location, encryption: DecryptionParams | None) -> CheckpointView:
+    storage = location.storage
+    if location.format == "dcp_tensorizer":
+        return view_checkpoint(storage, location.parts, unlock_parts(storage, location.parts, encryption))
+    if encryption is not None:
+        raise DecryptionError(
+            f"{location.path} is of the format {location.format}, which is not decrypted here: read it without a key"
+        )
+    try:
+        return _read_foreign(location)
+    except CheckpointError:
+        raise
+    except Exception as error:  # what no reader has thought of: a number or a nesting without end, no such memory
+        raise ConversionError(f"{location.path} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _read_foreign(location: _Location) -> CheckpointView:
+    if location.format == "dcp":
+        return dcp.read(location.storage, location.storage.read(metadata_file_name()) or b"")
+    if not location.name:
+        return safetensors.read_directory(location.storage)
+    return _FILE_READERS[location.format](location.storage, location.name)
+
+
+def _directory_format(storage: Storage) -> str | None:
+    """The format of a checkpoint that is a directory, None if it is none."""
+    metadata = storage.read(metadata_file_name())
+    if metadata is not None:
+        return "dcp" if looks_like_pickle(metadata) and not is_index(metadata) else "dcp_tensorizer"
+    of_rank = storage.read(metadata_file_name(0))
+    if of_rank is not None and looks_like_pickle(of_rank) and not is_index(of_rank):
+        raise ConversionError(
+            f"{storage.path} is of torch's own format, and each rank has saved for itself (use_collectives=False): "
+            f"load it with torch's FileSystemReader on as many ranks, and save it with collectives"
+        )
+    if of_rank is not None:
+        return "dcp_tensorizer"
+    return "safetensors" if safetensors.is_directory(storage) else None
+
+
+def _file_format(storage: Storage, name: str) -> str:
+    path = f"{storage.path}/{name}"
+    nbytes = storage.head(name)
+    try:
+        if nbytes is None:
+            raise NotCommitted(f"{path} does not exist, or holds no checkpoint")
+        with open_file(storage, name) as reader:
+            head = read_range(reader, 0, min(9, nbytes))
+    except (NotCommitted, ReadError) as error:
+        if not _is_directory(storage, name):
+            raise
+        if has_data(directory := storage.child(name)):
+            raise nothing_committed(directory) from error
+        hint = where_below(directory) or " Name a checkpoint itself: the directory or the file of one save."
+        raise NotCommitted(f"{path} holds no checkpoint of a known format ({', '.join(FORMATS)}).{hint}") from error
+    for first_bytes, name_of_format in _FIRST_BYTES.items():
+        if head.startswith(first_bytes):
+            return name_of_format
+    if head[8:] == b"{":
+        return "safetensors"
+    raise ConversionError(f"{path} is of none of the formats {', '.join(FORMATS)}")
+
+
+def _is_directory(storage: Storage, name: str) -> bool:
+    """Whether a name is a directory's: servers do not say so when it is read as a file's."""
+    with suppress(CheckpointError):
+        files, folders = storage.child(name).listing()
+        return bool(folders) or [file.name for file in files] != [name]  # fsspec lists a file as itself
+    return False
+
+
+# The names of the formats, and of what is meant by a misspelt one; known without an import of torch.
+
+FORMATS = ("dcp_tensorizer", "tensorizer", "safetensors", "torch", "dcp")
+
+
+def did_you_mean(given: str, choices: Iterable[str]) -> str:
+    """The end of a message about a name that is none of the choices: the closest one; empty if none is close."""
+    close = difflib.get_close_matches(given, list(choices), n=1, cutoff=0.5)
+    return f": did you mean {close[0]!r}?" if close else ""
+
+
+# The keys that a conversion gives: without a prefix, under new names, behind another prefix, in this order.
+
+
+def key_of(path: Path) -> str:
+    """The key of the value at a place in the nested state dict."""
+    return ".".join(map(str, path))
+
+
+def new_paths(paths: Mapping[str, Path], options: Options, source: str) -> dict[str, Path]:
+    """Where each value is to be in the new nested state dict, by its old key.
+
+    Args:
+        paths: Where they are.
+        options: The prefixes and the new names.
+        source: The checkpoint, for messages.
+
+    Raises:
+        ConversionError: two keys would be the same, nothing would be left of one, or a prefix or a pattern is of none.
+    """
+    stripped = {key: _stripped(path, options.strip_prefix) for key, path in paths.items()}
+    if options.strip_prefix and all(stripped[key] is paths[key] for key in paths):
+        raise ConversionError(f"no key of {source} that is to be converted begins with {options.strip_prefix!r}")
+    renamed = _renamed(stripped, options.rename, source)
+    new = {key: _prefixed(path, options.add_prefix) for key, path in renamed.items()}
+    first: dict[str, str] = {}
+    for key, path in new.items():
+        if first.setdefault(key_of(path), key) != key:
+            raise ConversionError(f"{first[key_of(path)]!r} and {key!r} of {source} would both be {key_of(path)!r}")
+    return new
+
+
+def _stripped(path: Path, prefix: str) -> Path:
+    """What is left of a path whose key begins with ``prefix``; it begins with a key of a dict."""
+    whole = path
+    if not prefix or not key_of(path).startswith(prefix):
+        return whole
+    rest = prefix
+    while path and rest.startswith(f"{path[0]}."):
+        rest = rest.removeprefix(f"{path[0]}.")
+        path = path[1:]
+    if path and (rest or not isinstance(path[0], str)):
+        path = (str(path[0]).removeprefix(rest), *path[1:])
+    if not key_of(path):
+        raise ConversionError(f"nothing is left of the key {key_of(whole)!r} without the prefix {prefix!r}")
+    return path
+
+
+def _renamed(paths: Mapping[str, Path], rules: Mapping[str, str], source: str) -> dict[str, Path]:
+    """Paths with the new names of keys; fails for a rule that is of no key."""
+    patterns = {rule: _pattern(rule, new) for rule, new in rules.items()}
+    unused = set(rules)
+    renamed = {}
+    for old, path in paths.items():
+        key = key_of(path)
+        renamed[old] = path
+        for rule, pattern in patterns.items():
+            if match := pattern.fullmatch(key):
+                unused.discard(rule)
+                parts = iter(match.groups())
+                new = re.sub(r"\*", lambda _, parts=parts: next(parts), rules[rule])  # type: ignore[misc]
+                renamed[old] = _moved(path, new)
+                break
+    for rule in rules:
+        if rule in unused:
+            raise ConversionError(
+                f"no key of {source} that is to be converted matches {rule!r}, which is to be renamed"
+            )
+    return renamed
+
+
+def _pattern(rule: str, new: str) -> re.Pattern[str]:
+    if not new or new.count("*") > rule.count("*"):
+        raise ConversionError(f"{rule!r} cannot become {new!r}: that is empty, or has a * more")
+    return re.compile("(.*)".join(map(re.escape, rule.split("*"))), re.DOTALL)
+
+
+def _moved(path: Path, key: str) -> Path:
+    """The path of a new key: in the same nested dicts as before, as far as it begins with their keys."""
+    kept: list[str | int] = []
+    for part in path[:-1]:
+        if not key.startswith(f"{part}.") or key == f"{part}.":
+            break
+        kept.append(part)
+        key = key.removeprefix(f"{part}.")
+    return (*kept, key)
+
+
+def _prefixed(path: Path, prefix: str) -> Path:
+    if not prefix:
+        return path
+    *around, begin = prefix.split(".")
+    return (*around, f"{begin}{path[0]}", *path[1:]) if begin else (*around, *path)

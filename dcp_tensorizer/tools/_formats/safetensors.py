@@ -1,0 +1,335 @@
+"""safetensors files, read and written by ranges: no tensor need be in memory as a whole.
+
+The safetensors library reads local files only, and writes what is in memory.
+
+    8 bytes   length of the header
+    header    JSON: for each tensor its dtype, shape, and first and last byte behind the header
+    data      the tensors' elements, without gaps
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import json
+import math
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import torch
+from msgspec import Meta, Raw, Struct
+from msgspec.json import Decoder
+
+from ..._format.tensor_bytes import host_bytes
+from ..._index.chunks import Region
+from ..._loading.validate import check_chunks
+from ..._storage.base import Storage
+from ...errors import ConversionError, NotCommitted
+from .._atomic_output import new_directory, new_file, written_file
+from .._view import BLOCK, CheckpointView, StoredTensor, blocks_of, plain_tensor, read_region
+from .common import Options, by_key, check_no_objects, open_file, read_range
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_LENGTH = struct.Struct("<Q")
+_MAX_HEADER = 100_000_000  # the library's own limit
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F4": torch.float4_e2m1fn_x2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+_PARTS = "shard-*.safetensors"  # of torch's HuggingFaceStorageWriter(save_distributed=True)
+_OFFSETS = "DCP_SHARDING_INFO"  # where each tensor of such a file begins in the whole one
+_Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_PAIRS = torch.float4_e2m1fn_x2
+"""Two elements in a byte: torch counts them as one in its shapes, and the format as two, in the last dimension."""
+
+
+class _Entry(Struct):
+    """What a header says of a tensor."""
+
+    dtype: str
+    shape: Annotated[tuple[_Count, ...], Meta(max_length=255)]
+    data_offsets: tuple[_Count, _Count]
+
+
+class _Index(Struct):
+    """What ``model.safetensors.index.json`` says: the file of each tensor."""
+
+    weight_map: dict[str, str]
+
+
+class _Saved(Struct):
+    """Where in the whole tensor one of a file begins."""
+
+    saved_offsets: tuple[_Count, ...]
+
+
+class _File(NamedTuple):
+    """What a file's header says: its tensors, where their data begins, and where they begin in whole tensors."""
+
+    entries: dict[str, _Entry]
+    base: int
+    saved: dict[str, _Saved]
+
+
+_decode_header = Decoder(dict[str, Raw]).decode
+_decode_entry = Decoder(_Entry).decode
+_decode_index = Decoder(_Index).decode
+_decode_notes = Decoder(dict[str, Any]).decode
+_decode_saved = Decoder(dict[str, _Saved]).decode
+
+
+# --- reading -------------------------------------------------------------------------------------------------------
+
+
+def is_directory(storage: Storage) -> bool:
+    """Whether a directory is laid out as Hugging Face does it, or as torch, which saves a file of each rank."""
+    return any(storage.head(name) is not None for name in (_INDEX, _SINGLE)) or bool(_parts(storage))
+
+
+def _parts(storage: Storage) -> list[str]:
+    """The files that torch has saved of several ranks."""
+    with suppress(NotCommitted):
+        return sorted(file.name for file in storage.listing()[0] if fnmatch.fnmatchcase(file.name, _PARTS))
+    return []
+
+
+def read_directory(storage: Storage) -> CheckpointView:
+    """The tensors of all files in a directory, each of the file that the index names, or put together of their parts.
+
+    Raises:
+        ConversionError: a file is of another kind, or damaged; or it lacks a tensor that the index says to be there.
+        MetadataError: the parts of a tensor do not make it up.
+        ReadError: one cannot be read.
+    """
+    if storage.head(_INDEX) is None and storage.head(_SINGLE) is None:
+        return CheckpointView(storage.path, "safetensors", _put_together(storage, _parts(storage)))
+    file_of: dict[str, str] = {}
+    if (index := storage.read(_INDEX)) is not None:
+        with _damage_translated(f"{storage.path}/{_INDEX}"):
+            file_of = _decode_index(index).weight_map
+            if any("/" in name or name.startswith(".") for name in file_of.values()):
+                raise ValueError("it names files that are not beside it")
+    names = [_SINGLE] if index is None else sorted(set(file_of.values()))
+    tensors: dict[tuple[str, str], StoredTensor] = {}
+    for name in names:
+        tensors |= {(key, name): tensor for key, tensor in read(storage, name).tensors.items()}
+    for key, name in file_of.items():
+        if (key, name) not in tensors:
+            raise ConversionError(
+                f"{storage.path}/{name} lacks {key!r}, which {_INDEX} says to be there: files were exchanged, or are "
+                f"not all of one model"
+            )
+    chosen = {key: tensor for (key, name), tensor in tensors.items() if file_of.get(key, name) == name}
+    return CheckpointView(storage.path, "safetensors", chosen)
+
+
+def _put_together(storage: Storage, names: Iterable[str]) -> dict[str, StoredTensor]:
+    """The tensors of which several files have parts."""
+    parts: dict[str, list[tuple[tuple[int, ...], StoredTensor]]] = {}
+    for name in names:
+        file = _opened(storage, name)
+        with _damage_translated(f"{storage.path}/{name}"):
+            for key, entry in file.entries.items():
+                part = _tensor(storage, name, key, entry, file.base)
+                begin = file.saved[key].saved_offsets if key in file.saved else (0,) * len(part.shape)
+                others = [other for _, other in parts.setdefault(key, [])]
+                if any((o.dtype, len(o.shape)) != (part.dtype, len(begin)) for o in [part, *others]):
+                    raise ValueError(f"its part of {key!r} is not of one tensor with those of other files")
+                parts[key].append((begin, part))
+    return {key: _whole(storage, key, of_key) for key, of_key in parts.items()}
+
+
+def _whole(storage: Storage, key: str, parts: Sequence[tuple[tuple[int, ...], StoredTensor]]) -> StoredTensor:
+    ends = [[start + size for start, size in zip(begin, part.shape, strict=True)] for begin, part in parts]
+    shape = tuple(max(extents) for extents in zip(*ends, strict=True))
+    dtype = parts[0][1].dtype
+    chunks = [replace(part.chunks[0], region=Region(begin, part.shape)) for begin, part in parts]
+    check_chunks(storage.path, key, shape, [chunk.region for chunk in chunks])
+    read = functools.partial(read_region, storage, key, dtype, chunks, verify=False)
+    return StoredTensor(key, (key,), dtype, shape, read, tuple(chunks))
+
+
+def read(storage: Storage, name: str) -> CheckpointView:
+    """The tensors of a file.
+
+    Raises:
+        ConversionError: it is of another kind, or damaged; or it has parts of tensors, and others are in other files.
+        ReadError: it cannot be read.
+    """
+    path = f"{storage.path}/{name}"
+    file = _opened(storage, name)
+    is_part = bool(file.saved) and fnmatch.fnmatchcase(name, _PARTS)  # torch notes the offsets in whole files, too
+    if is_part or any(any(saved.saved_offsets) for saved in file.saved.values()):
+        raise ConversionError(f"{path} has parts of tensors, one rank's of a distributed save: name its directory")
+    with _damage_translated(path):
+        tensors = by_key(_tensor(storage, name, key, entry, file.base) for key, entry in file.entries.items())
+    return CheckpointView(path, "safetensors", tensors)
+
+
+def _opened(storage: Storage, name: str) -> _File:
+    with open_file(storage, name) as reader, _damage_translated(f"{storage.path}/{name}"):
+        nbytes = storage.head(name) or 0
+        (length,) = _LENGTH.unpack(read_range(reader, 0, _LENGTH.size))
+        base = _LENGTH.size + length
+        if length > _MAX_HEADER or base > nbytes:
+            raise ValueError(f"its header claims to have {length:,} bytes, and the file has {nbytes:,}")
+        raw = _decode_header(read_range(reader, _LENGTH.size, length))
+        notes = _decode_notes(raw.pop("__metadata__", Raw(b"{}")))
+        entries = {key: _decode_entry(value) for key, value in raw.items()}
+        _check_offsets(entries, nbytes - base)
+        saved = notes.get(_OFFSETS)
+        return _File(entries, base, _decode_saved(saved) if isinstance(saved, str) else {})
+
+
+def _check_offsets(described: Mapping[str, _Entry], nbytes: int) -> None:
+    """Tensors must fill the bytes behind the header, one after the other, as the library demands it."""
+    end = 0
+    for (start, stop), key in sorted((entry.data_offsets, key) for key, entry in described.items()):
+        if start != end or stop < start:
+            raise ValueError(f"{key!r} is at bytes {start:,} to {stop:,}, and the tensor before it ends at {end:,}")
+        end = stop
+    if end != nbytes:
+        raise ValueError(f"its tensors have {end:,} bytes, and {nbytes:,} follow its header")
+
+
+def _tensor(storage: Storage, name: str, key: str, entry: _Entry, base: int) -> StoredTensor:
+    dtype = _DTYPES.get(entry.dtype)
+    if dtype is None:
+        raise ValueError(f"{key!r} is of dtype {entry.dtype}, which torch does not have")
+    shape = entry.shape
+    if dtype == _PAIRS:
+        if not shape or shape[-1] % 2:
+            raise ValueError(f"{key!r} of shape {shape} has a last dimension that is not of pairs")
+        shape = (*shape[:-1], shape[-1] // 2)
+    start, stop = entry.data_offsets
+    if stop - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{key!r} of shape {entry.shape} has {stop - start:,} bytes stored")
+    return plain_tensor(storage, (key,), dtype, shape, (name, base + start))
+
+
+@contextmanager
+def _damage_translated(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise ConversionError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+
+
+# --- writing -------------------------------------------------------------------------------------------------------
+
+
+def check(view: CheckpointView, options: Options) -> None:
+    """Fails for objects, and for dtypes and keys that the format does not have."""
+    check_no_objects(view, "safetensors")
+    for tensor in view.tensors.values():
+        if tensor.dtype not in _NAMES:
+            raise ConversionError(
+                f"{tensor.key!r} is of {tensor.dtype}, which safetensors has not: leave it out, or convert it"
+            )
+        if tensor.dtype == _PAIRS and not tensor.shape:
+            raise ConversionError(
+                f"{tensor.key!r} is a pair of elements without a dimension, which safetensors has not: leave it out"
+            )
+        _check_key(tensor.key)
+        if tensor.key == "__metadata__":
+            raise ConversionError("'__metadata__' cannot be a key in safetensors: leave it out")
+
+
+def _check_key(key: str) -> None:
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        raise ConversionError(
+            f"{key!r} cannot be a key in safetensors: it is not valid Unicode. Leave it out"
+        ) from None
+
+
+def write(
+    view: CheckpointView,
+    path: str,
+    storage_options: Mapping[str, Any],
+    options: Options,
+    block_bytes: int = BLOCK,
+) -> None:
+    """Writes a file if the path ends in ``.safetensors``, else a directory as Hugging Face lays it out."""
+    tensors = list(view.tensors.values())
+    if path.endswith(".safetensors"):
+        (shard,) = _shards(tensors, view.nbytes)
+        with new_file(path, storage_options) as (storage, name):
+            _write_file(storage, name, shard, block_bytes)
+        return
+    shards = _shards(tensors, options.shard_bytes)
+    total = len(shards)
+    names = [_SINGLE] if total == 1 else [f"model-{n:05}-of-{total:05}.safetensors" for n in range(1, total + 1)]
+    with new_directory(path, storage_options, "model*.safetensors") as storage:
+        for name, shard in zip(names, shards, strict=True):
+            _write_file(storage, name, shard, block_bytes)
+        if total > 1:
+            places = {tensor.key: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+            index = {"metadata": {"total_size": view.nbytes}, "weight_map": places}
+            storage.put(_INDEX, json.dumps(index, indent=2).encode() + b"\n", sync=True)
+
+
+def _shards(tensors: Sequence[StoredTensor], max_bytes: int) -> list[list[StoredTensor]]:
+    """Distributes tensors over files of no more than ``max_bytes``; a tensor that is larger gets a file of its own."""
+    shards: list[list[StoredTensor]] = [[]]
+    room = max_bytes
+    for tensor in tensors:
+        if tensor.nbytes > room and shards[-1]:
+            shards.append([])
+            room = max_bytes
+        shards[-1].append(tensor)
+        room -= tensor.nbytes
+    # The largest elements first: then each tensor begins at a multiple of its element.
+    return [sorted(shard, key=lambda tensor: -tensor.dtype.itemsize) for shard in shards]
+
+
+def _write_file(storage: Storage, name: str, tensors: Sequence[StoredTensor], block_bytes: int) -> None:
+    header = _header(tensors)
+    with written_file(storage, name, len(header) + sum(tensor.nbytes for tensor in tensors)) as write_piece:
+        write_piece(memoryview(header))
+        for tensor in tensors:
+            for region in blocks_of(tensor, block_bytes):
+                write_piece(host_bytes(tensor.read(region)))
+
+
+def _header(tensors: Sequence[StoredTensor]) -> bytes:
+    """The beginning of a file, up to the first tensor's elements."""
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for tensor in tensors:
+        offsets = [position, position + tensor.nbytes]
+        shape = [*tensor.shape[:-1], 2 * tensor.shape[-1]] if tensor.dtype == _PAIRS else list(tensor.shape)
+        described[tensor.key] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": shape,
+            "data_offsets": offsets,
+        }
+        position = offsets[1]
+    text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    return _LENGTH.pack(len(text)) + text

@@ -1,0 +1,245 @@
+"""tensorizer files: those of any release are read, and written as the package's own data files are.
+
+tensorizer itself reads a file's index and the headers of its tensors. The tensors' bytes are read by ranges, and
+compared with the CRC-32 in their headers here: ``TensorDeserializer`` gives a tensor only as a whole, from a stream
+that one thread reads, and a conversion reads parts of tensors, in blocks, by several threads. tensorizer has no public
+name for its index (``_metadata``), nor for a tensor's header (``_TensorHeaderDeserializer``).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from isal.isal_zlib import crc32
+
+from ..._format.encoder import encode
+from ..._format.names import INDEX_CAPACITY, index_entry_size
+from ..._format.tensor_bytes import dtype_name, host_bytes, named_dtype
+from ..._format.tensorizer_file import lay_out
+from ..._index.chunks import Region
+from ..._runtime.forks import free_in_child
+from ..._saving.write_plan import stored_names
+from ..._storage.base import Storage
+from ..._writer_process.protocol import TensorSource
+from ...errors import ChecksumMismatch, ConversionError, WriteError
+from .._atomic_output import new_directory, new_file
+from .._view import CheckpointView, StoredTensor, blocks_of, plain_tensor
+from .common import FileRange, Options, by_key, check_no_objects, open_file, read_range, tensors_at_once
+
+_MAX_HEADER = 1 << 20  # of one tensor: its name has 64 KiB at most
+
+
+# --- reading -------------------------------------------------------------------------------------------------------
+
+
+def read(storage: Storage, name: str) -> CheckpointView:
+    """The tensors of a file, each compared with the CRC-32 in its header when it is read.
+
+    Raises:
+        ConversionError: the file is of another kind, encrypted, or damaged.
+        ReadError: it cannot be read.
+    """
+    from tensorizer import TensorDeserializer  # takes long
+
+    path = f"{storage.path}/{name}"
+    with open_file(storage, name) as reader:
+        file = FileRange(reader, 0, storage.head(name) or 0)
+        try:
+            with TensorDeserializer(file, device="cpu", lazy_load=True) as deserializer:
+                entries = list(deserializer._metadata.values())
+            nbytes = storage.head(name) or 0
+            tensors = by_key(_tensor(storage, name, nbytes, entry) for entry in entries)
+        except OSError:
+            raise
+        except Exception as error:  # whatever it makes of a damaged file
+            raise ConversionError(f"{path} cannot be read by tensorizer: {type(error).__name__}: {error}") from error
+    return CheckpointView(path, "tensorizer", tensors)
+
+
+def _tensor(storage: Storage, file: str, nbytes: int, entry: Any) -> StoredTensor:
+    """A tensor as the file's index has it (a ``tensorizer.serialization.TensorEntry``)."""
+    dtype = _dtype(entry.dtype)
+    if not 0 <= entry.data_offset - entry.offset <= _MAX_HEADER:
+        raise ValueError(f"damaged in its index: {str(entry.name)!r} has no header")
+    if entry.data_offset + entry.data_length > nbytes:
+        raise ValueError(f"damaged in its index: {str(entry.name)!r} has more bytes than the file")
+    if entry.data_length != math.prod(entry.shape) * dtype.itemsize:
+        raise ValueError(f"without data for {str(entry.name)!r}, or damaged in its index")
+    tensor = plain_tensor(storage, tuple(entry.name), dtype, tuple(entry.shape), (file, entry.data_offset))
+    return replace(tensor, read=_VerifiedReads(storage, file, entry, tensor).read) if entry.data_length else tensor
+
+
+def _dtype(name: str) -> torch.dtype:
+    _, opaque, torch_name = name.partition("\0")
+    if not opaque:
+        return torch.from_numpy(np.empty(0, np.dtype(name))).dtype
+    return named_dtype(torch_name.removeprefix("torch."))
+
+
+class _VerifiedReads:
+    """Compares a tensor with its CRC-32: while it is read from front to back, or before any other region is given."""
+
+    def __init__(self, storage: Storage, file: str, entry: Any, tensor: StoredTensor) -> None:
+        self._storage = storage
+        self._file = file
+        self._entry = entry
+        self._tensor = tensor
+        self._lock = free_in_child(threading.Lock())
+        self._expected: int | None = None
+        self._crc32 = 0
+        self._next = -1  # the element up to which the CRC-32 has got; before the header is read
+        self._is_verified = False
+
+    def read(self, region: Region) -> torch.Tensor:
+        """As `StoredTensor.read`; raises `ChecksumMismatch`, by the last element."""
+        value = self._tensor.read(region)
+        with self._lock:
+            if not self._is_verified and self._next < 0:
+                self._begin()
+            if not self._is_verified:
+                if _first_of_run(region, self._tensor.shape) == self._next:
+                    self._add(value)
+                else:
+                    self._begin()
+                    for block in blocks_of(self._tensor):
+                        self._add(self._tensor.read(block))
+        return value
+
+    def _begin(self) -> None:
+        from tensorizer.serialization import HashType, _TensorHeaderDeserializer
+
+        entry = self._entry
+        with open_file(self._storage, self._file) as reader:
+            content = read_range(reader, entry.offset, entry.data_offset - entry.offset)
+        long_shapes = frozenset([entry.name] if entry.is_long_tensor else [])
+        try:
+            header = _TensorHeaderDeserializer(bytearray(content), long_shape_tensors=long_shapes)
+            hashes = {one.type: int.from_bytes(one.hash, "little") for one in header.hashes}
+        except Exception as error:  # whatever it makes of a damaged header
+            path = f"{self._storage.path}/{self._file}"
+            raise ChecksumMismatch(f"{path}: the header of {self._tensor.key!r} is damaged") from error
+        self._expected = hashes.get(HashType.CRC32)
+        self._crc32 = header.compute_crc32()
+        self._next = 0
+        self._is_verified = self._expected is None  # some releases could leave it out
+
+    def _add(self, value: torch.Tensor) -> None:
+        self._crc32 = crc32(host_bytes(value), self._crc32)
+        self._next += value.numel()
+        if self._next < math.prod(self._tensor.shape) or self._is_verified:
+            return
+        if self._crc32 != self._expected:
+            self._next = -1
+            raise ChecksumMismatch(
+                f"{self._storage.path}/{self._file}: {self._tensor.key!r} is damaged: its CRC-32 is not the one that "
+                f"was stored with it"
+            )
+        self._is_verified = True
+
+
+def _first_of_run(region: Region, shape: Sequence[int]) -> int | None:
+    """The number of a region's first element, if the region is one run of elements in C order."""
+    first = last = 0
+    for start, size, extent in zip(region.start, region.size, shape, strict=True):
+        first = first * extent + start
+        last = last * extent + start + size - 1
+    return first if last - first + 1 == math.prod(region.size) else None
+
+
+# --- writing -------------------------------------------------------------------------------------------------------
+
+
+def check(view: CheckpointView, options: Options) -> None:
+    """Fails for what tensorizer cannot hold or read again, and for rules by which nothing can be split."""
+    check_no_objects(view, "a tensorizer file")
+    keys = list(view.tensors)
+    for key, name in zip(keys, stored_names(keys), strict=True):
+        if key != name:
+            raise ConversionError(f"{key!r} cannot be a name in a tensorizer file: leave it out, or strip a prefix")
+    for pattern in options.split:
+        if not fnmatch.filter(keys, pattern):
+            raise ConversionError(f"no key matches {pattern!r}, which is to be split")
+    for tensor in view.tensors.values():
+        if not tensor.nbytes and _numpy_lacks(tensor.dtype):
+            raise ConversionError(
+                f"{tensor.key!r} has no elements, and tensorizer cannot read a file with such a tensor of "
+                f"{tensor.dtype}: leave it out"
+            )
+        dim = _split_dimension(tensor.key, options)
+        if dim is None:
+            continue
+        extent = tensor.shape[dim] if -len(tensor.shape) <= dim < len(tensor.shape) else None
+        if extent is None or extent % options.tensor_parallel:
+            raise ConversionError(
+                f"{tensor.key!r} of shape {tensor.shape} cannot be split into {options.tensor_parallel} equal "
+                f"parts along dimension {dim}"
+            )
+
+
+def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], options: Options) -> None:
+    """Writes a file, or a directory with a file for each rank."""
+    tensors = list(view.tensors.values())
+    if options.tensor_parallel == 1:
+        with new_file(path, storage_options) as (storage, name):
+            _write_file(storage, name, tensors, options)
+        return
+    with new_directory(path, storage_options, "model-rank-*.tensors") as storage:
+        for rank in range(options.tensor_parallel):
+            shard = [_part_of_rank(tensor, rank, options) for tensor in tensors]
+            _write_file(storage, f"model-rank-{rank:03}.tensors", shard, options)
+
+
+def _write_file(storage: Storage, name: str, tensors: Sequence[StoredTensor], options: Options) -> None:
+    sources = [TensorSource(t.key, dtype_name(t.dtype), t.shape, t.nbytes, _module_kind(t, options)) for t in tensors]
+    capacity = max(INDEX_CAPACITY, sum(index_entry_size(source.name, len(source.shape)) for source in sources))
+    layout = lay_out(sources, capacity=capacity)
+    by_name = {tensor.key: tensor for tensor in tensors}
+    try:
+        sink = storage.create(name, layout.nbytes, sync=True)
+        encode(layout, lambda source: _elements(by_name[source.name]), sink, tensors_at_once(tensors))
+    except OSError as error:
+        raise WriteError(storage.scrub(f"cannot write {storage.path}/{name}: {error}")) from error
+
+
+def _elements(tensor: StoredTensor) -> memoryview:
+    return host_bytes(tensor.read_all())
+
+
+def _split_dimension(key: str, options: Options) -> int | None:
+    """The dimension along which a tensor is split, None if it is whole in each file."""
+    return next((dim for pattern, dim in options.split.items() if fnmatch.fnmatchcase(key, pattern)), None)
+
+
+def _part_of_rank(tensor: StoredTensor, rank: int, options: Options) -> StoredTensor:
+    dim = _split_dimension(tensor.key, options)
+    if dim is None:
+        return tensor
+    dim %= len(tensor.shape)
+    extent = tensor.shape[dim] // options.tensor_parallel
+
+    def read_part(region: Region) -> torch.Tensor:
+        start = tuple(n + rank * extent * (d == dim) for d, n in enumerate(region.start))
+        return tensor.read(Region(start, region.size))
+
+    return replace(tensor, shape=(*tensor.shape[:dim], extent, *tensor.shape[dim + 1 :]), read=read_part, chunks=())
+
+
+def _module_kind(tensor: StoredTensor, options: Options) -> str:
+    is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    is_named = any(fnmatch.fnmatchcase(tensor.key, pattern) for pattern in options.buffers)
+    return "parameter" if is_number and not is_named else "buffer"
+
+
+def _numpy_lacks(dtype: torch.dtype) -> bool:
+    try:
+        torch.empty(0, dtype=dtype, device="cpu").numpy()
+    except TypeError:
+        return True
+    return False

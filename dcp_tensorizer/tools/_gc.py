@@ -1,0 +1,230 @@
+"""Which checkpoints can go, and which files that saves have left.
+
+Everything here may meet a save under way, or a copy, and must not harm it. A file is removed as a leftover only if it
+is of a dead save beyond doubt (see `commit.dead_files`), or older than any save and any copy takes, and only the user
+knows how long that is. A directory that may hold the parts of one checkpoint is removed as a whole or not at all.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import time
+from collections.abc import Container, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from .._format.names import is_data_file_name, is_ours
+from .._saving.commit import remove_files, withdraw
+from .._storage.base import FileInfo, Storage
+from ..errors import describe
+from ._find import Folder, Listed, Unit, arrange, walk
+
+_MAY_BE_UNDER_WAY = "a save or a copy may be under way there: say with --older-than how long none can take"
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What is to be removed from a directory, or why nothing is.
+
+    Attributes:
+        folder: The directory, as it was when this was planned.
+        files: Those of a checkpoint, or the leftovers in its directory, by their names below that.
+        whole: The checkpoint is removed, and with it its directory, if that is empty then.
+        shared: Bytes of those that have names elsewhere, whose space is not free when they are gone.
+        kept: Why files are kept that could be removed; empty if they are removed.
+        failed: They are kept because they could not be removed, or because nobody can tell which ones there are, and
+            not because somebody may need them.
+    """
+
+    folder: Folder
+    files: tuple[FileInfo, ...]
+    whole: bool
+    kept: str = ""
+    failed: bool = False
+    shared: int = 0
+
+    @property
+    def path(self) -> str:
+        return self.folder.storage.path
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files) - self.shared
+
+
+def plan_collection(
+    storage: Storage, keep: int | None, older_than: float | None, *, only_data: bool = False
+) -> list[Removal]:
+    """What `collect` would remove in a directory and below it.
+
+    Steps are committed checkpoints in one directory whose names differ by their numbers. One is removed only if all of
+    this holds: it is neither among the ``keep`` newest nor among those with the ``keep`` highest steps, it is older
+    than ``older_than`` seconds, and no link there leads to it. The newest one is never removed, nor is the one with the
+    highest step, from which a job would resume. Where ranks save for themselves, a checkpoint of fewer ranks than
+    another beside it may lack some: it neither counts nor is removed.
+
+    Args:
+        storage: The directory.
+        keep: Checkpoints to keep in each directory; None and no ``older_than``: all of them.
+        older_than: Seconds.
+        only_data: Leave the files that lie in a checkpoint's directory and are not of this package.
+
+    Raises:
+        NotCommitted: there is no such directory.
+        ReadError: it cannot be listed.
+    """
+    top = walk(storage)
+    removals: list[Removal] = []
+    if keep is not None or older_than is not None:
+        removals += _old_checkpoints(top, keep or 1, older_than, only_data)
+    whole = {listed.path for removal in removals if removal.whole for listed in removal.folder.checkpoints}
+    for folder in top.walk():
+        if folder.listed is not None and folder.listed.path not in whole:
+            removals += _leftovers(folder, folder.listed, older_than)
+    return list(_with_shared(removals))
+
+
+def collect(removal: Removal) -> Removal:
+    """Removes what was planned, unless there is a reason not to; returns what was removed, or why it was not."""
+    storage = removal.folder.storage
+    if removal.kept:
+        return removal
+    try:
+        with ExitStack() as stack:
+            return _remove(removal, stack)
+    except Exception as error:
+        return _kept(removal, storage.scrub(f"cannot remove: {describe(error)}"), failed=True)
+
+
+def _remove(removal: Removal, stack: ExitStack) -> Removal:
+    """Removes files from directories that it locks; returns what was removed, or why it was not."""
+    checkpoints = removal.folder.checkpoints if removal.whole else [removal.folder.listed]
+    for listed in filter(None, checkpoints):
+        lock = listed.storage.lock_directory()
+        stack.callback(lock.release)
+        if listed.storage.locks_are_visible and not lock.is_exclusive:
+            return _kept(removal, "a save is under way there")
+    now = walk(removal.folder.storage)
+    if _file_set(now) != _file_set(removal.folder):
+        return _kept(removal, "something has been saved or changed there in the meantime")
+    if removal.whole:
+        _remove_tree(removal.folder, {file.name for file in removal.files})
+    else:
+        removal.folder.storage.discard(*(file.name for file in removal.files))
+        if removal.folder.listed is not None and removal.folder.listed.state == "unfinished":
+            removal.folder.storage.remove_directory()
+    chosen = {file.name for file in removal.files}
+    # Another name may have come or gone since this was planned.
+    return replace(removal, shared=sum(f.nbytes for f in _files_below(now) if f.name in chosen and f.shared))
+
+
+def _kept(removal: Removal, reason: str, *, failed: bool = False) -> Removal:
+    """What a removal has come to that was not done."""
+    return replace(removal, files=(), shared=0, kept=reason, failed=failed)
+
+
+def _remove_tree(top: Folder, chosen: Container[str]) -> None:
+    """Removes the chosen files in and below a directory, and directories that are empty then.
+
+    If that breaks off, what is left is known as of a dead save.
+    """
+    folders = list(_chosen_below(top, chosen))
+    for folder, names in folders:
+        withdraw(folder.storage, names)
+    for folder, names in reversed(folders):
+        remove_files(folder.storage, names)
+
+
+def _chosen_below(folder: Folder, chosen: Container[str], prefix: str = "") -> Iterator[tuple[Folder, list[str]]]:
+    """Each directory with the names of the chosen files in it; who is in another comes after it."""
+    yield folder, [file.name for file in folder.files if prefix + file.name in chosen]
+    for child in folder.folders:
+        yield from _chosen_below(child, chosen, f"{prefix}{child.name}/")
+
+
+def _file_set(top: Folder) -> set[tuple[str, FileInfo, bool]]:
+    """The files in and below a directory, and which of them are leftovers, to see whether any of that has changed.
+
+    The time of a data file's last change is left out. It is never written again, and a save that links it, or the end
+    of a checkpoint that shares it, changes that time.
+    """
+    return {
+        (
+            folder.storage.path,
+            file._replace(shared=None, changed=None if is_data_file_name(file.name) else file.changed),
+            file in left,
+        )
+        for folder in top.walk()
+        for left in [set(folder.listed.leftovers) if folder.listed is not None else set()]
+        for file in folder.files
+    }
+
+
+def _with_shared(removals: Sequence[Removal]) -> Iterator[Removal]:
+    """Says of each removal how much space it does not free: a file's space is free when its last name goes."""
+    left: dict[tuple[int, int], int] = {}
+    for removal in removals:
+        shared = 0
+        for file in () if removal.kept else removal.files:
+            if file.shared is not None:
+                inode = file.shared.device, file.shared.inode
+                left[inode] = left.get(inode, file.shared.names) - 1
+                shared += file.nbytes if left[inode] else 0
+        yield replace(removal, shared=shared)
+
+
+def _leftovers(folder: Folder, listed: Listed, older_than: float | None) -> Iterator[Removal]:
+    """What goes of the leftovers in a directory, at once; and, apart from it, what may be somebody's."""
+    others = tuple(file for file in listed.leftovers if file not in listed.dead)
+    are_old = _are_old(others, older_than)
+    if files := listed.leftovers if are_old else listed.dead:
+        yield Removal(folder, files, whole=False)
+    if not are_old:
+        yield Removal(folder, others, whole=False, kept=_MAY_BE_UNDER_WAY)
+    if listed.unknown:
+        yield Removal(folder, (), whole=False, kept=listed.unknown, failed=True)
+
+
+def _are_old(files: Sequence[FileInfo], older_than: float | None) -> bool:
+    if older_than is None:
+        return not files
+    return all(file.changed is not None and time.time() - file.changed >= older_than for file in files)
+
+
+def _old_checkpoints(top: Folder, keep: int, older_than: float | None, only_data: bool) -> Iterator[Removal]:
+    linked = [path for folder in top.walk() for path in folder.storage.links()]
+    for group in arrange(top):
+        for old in _beyond(group.units, keep):
+            if time.time() - old.saved >= (older_than or 0.0):
+                kept = group.objection or _objection(old, linked, older_than)
+                unknown = "" if kept else next((part.unknown for part in old.parts if part.unknown), "")
+                files = (f for f in _files_below(old.folder) if not only_data or is_ours(posixpath.basename(f.name)))
+                yield Removal(old.folder, tuple(files), whole=True, kept=kept or unknown, failed=bool(unknown))
+
+
+def _objection(unit: Unit, linked: Sequence[str], older_than: float | None) -> str:
+    """Why an old checkpoint must stay."""
+    real = unit.folder.storage.real_path
+    if any(path == real or path.startswith(real + "/") for path in linked):
+        return "a link leads to it"
+    others = [file for part in unit.parts for file in part.leftovers if file not in part.dead]
+    return "" if _are_old(others, older_than) else _MAY_BE_UNDER_WAY
+
+
+def _files_below(folder: Folder, prefix: str = "") -> Iterator[FileInfo]:
+    for file in folder.files:
+        yield file._replace(name=prefix + file.name)
+    for child in folder.folders:
+        yield from _files_below(child, f"{prefix}{child.name}/")
+
+
+def _beyond(units: Sequence[Unit], keep: int) -> list[Unit]:
+    """The steps that are neither among the newest nor among the highest."""
+    steps = [unit for unit in units if unit.committed and unit.has_number]
+    most = max((unit.ranks for unit in steps), default=0)
+    steps = [unit for unit in steps if unit.ranks in (0, most)]
+    # A job that went back to an earlier step has newer checkpoints with lower steps.
+    by_time = sorted(steps, key=lambda unit: (unit.saved, unit.step), reverse=True)
+    by_step = sorted(steps, key=lambda unit: (unit.step, unit.saved), reverse=True)
+    safe = {unit.folder.storage.path for order in (by_time, by_step) for unit in order[:keep]}
+    return [unit for unit in by_time if unit.folder.storage.path not in safe]

@@ -1,0 +1,207 @@
+"""What is in a checkpoint, in plain values: where its tensors are, and what its objects are."""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .._format.names import StoredItem, data_file_rank
+from .._format.tensor_bytes import dtype_name
+from .._unpickle.objects import is_small, load_object
+from ..errors import CheckpointError, DecryptionError, UntrustedObject
+from ._view import CheckpointView, Path, StoredObject, StoredTensor
+
+_MAX_SHOWN = 80  # characters of a value
+_MAX_READ = 1 << 20  # bytes: larger objects are not read to be shown
+_MAX_NAMED = 8  # beginnings of keys in a message
+_THREADS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkInfo:
+    """A part of a tensor that is stored by itself.
+
+    Attributes:
+        offset, shape: Which part.
+        nbytes: Stored bytes.
+        rank: That wrote it; None if it has no bytes, or its format knows no ranks.
+        file, file_offset: Where its first byte is; None if it has no bytes.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    nbytes: int
+    rank: int | None
+    file: str | None
+    file_offset: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor; ``dtype`` is torch's name of it: ``bfloat16``."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    chunks: tuple[ChunkInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """A value that is not a tensor.
+
+    Attributes:
+        type: The name of its type; ``?`` if that is not known without running code, or without a key.
+        text: What can be shown of it in 80 characters.
+        value: Itself, if it is a bool, a number or a str; None for all else.
+        nbytes: Stored bytes.
+        rank, file, file_offset: As of `ChunkInfo`.
+    """
+
+    key: str
+    type: str
+    text: str
+    value: bool | int | float | str | None
+    nbytes: int
+    rank: int | None
+    file: str | None
+    file_offset: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class DataFileInfo:
+    """A data file of a checkpoint."""
+
+    file: str
+    rank: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """Of several tensors."""
+
+    tensors: int
+    elements: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What is in a checkpoint.
+
+    Attributes:
+        path: Without credentials.
+        ranks: How many wrote it.
+        files: Its data files.
+        tensors, objects: Those whose keys match, in the order of the state dict.
+        by_dtype, by_key: Totals of these tensors. ``by_key`` goes by the first part of the keys in which they differ.
+    """
+
+    path: str
+    ranks: int
+    files: tuple[DataFileInfo, ...]
+    tensors: tuple[TensorInfo, ...]
+    objects: tuple[ObjectInfo, ...]
+    by_dtype: Mapping[str, Total]
+    by_key: Mapping[str, Total]
+
+
+def inspect_view(view: CheckpointView, files: Mapping[str, int], pattern: str = "*") -> Inspection:
+    """Everything about the keys that match a pattern.
+
+    Args:
+        view: A dcp_tensorizer checkpoint.
+        files: Bytes by name of its data files.
+        pattern: As in a shell; ``*`` also matches dots.
+
+    Raises:
+        CheckpointError: no key matches.
+    """
+    tensors = [t for t in view.tensors.values() if fnmatch.fnmatchcase(t.key, pattern)]
+    objects = [o for o in view.objects.values() if fnmatch.fnmatchcase(o.key, pattern)]
+    if pattern != "*" and not (tensors or objects):
+        begins = ", ".join(itertools.islice(dict.fromkeys(map(repr, _groups(list(view.paths.values())))), _MAX_NAMED))
+        raise CheckpointError(f"{view.path} has no key that matches {pattern!r}: its keys begin with {begins}")
+    with ThreadPoolExecutor(_THREADS) as pool:
+        described = tuple(pool.map(_object, objects))
+    return Inspection(
+        view.path,
+        len({data_file_rank(name) for name in files}),
+        tuple(DataFileInfo(name, data_file_rank(name), size) for name, size in sorted(files.items())),
+        tuple(_tensor(tensor) for tensor in tensors),
+        described,
+        _totals((dtype_name(t.dtype), t) for t in tensors),
+        _totals(zip(_groups([t.path for t in tensors]), tensors, strict=True)),
+    )
+
+
+class Shown(NamedTuple):
+    """What can be shown of an object; see `ObjectInfo`."""
+
+    type: str
+    text: str
+    value: bool | int | float | str | None = None
+
+
+def shown_value(content: bytes) -> Shown:
+    """What can be shown of what ``torch.save`` made of an object; nothing of it is run."""
+    try:
+        value = load_object(content)
+    except UntrustedObject as error:
+        return Shown("?", str(error))
+    except Exception as error:
+        return Shown("?", f"cannot be loaded here: {type(error).__name__}: {error}")
+    try:
+        text = repr(value) if is_small(value) else "too large to be shown"
+    except Exception as error:
+        text = f"cannot be shown: {type(error).__name__}"
+    short = text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
+    return Shown(type(value).__qualname__, short, value if type(value) in (bool, int, float, str) else None)
+
+
+def _tensor(tensor: StoredTensor) -> TensorInfo:
+    chunks = tuple(
+        ChunkInfo(chunk.region.start, chunk.region.size, chunk.item.length, *_place(chunk.item))
+        for chunk in tensor.chunks
+    )
+    return TensorInfo(tensor.key, tensor.shape, dtype_name(tensor.dtype), tensor.nbytes, chunks)
+
+
+def _object(stored: StoredObject) -> ObjectInfo:
+    assert stored.item is not None
+    try:
+        too_large = stored.nbytes > _MAX_READ
+        shown = Shown("?", "too large to be shown") if too_large else shown_value(stored.read())
+    except DecryptionError:
+        shown = Shown("?", "encrypted")
+    return ObjectInfo(stored.key, *shown, stored.nbytes, *_place(stored.item))
+
+
+def _place(item: StoredItem) -> tuple[int, str, int] | tuple[None, None, None]:
+    """Rank, file, and first byte there."""
+    return (data_file_rank(item.file), item.file, item.offset) if item.file else (None, None, None)
+
+
+def _totals(named: Iterable[tuple[str, StoredTensor]]) -> dict[str, Total]:
+    by_name: dict[str, list[StoredTensor]] = defaultdict(list)
+    for name, tensor in named:
+        by_name[name].append(tensor)
+    return {
+        name: Total(len(some), sum(t.nbytes // t.dtype.itemsize for t in some), sum(t.nbytes for t in some))
+        for name, some in by_name.items()
+    }
+
+
+def _groups(paths: list[Path]) -> list[str]:
+    """The top-level key of each path; where all have the same, down to the first that differs."""
+    depth = 1
+    while len({path[:depth] for path in paths}) == 1 and all(len(path) > depth + 1 for path in paths):
+        depth += 1
+    return [".".join(map(str, path[:depth])) for path in paths]

@@ -1,0 +1,123 @@
+"""A report of one or several checkpoints, from what they hold to the page."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
+from importlib import resources
+from typing import Any
+
+from ..._format.tensor_bytes import dtype_name
+from .._find import step_of
+from .._view import CheckpointView
+from .measure import Measured, measure
+from .statistics import Statistics
+
+
+def in_order_of_steps(views: Sequence[CheckpointView]) -> list[CheckpointView]:
+    """Checkpoints by their steps, where each has one of its own; else as they are."""
+    steps = [step_of(_name(view)) for view in views]
+    if None in steps or len(set(steps)) < len(steps):
+        return list(views)
+    return sorted(views, key=lambda view: step_of(_name(view)) or 0)
+
+
+def build(
+    views: Sequence[CheckpointView], on_progress: Callable[[int, int], object] = lambda done, total: None
+) -> bytes:
+    """The page about some checkpoints, of which each but the first is compared with the one before.
+
+    Raises:
+        ReadError: one of them is damaged, or cannot be read.
+    """
+    names = [_name(view) for view in views]
+    if len(set(names)) < len(names):
+        names = [view.path for view in views]
+    checkpoints = [
+        checkpoint_row(name, step_of(_name(view)), view.saved, view.format, view.nbytes, len(view.objects))
+        for name, view in zip(names, views, strict=True)
+    ]
+    return render({"checkpoints": checkpoints, "tensors": [tensor_row(one) for one in measure(views, on_progress)]})
+
+
+def _name(view: CheckpointView) -> str:
+    return view.path.rstrip("/").rpartition("/")[2]
+
+
+# A report as one HTML page that needs nothing else: its data, styles and scripts are inside, and no request is made.
+#
+# The page's own files lie beside this one. Names come from checkpoints, so nothing of them becomes HTML: they are in a
+# JSON document, in which no tag can end, and the scripts show them as text. A policy in the page's head lets only these
+# scripts run, by their digests.
+
+_SCRIPTS = ("data.js", "draw.js", "treemap.js", "charts.js", "table.js", "detail.js", "main.js")
+_DIGITS = 5
+
+
+def render(data: Mapping[str, Any]) -> bytes:
+    """The page.
+
+    Args:
+        data: ``checkpoints``: of each a `checkpoint_row`; ``tensors``: of each a `tensor_row`.
+    """
+    style, script = _read("page.css"), "\n".join(map(_read, _SCRIPTS))
+    parts = {
+        "POLICY": f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}",
+        "STYLE": style,
+        "SCRIPT": script,
+        "DATA": _embedded(data),
+    }
+    begin, *rest = _read("page.html").split("{{")
+    return (begin + "".join(parts[name] + text for name, _, text in (p.partition("}}") for p in rest))).encode()
+
+
+def checkpoint_row(
+    name: str, step: int | None, saved: float | None, checkpoint_format: str, nbytes: int, objects: int
+) -> dict[str, Any]:
+    """What the page says of a checkpoint."""
+    time = None if saved is None else datetime.fromtimestamp(saved, timezone.utc).isoformat(timespec="seconds")
+    return {
+        "name": name,
+        "step": step,
+        "saved": time,
+        "format": checkpoint_format,
+        "bytes": nbytes,
+        "objects": objects,
+    }
+
+
+def tensor_row(measured: Measured) -> list[Any]:
+    """What the page says of a tensor: key, shape, dtype, bytes, and its statistics in each checkpoint."""
+    tensor = measured.tensor
+    rows = [None if of_one is None else _statistics_row(of_one) for of_one in measured.statistics]
+    return [tensor.key, list(tensor.shape), dtype_name(tensor.dtype), tensor.nbytes, rows]
+
+
+def _statistics_row(of_one: Statistics) -> list[Any]:
+    """In the order that ``data.js`` knows."""
+    counts = [of_one.elements, of_one.zeros, of_one.nans, of_one.infinities]
+    extremes = [of_one.smallest, of_one.largest, of_one.mean, of_one.deviation, of_one.norm, of_one.distance]
+    return [*counts, *map(_short, extremes), _short(of_one.low), _short(of_one.high), list(of_one.histogram)]
+
+
+def _short(number: float | None) -> float | None:
+    """As many digits as anybody reads."""
+    return float(f"{number:.{_DIGITS}g}") if number is not None and math.isfinite(number) else None
+
+
+def _embedded(data: Mapping[str, Any]) -> str:
+    """JSON in ASCII, in which no character can begin a tag."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _digest(content: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+
+
+def _read(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,155 @@
+"""Statistics of all tensors of several checkpoints: each block is read once, from all of them together.
+
+Memory does not grow with the checkpoints: threads read a few blocks ahead, and what is kept of a tensor is its
+statistics.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import NamedTuple
+
+from ..._index.chunks import Region
+from ..._runtime.threads import cores
+from .._diff import proved_same
+from .._view import CheckpointView, StoredTensor, blocks_of
+from .statistics import Running, Statistics
+
+_BLOCK = 8 << 20  # bytes that a thread reads at once, of all checkpoints together
+_MAX_THREADS = 4
+
+
+class Measured(NamedTuple):
+    """A tensor.
+
+    Attributes:
+        tensor: As it is in the last checkpoint that has it.
+        statistics: In each checkpoint; None where it is not, or where its dtype has no arithmetic.
+    """
+
+    tensor: StoredTensor
+    statistics: list[Statistics | None]
+
+
+class _Series(NamedTuple):
+    """A tensor in checkpoints one after the other, in which it has the same shape.
+
+    Attributes:
+        tensors: Those that differ, as far as their digests tell.
+        places: For each, the numbers of the checkpoints that it is in.
+    """
+
+    key: str
+    tensors: list[StoredTensor]
+    places: list[list[int]]
+
+    @property
+    def blocks(self) -> list[Region]:
+        """In which it is read."""
+        return list(blocks_of(self.tensors[0], max(1, _BLOCK // len(self.tensors))))
+
+
+def measure(
+    views: Sequence[CheckpointView], on_progress: Callable[[int, int], object] = lambda done, total: None
+) -> Iterator[Measured]:
+    """The statistics of each tensor, one after the other.
+
+    Args:
+        views: The checkpoints, from the first to the last.
+        on_progress: Called with the bytes that were read and the bytes in all.
+
+    Raises:
+        ReadError: one of them is damaged, or cannot be read.
+    """
+    keys = dict.fromkeys(key for view in reversed(views) for key in view.tensors)
+    runs = {key: list(_runs(key, [view.tensors.get(key) for view in views])) for key in keys}
+    total = sum(tensor.nbytes for of_key in runs.values() for run in of_key for tensor in run.tensors)
+    done = 0
+    threads = min(_MAX_THREADS, cores() + 1)
+    with ThreadPoolExecutor(threads, thread_name_prefix="report") as pool:
+        results = _in_order(pool, _measure_block, _blocks(runs), 2 * threads)
+        for key, of_key in runs.items():
+            statistics: list[Statistics | None] = [None] * len(views)
+            for run in of_key:
+                measured = [Running() for _ in run.tensors]
+                known = True
+                for region in run.blocks:
+                    block = next(results)
+                    known = known and block is not None
+                    for running, part in zip(measured, block or (), strict=False):
+                        running.take(part)
+                    done += math.prod(region.size) * sum(tensor.dtype.itemsize for tensor in run.tensors)
+                    on_progress(done, total)
+                if known:
+                    _place(run, measured, statistics)
+            newest = max(place for run in of_key for places in run.places for place in places)
+            yield Measured(views[newest].tensors[key], statistics)
+
+
+def _runs(key: str, tensors: Sequence[StoredTensor | None]) -> Iterator[_Series]:
+    for _, group in itertools.groupby(enumerate(tensors), lambda placed: placed[1] and placed[1].shape):
+        run = _Series(key, [], [])
+        for place, tensor in group:
+            if tensor is None:
+                continue
+            if run.tensors and proved_same(run.tensors[-1], tensor):
+                run.places[-1].append(place)
+            else:
+                run.tensors.append(tensor)
+                run.places.append([place])
+        if run.tensors:
+            yield run
+
+
+def _blocks(runs: dict[str, list[_Series]]) -> Iterator[tuple[_Series, Region]]:
+    return ((run, region) for of_key in runs.values() for run in of_key for region in run.blocks)
+
+
+def _measure_block(task: tuple[_Series, Region]) -> list[Running] | None:
+    """Of a block in all checkpoints of a run; None if the dtype has no arithmetic."""
+    run, region = task
+    measured: list[Running] = []
+    before = None
+    for tensor in run.tensors:
+        block = tensor.read(region)
+        measured.append(Running())
+        try:
+            measured[-1].add(block, before)
+        except (RuntimeError, NotImplementedError, TypeError):
+            return None
+        before = block
+    return measured
+
+
+def _place(run: _Series, measured: Sequence[Running], statistics: list[Statistics | None]) -> None:
+    """Puts the results of a run where they belong; in a checkpoint where nothing changed, the distance is 0."""
+    for number, (running, places) in enumerate(zip(measured, run.places, strict=True)):
+        result = running.result(has_distance=number > 0)
+        statistics[places[0]] = result
+        for place in places[1:]:
+            statistics[place] = replace(result, distance=0.0)
+
+
+def _in_order(
+    pool: ThreadPoolExecutor,
+    function: Callable[[tuple[_Series, Region]], list[Running] | None],
+    tasks: Iterable[tuple[_Series, Region]],
+    most: int,
+) -> Iterator[list[Running] | None]:
+    """The results of tasks in their order, of which no more than ``most`` are begun and not yet taken."""
+    begun: deque[Future[list[Running] | None]] = deque()
+    try:
+        for task in tasks:
+            if len(begun) == most:
+                yield begun.popleft().result()
+            begun.append(pool.submit(function, task))
+        while begun:
+            yield begun.popleft().result()
+    finally:
+        for future in begun:
+            future.cancel()

@@ -1,0 +1,171 @@
+"""What the elements of a tensor are like, found in one pass: block by block, and each block piece by piece.
+
+A histogram over a range that is known only at the end needs a second pass, or fine bins that fit every range. The first
+14 bits of a float32 are such bins: sign, exponent, and 5 bits of the fraction, so that a bin is 3% wide.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+BINS = 40
+"""Of a histogram that is shown."""
+
+_PIECE = 1 << 15  # elements: in float64 they stay in the core's own cache
+_SHIFT = 18
+_FINE = 1 << (32 - _SHIFT)
+_FINITE = 255 << (23 - _SHIFT)  # fine bins of one sign below infinity
+_LARGEST = float(np.finfo(np.float32).max)
+_DEVIATIONS = 4.0  # on both sides of the mean: what a histogram shows one by one
+
+_Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What the elements of a tensor are like; the real and imaginary parts of complex ones count as elements.
+
+    Attributes:
+        elements, zeros, nans, infinities: How many.
+        smallest, largest, mean, deviation, norm: Of the finite elements; None if there are none. ``deviation`` is the
+            standard deviation, and ``norm`` the Euclidean one: not finite where float64 cannot hold its square.
+        low, high: Where the histogram begins and ends.
+        histogram: Finite elements in each of `BINS` equal parts of that range; those beyond it are in the first and in
+            the last.
+        distance: The norm of the difference from the same tensor in the checkpoint before; None if there is none.
+    """
+
+    elements: int
+    zeros: int
+    nans: int
+    infinities: int
+    smallest: float | None
+    largest: float | None
+    mean: float | None
+    deviation: float | None
+    norm: float | None
+    low: float | None
+    high: float | None
+    histogram: tuple[int, ...]
+    distance: float | None
+
+
+def _wide(elements: torch.Tensor) -> _Floats:
+    if elements.dtype.is_complex:
+        elements = torch.view_as_real(elements.to(torch.complex128))
+    return elements.to(torch.float64).reshape(-1).numpy()
+
+
+class Running:
+    """Statistics of the elements that were added so far; of two such, one can take in the other."""
+
+    def __init__(self) -> None:
+        self._elements = self._zeros = self._nans = self._infinities = self._finite = 0
+        self._mean = self._squares = self._distance = 0.0  # squares: of the differences from the mean
+        self._smallest, self._largest = math.inf, -math.inf
+        self._fine: NDArray[Any] = np.zeros(_FINE, np.int64)
+
+    def add(self, block: torch.Tensor, before: torch.Tensor | None = None) -> None:
+        """Takes in more elements; ``before`` are the same ones in the checkpoint before.
+
+        Raises:
+            RuntimeError, NotImplementedError, TypeError: their dtype has no arithmetic.
+        """
+        block, before = block.reshape(-1), None if before is None else before.reshape(-1)
+        with np.errstate(all="ignore"):  # squares of what float64 just holds are infinite
+            for start in range(0, block.numel(), _PIECE):
+                piece = _wide(block[start : start + _PIECE])
+                if before is not None:
+                    difference = piece - _wide(before[start : start + _PIECE])
+                    self._distance += _sum_of_squares(difference[np.isfinite(difference)])
+                self._add_piece(piece)
+
+    def _add_piece(self, piece: _Floats) -> None:
+        nans = int(np.count_nonzero(np.isnan(piece)))
+        infinities = int(np.count_nonzero(np.isinf(piece)))
+        finite = piece[np.isfinite(piece)] if nans or infinities else piece
+        self._elements += piece.size
+        self._nans += nans
+        self._infinities += infinities
+        if not finite.size:
+            return
+        self._zeros += finite.size - int(np.count_nonzero(finite))
+        mean = float(finite.mean())
+        centred = finite - mean
+        self._combine(finite.size, mean, _sum_of_squares(centred))
+        self._smallest = min(self._smallest, float(finite.min()))
+        self._largest = max(self._largest, float(finite.max()))
+        bits = np.clip(finite, -_LARGEST, _LARGEST).astype(np.float32).view(np.uint32) >> _SHIFT
+        self._fine += np.bincount(bits, minlength=_FINE)
+
+    def take(self, other: Running) -> None:
+        """Takes in what another has seen."""
+        self._elements += other._elements
+        self._zeros += other._zeros
+        self._nans += other._nans
+        self._infinities += other._infinities
+        self._distance += other._distance
+        self._combine(other._finite, other._mean, other._squares)
+        self._smallest = min(self._smallest, other._smallest)
+        self._largest = max(self._largest, other._largest)
+        self._fine += other._fine
+
+    def _combine(self, count: int, mean: float, squares: float) -> None:
+        """Chan's formula: exact also where the mean is large, and the deviation small."""
+        total = self._finite + count
+        if total:
+            apart = mean - self._mean
+            self._squares += squares + apart * apart * self._finite * count / total
+            self._mean += apart * count / total
+            self._finite = total
+
+    def result(self, *, has_distance: bool) -> Statistics:
+        """The statistics; ``has_distance``: all blocks came with those before."""
+        counts = self._elements, self._zeros, self._nans, self._infinities
+        if not self._finite:
+            return Statistics(*counts, None, None, None, None, None, None, None, (), 0.0 if has_distance else None)
+        deviation = math.sqrt(self._squares / self._finite)
+        reach = _DEVIATIONS * deviation if math.isfinite(deviation) else math.inf
+        low = max(self._smallest, self._mean - reach, -_LARGEST)
+        high = min(self._largest, self._mean + reach, _LARGEST)
+        return Statistics(
+            *counts,
+            self._smallest,
+            self._largest,
+            self._mean,
+            deviation,
+            math.sqrt(self._squares + self._finite * self._mean * self._mean),
+            low,
+            high,
+            self._histogram(low, high),
+            math.sqrt(self._distance) if has_distance else None,
+        )
+
+    def _histogram(self, low: float, high: float) -> tuple[int, ...]:
+        negative = self._fine[_FINE // 2 : _FINE // 2 + _FINITE][::-1]
+        below = np.concatenate([[0], np.cumsum(np.concatenate([negative, self._fine[:_FINITE]]))])
+        if not low < high:  # all are the same
+            return tuple(self._finite if number == BINS // 2 else 0 for number in range(BINS))
+        edges = np.clip(_FINE_EDGES, self._smallest, self._largest)
+        shares = np.interp(np.linspace(low, high, BINS + 1)[1:-1], edges, below)
+        return tuple(np.diff(np.rint(np.concatenate([[0], shares, [self._finite]]))).astype(np.int64).tolist())
+
+
+def _sum_of_squares(values: _Floats) -> float:
+    return float(np.square(values).sum())  # not by BLAS, whose threads would wait for each other here
+
+
+def _fine_edges() -> _Floats:
+    """Where the fine bins begin and end, from the lowest to the highest."""
+    bits = np.arange(_FINITE + 1, dtype=np.uint32) << _SHIFT
+    positive = np.minimum(bits.view(np.float32), np.float32(_LARGEST)).astype(np.float64)
+    return np.concatenate([-positive[:0:-1], positive])
+
+
+_FINE_EDGES = _fine_edges()

@@ -1,0 +1,454 @@
+"""Whether a checkpoint's files hold what was saved, at the disk's speed and in little memory.
+
+Threads read sections of files (see `file_sections`) past the page cache, and hash each piece while it is in the core's
+own cache. This is not done by the executor of loads: that stops at the first damage, and verification names every
+damaged block and every range that cannot be read; and what a file holds besides items (headers, its index, its end) is
+nothing that a load can ask for.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from .._format.checksums import Digester, TensorHashes
+from .._format.encryption import Cipher
+from .._format.names import Derivation, StoredItem
+from .._format.tensorizer_file import END, Entry, lay_out
+from .._runtime.direct_memory import direct_memory
+from .._runtime.forks import free_in_child
+from .._runtime.threads import cores
+from .._storage.base import RangeReader, Storage
+from .._storage.remote import RemoteStorage
+from .._writer_process.protocol import TensorSource
+from ..errors import CheckpointError, NotCommitted, ReadError
+from ._view import data_files, read_parts
+
+_PIECE = 512 << 10  # see `_format.encoder`: hashing data that is in the core's own cache
+_READ = 8 << 20
+_MAX_READERS = 16  # each with a buffer of that size
+_PAGE = 4096
+_MAX_NAMED = 3  # keys that are lost with a file
+_OF_THIS_PROCESS = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Something that is not as it was saved.
+
+    Attributes:
+        file: The data file, below the checkpoint's directory.
+        key: None if it is the file as a whole, or bytes that belong to no tensor.
+        offset: The first damaged byte of the file, as far as that is known.
+        what: In words.
+    """
+
+    file: str
+    key: str | None
+    offset: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What was looked at, and what is wrong.
+
+    Attributes:
+        files: Data files.
+        items: Tensors' chunks, and objects.
+        nbytes: Bytes read.
+        seconds: How long it took.
+        damages: In the order of files and offsets; empty if the checkpoint is whole.
+    """
+
+    files: int
+    items: int
+    nbytes: int
+    seconds: float
+    damages: tuple[Damage, ...]
+
+
+def verify(
+    storage: Storage,
+    parts: Mapping[int | None, Metadata],
+    *,
+    full: bool = False,
+    progress: Callable[[int, int], object] = lambda done, total: None,
+) -> Verified:
+    """Compares a checkpoint's files with what its metadata says of them.
+
+    Memory: a few MiB a thread, whatever the size of the tensors.
+
+    Args:
+        storage: The checkpoint's directory.
+        parts: Its metadata, of all ranks or rank by rank.
+        full: Check every byte of the files and tensorizer's own hashes, and not only the digests of the data.
+        progress: Called with the bytes that are done and the bytes in all, by one thread at a time.
+
+    Raises:
+        ReadError: the checkpoint was replaced or removed meanwhile, or a server does not give it, or this process may
+            not read it: whether it is damaged nobody knows then.
+    """
+    started = time.monotonic()
+    files = {name: (nbytes, part) for part in parts.values() for name, nbytes in part.storage_data["files"].items()}
+    items = items_by_file(parts)
+    damages: list[Damage] = []
+    cut: dict[str, int] = {}
+    runs: list[_ReadRun] = []
+    for name, (nbytes, part) in sorted(files.items()):
+        size = _size(storage, name)
+        if isinstance(size, str):
+            damages.append(Damage(name, None, 0, f"{size}, {_lost([keyed.key for keyed in items[name]])}"))
+            continue
+        if size != nbytes:
+            damages.append(Damage(name, None, min(size, nbytes), f"has {size:,} bytes instead of {nbytes:,}"))
+            cut[name] = size
+        runs += _runs(name, size, file_sections(items[name], nbytes, part) if full else block_sections(items[name]))
+    check = _Check(storage, progress, sum(run.stop - run.start for run in runs))
+    # Twice as many threads as read at full speed, for each hashes what it has read; in full, hashing takes longer.
+    threads = min(_MAX_READERS, 2 * storage.reads.max_threads) + (cores() if full else 0)
+    with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
+        try:
+            damages += [damage for in_run in pool.map(check.run, runs) for damage in in_run]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    if damages:
+        _check_unreplaced(storage, parts)
+        damages = _with_other_names(storage, _folded(damages, cut))
+    damages.sort(key=lambda damage: (damage.file, damage.key is not None, damage.offset))
+    return Verified(len(files), sum(map(len, items.values())), check.done, time.monotonic() - started, tuple(damages))
+
+
+def _check_unreplaced(storage: Storage, parts: Mapping[int | None, Metadata]) -> None:
+    """Fails if another save was committed there meanwhile, which removes the files of this one: that is no damage."""
+    try:
+        files = data_files(read_parts(storage))
+    except NotCommitted:
+        files = {}
+    if files != data_files(parts):  # each save gives its files names of their own
+        raise ReadError(f"{storage.path} was replaced or removed while it was verified: verify it again")
+
+
+def _folded(damages: Sequence[Damage], cut: Mapping[str, int]) -> list[Damage]:
+    """With one damage for all tensors beyond the end of a file, if they are many; ``cut``: where such files end."""
+    lost: dict[str, dict[str, None]] = defaultdict(dict)
+    for damage in damages:
+        if damage.key is not None and damage.offset >= cut.get(damage.file, damage.offset + 1):
+            lost[damage.file][damage.key] = None
+    many = {file: list(keys) for file, keys in lost.items() if len(keys) > _MAX_NAMED}
+    left = [d for d in damages if d.key is None or d.file not in many or d.offset < cut[d.file]]
+    return [
+        replace(d, what=f"{d.what}, {_lost(many[d.file])}")
+        if d.key is None and d.file in many and d.offset == cut[d.file]
+        else d
+        for d in left
+    ]
+
+
+def _with_other_names(storage: Storage, damages: Sequence[Damage]) -> list[Damage]:
+    """Says of each damaged file whether it has other names: then the checkpoints that these are in have its damage."""
+    names: dict[str, int] = {}
+    with suppress(CheckpointError):
+        names = {file.name: file.shared.names for file in storage.listing()[0] if file.shared is not None}
+    shown = "; the file has {} in other checkpoints, which are damaged too"
+    return [
+        replace(damage, what=damage.what + shown.format(_count(names[damage.file] - 1, "other name")))
+        if damage.file in names
+        else damage
+        for damage in damages
+    ]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _is_damage(storage: Storage, error: Exception) -> bool:
+    """Whether what cannot be read is damaged. A server may be overloaded, or refuse; what a disk refuses is lost.
+
+    Not so where this process may not read, or has no means to.
+    """
+    if isinstance(storage, RemoteStorage):
+        return isinstance(error, EOFError | FileNotFoundError)
+    cause = error.__cause__ if isinstance(error, CheckpointError) else error
+    return not (isinstance(cause, OSError) and cause.errno in _OF_THIS_PROCESS)
+
+
+def _size(storage: Storage, name: str) -> int | str:
+    """The bytes in a file, or why it has none."""
+    try:
+        size = storage.head(name)
+    except CheckpointError as error:
+        if not _is_damage(storage, error):
+            raise
+        return str(error)
+    return "is missing" if size is None else size
+
+
+def _lost(keys: Sequence[str]) -> str:
+    """What is gone with a file."""
+    names = ", ".join(map(repr, keys[:_MAX_NAMED])) + (", ..." if len(keys) > _MAX_NAMED else "")
+    return f"and with it {names} ({len(keys):,} in all)" if keys else "and held nothing"
+
+
+class _ReadRun(NamedTuple):
+    """Sections of a file that one thread reads, with the gaps between them."""
+
+    file: str
+    file_nbytes: int
+    sections: list[CheckedRange]
+
+    @property
+    def start(self) -> int:
+        return self.sections[0].start
+
+    @property
+    def stop(self) -> int:
+        return self.sections[-1].stop
+
+
+def _runs(file: str, file_nbytes: int, sections: Iterable[CheckedRange]) -> Iterator[_ReadRun]:
+    run: list[CheckedRange] = []
+    for section in sections:
+        if run and section.stop - run[0].start > SECTION_BYTES:
+            yield _ReadRun(file, file_nbytes, run)
+            run = []
+        run.append(section)
+    if run:
+        yield _ReadRun(file, file_nbytes, run)
+
+
+class _Check:
+    def __init__(self, storage: Storage, progress: Callable[[int, int], object], total: int) -> None:
+        self.done = 0
+        self._storage = storage
+        self._progress = progress
+        self._total = total
+        self._counting = free_in_child(threading.Lock())
+        self._buffers = threading.local()
+
+    def run(self, run: _ReadRun) -> list[Damage]:
+        """Reads a run of sections; what cannot be read is damaged, like what is not as it should be."""
+        try:
+            reader = self._storage.open_uncached(run.file)
+        except OSError as error:
+            self._check_damage(run.file, error)
+            return [Damage(run.file, None, 0, self._storage.scrub(f"cannot be opened: {error}"))]
+        try:
+            unreadable = list(self._read(reader, run))
+        finally:
+            reader.close()
+        return unreadable + [Damage(run.file, *problem) for section in run.sections for problem in section.problems()]
+
+    def _read(self, reader: RangeReader, run: _ReadRun) -> Iterator[Damage]:
+        """Reads a run for its sections; yields the ranges it could not read, of which these get zeros."""
+        stop = min(run.stop, run.file_nbytes)
+        for begin in range(run.start // _PAGE * _PAGE, stop, _READ):  # as reads past the page cache want it
+            end = min(begin + _READ, stop)
+            buffer = self._buffer()[: end - begin]
+            try:
+                reader.read_into([buffer], begin)
+            except Exception as error:
+                self._check_damage(run.file, error)
+                what = f"{buffer.nbytes:,} bytes cannot be read: {type(error).__name__}: {error}"
+                yield Damage(run.file, None, begin, self._storage.scrub(what))
+                buffer[:] = bytes(buffer.nbytes)
+            for section in run.sections:
+                last = min(section.stop, end)
+                for first in range(max(section.start, begin), last, _PIECE):
+                    section.update(buffer[first - begin : min(first + _PIECE, last) - begin])
+            self._count(end - max(begin, run.start))
+
+    def _check_damage(self, file: str, error: Exception) -> None:
+        """Raises `ReadError` if nobody knows whether the file is damaged."""
+        if not _is_damage(self._storage, error):
+            said = f"cannot read {self._storage.path}/{file}: {type(error).__name__}: {error}"
+            raise ReadError(self._storage.scrub(said)) from self._storage.cause(error)
+
+    def _count(self, nbytes: int) -> None:
+        with self._counting:
+            self.done += nbytes
+            self._progress(self.done, self._total)
+
+    def _buffer(self) -> memoryview:
+        if not hasattr(self._buffers, "memory"):
+            self._buffers.memory = direct_memory(_READ)
+        return self._buffers.memory  # type: ignore[no-any-return]
+
+
+# The sections of a data file, each with what it should hold: the blocks of tensors, or everything in the file.
+#
+# Each block has a digest in the metadata. The rest of a file follows from the metadata and the hashes of the data.
+
+SECTION_BYTES = 64 << 20
+"""Bytes that one thread checks: enough to read on, small enough to spread a large tensor over threads."""
+
+Problem = tuple[str | None, int, str]
+"""Key, offset in the file, and what is wrong there."""
+
+
+class KeyedItem(NamedTuple):
+    """A write item with bytes, its key and its shape."""
+
+    key: str
+    item: StoredItem
+    shape: tuple[int, ...]
+
+
+class CheckedRange(Protocol):
+    """Bytes of a file that are checked together."""
+
+    start: int
+    stop: int
+
+    def update(self, piece: memoryview) -> None:
+        """Takes the bytes, in order."""
+
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong, after all bytes; also if some could not be read."""
+
+
+def items_by_file(parts: Mapping[int | None, Metadata]) -> dict[str, list[KeyedItem]]:
+    """The items in each file, in its order."""
+    files: dict[str, list[KeyedItem]] = defaultdict(list)
+    for part in parts.values():
+        shapes = {
+            (key, tuple(chunk.offsets)): tuple(chunk.sizes)
+            for key, entry in part.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+            for chunk in entry.chunks
+        }
+        for (key, offset), item in part.storage_data["items"].items():
+            if item.length:
+                shape = shapes[key, offset] if item.kind == "tensor" else (item.length,)
+                files[item.file].append(KeyedItem(str(key), item, shape))
+    for items in files.values():
+        items.sort(key=lambda keyed: keyed.item.offset)
+    return files
+
+
+def block_sections(items: Sequence[KeyedItem]) -> Iterator[CheckedRange]:
+    """The data of items, without what is between them."""
+    for key, item, _ in items:
+        step = item.block * max(1, SECTION_BYTES // item.block)
+        for start in range(0, item.length, step):
+            yield _Blocks(key, item, start, min(start + step, item.length))
+
+
+def file_sections(items: Sequence[KeyedItem], nbytes: int, part: Metadata) -> Iterator[CheckedRange]:
+    """Every byte of a file.
+
+    Args:
+        items: In the file.
+        nbytes: In the file, when it was saved.
+        part: The metadata that names the file.
+    """
+    record = part.storage_data.get("encryption")
+    cipher = None
+    if record is not None:  # the layout does not depend on the key
+        cipher = Cipher(b"", None if record["derivation"] is None else Derivation(*record["derivation"]))
+    tensors = [TensorSource(i.name, i.dtype, shape, i.length, i.kind) for _, i, shape in items]
+    # The tensors lie where the hashes in their headers have left them; padding may make both layouts the same.
+    layouts = [lay_out(tensors, cipher, sha256=sha256) for sha256 in (False, True)]
+    offsets = [keyed.item.offset for keyed in items]
+    fitting = [layout for layout in layouts if [entry.offset for entry in layout.entries] == offsets] or layouts[:1]
+    yield _Constant(0, fitting[0].head, "the index of its tensors")
+    for (key, item, _), *entries in zip(items, *(layout.entries for layout in fitting), strict=True):
+        yield _TensorWithHeader(key, item, entries)
+    yield _Constant(nbytes - len(END), END, "its end")
+
+
+class _Blocks:
+    """Some blocks of an item, compared with their digests."""
+
+    def __init__(self, key: str, item: StoredItem, start: int, stop: int) -> None:
+        self.start, self.stop = item.offset + start, item.offset + stop
+        self._key = key
+        self._step = item.block
+        first = start // self._step
+        self._expected = item.digests[8 * first : 8 * -(-stop // self._step)]
+        self.digester = Digester(self._step)
+        self.update = self.digester.update
+
+    def problems(self) -> Iterator[Problem]:
+        actual = self.digester.digests()
+        for number, start in enumerate(range(self.start, self.stop, self._step)):
+            digest = slice(8 * number, 8 * number + 8)
+            if actual[digest] != self._expected[digest]:
+                stop = min(start + self._step, self.stop)
+                yield self._key, start, f"bytes {start:,} to {stop:,} are not what was saved"
+
+
+class _TensorWithHeader:
+    """A tensor with its header, which holds tensorizer's hashes of both; of an encrypted one, nonce and MACs.
+
+    Args:
+        key: The tensor's.
+        item: The tensor.
+        entries: It may be stored like any of these, at one place, with these hashes or those.
+    """
+
+    def __init__(self, key: str, item: StoredItem, entries: Sequence[Entry[TensorSource]]) -> None:
+        self._entry, *self._others = entries
+        self.start, self.stop = self._entry.header_offset, self._entry.offset + self._entry.length
+        self._key = key
+        self._nonce_and_macs = item.nonce_and_macs
+        self._header = b""
+        self._blocks = _Blocks(key, item, 0, self._entry.length)
+        self._hashes: TensorHashes | None = None
+
+    def update(self, piece: memoryview) -> None:
+        missing = len(self._entry.header) - len(self._header)
+        self._header += bytes(piece[:missing])
+        if missing <= piece.nbytes and not self._nonce_and_macs:
+            self._hashes = self._hashes or self._begin_hashes()
+        (self._hashes or self._blocks).update(piece[missing:])
+
+    def _begin_hashes(self) -> TensorHashes:
+        """Of the kinds that the header holds; as the first layout says if it holds none that are known."""
+        for other in self._others:
+            start, zero = other.hashes_offset, other.with_hashes(0, bytes(32))
+            if self._header[start:][:4] == zero[start:][:4]:  # how many, and of which kind the first is
+                self._entry = other
+        return TensorHashes(self._entry.header, self._blocks.digester, sha256=self._entry.has_sha256)
+
+    def problems(self) -> Iterator[Problem]:
+        damaged_blocks = list(self._blocks.problems())
+        yield from damaged_blocks
+        if damaged_blocks:
+            return
+        if self._nonce_and_macs:
+            what, expected = "nonce and MACs", self._entry.with_macs(self._nonce_and_macs)
+        else:
+            what = "the CRC-32 and SHA-256" if self._entry.has_sha256 else "the CRC-32"
+            hashes = self._hashes or self._begin_hashes()
+            expected = self._entry.with_hashes(*hashes.values())
+        if self._header != expected:
+            yield self._key, self.start, f"its header, with {what} of the data, is damaged"
+
+
+class _Constant:
+    """Bytes that are known."""
+
+    def __init__(self, start: int, expected: bytes, name: str) -> None:
+        self.start, self.stop = start, start + len(expected)
+        self._expected = expected
+        self._name = name
+        self._actual = b""
+
+    def update(self, piece: memoryview) -> None:
+        self._actual += bytes(piece)
+
+    def problems(self) -> Iterator[Problem]:
+        if self._actual != self._expected:
+            yield None, self.start, f"{self._name} is damaged"

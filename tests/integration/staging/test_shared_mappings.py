@@ -1,0 +1,39 @@
+"""Shared memory of any making, as another process finds it."""
+
+from __future__ import annotations
+
+import torch
+
+from dcp_tensorizer._staging.shared_mappings import SharedMappings
+
+from ...support import raw, run_python
+
+
+def test_another_process_sees_it() -> None:
+    """A process of its own maps it by what `locate` says."""
+    tensor = torch.arange(1000, dtype=torch.int32).share_memory_()
+    place = SharedMappings().locate(tensor)
+    assert place is not None
+    (path, device, inode), offset = place
+    script = """
+import sys
+from dcp_tensorizer._staging.shared_mappings import SharedFile, map_shared
+path, device, inode, offset = sys.argv[1:]
+mapping = map_shared(SharedFile(path, int(device), int(inode)))
+print(sum(mapping[int(offset) : int(offset) + 4000]))
+"""
+    done = run_python(script, path, str(device), str(inode), str(offset))
+    assert int(done.stdout) == sum(raw(tensor))
+
+
+def test_memory_that_torch_shares_by_file_names_is_found() -> None:
+    """Torch's other way of sharing, in a process of its own: its manager lives on with whoever used it."""
+    script = """
+import torch
+from dcp_tensorizer._staging.shared_mappings import SharedMappings, map_shared
+torch.multiprocessing.set_sharing_strategy("file_system")
+tensor = torch.arange(1000, dtype=torch.uint8).share_memory_()
+file, offset = SharedMappings().locate(tensor[10:20])
+print(list(map_shared(file)[offset : offset + 10]), file.path.startswith("/dev/shm/torch_"))
+"""
+    assert run_python(script).stdout.strip() == "[10, 11, 12, 13, 14, 15, 16, 17, 18, 19] True"

@@ -1,0 +1,434 @@
+"""The writer process, from the trainer's side: requests, death, hangs, ends."""
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+
+import psutil
+import pytest
+import torch
+from tensorizer import TensorDeserializer
+
+from dcp_tensorizer._format.names import data_file_name
+from dcp_tensorizer._staging.shared_memory import SharedBuffer
+from dcp_tensorizer._writer_process.child import interpreter
+from dcp_tensorizer._writer_process.client import Unsendable, WriterProcess
+from dcp_tensorizer._writer_process.protocol import (
+    Channel,
+    DeviceTensor,
+    FileRequest,
+    SnapshotRequest,
+    TensorSource,
+    WriteOptions,
+    WriteRequest,
+)
+from dcp_tensorizer.errors import WriteError, WriterProcessDied
+
+from ...support import kill, open_descriptors
+from ...waiting import WAIT
+
+NAME = data_file_name(0, 0, "a" * 32)
+
+
+class Foreign:
+    """Not importable in the writer process: this module is none of its."""
+
+
+@pytest.fixture
+def buffer():
+    buffer = SharedBuffer(1 << 20)
+    yield buffer
+    buffer.close()
+
+
+@pytest.fixture(scope="module")
+def processes():
+    started = []
+    yield started
+    for process in started:
+        process.close()
+
+
+@pytest.fixture
+def process(processes):
+    """A process that works: the one before, unless a test has ended it (a start takes a while)."""
+    if not processes or not processes[-1].alive:
+        processes.append(WriterProcess())
+    return processes[-1]
+
+
+def request(path, buffer, count=1000, options=None):
+    tensor = buffer.allocate(torch.float32, (count,))
+    tensor.copy_(torch.arange(count, dtype=torch.float32))
+    source = TensorSource("w", "float32", (count,), tensor.nbytes, "tensor", buffer.id, buffer.locate(tensor))
+    return WriteRequest(
+        str(path), WriteOptions(options or {}, True, 2, 64 << 20, 60.0), (FileRequest(NAME, (source,)),)
+    )
+
+
+def test_requests_are_written(process, buffer, tmp_path):
+    """Two requests over one buffer: the second needs no descriptor, and both files hold the tensor."""
+    for number in range(2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        buffer.reset()
+        done = process.write(request(folder, buffer), [buffer], 60)
+        assert [file.name for file in done.files] == [NAME]
+        assert done.files[0].nbytes == (folder / NAME).stat().st_size
+        place = done.files[0].tensors[0]
+        assert (place.length, len(place.digests)) == (4000, 8)
+        with TensorDeserializer(str(folder / NAME), verify_hash=True, device="cpu") as stock:
+            assert torch.equal(stock["w"].data, torch.arange(1000, dtype=torch.float32))
+
+
+def test_a_failed_request_leaves_no_file(process, buffer, tmp_path):
+    """An error names the path, comes with the traceback of the other process, and the next request works."""
+    with pytest.raises(WriteError, match="nowhere") as caught:
+        process.write(request(tmp_path / "nowhere", buffer), [buffer], 60)
+    assert "Traceback" in str(caught.value.__cause__)
+    buffer.reset()
+    process.write(request(tmp_path, buffer), [buffer], 60)
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
+def test_storage_options_that_cannot_be_understood(process, buffer, tmp_path):
+    """A class that the writer process cannot import is an error, not the end of the process."""
+    options = {"option": Foreign()}
+    Foreign.__module__ = "a_module_of_nobody"
+    sys.modules["a_module_of_nobody"] = sys.modules[__name__]
+    try:
+        with pytest.raises(WriteError, match="a_module_of_nobody"):
+            process.write(request(tmp_path, buffer, options=options), [buffer], 60)
+    finally:
+        del sys.modules["a_module_of_nobody"]
+    assert process.alive
+
+
+def test_storage_options_that_cannot_be_sent(process, buffer, tmp_path):
+    """They are named as what is wrong, nothing is sent, and the next request works."""
+    with pytest.raises(Unsendable, match=r"storage_options cannot be sent.*TypeError: cannot pickle '_thread.lock'"):
+        process.write(request(tmp_path, buffer, options={"option": threading.Lock()}), [buffer], 60)
+    assert process.alive
+    assert list(tmp_path.iterdir()) == []
+    buffer.reset()
+    process.write(request(tmp_path, buffer), [buffer], 60)
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
+def test_a_buffer_that_never_arrived_is_sent_again(process, buffer, tmp_path):
+    """A request that failed before it was understood leaves nothing assumed: the next one has what it needs."""
+    Foreign.__module__ = "a_module_of_nobody"
+    sys.modules["a_module_of_nobody"] = sys.modules[__name__]
+    try:
+        with pytest.raises(WriteError, match="a_module_of_nobody"):
+            process.write(request(tmp_path, buffer, options={"option": Foreign()}), [buffer], 60)
+    finally:
+        del sys.modules["a_module_of_nobody"]
+    buffer.reset()
+    process.write(request(tmp_path, buffer), [buffer], 60)
+    assert (tmp_path / NAME).exists()
+
+
+def test_death_is_noticed(process, buffer, tmp_path):
+    """A process that was killed is not alive, and a request to it is WriterProcessDied with the signal's name."""
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(WriterProcessDied, match="SIGKILL"):
+        process.write(request(tmp_path, buffer), [buffer], 60)
+    assert not process.alive
+
+
+def test_death_in_the_middle_of_a_request_is_noticed(process, buffer, tmp_path):
+    """A process that is killed while it has a request is WriterProcessDied at once, in its own words only."""
+    process.write(request(tmp_path, buffer), [buffer], 60)
+    os.kill(process.pid, signal.SIGSTOP)
+    killer = threading.Timer(0.2, os.kill, (process.pid, signal.SIGKILL))
+    killer.start()
+    buffer.reset()
+    with pytest.raises(WriterProcessDied) as caught:
+        process.write(request(tmp_path, buffer), [buffer], 60)
+    killer.join()
+    assert str(caught.value) == f"the writer process (pid {process.pid}) was killed by SIGKILL"
+
+
+def test_a_process_that_takes_no_request_is_killed(process, buffer, tmp_path):
+    """A request larger than the socket's buffer waits for its reader no longer than any other."""
+    process.write(request(tmp_path, buffer), [buffer], 60)
+    os.kill(process.pid, signal.SIGSTOP)
+    rescue = threading.Timer(20, os.kill, (process.pid, signal.SIGKILL))
+    rescue.start()
+    source = TensorSource("w" * 200, "float32", (1,), 4, "tensor", buffer.id, 0)
+    padded = WriteOptions({"padding": os.urandom(4 << 20)}, True, 1, 64 << 20, 60.0)
+    large = WriteRequest(str(tmp_path), padded, (FileRequest(NAME, (source,) * 20_000),))
+    try:
+        with pytest.raises(WriterProcessDied, match="made no progress for 1 s"):
+            process.write(large, [buffer], 1)
+    finally:
+        rescue.cancel()
+    assert not process.alive
+
+
+def test_warnings_as_errors_do_not_keep_it_from_starting(buffer, tmp_path, monkeypatch):
+    """PYTHONWARNINGS=error is for the trainer's own code."""
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    process = WriterProcess()
+    try:
+        process.write(request(tmp_path, buffer), [buffer], 60)
+    finally:
+        process.close()
+    assert (tmp_path / NAME).exists()
+
+
+def test_a_process_that_hangs_is_killed(process, buffer, tmp_path):
+    """Without progress for the timeout, the process is killed and the error says so."""
+    process.write(request(tmp_path, buffer), [buffer], 60)
+    os.kill(process.pid, signal.SIGSTOP)
+    buffer.reset()
+    with pytest.raises(WriterProcessDied, match="made no progress for 2 s"):
+        process.write(request(tmp_path, buffer), [buffer], 2)
+    assert not process.alive
+
+
+@pytest.mark.parametrize("when", ["at work", "starting"])
+def test_signals_of_the_job_are_the_trainers(buffer, tmp_path, when):
+    """Terminals and schedulers signal every process of a job. None ends the writer process: the trainer decides."""
+    process = WriterProcess()
+    if when == "at work":
+        process.write(request(tmp_path, buffer), [buffer], 60)
+        (tmp_path / NAME).unlink()
+        buffer.reset()
+    for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "ALRM", "TSTP", "XCPU"):
+        os.kill(process.pid, getattr(signal, f"SIG{name}"))
+    process.write(request(tmp_path, buffer), [buffer], 60)
+    assert (tmp_path / NAME).exists()
+    process.close()
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+
+
+def test_an_answer_that_stops_half_way(process, buffer, tmp_path, monkeypatch):
+    """The timeout holds in the middle of an answer, too."""
+    receive = Channel._read
+
+    def stop_first(channel, count, wait):
+        os.kill(process.pid, signal.SIGSTOP)
+        ours = channel._sock
+        while True:  # what has arrived of the answer is lost
+            try:
+                ours.recv(1 << 16, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return receive(channel, count, wait)
+
+    monkeypatch.setattr(Channel, "_read", stop_first)
+    with pytest.raises(WriterProcessDied, match="made no progress for 2 s"):
+        process.write(request(tmp_path, buffer), [buffer], 2)
+    assert not process.alive
+
+
+def test_closing_twice(process):
+    """`close` ends the process; again it does nothing."""
+    pid = process.pid
+    process.close()
+    process.close()
+    assert not process.alive
+    assert not psutil.pid_exists(pid)
+
+
+def test_nothing_secret_in_the_process_list(process, buffer, tmp_path):
+    """The command line shows how it is started, the module and three numbers."""
+    process.write(request(tmp_path, buffer, options={"secret": "hunter2-secret"}), [buffer], 60)
+    command = psutil.Process(process.pid).cmdline()
+    assert command[:-3] == [*interpreter(), "dcp_tensorizer._writer_process.worker"]
+    assert all(argument.lstrip("-").isdigit() for argument in command[-3:])
+
+
+def test_no_gpu_and_low_priority(process, buffer, tmp_path):
+    """The process sees no GPU and gives way to training."""
+    process.write(request(tmp_path, buffer), [buffer], 60)
+    seen = psutil.Process(process.pid)
+    assert seen.environ()["CUDA_VISIBLE_DEVICES"] == ""
+    assert seen.nice() == min(19, psutil.Process().nice() + 7)
+
+
+def test_it_ends_with_its_trainer():
+    """A trainer that is killed takes its idle writer process along, although a forked child holds the socket."""
+    script = textwrap.dedent(
+        """
+        import os, sys, signal
+        from dcp_tensorizer._writer_process.client import WriterProcess
+        process = WriterProcess()
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        print(process.pid, child, flush=True)
+        signal.pause()
+        """
+    )
+    trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    writer, forked = (psutil.Process(int(pid)) for pid in trainer.stdout.readline().split())
+    try:
+        trainer.kill()
+        gone, _ = psutil.wait_procs([writer], timeout=600)
+        assert [p.pid for p in gone] == [writer.pid]
+    finally:
+        forked.kill()
+        trainer.wait()
+        trainer.stdout.close()
+        psutil.wait_procs([forked], timeout=600)
+
+
+def test_started_from_several_threads(tmp_path):
+    """Writers of one trainer do not get in each other's way."""
+    buffers = [SharedBuffer(1 << 16) for _ in range(2)]
+    processes = [WriterProcess() for _ in range(2)]
+    folders = [tmp_path / str(number) for number in range(2)]
+
+    def write(number):
+        folders[number].mkdir()
+        processes[number].write(request(folders[number], buffers[number]), [buffers[number]], 60)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for buffer, process in zip(buffers, processes, strict=True):
+        process.close()
+        buffer.close()
+    assert all((folder / NAME).exists() for folder in folders)
+
+
+def test_a_snapshot_that_cannot_be_taken_is_an_error_and_no_more(buffer, tmp_path):
+    """Without a GPU it fails; the process, and what it has attached, serve the next request."""
+    process = WriterProcess(devices=True)
+    handle = ((torch.Tensor, "no handle"),)
+    wrong = SnapshotRequest(buffer.id, 0, handle, (DeviceTensor(0, "float32", (3,), (1,), 0, False, False, 0),))
+    try:
+        with pytest.raises(WriteError):
+            process.snapshot(wrong, [buffer], 60)
+        buffer.reset()
+        process.write(request(tmp_path, buffer), [buffer], 60)
+    finally:
+        process.close()
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
+def test_a_process_that_may_use_gpus_sees_the_trainers(monkeypatch, buffer, tmp_path):
+    """Its environment names the same ones."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    process = WriterProcess(devices=True)
+    try:
+        process.write(request(tmp_path, buffer), [buffer], 60)  # it has started
+        assert psutil.Process(process.pid).environ()["CUDA_VISIBLE_DEVICES"] == "3,5"
+    finally:
+        process.close()
+
+
+def mapped(process):
+    """The inodes of the trainer's buffers that the process has mapped."""
+    with open(f"/proc/{process.pid}/maps", encoding="ascii") as maps:
+        return {int(line.split()[4]) for line in maps if "memfd:dcp_tensorizer" in line}
+
+
+def test_a_buffer_that_is_given_back_is_free(process, tmp_path):
+    """The process lets go of it at once, and not when the next request comes; of others it does not."""
+    kept, given_back = SharedBuffer(1 << 20), SharedBuffer(1 << 20)
+    (tmp_path / "1").mkdir()
+    (tmp_path / "2").mkdir()
+    process.write(request(tmp_path / "1", kept), [kept, given_back], 60)
+    inode = os.fstat(kept.fd).st_ino
+    assert len(mapped(process)) == 2
+    given_back.close()
+    assert mapped(process) == {inode}
+    kept.reset()
+    process.write(request(tmp_path / "2", kept), [kept], 60)
+    assert mapped(process) == {inode}
+    kept.close()
+    assert mapped(process) == set()
+
+
+def test_giving_back_the_buffer_of_a_dead_process_is_no_error(processes, tmp_path):
+    """Its mapping is gone with it."""
+    process = WriterProcess()
+    processes.append(process)
+    buffer = SharedBuffer(1 << 20)
+    process.write(request(tmp_path, buffer), [buffer], 60)
+    kill(psutil.Process(process.pid))
+    buffer.close()
+    assert not process.alive
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(buffer.fd)
+
+
+def test_after_a_failed_request_a_buffer_that_is_given_back_is_free_too(process, tmp_path):
+    """Whether the process had attached it is not known here."""
+    buffer = SharedBuffer(1 << 20)
+    with pytest.raises(WriteError):
+        process.write(request(tmp_path / "nowhere", buffer), [buffer], 60)
+    buffer.close()
+    assert mapped(process) == set()
+
+
+def test_an_interrupted_request_ends_the_process(processes, buffer, tmp_path, monkeypatch):
+    """Else its answer would be taken for the next one's; the next request is refused, and its sender starts another."""
+    process = WriterProcess()
+    processes.append(process)
+
+    def interrupted(timeout):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "_wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            process.write(request(tmp_path, buffer), [buffer], 60)
+    assert not process.alive
+    buffer.reset()
+    with pytest.raises(WriterProcessDied):
+        process.write(request(tmp_path, buffer), [buffer], 60)
+
+
+def test_a_process_that_cannot_be_started(monkeypatch):
+    """The error says why, and no descriptor stays open."""
+
+    def refuse(*args, **options):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    before = open_descriptors()
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(WriterProcessDied, match=r"cannot be started.*Too many open files"):
+        WriterProcess()
+    assert open_descriptors() == before
+
+
+def test_a_kernel_without_pidfds(monkeypatch, buffer, tmp_path):
+    """Before Linux 5.3, and in some sandboxes: the process works."""
+
+    def refuse(pid):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse, raising=False)
+    process = WriterProcess()
+    try:
+        assert process.write(request(tmp_path, buffer), [buffer], 60).files[0].name == NAME
+    finally:
+        process.close()
+
+
+def test_a_process_that_cannot_be_killed_is_given_up(processes, buffer, tmp_path, monkeypatch):
+    """It hangs in the kernel, say for a network disk: it takes no other request, and closing it does not hang."""
+    process = WriterProcess()
+    processes.append(process)
+    popen = process._popen
+    os.kill(process.pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(popen, "send_signal", lambda number: None)
+        with pytest.raises(WriterProcessDied, match="made no progress for 1 s"):
+            process.write(request(tmp_path, buffer), [buffer], 1)
+        assert popen.poll() is None
+        assert not process.alive
+        process.close()
+    popen.kill()
+    assert popen.wait(WAIT) == -signal.SIGKILL

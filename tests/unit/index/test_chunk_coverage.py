@@ -1,0 +1,210 @@
+"""Whether chunks cover a tensor: against counting, and at a cost that does not grow with the square of the chunks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_tensorizer._index import chunks as module
+from dcp_tensorizer._index.chunks import Region, covers, overlapping_pair, regions_of_range
+
+COUNT = 1024
+PINWHEEL = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
+
+
+def rows(count: int) -> tuple[tuple[int, ...], list[Region]]:
+    """The last one is shorter, as with an uneven division."""
+    return (3 * count - 2, 8), [Region((3 * i, 0), (3 if i < count - 1 else 1, 8)) for i in range(count)]
+
+
+def columns(count: int) -> tuple[tuple[int, ...], list[Region]]:
+    shape, chunks = rows(count)
+    return shape[::-1], [Region(chunk.start[::-1], chunk.size[::-1]) for chunk in chunks]
+
+
+def grid(count: int) -> tuple[tuple[int, ...], list[Region]]:
+    side = math.isqrt(count)
+    return (2 * side, 3 * side), [Region((2 * i, 3 * j), (2, 3)) for i in range(side) for j in range(side)]
+
+
+def ragged(count: int) -> tuple[tuple[int, ...], list[Region]]:
+    """Flat pieces of a tensor of three dimensions, each cut into regions."""
+    shape = (40, 30, 700)
+    step = math.prod(shape) // (count // 4) + 11
+    pieces = range(0, math.prod(shape), step)
+    return shape, [r for a in pieces for r in regions_of_range(a, min(a + step, math.prod(shape)), shape)]
+
+
+def bricks(count: int) -> tuple[tuple[int, ...], list[Region]]:
+    """Every other row is cut elsewhere: no grid."""
+    side, chunks = math.isqrt(count), []
+    for row in range(side):
+        lines = [0, *range(2 + row % 2, 2 * side, 2), 2 * side + 1]
+        chunks += [Region((row, a), (1, b - a)) for a, b in itertools.pairwise(lines)]
+    return (side, 2 * side + 1), chunks
+
+
+def pinwheels(count: int) -> tuple[tuple[int, ...], list[Region]]:
+    """No cut divides one."""
+    side = math.isqrt(count // 5)
+    places = [(3 * i, 3 * j) for i in range(side) for j in range(side)]
+    chunks = [Region((x + start[0], y + start[1]), size) for x, y in places for start, size in PINWHEEL]
+    return (3 * side, 3 * side), chunks
+
+
+def nested_pinwheels(count: int) -> tuple[tuple[int, ...], list[Region]]:
+    """One in the middle of another: no cut divides any of it."""
+    rings = count // 4
+    side, chunks = 2 * rings + 1, [Region((rings, rings), (1, 1))]
+    for i in range(rings):
+        n = side - 2 * i - 1
+        chunks += [Region((i, i), (1, n)), Region((i, i + n), (n, 1))]
+        chunks += [Region((i + n, i + 1), (1, n)), Region((i + 1, i), (n, 1))]
+    return (side, side), chunks
+
+
+TILINGS = [rows, columns, grid, ragged, bricks, pinwheels, nested_pinwheels]
+
+
+class Counted(int):
+    """An int that counts how often it is compared."""
+
+    comparisons = 0
+
+    def __lt__(self, other: Any) -> bool:
+        Counted.comparisons += 1
+        return int.__lt__(self, other)
+
+    def __gt__(self, other: Any) -> bool:
+        Counted.comparisons += 1
+        return int.__gt__(self, other)
+
+
+def operations(shape: Sequence[int], chunks: list[Region], monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many comparisons a check takes; a sort of n rows counts as n log n, a search as log n."""
+    done = 0
+
+    def counted(function: Callable[..., Any], cost: Callable[..., float]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            nonlocal done
+            done += math.ceil(cost(*arguments))
+            return function(*arguments)
+
+        return call
+
+    def sorting(keys: Any) -> float:
+        return len(keys[0]) * math.log2(len(keys[0]) + 1)
+
+    def searching(sequence: Any, value: object) -> float:
+        return math.log2(len(sequence) + 2)
+
+    Counted.comparisons = 0
+    chunks = [Region(tuple(map(Counted, c.start)), tuple(map(Counted, c.size))) for c in chunks]
+    with monkeypatch.context() as patch:
+        patch.setattr(module.np, "lexsort", counted(np.lexsort, sorting))
+        patch.setattr(module, "bisect_left", counted(module.bisect_left, searching))
+        patch.setattr(Region, "intersect", counted(Region.intersect, lambda *_: 1))
+        assert covers(shape, chunks)
+    return done + Counted.comparisons
+
+
+@pytest.mark.parametrize("order", ["in order", "shuffled", "strided"])
+@pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: tiling.__name__)
+def test_a_check_takes_n_log_n_comparisons(
+    tiling: Callable[[int], tuple[Any, list[Region]]], order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the chunks are: twice as many take little more than twice as long, and no pairs are compared."""
+    costs = []
+    for count in (COUNT, 2 * COUNT):
+        shape, chunks = tiling(count)
+        if order == "shuffled":
+            random.Random(count).shuffle(chunks)
+        elif order == "strided":
+            chunks = [chunk for offset in range(16) for chunk in chunks[offset::16]]
+        costs.append(operations(shape, chunks, monkeypatch) / len(chunks))
+    assert costs[0] < 12 * math.log2(COUNT)
+    assert costs[1] < 1.25 * costs[0] + 1
+
+
+@pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: tiling.__name__)
+def test_one_wrong_chunk_among_many_is_noticed(tiling: Callable[[int], tuple[Any, list[Region]]]) -> None:
+    """A gap, an overlap of as many elements, and a chunk beyond the tensor."""
+    shape, chunks = tiling(64)
+    random.Random(0).shuffle(chunks)
+    assert covers(shape, chunks)
+    assert not covers(shape, chunks[1:])
+    assert not covers(shape, [*chunks[1:], *chunks[1:2]])
+    same = next(i for i, chunk in enumerate(chunks) if i and chunk.size == chunks[0].size)
+    assert not covers(shape, [chunks[same], *chunks[1:]])
+    beyond = Region((chunks[0].start[0] + shape[0], *chunks[0].start[1:]), chunks[0].size)
+    assert not covers(shape, [beyond, *chunks[1:]])
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and stops of chunks that may overlap and be empty."""
+    dims, count = draw(st.integers(1, 4)), draw(st.integers(0, 12))
+    limit = draw(st.sampled_from([3, 8, 20]))
+    bounds = st.tuples(st.integers(0, limit), st.integers(0, limit)).map(sorted)
+    drawn = [[draw(bounds) for _ in range(dims)] for _ in range(count)]
+    array = np.array(drawn, dtype=np.int64).reshape(count, dims, 2)
+    return array[:, :, 0], array[:, :, 1]
+
+
+def overlap(starts: np.ndarray, stops: np.ndarray, one: int, other: int) -> bool:
+    """As DCP says: no dimension in which one ends where the other begins, or before."""
+    return bool(((starts[one] < stops[other]) & (starts[other] < stops[one])).all())
+
+
+@given(boxes())
+def test_a_pair_overlaps_if_any_does(made: tuple[np.ndarray, np.ndarray]) -> None:
+    """Compared with a look at all pairs; empty chunks too."""
+    starts, stops = made
+    pairs = [(i, j) for i in range(len(starts)) for j in range(i) if overlap(starts, stops, i, j)]
+    found = overlapping_pair(starts, stops)
+    assert (found is None) == (not pairs)
+    assert found is None or (found[0] != found[1] and overlap(starts, stops, *found))
+
+
+def extruded(shape: tuple[int, ...], chunks: list[Region], depth: int) -> tuple[tuple[int, ...], list[Region]]:
+    """The same in several layers of one dimension more, each turned by a quarter."""
+    layers = []
+    for layer in range(depth):
+        for start, size in chunks:
+            if layer % 2:
+                start, size = start[::-1], size[::-1]
+            layers.append(Region((layer, *start), (1, *size)))
+    return (depth, *shape), layers
+
+
+def test_what_cannot_be_cut_apart_in_three_dimensions() -> None:
+    """Bars of three directions around a middle: the third dimension tells some pairs apart."""
+    bars = [((0, 0, 1), (1, 2, 2)), ((1, 0, 0), (2, 1, 2)), ((0, 1, 0), (2, 2, 1))]
+    corners = [((0, 0, 0), (1, 1, 1)), ((2, 2, 2), (1, 1, 1)), ((1, 1, 1), (1, 1, 1))]
+    others = [((0, 2, 1), (2, 1, 2)), ((1, 0, 2), (2, 2, 1)), ((2, 1, 0), (1, 2, 2))]
+    chunks = [Region(start, size) for start, size in (*bars, *corners, *others)]
+    times = np.zeros((3, 3, 3), dtype=int)
+    for start, size in chunks:
+        times[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))] += 1
+    assert covers((3, 3, 3), chunks) == bool((times == 1).all())
+    starts = np.array([start for start, _ in chunks])
+    stops = starts + np.array([size for _, size in chunks])
+    assert (overlapping_pair(starts, stops) is None) == bool((times <= 1).all())
+    assert covers(*extruded((3, 3), [Region(*chunk) for chunk in PINWHEEL], 4))
+
+
+def test_tensors_without_dimensions() -> None:
+    """Any two chunks of one overlap: it has one element."""
+    nothing = np.zeros((2, 0), dtype=np.int64)
+    assert overlapping_pair(nothing, nothing) == (0, 1)
+    assert overlapping_pair(nothing[:1], nothing[:1]) is None
+    assert covers((), [Region((), ())])
+    assert not covers((), [Region((), ()), Region((), ())])

@@ -1,0 +1,98 @@
+"""Layouts of chunks come back from a few numbers, and the chunks of a region are found without a look at all."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_tensorizer._index.chunks import ChunkLayout, Region, check_numbers, expand, runs_of
+from dcp_tensorizer._index.schema import Layout
+
+
+@given(st.lists(st.integers(0, 9) | st.integers(0, 2**61)))
+def test_numbers_come_back_from_runs(numbers: list[int]) -> None:
+    """Whatever they are."""
+    assert expand(runs_of(np.array(numbers, dtype="i8"))).tolist() == numbers
+
+
+def test_regular_numbers_are_few_runs() -> None:
+    """One for equal steps, also if they are zero, and one more for each turn."""
+    assert runs_of(np.arange(0, 80_000, 8)) == [(0, 8, 10_000)]
+    assert runs_of(np.full(10_000, 7)) == [(7, 0, 10_000)]
+    assert runs_of(np.array([5, 5, 5, 3])) == [(5, 0, 3), (3, 0, 1)]
+    assert runs_of(np.array([0, 1, 2, 0, 1, 2])) == [(0, 1, 3), (0, 1, 3)]
+    assert runs_of(np.array([], dtype="i8")) == []
+
+
+def test_a_few_bytes_stand_for_no_more_numbers_than_a_job_has() -> None:
+    """All lists together: many short ones, each of which would be allowed, are refused before any is made."""
+    many = [(0, 1, 1 << 24)]
+    layout = Layout((1 << 24,), 1 << 24, [many], [many])
+    check_numbers([layout], [many, many])
+    with pytest.raises(ValueError, match="it has 83,886,080 numbers"):
+        check_numbers([layout], [many, many, many])
+    with pytest.raises(ValueError, match="numbers in a row"):
+        expand(many * 5)
+
+
+def sharded(shape: tuple[int, ...], parts: Sequence[int]) -> list[Region]:
+    """The chunks of a tensor of which each dimension is cut into so many parts, the last ones smaller or empty."""
+    ranges = []
+    for extent, count in zip(shape, parts, strict=True):
+        size = -(-extent // count)
+        ranges.append([(min(n * size, extent), max(0, min(size, extent - n * size))) for n in range(count)])
+    return [Region(tuple(a for a, _ in cell), tuple(n for _, n in cell)) for cell in itertools.product(*ranges)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts", "numbers"),
+    [((8192, 64), (8192, 1), 4), ((8000, 64), (512, 1), 6), ((64, 128), (64, 128), 260), ((7,), (3,), 3)],
+)
+def test_a_sharded_tensor_is_a_few_numbers(shape: tuple[int, ...], parts: tuple[int, ...], numbers: int) -> None:
+    """However many ranks it was sharded over; it comes back as it was."""
+    regions = sharded(shape, parts)
+    row = ChunkLayout.of(shape, regions).to_row()
+    assert row.offsets is not None and row.sizes is not None
+    assert sum(map(len, row.offsets + row.sizes)) <= numbers
+    layout = ChunkLayout.from_row(msgspec.msgpack.Decoder(Layout).decode(msgspec.msgpack.encode(row)))
+    assert (layout.shape, layout.regions, layout.is_covered) == (shape, regions, True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunks"),
+    [((), [((), ())]), ((), [((), ())] * 2), ((2, 0), [((0, 0), (2, 0))]), ((3,), []), ((3,), [((0,), (3,))] * 2)],
+    ids=["scalar", "scalar twice", "empty", "nowhere", "twice"],
+)
+def test_odd_layouts_come_back(shape: tuple[int, ...], chunks: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+    """Those that no sharding makes; only a single chunk that is the whole is stored without numbers."""
+    layout = ChunkLayout.from_row(ChunkLayout.of(shape, chunks).to_row())
+    assert [tuple(region) for region in layout.regions] == chunks
+    assert layout.is_one == (len(chunks) == 1)
+
+
+def test_a_chunk_of_other_dimensions_is_refused() -> None:
+    """It cannot be one of the tensor's."""
+    with pytest.raises(ValueError, match=r"a chunk of shape \(4, 1\) at \(0, 0\) is none of a tensor of shape \(4,\)"):
+        ChunkLayout.of((4,), [((0, 0), (4, 1))])
+
+
+@given(st.data())
+def test_the_chunks_of_a_region_are_those_that_overlap_it(data: st.DataObject) -> None:
+    """Compared with a look at all chunks, in grids of up to three dimensions."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    regions = data.draw(st.permutations(sharded(shape, [data.draw(st.integers(1, 7)) for _ in shape])))
+    start = tuple(data.draw(st.integers(0, extent - 1)) for extent in shape)
+    size = tuple(data.draw(st.integers(1, extent - first)) for extent, first in zip(shape, start, strict=True))
+    wanted = Region(start, size)
+    layout = ChunkLayout.of(shape, regions)
+    found = layout.touched_by(wanted)
+    assert found == [n for n, region in enumerate(regions) if wanted.intersect(region) is not None]
+    overlaps = [wanted.intersect(layout.regions[n]) for n in found]
+    assert sum(math.prod(overlap.size) for overlap in overlaps if overlap) == math.prod(size)

@@ -1,0 +1,314 @@
+"""The container of `.metadata`: what is not an index is named as what it is, and each part is checked by itself."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import re
+import struct
+from typing import Any
+
+import msgspec
+import pytest
+import xxhash
+
+from dcp_tensorizer import MetadataError
+from dcp_tensorizer._format.names import data_file_name
+from dcp_tensorizer._index.container import (
+    FIRST_BYTES,
+    INDEX_VERSION,
+    IndexFile,
+    Part,
+    check_section,
+    data_files,
+    find_index,
+    open_index,
+    pack,
+    read_head,
+    read_seal,
+)
+from dcp_tensorizer._index.schema import DataFile, Head, KeyRecord, SaveRecord, Section
+
+FILE = data_file_name(3, 0, "a" * 32)
+START = 80
+
+
+def head_of(**changes: Any) -> Head:
+    fields = {
+        "release": "0.1.0",
+        "torch": "2.13.0",
+        "saved_at": 5,
+        "rank": None,
+        "has_storage_meta": True,
+        "save_id": "s",
+        "load_id": None,
+        "checkpoint_id": "/c",
+        "modules": [],
+        "metadata_version": None,
+        "encryption": None,
+        "sections": [],
+    }
+    return Head(**fields | changes)  # type: ignore[arg-type]
+
+
+def index_of(*contents: bytes, **changes: Any) -> bytes:
+    files = [(DataFile(data_file_name(3, n, "a" * 32), 7),) for n in range(len(contents))]
+    places = [Part("places", 3, content, of) for content, of in zip(contents, files, strict=True)]
+    return pack(head_of(**changes), [Part("entries", None, b"one"), *places])
+
+
+def section_of(data: bytes, section: Section, path: str) -> bytes:
+    return bytes(IndexFile(path, read_head(data, path), data).section(section))
+
+
+def with_head(data: bytes, head: Any) -> bytes:
+    """An index with another head, and right digests."""
+    _, version, head_nbytes, _ = struct.unpack_from("<8sQQQ", data)
+    packed = msgspec.msgpack.encode(head)
+    rest = data[START + head_nbytes :]
+    fixed = struct.pack("<8sQQQ", data[:8], version, len(packed), START + len(packed) + len(rest))
+    return fixed + xxhash.xxh3_128_digest(fixed + data[48:START] + packed) + data[48:START] + packed + rest
+
+
+def test_the_layout_that_is_documented() -> None:
+    """Magic, version, lengths, digest, MAC, head, sections: each where `docs/reference/format.md` says it is."""
+    data = index_of(b"two", b"three")
+    magic, version, head_nbytes, nbytes = struct.unpack_from("<8sQQQ", data)
+    assert (magic, version, nbytes) == (b"\x89DCPTZR\n", INDEX_VERSION, len(data))
+    assert data[32:48] == xxhash.xxh3_128_digest(data[:32] + data[48 : START + head_nbytes])
+    assert data[48:START] == bytes(32)
+    head = msgspec.msgpack.decode(data[START : START + head_nbytes])
+    assert [row[6] for row in head["sections"]] == [[], [[FILE, 7]], [[data_file_name(3, 1, "a" * 32), 7]]]
+    assert [row[:4] for row in head["sections"]] == [["entries", None, 0, 3], ["places", 3, 3, 3], ["places", 3, 6, 5]]
+    assert data[START + head_nbytes :] == b"onetwothree"
+    assert head["sections"][2][4:6] == [xxhash.xxh3_128_digest(b"three"), None]
+
+
+def test_sections_are_read_by_themselves() -> None:
+    """A damaged one does not keep anybody from the others, nor from the names of the files."""
+    data = bytearray(index_of(b"two", b"three"))
+    data[-1] ^= 1
+    head = read_head(bytes(data), "m")
+    assert section_of(bytes(data), head.sections[1], "m") == b"two"
+    assert data_files(head)[FILE] == 7
+    with pytest.raises(MetadataError, match="m is damaged: its checksum does not match"):
+        section_of(bytes(data), head.sections[2], "m")
+
+
+OLD = pickle.dumps({}) + b"\x00DCPTZR1" + bytes(16)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (OLD, "is a pickle of dcp_tensorizer from before its first release"),
+        (
+            pickle.dumps({"a": 1}),
+            "FileSystemWriter writes. Load it with open_reader, look at it with `dcp-tensorizer report`, or bring",
+        ),
+        (b"{}", "was not written by dcp_tensorizer, or is damaged at its beginning"),
+        (b"", "was not written by dcp_tensorizer"),
+        (index_of()[:20], "is damaged: it ends after 20 bytes"),
+        (index_of()[:100], "is damaged: its head is not whole"),
+        (index_of()[:-1], "is damaged: it has [0-9,]+ bytes instead of"),
+        (index_of() + b"x", "is damaged: it has [0-9,]+ bytes instead of"),
+    ],
+    ids=["old", "torch", "other", "empty", "start", "head", "cut", "longer"],
+)
+def test_what_is_no_index_is_named(data: bytes, message: str) -> None:
+    """And what to do about it."""
+    with pytest.raises(MetadataError, match=f"/c/.metadata .*{message}"):
+        read_head(data, "/c/.metadata")
+
+
+def test_a_newer_version_is_told_from_a_damaged_one() -> None:
+    """Its digest is where this one's is."""
+    data = bytearray(index_of())
+    data[8] = 7
+    with pytest.raises(MetadataError, match="damaged"):
+        read_head(bytes(data), "m")
+    data[32:48] = xxhash.xxh3_128_digest(bytes(data[:32] + data[48:-3]))
+    with pytest.raises(MetadataError, match=r"m is of format version 7, and this release reads version 1: install"):
+        read_head(bytes(data), "m")
+
+
+def section(**changes: Any) -> list[Any]:
+    fields: dict[str, Any] = {
+        "kind": "entries",
+        "rank": None,
+        "offset": 0,
+        "nbytes": 3,
+        "digest": xxhash.xxh3_128_digest(b"one"),
+        "strong": None,
+        "files": [],
+    }
+    return list((fields | changes).values())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sections": [section(files=[["../../etc/passwd", 1]])]},
+        {"sections": [section(files=[["/etc/passwd", 1]])]},
+        {"sections": [section(files=[[FILE, -1]])]},
+        {"sections": [section(files=[[FILE, 1 << 63]])]},
+        {"sections": [section(files=[[FILE, True]])]},
+        {"sections": [section(files=[FILE])]},
+        {"sections": [section(files={FILE: 1})]},
+        {"sections": [section(files=[[FILE, 1], [FILE, 2]])]},
+        {"sections": [section(nbytes=0, kind="places", rank=0), section()]},
+        {
+            "sections": [
+                section(),
+                section(offset=3, nbytes=0, kind="paths"),
+                section(offset=3, nbytes=0, kind="planner"),
+            ]
+        },
+        {"sections": []},
+        {"sections": [section(offset=1)]},
+        {"sections": [section(nbytes=2)]},
+        {"sections": [section(nbytes=1 << 62)]},
+        {"sections": [section(kind="code")]},
+        {"sections": [section(), section(offset=3, nbytes=0)]},
+        {"sections": [section(strong=bytes(32))]},
+        {"sections": [section(kind="places")]},
+        {"encryption": [b"", None]},
+        {"encryption": [bytes(56), [1, 2, 3]]},
+        {"encryption": [bytes(56), [1, 2, 3, "salt"]]},
+        {"rank": "0"},
+        {"modules": [[[[]]]]},
+        {"saved_at": None},
+    ],
+    ids=repr,
+)
+def test_heads_that_make_no_sense_are_refused(change: dict[str, Any]) -> None:
+    """With right digests: types, names of files, and sections that do not fill the file."""
+    data = index_of()
+    head = msgspec.msgpack.decode(msgspec.msgpack.encode(read_head(data, "m")))
+    assert read_head(with_head(data, head), "m").sections == [Section(*section())]
+    with pytest.raises(MetadataError, match="m is not what any dcp_tensorizer would write"):
+        read_head(with_head(data, head | change), "m")
+    with pytest.raises(MetadataError):
+        read_head(with_head(data, [b"\x91" * 10_000]), "m")
+
+
+def test_an_encrypted_index_is_signed() -> None:
+    """The MAC is of a fingerprint of start and head, and the head holds strong digests of the sections."""
+    signed: list[bytes] = []
+
+    def sign(fingerprint: bytes) -> bytes:
+        signed.append(fingerprint)
+        return b"m" * 32
+
+    data = pack(head_of(encryption=KeyRecord(bytes(56), None)), [Part("entries", None, b"one")], sign)
+    head_end = len(data) - 3
+    assert read_seal(data) == (signed[0], b"m" * 32)
+    assert signed == [hashlib.blake2b(data[:32] + data[START:head_end], digest_size=32).digest()]
+    (only,) = read_head(data, "m").sections
+    assert only.strong == hashlib.blake2b(b"one", digest_size=32).digest()
+    changed = msgspec.structs.replace(only, digest=xxhash.xxh3_128_digest(b"ONE"))
+    with pytest.raises(MetadataError, match=re.escape("BLAKE2b")):  # XXH3 alone could be forged
+        check_section(b"ONE", changed, "m")
+
+
+class Reads:
+    """A file of which ranges are read, and which those were."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.ranges: list[tuple[int, int]] = []
+
+    def __call__(self, offset: int, nbytes: int) -> bytes:
+        self.ranges.append((offset, nbytes))
+        return self.data[offset : offset + nbytes]
+
+    def open(self) -> IndexFile:
+        return open_index("m", self.data[:FIRST_BYTES], self)
+
+
+def test_a_small_index_is_read_at_once() -> None:
+    """All of it is there with its first bytes."""
+    reads = Reads(index_of(b"two"))
+    assert [bytes(reads.open().section(section)) for section in reads.open().head.sections] == [b"one", b"two"]
+    assert reads.ranges == []
+
+
+@pytest.mark.parametrize("large", ["head", "entries", "places"])
+def test_of_a_large_index_places_are_read_when_they_are_wanted(large: str) -> None:
+    """What every load needs takes one request more at most, or two where even the head is that large."""
+    entries = bytes(2 * FIRST_BYTES if large == "entries" else 10)
+    places = [b"a" * (FIRST_BYTES if large == "places" else 10), b"b" * 10]
+    modules = ["m" * 2 * FIRST_BYTES] if large == "head" else []
+    data = pack(head_of(modules=modules), [Part("entries", None, entries), *(Part("places", 3, p) for p in places)])
+    reads = Reads(data)
+    index = reads.open()
+    assert len(reads.ranges) == {"head": 2, "entries": 1, "places": 0}[large]
+    assert bytes(index.section(index.head.sections[0])) == entries
+    before = len(reads.ranges)
+    assert bytes(index.section(index.head.sections[2])) == places[1]
+    assert reads.ranges[before:] == [(len(data) - 10, 10)]
+
+
+class File:
+    """A directory with an index in it, of which so many bytes are there."""
+
+    path = "/ckpt"
+
+    def __init__(self, data: bytes, nbytes: int) -> None:
+        self.data, self.nbytes = data, nbytes
+
+    def read(self, name: str, most: int | None = None) -> bytes | None:
+        return self.data[: self.nbytes][:most]
+
+    def read_range(self, name: str, offset: int, nbytes: int) -> bytes:
+        assert offset + nbytes <= self.nbytes, "there is no more"
+        return self.data[offset : offset + nbytes]
+
+    def head(self, name: str) -> int | None:
+        return self.nbytes
+
+
+def test_nothing_is_asked_for_beyond_the_end_of_an_index() -> None:
+    """A file that was cut off is damaged; and so is one that claims more bytes than there is memory."""
+    data = pack(head_of(), [Part("entries", None, bytes(10)), Part("places", 3, bytes(2 * FIRST_BYTES))])
+    whole = find_index(File(data, len(data)), ".metadata")
+    assert whole is not None and len(whole.section(whole.head.sections[1])) == 2 * FIRST_BYTES
+    cut = find_index(File(data, FIRST_BYTES), ".metadata")
+    assert cut is not None
+    with pytest.raises(MetadataError, match=f"/ckpt/.metadata is damaged: it has {FIRST_BYTES:,} bytes, and is said"):
+        cut.section(cut.head.sections[1])
+    claims = bytearray(data)
+    struct.pack_into("<Q", claims, 16, 1 << 50)  # the bytes in the head
+    with pytest.raises(MetadataError, match="is said to have"):
+        find_index(File(bytes(claims), len(data)), ".metadata")
+
+
+def test_a_section_that_was_overwritten_meanwhile_is_found() -> None:
+    """By its digest: it is of another checkpoint."""
+    data = pack(head_of(), [Part("entries", None, b"one"), Part("places", 3, bytes(FIRST_BYTES))])
+    reads = Reads(data)
+    index = reads.open()
+    reads.data = data[:-1] + b"x"
+    with pytest.raises(MetadataError, match="does not match, or it was overwritten while it was read"):
+        index.section(index.head.sections[1])
+
+
+def test_what_a_manager_says_comes_back() -> None:
+    """Its record is one more field of the head, NaN and all; a head without it is read as ever."""
+    record = SaveRecord(7, "s" * 32, (("", 0), ("b" * 32, 5)), {"loss": 0.5, "n": 3.0, "odd": float("nan")})
+    assert repr(read_head(index_of(record=record), "x").record) == repr(record)
+    data = index_of()
+    head = msgspec.msgpack.decode(data[START : START + struct.unpack_from("<8sQQQ", data)[2]])
+    assert head.pop("record") is None
+    assert read_head(with_head(data, head), "x").record is None
+
+
+@pytest.mark.parametrize(
+    "record", [[-1, None, [], {}], [1, 2, [], {}], [1, None, [["a"]], {}], [1, None, [], {"a": "b"}], 7]
+)
+def test_records_that_make_no_sense_are_refused(record: Any) -> None:
+    """Values of other types are no record."""
+    data = index_of()
+    head = msgspec.msgpack.decode(data[START : START + struct.unpack_from("<8sQQQ", data)[2]])
+    with pytest.raises(MetadataError, match="not what any dcp_tensorizer would write"):
+        read_head(with_head(data, head | {"record": record}), "x")

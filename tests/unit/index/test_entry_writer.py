@@ -1,0 +1,137 @@
+"""The entries of an index are made of rules, and not made again where neither these nor places have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from dcp_tensorizer._format.names import StoredItem
+from dcp_tensorizer._index import entries
+from dcp_tensorizer._index.entries import EntryWriter, StateRules
+from dcp_tensorizer._index.locations import RankPlaces
+from dcp_tensorizer._index.schema import decode_entries
+from dcp_tensorizer.errors import WriteError
+
+RANKS, KEYS = 16, 5
+
+
+def entry(rows: int = 2, dtype: torch.dtype = torch.float32, sizes: int = 3) -> TensorStorageMetadata:
+    """A tensor sharded over all ranks, with chunks of its own."""
+    chunks = [ChunkStorageMetadata(torch.Size([rows * r, 0]), torch.Size([rows, sizes])) for r in range(RANKS)]
+    return TensorStorageMetadata(TensorProperties(dtype), torch.Size([rows * RANKS, sizes]), chunks)
+
+
+def described() -> dict[str, object]:
+    """Tensors of one shape, and an object."""
+    return {**{f"w{n}": entry() for n in range(KEYS)}, "o": BytesStorageMetadata()}
+
+
+def parts(save: str = "a", digest: bytes = b"12345678", last: int = RANKS) -> list[RankPlaces]:
+    """What the ranks have written."""
+    written = []
+    for rank in range(last):
+        file = f"__{rank}_0_{save * 32}.tensors"
+        stored = StoredItem(file, "w", 0, 24, "float32", "tensor", digest)
+        items = {(f"w{n}", (2 * rank, 0)): stored._replace(name=f"w{n}") for n in range(KEYS)}
+        written.append(RankPlaces.of(rank, items, {file: 1 << 20}))
+    return written
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many chunks have been looked for, call by call."""
+    counts: list[int] = []
+    original = entries.hashes_of
+
+    def counting(key: bytes, offsets: list[bytes]) -> list[int]:
+        found = original(key, offsets)
+        counts.append(len(found))
+        return found
+
+    monkeypatch.setattr(entries, "hashes_of", counting)
+    return counts
+
+
+def test_a_repeat_looks_for_no_chunk(hashed: list[int]) -> None:
+    """Other digests and file names change nothing in the entries, and nothing of them is made again."""
+    writer, rules = EntryWriter(), StateRules.of(described())
+    section = writer.section(rules, parts())
+    assert sum(hashed) == KEYS * RANKS + 1
+    assert writer.section(StateRules.of(described()), parts("b", b"87654321")) is section
+    assert sum(hashed) == KEYS * RANKS + 1
+
+
+@pytest.mark.parametrize("change", ["properties", "layout", "keys", "order", "places"])
+def test_what_changed_is_made_anew(change: str) -> None:
+    """It is what a writer without a memory makes."""
+    writer = EntryWriter()
+    before = writer.section(StateRules.of(described()), parts())
+    changed, written = described(), parts()
+    if change == "properties":
+        changed["w1"] = entry(dtype=torch.int32)
+    elif change == "layout":
+        changed["w1"] = entry(rows=4)
+    elif change == "keys":
+        changed["more"] = entry()
+    elif change == "order":
+        changed = dict(reversed(changed.items()))
+    else:
+        written = parts(last=RANKS - 1)
+    after = writer.section(StateRules.of(changed), written)
+    assert after != before
+    assert after == EntryWriter().section(StateRules.of(changed), written)
+
+
+def test_several_state_dicts_are_remembered(hashed: list[int]) -> None:
+    """A job may save its model and its optimizer in turn."""
+    writer = EntryWriter()
+    states = [{"w0": entry()}, {"w1": entry()}, {"w2": entry()}]
+    first = [writer.section(StateRules.of(state), parts()) for state in states]
+    count = len(hashed)
+    assert [writer.section(StateRules.of(state), parts("b")) for state in states] == first
+    assert len(hashed) == count
+
+
+def test_tensors_of_one_shape_share_a_layout() -> None:
+    """Also where each has chunks of its own; properties are shared likewise."""
+    rules = StateRules.of(described())
+    assert (len(rules.layouts), len(rules.properties)) == (1, 1)
+    assert rules.rows.tolist() == [[0, 0]] * KEYS + [[-1, -1]]
+    assert len(decode_entries(EntryWriter().section(rules, parts())).layouts) == 1
+
+
+def test_entries_come_back_from_rules() -> None:
+    """New ones each time, whose lists and properties nobody shares."""
+    state = {**described(), "none": TensorStorageMetadata(TensorProperties(torch.int8), torch.Size([3]), [])}
+    rules = StateRules.of(state)
+    first = rules.described()
+    assert first == state
+    assert list(first) == list(state)
+    first["w0"].chunks.clear()
+    first["w0"].properties.requires_grad = True
+    assert rules.described() == state
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        (entry(sizes=-1), "begins before the tensor, or has less than no elements"),
+        (
+            TensorStorageMetadata(TensorProperties(torch.int8), torch.Size([3]), entry().chunks[:1]),
+            "is none of a tensor",
+        ),
+        ("a string", "the planner says that it is a builtins.str"),
+    ],
+)
+def test_what_makes_no_sense_is_named(wrong: object, problem: str) -> None:
+    """By its key."""
+    with pytest.raises(WriteError, match=f"'key' cannot be described in a checkpoint's metadata: .*{problem}"):
+        StateRules.of({"key": wrong})

@@ -1,0 +1,88 @@
+"""The table of a rank's places: what is put in comes out, and small values carry their bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from dcp_tensorizer import WriteError
+from dcp_tensorizer._format.names import MAC_BYTES, NONCE_BYTES, StoredItem, data_file_name
+from dcp_tensorizer._index import locations
+from dcp_tensorizer._index.locations import InlineItem, PlaceTable, RankPlaces, hash_of, inline_rows
+from dcp_tensorizer._index.schema import decode_places
+
+FILES = {data_file_name(4, n, "a" * 32): 1 << 40 for n in range(2)}
+FIRST, SECOND = FILES
+ITEMS = {
+    ("a", (0, 0)): StoredItem(FIRST, "a", 5, 8, "float32", "tensor", b"12345678"),
+    ("a", (2, 0)): StoredItem(SECOND, "__item_1__", 1 << 33, 1 << 38, "bfloat16", "tensor", bytes(8 * 33)),
+    (5, None): StoredItem(FIRST, "__item_2__", 13, 1, "uint8", "object", b"abcdefgh"),
+    ("empty", (0,)): StoredItem.empty("float8_e4m3fn"),
+}
+
+
+def table_of(part: RankPlaces, *, is_encrypted: bool = False) -> PlaceTable:
+    return PlaceTable(decode_places(part.places), part.files, is_encrypted=is_encrypted)
+
+
+def test_what_is_put_in_comes_out() -> None:
+    """By key and offset; what is not there is not found."""
+    table = table_of(RankPlaces.of(4, ITEMS, FILES))
+    assert len(table) == 4
+    for (key, offset), item in ITEMS.items():
+        row = table.row_of(hash_of(key, offset))
+        assert row is not None and table.item(row, key) == item
+    assert table.row_of(hash_of("a", (1, 0))) is None
+    assert table.row_of(hash_of("a", None)) is None
+    assert list(table.named()) == []
+
+
+def test_keys_stand_in_it_where_they_are_asked_for() -> None:
+    """Of what the state dict may not name."""
+    table = table_of(RankPlaces.of(4, ITEMS, FILES, named=[("a", (2, 0)), (5, None)]))
+    assert list(table.named()) == [(1, ("a", (2, 0))), (2, (5, None))]
+
+
+def test_a_table_takes_few_bytes() -> None:
+    """Forty-odd for an item of one block: a rank of ten thousand reads that many for each of its own items."""
+    one = StoredItem(FIRST, "x", 5, 8, "float32", "tensor", b"12345678")
+    items = {(f"layers.{n}.weight", (n, 0)): one._replace(name=f"layers.{n}.weight") for n in range(2000)}
+    assert len(RankPlaces.of(0, items, FILES).places) < 48 * 2000
+
+
+def test_of_an_encrypted_item_its_seal_is_there() -> None:
+    """A nonce, and a MAC for each block."""
+    items = {(k, (0,)): ITEMS["a", (0, 0)]._replace(name=k, nonce_and_macs=k.encode() * 40) for k in "xy"}
+    table = table_of(RankPlaces.of(4, items, FILES), is_encrypted=True)
+    assert NONCE_BYTES + MAC_BYTES == 40
+    assert [table.item(row, key) for row, key in enumerate("xy")] == list(items.values())
+
+
+def test_two_keys_of_one_hash_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them would be loaded in place of the other."""
+    monkeypatch.setattr(locations, "hash_of", lambda key, offset: 7)
+    with pytest.raises(WriteError, match="have the same hash"):
+        RankPlaces.of(4, ITEMS, FILES)
+
+
+def test_a_key_that_cannot_be_stored_is_named() -> None:
+    """And what a key must be."""
+    with pytest.raises(WriteError, match=r"frozenset\(\{1\}\) cannot be described.*keys must be strings"):
+        RankPlaces.of(4, {(frozenset([1]), None): ITEMS[5, None]}, FILES)
+
+
+def test_small_values_lie_one_after_the_other() -> None:
+    """Of two with one key the last one counts, as in the data files."""
+    small = [
+        InlineItem(hash_of(key, None), None, "uint8", "object", bytes(8), b"", content)
+        for key, content in (("a", b"old"), ("b", b"bbbb"), ("a", b"new!!"))
+    ]
+    rows = inline_rows(small)
+    table = PlaceTable(rows.places, [("f", len(rows.content))], is_encrypted=False)
+    contents = {}
+    for key in "ab":
+        row = table.row_of(hash_of(key, None))
+        assert row is not None
+        item = table.item(row, key)
+        contents[key] = rows.content[item.offset : item.offset + item.length]
+        assert (item.file, item.name, item.kind) == ("f", key, "object")
+    assert contents == {"a": b"new!!", "b": b"bbbb"}

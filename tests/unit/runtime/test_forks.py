@@ -1,0 +1,126 @@
+"""What a forked child has of what belongs to its parent."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from dcp_tensorizer._runtime.forks import Finalizer, Home, free_in_child, in_child
+
+from ...support import PACKAGE
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks")
+
+
+class _Owner:
+    """May be referred to weakly."""
+
+
+def _is_so_in_child(look: Callable[[], bool]) -> bool:
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if look() else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("make", [threading.Lock, threading.RLock, threading.Condition])
+def test_a_lock_of_another_thread_is_free_in_a_child(make: Callable[[], threading.Lock]) -> None:
+    """The thread that holds it is not there; in the parent it still has it."""
+    lock, plain = free_in_child(make()), make()
+    is_held, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock, plain:
+            is_held.set()
+            may_end.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    is_held.wait()
+    try:
+        assert _is_so_in_child(lambda: lock.acquire(blocking=False))
+        assert _is_so_in_child(lambda: not plain.acquire(blocking=False))
+        assert not lock.acquire(blocking=False)
+    finally:
+        may_end.set()
+        holder.join()
+
+
+def test_a_lock_that_the_forking_thread_holds_is_given_back_by_it() -> None:
+    """It goes on in the child where it was, inside the block."""
+    lock = free_in_child(threading.RLock())
+
+    def leaves_the_block() -> bool:
+        lock.release()
+        return lock.acquire(blocking=False)
+
+    with lock:
+        assert _is_so_in_child(leaves_the_block)
+
+
+def test_a_finalizer_ends_nothing_in_a_child() -> None:
+    """Neither when its owner goes there, nor at the child's end; in the parent it does."""
+    ended: list[str] = []
+    owners = [_Owner()]
+    finalizer = Finalizer(owners[0], ended.append, "ended")
+
+    def goes() -> bool:
+        owners.clear()
+        return ended == [] and not finalizer.alive and finalizer() is None
+
+    assert _is_so_in_child(goes)
+    owners.clear()
+    assert ended == ["ended"]
+
+
+def test_a_copy_is_not_at_home_in_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the child has the same number, in a namespace of its own."""
+    home = Home()
+    assert home.is_here
+    assert _is_so_in_child(lambda: not home.is_here)
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    of_first = Home()
+    assert of_first.is_here
+    assert _is_so_in_child(lambda: not of_first.is_here)
+
+
+def test_each_owner_lets_go_once() -> None:
+    """Whatever another one raises; what is gone by then is not asked."""
+    asked: list[str] = []
+    first, second, third = _Owner(), _Owner(), _Owner()
+
+    def fails(owner: _Owner) -> None:
+        asked.append("fails")
+        raise OSError("no")
+
+    in_child(first, fails)
+    in_child(second, lambda owner: asked.append("gone"))
+    in_child(third, lambda owner: asked.append("lets go"))
+    del second
+    assert _is_so_in_child(lambda: asked == ["fails", "lets go"])
+    assert asked == []
+
+
+def test_nothing_is_kept_of_many_owners_that_are_gone() -> None:
+    """A lock for each of thousands of pieces of work costs no memory."""
+    from dcp_tensorizer._runtime import forks
+
+    for _ in range(5000):
+        free_in_child(threading.Lock())
+    gone = [reference for reference, _ in forks._owners.values() if reference() is None]
+    assert len(gone) <= max(forks._FEW, len(forks._owners) // 2 + 1)
+
+
+def test_locks_and_finalizers_are_made_for_forks() -> None:
+    """One that is not said to be free in a child would be held there for ever."""
+    made = re.compile(r"(?<!free_in_child\()threading\.(?:R?Lock|Condition)\(|weakref\.finalize\(")
+    found = {
+        str(path.relative_to(PACKAGE)): made.findall(path.read_text())
+        for path in PACKAGE.rglob("*.py")
+        if path.name not in ("_runtime/forks.py", "_runtime/forks.py")
+    }
+    assert {name: uses for name, uses in found.items() if uses} == {}

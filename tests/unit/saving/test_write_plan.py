@@ -1,0 +1,238 @@
+"""What DCP's plan asks for, resolved to tensors and bytes, and what is reported of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+import re
+import struct
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.testing._internal.two_tensor import TwoTensor
+
+from dcp_tensorizer import SavePlanner, StagingError, WriteError
+from dcp_tensorizer._format.names import MAX_INLINE_BYTES, StoredItem
+from dcp_tensorizer._index.locations import PlaceTable, RankPlaces, hash_of
+from dcp_tensorizer._index.schema import decode_places, item_key
+from dcp_tensorizer._saving.write_plan import Item, ObjectCheck, resolve, write_results
+from dcp_tensorizer._writer_process.protocol import FileResult, TensorSource, WriteDone
+
+from ...support import same
+
+
+def planned(state: dict[str, Any], **options: Any) -> tuple[SavePlan, DefaultSavePlanner]:
+    """What DCP's own planner makes of a state dict in a single process."""
+    planner = DefaultSavePlanner(**options)
+    planner.set_up_planner(state, is_coordinator=True)
+    plan, _ = planner.create_global_plan([planner.create_local_plan()])
+    return planner.finish_plan(plan[0]), planner
+
+
+def unpacked(tensor: torch.Tensor) -> Any:
+    return torch.load(io.BytesIO(tensor.numpy().tobytes()), weights_only=False)
+
+
+def test_tensors_are_taken_as_they_are_and_objects_as_what_torch_saves() -> None:
+    """Items come in the plan's order, with kind, name, dtype and contents."""
+    parameter = torch.nn.Parameter(torch.arange(6, dtype=torch.bfloat16).view(2, 3))
+    state = {"w": parameter, "step": 7, "nested": {"t": torch.tensor(1.5)}, "text": "x"}
+    plan, planner = planned(state)
+    items = {item.index.fqn: item for item in resolve(plan, planner)}
+    assert {key: (item.kind, item.name, item.dtype) for key, item in items.items()} == {
+        "w": ("tensor", "w", "bfloat16"),
+        "step": ("object", "step", "uint8"),
+        "nested.t": ("tensor", "nested.t", "float32"),
+        "text": ("object", "text", "uint8"),
+    }
+    assert [item.index for item in resolve(plan, planner)] == [item.index for item in plan.items]
+    assert items["w"].tensor.data_ptr() == parameter.data_ptr()
+    assert not items["w"].tensor.requires_grad
+    assert (unpacked(items["step"].tensor), unpacked(items["text"].tensor)) == (7, "x")
+
+
+def test_a_tensor_without_history_is_taken_itself() -> None:
+    """A view of each would let the interpreter go each time: the save waits for training then, item by item."""
+    plain, trained = torch.arange(6.0), torch.nn.Parameter(torch.arange(6.0))
+    plan, planner = planned({"plain": plain, "trained": trained})
+    items = {item.index.fqn: item.tensor for item in resolve(plan, planner)}
+    assert items["plain"] is plain
+    assert (type(items["trained"]), items["trained"].data_ptr()) == (torch.Tensor, trained.data_ptr())
+
+
+class Flattening(DefaultSavePlanner):
+    """Gives its tensors as vectors."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        return super().resolve_data(write_item).reshape(-1)
+
+
+def test_a_planner_that_gives_another_shape_than_it_planned_is_an_error() -> None:
+    """The metadata has the planned shape: nobody could load what is there."""
+    planner = Flattening()
+    plan, _ = planned({"w": torch.ones(2, 3)})
+    planner.set_up_planner({"w": torch.ones(2, 3)})
+    with pytest.raises(WriteError, match=r"'w'.* of shape \(2, 3\) and its resolve_data gave one of \(6,\)"):
+        resolve(plan, planner)
+
+
+def test_what_was_not_staged_is_never_written() -> None:
+    """An item that this rank is to write, though another was to, is an error with its key."""
+    plan, planner = planned({"mine": torch.ones(2), "theirs": torch.ones(3)})
+    with pytest.raises(WriteError, match="'theirs' is to be written by this rank, which has not staged it"):
+        resolve(plan, planner, omitted={"theirs"})
+    assert len(resolve(plan, planner, omitted={"others"})) == 2
+
+
+def test_a_tensor_of_tensors_is_what_torch_saves_of_it() -> None:
+    """It has no bytes of its own; it comes back as itself."""
+    value = TwoTensor(torch.ones(2), torch.zeros(2))
+    plan, planner = planned({"two": value})
+    (item,) = resolve(plan, planner)
+    assert (item.kind, item.dtype) == ("wrapper", "uint8")
+    loaded = unpacked(item.tensor)
+    assert type(loaded) is TwoTensor
+    assert same(loaded.a, value.a)
+    assert same(loaded.b, value.b)
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (lambda: None, WriteError),
+        (threading.Lock(), WriteError),
+        (torch.empty(2, device="meta"), StagingError),
+        (torch.eye(2).to_sparse(), StagingError),
+    ],
+    ids=["lambda", "lock", "meta", "sparse"],
+)
+def test_what_cannot_be_saved_is_an_error_that_names_it(value: Any, error: type[Exception]) -> None:
+    """Also in a synchronous save, which stages nothing."""
+    plan, planner = planned({"model": {"bad": value}, "good": torch.ones(2)})
+    with pytest.raises(error, match=r"'model\.bad'"):
+        resolve(plan, planner)
+
+
+def test_names_that_tensorizer_cannot_hold_are_replaced() -> None:
+    """The item keeps its key; only its name in the file is another."""
+    keys = ["", "k" * 2000, "plain"]
+    plan, planner = planned({key: torch.ones(1) for key in keys}, flatten_state_dict=False)
+    items = resolve(plan, planner)
+    assert {item.index.fqn: item.name for item in items} == {
+        "": f"__item_{[i.index.fqn for i in items].index('')}__",
+        "k" * 2000: f"__item_{[i.index.fqn for i in items].index('k' * 2000)}__",
+        "plain": "plain",
+    }
+
+
+def test_items_without_elements_are_not_written_but_reported() -> None:
+    """tensorizer never sees them, and the metadata knows their dtype."""
+    state = {"empty": torch.empty(0, 3, dtype=torch.float8_e4m3fn), "full": torch.ones(2, 2)}
+    plan, planner = planned(state)
+    items = resolve(plan, planner)
+    assert [item.source(5, 64) for item in items if item.has_bytes] == [
+        TensorSource("full", "float32", (2, 2), 16, "tensor", memory=5, offset=64)
+    ]
+    stored = StoredItem("file", "full", 262_200, 16, "float32", "tensor", b"12345678")
+    done = WriteDone((FileResult("file", 300_000, (stored,)),), 0.0, 0.0, 0.0)
+    (result,) = write_results(items, done, 3)
+    part = result.storage_data
+    assert (part.rank, part.files, part.check) == (3, (("file", 300_000),), b"")
+    assert result.size_in_bytes == 300_000
+    assert items_in(part, [("empty", (0, 0)), ("full", (0, 0))]) == [StoredItem.empty("float8_e4m3fn"), stored]
+
+
+def items_in(part: RankPlaces, keys: list[Any]) -> list[StoredItem | None]:
+    """Where the items with some keys are, as a rank tells the coordinator."""
+    table = PlaceTable(decode_places(part.places), part.files, is_encrypted=bool(part.check))
+    rows = [table.row_of(hash_of(*key)) for key in keys]
+    return [None if row is None else table.item(row, key[0]) for row, key in zip(rows, keys, strict=True)]
+
+
+def test_results_of_several_files_find_their_items() -> None:
+    """Each item gets the place in its own file, whatever the order of files and items."""
+    plan, planner = planned({name: torch.full((3,), number) for number, name in enumerate("abcd")})
+    items = resolve(plan, planner)
+    stored = {
+        item.name: StoredItem(f"f{n // 3}", item.name, n, 12, "float32", "tensor", bytes([n] * 8))
+        for n, item in enumerate(items)
+    }
+    names = [item.name for item in items]
+    files = (
+        FileResult("f1", 2000, (stored[names[3]],)),
+        FileResult("f0", 1000, tuple(stored[name] for name in reversed(names[:3]))),
+    )
+    (result,) = write_results(items, WriteDone(files, 0.0, 0.0, 0.0), 0)
+    found = items_in(result.storage_data, [item_key(item.index) for item in items])
+    assert [(item.file, item.offset) for item in found if item] == [("f0", 0), ("f0", 1), ("f0", 2), ("f1", 3)]
+    assert dict(result.storage_data.files) == {"f0": 1000, "f1": 2000}
+
+
+def test_the_coordinator_is_told_of_small_values_with_their_bytes() -> None:
+    """Of scalars and objects, and not of parts of sharded tensors; each finds its bytes by its key."""
+    state = {"step": torch.tensor(5.0), "object": 3, "large": torch.ones(2000)}
+    plan, planner = planned(state)
+    items = resolve(plan, planner)
+    chunk = dataclasses.replace(items[0], index=MetadataIndex("chunk", torch.Size([2])), is_whole=False)
+    (result,) = write_results([*items, chunk], WriteDone((), 0.0, 0.0, 0.0), 0)
+    small = {item.hash: item for item in result.storage_data.inline}
+    assert set(small) == {hash_of("step", ()), hash_of("object", None)}
+    step = small[hash_of("step", ())]
+    assert (step.dtype, step.kind, step.content, step.name) == ("float32", "tensor", struct.pack("<f", 5.0), None)
+    assert torch.load(io.BytesIO(small[hash_of("object", None)].content)) == 3
+
+
+def test_small_values_have_no_more_than_their_share_of_the_index() -> None:
+    """As many as fit into it; the others are found in the data files."""
+    plan, planner = planned({f"t{n}": torch.ones(1000) for n in range(300)})
+    (result,) = write_results(resolve(plan, planner), WriteDone((), 0.0, 0.0, 0.0), 0)
+    assert len(result.storage_data.inline) == MAX_INLINE_BYTES // 4000
+
+
+def test_an_object_that_would_not_load_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """By key, with what it needs, at its first save alone; tensors and data are not."""
+    check = ObjectCheck()
+    state = {
+        "plain": {"lr": 0.1},
+        "odd": re.compile("x"),
+        "t": torch.ones(2),
+        "w": TwoTensor(torch.ones(1), torch.ones(1)),
+    }
+    with caplog.at_level(logging.WARNING, "dcp_tensorizer"):
+        check.check(resolve(*planned(state)))
+        check.check(resolve(*planned(state)))
+        check.check(resolve(*planned(state | {"new": threading.Event})))
+    assert [record.args for record in caplog.records] == [("odd", "re._compile"), ("new", "threading.Event")]
+    assert "allow_pickle=True" in caplog.records[0].message
+
+
+def test_an_object_whose_types_the_user_allowed_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """torch.serialization.add_safe_globals in the trainer counts."""
+    with torch.serialization.safe_globals([threading.Event]):
+        ObjectCheck().check(resolve(*planned({"event": threading.Event})))
+    assert caplog.records == []
+
+
+class PlansItself(SavePlanner):
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+
+@pytest.mark.parametrize(
+    ("planner", "named"),
+    [(DefaultSavePlanner(), False), (SavePlanner(), False), (PlansItself(), True)],
+    ids=["torch's", "ours", "another"],
+)
+def test_keys_are_told_where_the_state_dict_may_not_name_them(planner: DefaultSavePlanner, named: bool) -> None:
+    """A planner with a way of its own may plan what it does not describe."""
+    plan, _ = planned({"w": torch.ones(2)})
+    items = [Item(item.index, "w", "tensor", torch.ones(2)) for item in plan.items]
+    (result,) = write_results(items, WriteDone((), 0.0, 0.0, 0.0), 0, planner)
+    rows = decode_places(result.storage_data.places)
+    assert [key for key, _ in rows.keys.values()] == (["w"] if named else [])

@@ -1,0 +1,124 @@
+"""GPUs without one: how host memory is registered and cut, and what is said; the driver is a stand-in."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from dcp_tensorizer import StagingError
+from dcp_tensorizer._staging import device as device_module
+from dcp_tensorizer._staging.device import PIN_BYTES, Cuda, expandable_segments, pieces_of, settle_other_devices
+
+GIB = 1 << 30
+
+
+class Driver:
+    """Registers and forgets memory; refuses it at some addresses."""
+
+    def __init__(self, refused: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+        self.refused = refused
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        if address in self.refused:
+            return 2
+        self.registered[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.registered[address]
+        return 0
+
+    def cudaGetErrorString(self, status: int) -> str:  # noqa: N802
+        return {2: "out of memory"}[status]
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    driver = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(device_module, "_forget_error", lambda index: None)
+    return driver
+
+
+def test_memory_is_registered_in_chunks(driver: Driver) -> None:
+    """A call for all of it would fail, or hold up other processes."""
+    undo = Cuda().pin(4096, 5 * GIB // 2, 0)
+    assert driver.registered == {4096: GIB, 4096 + GIB: GIB, 4096 + 2 * GIB: GIB // 2}
+    undo()
+    undo()
+    assert driver.registered == {}
+
+
+def test_what_is_refused_is_undone_and_says_the_drivers_own_words(driver: Driver) -> None:
+    """The code, its name and the byte; nothing of a limit that the driver does not look at."""
+    driver.refused = {4096 + 2 * GIB}
+    with pytest.raises(StagingError, match=r"GPU 3: .* says 2 \(out of memory\) at byte 2,147,483,648") as info:
+        Cuda().pin(4096, 3 * GIB, 3)
+    assert driver.registered == {}
+    assert "ulimit" not in str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "nbytes", "borders", "expected"),
+    [
+        (0, 0, [], []),
+        (100, 10, [], [(0, 10)]),
+        (100, 70, [], [(0, 32), (32, 64), (64, 70)]),
+        (100, 20, [110], [(0, 10), (10, 20)]),
+        (100, 20, [100, 120], [(0, 20)]),
+        (100, 100, [90, 150, 190, 300], [(0, 32), (32, 50), (50, 82), (82, 90), (90, 100)]),
+    ],
+)
+def test_no_piece_reaches_over_a_border(
+    address: int, nbytes: int, borders: list[int], expected: list[tuple[int, int]]
+) -> None:
+    """One copy over two registrations fails, and one of gigabytes holds up what training sends."""
+    assert pieces_of(address, nbytes, borders, 32) == expected
+
+
+def test_the_borders_are_those_of_what_is_registered_now(driver: Driver) -> None:
+    """Of all buffers, in order, until each is given back."""
+    cuda = Cuda()
+    high, low = cuda.pin(1 << 40, GIB + 1, 0), cuda.pin(4096, 10, 0)
+    assert cuda._borders == (4096, 1 << 40, (1 << 40) + PIN_BYTES)
+    high()
+    assert cuda._borders == (4096,)
+    low()
+    assert cuda._borders == ()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "found"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", True),
+        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:512, expandable_segments: true", True),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", False),
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512", False),
+    ],
+)
+def test_expandable_segments_are_seen(variable: str, value: str, found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the variables that torch reads, wherever they stand in them."""
+    monkeypatch.setenv(variable, value)
+    assert expandable_segments() == (f"{variable}={value}" if found else None)
+
+
+def test_other_accelerators_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tensors are copied by threads with streams of their own: what the caller has queued comes first."""
+    waited: list[str] = []
+    modules: dict[str, Any] = {
+        "xpu": types.SimpleNamespace(
+            current_stream=lambda device: types.SimpleNamespace(synchronize=lambda: waited.append(f"{device} stream"))
+        ),
+        "mps": types.SimpleNamespace(synchronize=lambda: waited.append("mps")),
+    }
+    monkeypatch.setattr(device_module, "_has_other_accelerator", lambda: True)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: modules[device.type])
+    tensors: list[Any] = [types.SimpleNamespace(device=torch.device(name)) for name in ("xpu:1", "mps", "cpu", "xpu:1")]
+    settle_other_devices(tensors)
+    assert sorted(waited) == ["mps", "xpu:1 stream"]

@@ -1,0 +1,368 @@
+"""The shared buffer: sizes, places, sharing with other processes, and what is left of it afterwards."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from dcp_tensorizer import StagingError
+from dcp_tensorizer._runtime import memory_limit
+from dcp_tensorizer._staging import shared_memory
+from dcp_tensorizer._staging.shared_mappings import attach
+from dcp_tensorizer._staging.shared_memory import SharedBuffer, aligned
+
+from ...simulated import SimulatedDevice
+from ...support import ALL_DTYPES, dtype_name, filled, memory_files, open_descriptors, raw, same
+
+PAGE = 4096
+
+
+@pytest.mark.parametrize(("asked", "given"), [(0, PAGE), (1, PAGE), (PAGE, PAGE), (PAGE + 1, 2 * PAGE)])
+def test_capacity_is_whole_pages_and_allocated(asked: int, given: int) -> None:
+    """What is asked for, rounded up, with its memory there from the start."""
+    buffer = SharedBuffer(asked)
+    assert buffer.nbytes == given
+    status = os.fstat(buffer.fd)
+    assert (status.st_size, status.st_blocks * 512) == (given, given)
+    assert buffer.fits(given)
+    assert not buffer.fits(given + 1)
+    buffer.close()
+
+
+@pytest.mark.parametrize(("nbytes", "space"), [(0, 0), (1, 64), (63, 64), (64, 64), (65, 128)])
+def test_tensors_take_whole_cache_lines(nbytes: int, space: int) -> None:
+    """The space of a tensor is a multiple of 64 bytes."""
+    assert aligned(nbytes) == space
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
+def test_tensors_of_every_dtype_have_places_of_their_own(dtype: torch.dtype) -> None:
+    """Aligned to 64 bytes, one behind the other, each with a storage of exactly its size."""
+    buffer = SharedBuffer(PAGE)
+    tensors = [buffer.allocate(dtype, shape) for shape in ((3,), (2, 5), (), (1, 1, 7))]
+    assert [(t.dtype, tuple(t.shape)) for t in tensors] == [(dtype, shape) for shape in ((3,), (2, 5), (), (1, 1, 7))]
+    assert [t.untyped_storage().nbytes() for t in tensors] == [n * dtype.itemsize for n in (3, 10, 1, 7)]
+    offsets = [buffer.locate(t) for t in tensors]
+    expected, position = [], 0
+    for tensor in tensors:
+        expected.append(position)
+        position += aligned(tensor.nbytes)
+    assert offsets == expected
+    contents = [filled(dtype, tuple(t.shape), seed=n) for n, t in enumerate(tensors)]
+    for tensor, content in zip(tensors, contents, strict=True):
+        tensor.reshape(-1).view(torch.uint8).copy_(content.reshape(-1).view(torch.uint8))
+    assert all(same(t, c) for t, c in zip(tensors, contents, strict=True))
+    buffer.close()
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
+def test_tensors_without_elements_take_no_space(dtype: torch.dtype) -> None:
+    """They are ordinary empty tensors, in no buffer."""
+    buffer = SharedBuffer(PAGE)
+    tensor = buffer.allocate(dtype, (3, 0))
+    assert (tensor.dtype, tuple(tensor.shape)) == (dtype, (3, 0))
+    assert buffer.locate(tensor) is None
+    assert buffer.locate(buffer.allocate(torch.uint8, (1,))) == 0
+    buffer.close()
+
+
+def test_only_tensors_inside_and_in_c_order_are_located() -> None:
+    """Views of buffer tensors are found at their own offset; what is elsewhere, strided or lazily changed is not."""
+    buffer, other = SharedBuffer(PAGE), SharedBuffer(PAGE)
+    tensor = buffer.allocate(torch.complex64, (4, 4)).fill_(1j)
+    assert buffer.locate(tensor) == 0
+    assert buffer.locate(tensor[1]) == 32
+    assert buffer.locate(tensor[2:]) == 64
+    assert buffer.locate(tensor.view(torch.uint8)) == 0
+    assert buffer.locate(tensor.t()) is None
+    assert buffer.locate(tensor[:, 1]) is None
+    assert buffer.locate(torch.ones(3)) is None
+    assert buffer.locate(other.allocate(torch.uint8, (3,))) is None
+    assert buffer.locate(torch.view_as_real(tensor)) == 0
+    assert buffer.locate(tensor.conj()) is None
+    assert buffer.locate(torch._neg_view(tensor)) is None
+    buffer.close()
+    other.close()
+
+
+def test_a_full_buffer_is_an_error_that_says_its_size() -> None:
+    """More than was planned for does not go in, and does not overwrite anything."""
+    buffer = SharedBuffer(PAGE)
+    first = buffer.allocate(torch.uint8, (PAGE - 64,)).fill_(7)
+    with pytest.raises(StagingError, match="4,096 bytes is full"):
+        buffer.allocate(torch.uint8, (65,))
+    assert int(first.min()) == 7
+    buffer.close()
+
+
+def test_a_buffer_is_filled_from_the_start_again() -> None:
+    """After a reset, the same memory is handed out once more."""
+    buffer = SharedBuffer(PAGE)
+    buffer.allocate(torch.float32, (100,))
+    buffer.reset()
+    assert buffer.locate(buffer.allocate(torch.float32, (100,))) == 0
+    buffer.close()
+
+
+def test_in_use_as_long_as_a_tensor_or_a_view_of_one_is_left() -> None:
+    """Views count; tensors without elements, which are elsewhere, do not."""
+    buffer = SharedBuffer(PAGE)
+    assert not buffer.in_use
+    tensor, empty = buffer.allocate(torch.float32, (10,)), buffer.allocate(torch.float32, (0,))
+    assert buffer.in_use
+    view = tensor[2:5].view(torch.uint8)
+    del tensor
+    assert buffer.in_use
+    del view
+    assert not buffer.in_use
+    del empty
+    buffer.close()
+    assert not buffer.in_use
+
+
+def test_closing_gives_memory_and_descriptors_back() -> None:
+    """At once where no tensor is left, and twice is as good as once."""
+    descriptors, files = open_descriptors(), memory_files()
+    buffer = SharedBuffer(10 * PAGE)
+    assert len(memory_files()) == len(files) + 1
+    buffer.close()
+    buffer.close()
+    assert memory_files() == files
+    assert open_descriptors() == descriptors
+
+
+def test_a_tensor_outlives_the_buffer_it_is_in() -> None:
+    """Its memory stays valid until it is gone too."""
+    files = memory_files()
+    buffer = SharedBuffer(PAGE)
+    tensor = buffer.allocate(torch.int64, (3,)).fill_(5)
+    buffer.close()
+    assert tensor.tolist() == [5, 5, 5]
+    assert len(memory_files()) == len(files) + 1
+    del tensor
+    assert memory_files() == files
+
+
+def test_a_forgotten_buffer_is_given_back() -> None:
+    """One that nobody closed goes with its last reference."""
+    gc.collect()
+    descriptors, files = open_descriptors(), memory_files()
+    buffer = SharedBuffer(PAGE)
+    del buffer
+    gc.collect()
+    assert (open_descriptors(), memory_files()) == (descriptors, files)
+
+
+def test_ids_are_never_used_again() -> None:
+    """The writer process tells buffers apart by them."""
+    buffers = [SharedBuffer(PAGE) for _ in range(3)]
+    ids = [buffer.id for buffer in buffers]
+    for buffer in buffers:
+        buffer.close()
+    last = SharedBuffer(PAGE)
+    last.close()
+    assert len({*ids, last.id}) == 4
+
+
+# --- sharing ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_attached_buffer_shows_what_is_written_to_it() -> None:
+    """Another mapping of the same descriptor has the same bytes, cannot be written to, and outlives the original."""
+    descriptors = open_descriptors()
+    buffer = SharedBuffer(2 * PAGE)
+    tensor = buffer.allocate(torch.float32, (1000,))
+    mapping = attach(os.dup(buffer.fd), buffer.nbytes)
+    tensor.copy_(filled(torch.float32, (1000,)))
+    assert mapping[:4000] == raw(tensor)
+    with pytest.raises(TypeError):
+        mapping[0] = 1
+    buffer.close()
+    assert mapping[:4000] == raw(tensor)
+    del tensor
+    mapping.close()
+    assert open_descriptors() == descriptors
+
+
+def test_attaching_to_what_is_too_short_closes_the_descriptor(tmp_path: Path) -> None:
+    """An error leaves no descriptor behind."""
+    descriptors = open_descriptors()
+    fd = os.open(tmp_path / "short", os.O_RDWR | os.O_CREAT)
+    with pytest.raises(ValueError, match="greater than file size"):
+        attach(fd, PAGE)
+    assert open_descriptors() == descriptors
+
+
+def test_another_process_sees_the_bytes() -> None:
+    """A process that is given the descriptor maps the same memory."""
+    buffer = SharedBuffer(PAGE)
+    given = os.dup(buffer.fd)
+    buffer.allocate(torch.uint8, (26,)).copy_(torch.arange(97, 123))
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:  # the child only makes system calls, for other threads of this process may hold locks
+        mapping = attach(given, PAGE)
+        os.write(write, mapping[:26])
+        os._exit(0)
+    os.close(write)
+    os.close(given)
+    seen = os.read(read, 100)
+    os.close(read)
+    assert os.waitpid(child, 0)[1] == 0
+    assert seen == b"abcdefghijklmnopqrstuvwxyz"
+    buffer.close()
+
+
+@pytest.mark.parametrize("setting", ["always within_size [advise] never deny force", "always advise [never]", None])
+def test_huge_pages_for_those_who_ask(setting: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for where the system says that it has them; all is allocated and of its size, whatever it gives."""
+    advices: list[int] = []
+    advise = shared_memory._advise
+
+    def noted(address: int, nbytes: int, advice: int) -> None:
+        advices.append(advice)
+        advise(address, nbytes, advice)
+
+    monkeypatch.setattr(shared_memory, "cores", lambda: 1)
+    monkeypatch.setattr(shared_memory, "_SHARED_HUGE_PAGES", tmp_path / "shmem_enabled")
+    monkeypatch.setattr(shared_memory, "_advise", noted)
+    monkeypatch.setattr(shared_memory, "_STEP", 1 << 20)
+    if setting is not None:
+        (tmp_path / "shmem_enabled").write_text(f"{setting}\n")
+    buffer = SharedBuffer((4 << 20) + 1)
+    try:
+        status = os.fstat(buffer.fd)
+        assert status.st_size == buffer.nbytes == (4 << 20) + 4096
+        assert status.st_blocks * 512 >= buffer.nbytes
+        assert advices == [14] * (setting is not None and "[advise]" in setting) + [23] * 5
+        buffer.allocate(torch.uint8, (buffer.nbytes,)).fill_(7)
+        assert os.pread(buffer.fd, 1, buffer.nbytes - 1) == b"\7"
+    finally:
+        buffer.close()
+
+
+@pytest.mark.parametrize("threads", ["are there", "are short"])
+def test_several_threads_make_the_pages(threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each its share of a step, in whole huge pages; what they do not make is made without them."""
+    made: list[tuple[int, int]] = []
+    advise = shared_memory._advise
+
+    def noted(address: int, nbytes: int, advice: int) -> None:
+        made.append((address, nbytes))
+        advise(address, nbytes, advice)
+
+    def short(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(shared_memory, "_advise", noted)
+    monkeypatch.setattr(shared_memory, "_STEP", 12 << 20)
+    monkeypatch.setattr(shared_memory, "cores", lambda: 3)
+    if threads == "are short":
+        monkeypatch.setattr(shared_memory, "in_threads", short)
+    buffer = SharedBuffer(17 << 20)
+    try:
+        assert os.fstat(buffer.fd).st_blocks * 512 >= buffer.nbytes
+        shares = [(0, 4), (4, 4), (8, 4), (12, 2), (14, 2), (16, 1)]
+        expected = [(buffer._base + (start << 20), length << 20) for start, length in shares]
+        assert sorted(made) == ([] if threads == "are short" else expected)
+    finally:
+        buffer.close()
+
+
+# --- memory that is short --------------------------------------------------------------------------------------------
+
+
+def test_a_shortage_is_known_before_anything_is_allocated() -> None:
+    """The error says how much was needed, and no memory file was made."""
+    files = memory_files()
+    with pytest.raises(StagingError, match=r"needs 1,125,899,906,842,624 bytes and [\d,]+ bytes"):
+        SharedBuffer(1 << 50)
+    assert memory_files() == files
+
+
+def test_what_other_ranks_take_meanwhile_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All look at the same memory before any has allocated its own: what is missing is an error, and given back."""
+    monkeypatch.setattr(shared_memory, "_STEP", 1 << 20)
+    left = iter(range(10 << 20, 0, -2 << 20))  # this one takes half of what goes
+    monkeypatch.setattr(memory_limit, "available_memory", lambda: next(left))
+    before = memory_files(), open_descriptors()
+    with pytest.raises(StagingError, match=r"needs 8,388,608 bytes, has got 1,048,576 of them, and 6,291,456 bytes"):
+        SharedBuffer(8 << 20)
+    assert (memory_files(), open_descriptors()) == before
+
+
+def test_a_failing_allocation_is_an_error_and_leaves_nothing() -> None:
+    """Where the kernel refuses, the message has its reason: a limit of files is no want of memory."""
+    descriptors, files = open_descriptors(), memory_files()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(
+            StagingError, match=r"needs 2,097,152 bytes.*File too large.*more than 1,048,576 bytes.*ulimit -f"
+        ):
+            SharedBuffer(2 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (open_descriptors(), memory_files()) == (descriptors, files)
+
+
+def test_a_system_that_refuses_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As sandboxes do: the message names the call that is to be allowed."""
+
+    def refuse(*arguments: object) -> int:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(StagingError, match=r"Operation not permitted: .*refuses memfd_create.*seccomp"):
+        SharedBuffer(4096)
+
+
+# --- memory that is registered for a device -------------------------------------------------------------------------
+
+
+def test_a_buffer_is_registered_once_and_at_its_exact_size() -> None:
+    """All of it, at the address where it is mapped; undone while it is still mapped."""
+    device = SimulatedDevice()
+    buffer = SharedBuffer(PAGE + 1)
+    tensor = buffer.allocate(torch.uint8, (3,))
+    buffer.pin(device, 0)
+    buffer.pin(device, 0)
+    assert device.pinned == [(tensor.data_ptr(), 2 * PAGE)]
+    buffer.close()
+    assert device.pinned == []
+    assert tensor.fill_(1).tolist() == [1, 1, 1]  # still mapped, when it was unregistered
+
+
+def test_a_dropped_buffer_is_unregistered() -> None:
+    """Nobody needs to close it."""
+    device = SimulatedDevice()
+    buffer = SharedBuffer(PAGE)
+    buffer.pin(device, 0)
+    del buffer
+    gc.collect()
+    assert device.pinned == []
+
+
+class Refusing(SimulatedDevice):
+    """Memory cannot be registered."""
+
+    def pin(self, address: int, nbytes: int, index: int) -> Callable[[], None]:
+        raise StagingError("raise the limit of locked memory")
+
+
+def test_a_buffer_that_cannot_be_registered_is_pageable() -> None:
+    """One warning, with the device's advice, and memory that works."""
+    device = Refusing()
+    buffer = SharedBuffer(PAGE)
+    with pytest.warns(RuntimeWarning, match="raise the limit of locked memory"):
+        buffer.pin(device, 0)
+    buffer.pin(device, 0)  # warnings are errors here
+    assert buffer.allocate(torch.uint8, (3,)).fill_(1).tolist() == [1, 1, 1]
+    buffer.close()

@@ -1,0 +1,259 @@
+"""Local files are read correctly, through the page cache and past it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dcp_tensorizer._storage.local_io import LocalFile, read_into
+
+from ...support import cached, forget, open_descriptors
+
+MIB = 1 << 20
+PATTERN = np.random.default_rng(0).integers(0, 256, 9 * MIB, dtype=np.uint8).tobytes()
+
+shared_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("stored") / "file"
+    path.write_bytes(PATTERN[: 100 * 4096 + 123])
+    return path
+
+
+@settings(shared_folder)
+@given(
+    offset=st.integers(0, 101 * 4096),
+    sizes=st.lists(st.integers(0, 3 * 4096), max_size=12),
+    cached=st.booleans(),
+)
+def test_any_range_is_read_into_any_buffers(stored: Path, offset: int, sizes: list[int], cached: bool) -> None:
+    """A range may be cold or cached, aligned or not, and past the file's end it is an EOFError, never zeros."""
+    content = stored.read_bytes()
+    if not cached:
+        forget(stored)
+    buffers = [memoryview(bytearray(size)) for size in sizes]
+    file = LocalFile(stored)
+    try:
+        if offset + sum(sizes) > len(content) and sum(sizes):
+            with pytest.raises(EOFError, match="too early"):
+                file.read_into(buffers, offset)
+        else:
+            file.read_into(buffers, offset)
+            assert b"".join(buffers) == content[offset : offset + sum(sizes)]
+    finally:
+        file.close()
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("large") / "file"
+    path.write_bytes(PATTERN)
+    return path
+
+
+@settings(shared_folder, max_examples=40)
+@given(
+    offset=st.one_of(st.integers(0, 4 * MIB), st.sampled_from([0, 4095, 4096, 4097])),
+    cuts=st.lists(st.integers(0, 5 * MIB - 77), max_size=5),
+)
+def test_a_cold_range_is_read_past_the_page_cache(large: Path, offset: int, cuts: list[int]) -> None:
+    """It may begin and end anywhere and be read in parts of any size, and the cache stays empty."""
+    forget(large)
+    file = LocalFile(large)
+    nbytes = 5 * MIB - 77
+    source = file.once(offset, nbytes)
+    assert source is not file
+    content = bytearray(nbytes)
+    edges = [0, *sorted(cuts), nbytes]
+    for start, stop in itertools.pairwise(edges):
+        middle = (start + stop) // 2
+        source.read_into([memoryview(content)[start:middle], memoryview(content)[middle:stop]], offset + start)
+    file.close()
+    assert content == PATTERN[offset : offset + nbytes]
+    assert not cached(large, offset + nbytes // 2)
+
+
+def test_the_end_of_a_file_is_read_past_the_page_cache(large: Path) -> None:
+    """A file need not end on a block."""
+    path = large.with_name("odd")
+    path.write_bytes(PATTERN[: 3 * MIB + 1234])
+    forget(path)
+    file = LocalFile(path)
+    source = file.once(MIB, 2 * MIB + 1234)
+    assert source is not file
+    content = bytearray(2 * MIB + 1234)
+    source.read_into([memoryview(content)], MIB)
+    file.close()
+    assert content == PATTERN[MIB : 3 * MIB + 1234]
+
+
+@pytest.mark.parametrize("case", ["cached", "small", "beyond the end", "O_DIRECT is refused", "there is no O_DIRECT"])
+def test_any_other_range_is_read_through_the_page_cache(
+    large: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a range is cached already, too small, or cannot be read in another way."""
+    forget(large)
+    offset, nbytes = 1000, 1000 if case == "small" else 2 * MIB
+    if case == "cached":
+        large.read_bytes()
+    elif case == "beyond the end":
+        offset = len(PATTERN) - MIB
+    elif case == "O_DIRECT is refused":
+        real = os.preadv
+
+        def refusing(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return real(fd, buffers, offset)
+
+        monkeypatch.setattr(os, "preadv", refusing)
+    elif case == "there is no O_DIRECT":
+        monkeypatch.delattr(os, "O_DIRECT")
+    file = LocalFile(large)
+    try:
+        assert file.once(offset, nbytes) is file
+        content = bytearray(nbytes)
+        if case == "beyond the end":
+            with pytest.raises(EOFError, match="1,048,576 bytes too early"):
+                file.read_into([memoryview(content)], offset)
+        else:
+            file.read_into([memoryview(content)], offset)
+            assert content == PATTERN[offset : offset + nbytes]
+    finally:
+        file.close()
+
+
+def test_a_failed_cold_read_is_an_error(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not repeated through the cache."""
+    forget(large)
+    file = LocalFile(large)
+
+    def failing(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", failing)
+    with pytest.raises(OSError, match="Input/output"):
+        file.once(0, 2 * MIB)
+    file.close()
+
+
+def test_each_thread_keeps_what_it_read(large: Path) -> None:
+    """Its range stays until its own next call, and in the end nothing is open or mapped."""
+    forget(large)
+    before = open_descriptors()
+    file = LocalFile(large)
+    all_there = threading.Barrier(4)
+
+    def read(number: int) -> bool:
+        offset, nbytes = number * MIB + number, 2 * MIB
+        source = file.once(offset, nbytes)
+        all_there.wait(30)
+        content = bytearray(nbytes)
+        source.read_into([memoryview(content)], offset)
+        return source is not file and content == PATTERN[offset : offset + nbytes]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(read, range(4))) == [True] * 4
+    file.close()
+    assert open_descriptors() == before
+    assert str(large) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_cold_range_is_of_the_file_that_was_opened(tmp_path: Path) -> None:
+    """It does not matter that another file has its name now."""
+    path = tmp_path / "file"
+    path.write_bytes(PATTERN)
+    forget(path)
+    file = LocalFile(path)
+    path.unlink()
+    path.write_bytes(b"another" * MIB)
+    content = bytearray(2 * MIB)
+    file.once(5, 2 * MIB).read_into([memoryview(content)], 5)
+    file.close()
+    assert content == PATTERN[5 : 5 + 2 * MIB]
+
+
+def test_all_threads_read_the_file_that_was_opened(tmp_path: Path) -> None:
+    """Each has its own descriptor of that file, though another file has its name now, and all are closed."""
+    path = tmp_path / "file"
+    path.write_bytes(PATTERN[:5000])
+    before = open_descriptors()
+    file = LocalFile(path)
+    path.unlink()
+    path.write_bytes(b"another")
+    all_there = threading.Barrier(4)
+
+    def read(offset: int) -> bytes:
+        buffer = bytearray(1000)
+        all_there.wait(30)
+        file.read_into([memoryview(buffer)], offset)
+        return bytes(buffer)
+
+    with ThreadPoolExecutor(4) as pool:
+        contents = list(pool.map(read, range(0, 4000, 1000)))
+    assert b"".join(contents) == PATTERN[:4000]
+    assert len(open_descriptors()) - len(before) == 1 + 4
+    file.close()
+    assert open_descriptors() == before
+
+
+def test_more_buffers_than_one_preadv_takes(stored: Path) -> None:
+    """2,500 buffers of 11 bytes or none are filled in order."""
+    content = stored.read_bytes()
+    buffers = [memoryview(bytearray(11 if number % 7 else 0)) for number in range(2500)]
+    wanted = sum(buffer.nbytes for buffer in buffers)
+    descriptor = os.open(stored, os.O_RDONLY)
+    try:
+        read_into(descriptor, buffers, 5)
+    finally:
+        os.close(descriptor)
+    assert b"".join(buffers) == content[5 : 5 + wanted]
+
+
+def test_a_short_file_is_an_error_that_says_by_how_much(tmp_path: Path) -> None:
+    """The message has the file's end and the number of missing bytes."""
+    (tmp_path / "file").write_bytes(b"x" * 1000)
+    file = LocalFile(tmp_path / "file")
+    with pytest.raises(EOFError, match=r"ends at byte 1,000, 500 bytes too early"):
+        file.read_into([memoryview(bytearray(700)), memoryview(bytearray(700))], 100)
+    file.close()
+
+
+def test_several_threads_read_one_file(tmp_path: Path) -> None:
+    """Each thread gets its own range."""
+    path = tmp_path / "file"
+    path.write_bytes(PATTERN)
+    forget(path)
+    file = LocalFile(path)
+
+    def read(number: int) -> bool:
+        start, count = number * 700_001, 600_000 + number
+        buffer = bytearray(count)
+        file.read_into([memoryview(buffer)], start)
+        return buffer == PATTERN[start : start + count]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(read, range(12))) == [True] * 12
+    file.close()
+
+
+def test_closing_gives_the_descriptors_back(stored: Path) -> None:
+    """A reader holds two descriptors at most, until it is closed."""
+    before = open_descriptors()
+    file = LocalFile(stored)
+    assert len(open_descriptors()) <= len(before) + 2
+    file.close()
+    assert open_descriptors() == before

@@ -1,0 +1,361 @@
+"""One request's files: all of them or none, with digests."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensorizer import TensorDeserializer
+
+from dcp_tensorizer import WriteError
+from dcp_tensorizer._format.encoder import PartMemory
+from dcp_tensorizer._format.names import data_file_name
+from dcp_tensorizer._format.tensor_bytes import host_bytes
+from dcp_tensorizer._storage.base import Storage
+from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._storage.local_io import LocalSink
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._writer_process import jobs
+from dcp_tensorizer._writer_process.jobs import FileJob
+from dcp_tensorizer._writer_process.protocol import EarlierFile, FileRequest, FileResult, TensorSource
+
+from ...support import block_digests, dtype_name, file_size_limit, filled, raw, same, sources
+
+NAMES = [data_file_name(0, number, "a" * 32) for number in range(3)]
+
+
+class Foreign:
+    """An object whose class could run code."""
+
+
+def saved(value: object) -> torch.Tensor:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
+
+
+def job(
+    storage: Storage, files: dict[str, dict[str, torch.Tensor]], *, kind: str = "tensor", **options: Any
+) -> FileJob:
+    """A job for the given tensors, by file."""
+    tensors = {name: tensor for file in files.values() for name, tensor in file.items()}
+    requests = [FileRequest(file, sources(content.items(), kind)) for file, content in files.items()]
+    return FileJob(
+        storage, requests, lambda source: host_bytes(tensors[source.name]), **({"sync": True, "threads": 2} | options)
+    )
+
+
+@pytest.fixture(params=["local", "memory"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
+    storage = open_storage(tmp_path if request.param == "local" else f"memory://{tmp_path.name}")
+    storage.make_directory()
+    yield storage
+    for name in NAMES:
+        storage.remove(name)
+
+
+def test_jobs_may_share_what_they_keep_of_the_memory_for_parts(storage: Storage) -> None:
+    """The second one takes no fresh memory. One that fails gives back what it had. Without a bound nothing is kept."""
+    memory = PartMemory(kept_bytes=64 << 20)
+    files = {NAMES[0]: {"a": filled(torch.uint8, (100_000,))}}
+    addresses = []
+    for _ in range(2):
+        work = job(storage, files, memory=memory)
+        work.run()
+        addresses.append({buffer.ctypes.data for buffer in memory._free})
+        work.remove()
+    assert addresses[0] == addresses[1] != set()
+    with pytest.raises(WriteError):
+        FileJob(
+            storage,
+            [FileRequest(NAMES[0], sources([("a", torch.ones(9))]))],
+            _gone,
+            sync=True,
+            threads=1,
+            memory=memory,
+        ).run()
+    assert memory._made == sum(buffer.nbytes for buffer in memory._free)
+    unkept = PartMemory()
+    job(storage, files, memory=unkept).run()
+    assert (unkept._made, unkept._free) == (0, [])
+
+
+def _gone(source: TensorSource) -> memoryview:
+    raise OSError(errno.EIO, f"{source.name} is gone")
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_all_files_are_written_and_described(storage: Storage, tmp_path: Path, sync: bool) -> None:
+    """Sizes, places and digests are those of the files; stock tensorizer opens each."""
+    files = {
+        NAMES[0]: {"a": filled(torch.float32, (300, 7)), "b": filled(torch.bfloat16, (1,))},
+        NAMES[1]: {"c": filled(torch.uint8, (200_000,), seed=1)},
+    }
+    work = job(storage, files, sync=sync)
+    done = work.run()
+    assert [file.name for file in done.files] == NAMES[:2]
+    assert done.seconds >= done.hash_seconds > 0
+    assert done.write_seconds > 0
+    for file, content in zip(done.files, files.values(), strict=True):
+        stored = storage.read(file.name)
+        assert stored is not None
+        assert (len(stored), storage.head(file.name)) == (file.nbytes, file.nbytes)
+        assert [(item.file, item.name) for item in file.tensors] == [(file.name, name) for name in content]
+        for item in file.tensors:
+            tensor = content[item.name]
+            assert stored[item.offset : item.offset + item.length] == raw(tensor)
+            assert (item.dtype, item.kind) == (dtype_name(tensor.dtype), "tensor")
+            assert item.digests == block_digests(tensor)
+        with TensorDeserializer(io.BytesIO(stored), device="cpu", verify_hash=True) as loaded:
+            assert all(same(loaded[name], tensor) for name, tensor in content.items())
+    assert work.bytes_written == sum(file.nbytes for file in done.files)
+
+
+def test_a_failure_in_a_later_file_removes_the_earlier_ones(tmp_path: Path) -> None:
+    """Half a rank is no rank: nothing is left, and the error has file and cause."""
+    files = {NAMES[0]: {"a": torch.zeros(10)}, NAMES[1]: {"b": torch.zeros(1_000_000)}}
+    with file_size_limit(1 << 20), pytest.raises(WriteError, match="File too large") as caught:
+        job(open_storage(tmp_path), files).run()
+    assert f"{tmp_path}/{NAMES[1]}" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("point", ["put_part", "complete", "sync_directory"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT])
+def test_what_a_disk_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, number: int) -> None:
+    """An I/O error or a full quota, whenever it comes, is the error of the file, and nothing is left."""
+
+    def fail(*args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(LocalStorage if point == "sync_directory" else LocalSink, point, fail)
+    with pytest.raises(WriteError, match=re.escape(f"{tmp_path}/{NAMES[0]}: OSError: [Errno {number}]")):
+        job(open_storage(tmp_path), {NAMES[0]: {"a": torch.zeros(3_000_000)}}).run()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_tensor_fails_the_job(tmp_path: Path) -> None:
+    """An error before anything is written is told in the same way."""
+    source = TensorSource("gone", "float32", (1,), 4)
+
+    def gone(source: TensorSource) -> memoryview:
+        raise KeyError(source.name)
+
+    work = FileJob(open_storage(tmp_path), [FileRequest(NAMES[0], (source,))], gone, sync=True, threads=1)
+    with pytest.raises(WriteError, match="KeyError: 'gone'"):
+        work.run()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_directory_is_an_error(tmp_path: Path) -> None:
+    """The directory is made by the trainer; without it the path is named."""
+    with pytest.raises(WriteError, match="nowhere") as caught:
+        job(open_storage(tmp_path / "nowhere"), {NAMES[0]: {"a": torch.zeros(1)}}).run()
+    assert "No such file" in str(caught.value)
+
+
+def test_no_files_is_no_work(storage: Storage) -> None:
+    """A rank whose items are all empty has nothing to write."""
+    done = job(storage, {}).run()
+    assert done.files == ()
+
+
+def test_secrets_do_not_get_into_the_error(tmp_path: Path) -> None:
+    """What a backend says is cleaned of the options it was given."""
+    storage = open_storage(f"memory://{tmp_path.name}", {"key": "correct-horse"})
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("403 for correct-horse at https://user:hunter2@host")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "create", fail)
+        with pytest.raises(WriteError, match="403") as caught:
+            job(storage, {NAMES[0]: {"a": torch.zeros(1)}}).run()
+    assert "correct-horse" not in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_the_next_file_is_begun_while_one_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk or a server takes its time to say that a file is there."""
+    storage = open_storage(tmp_path)
+    begun, complete, create = threading.Event(), LocalSink._complete, LocalStorage.create
+
+    def wait_then_complete(sink: LocalSink) -> None:
+        assert begun.wait(30)
+        complete(sink)
+
+    def begin(own: LocalStorage, name: str, nbytes: int, *, sync: bool) -> Any:
+        if name == NAMES[1]:
+            begun.set()
+        return create(own, name, nbytes, sync=sync)
+
+    monkeypatch.setattr(LocalSink, "_complete", wait_then_complete)
+    monkeypatch.setattr(LocalStorage, "create", begin)
+    done = job(storage, {name: {name: filled(torch.float32, (5,))} for name in NAMES[:2]}).run()
+    assert [file.name for file in done.files] == NAMES[:2]
+
+
+def test_a_file_that_cannot_be_completed_fails_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named, and nothing is left, although the file behind it may be whole."""
+    storage = open_storage(tmp_path)
+    complete = LocalSink._complete
+    completed: list[LocalSink] = []
+
+    def fail_first(sink: LocalSink) -> None:
+        completed.append(sink)
+        if len(completed) == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        complete(sink)
+
+    monkeypatch.setattr(LocalSink, "_complete", fail_first)
+    with pytest.raises(WriteError, match=rf"cannot write .*/{re.escape(NAMES[0])}: .*Input/output error"):
+        job(storage, {name: {name: filled(torch.float32, (5,))} for name in NAMES}).run()
+    assert os.listdir(tmp_path) == []
+
+
+def at_once(operation: Callable[..., None], *arguments: object) -> Future[None]:
+    """In place of a thread: what is submitted is done at once."""
+    future = Future[None]()
+    try:
+        future.set_result(operation(*arguments))
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
+def test_nothing_is_written_behind_a_file_that_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All files of the job are lost then: who waits for it learns of it soon."""
+    begun, create = [], LocalStorage.create
+
+    def fail(sink: LocalSink) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def begin(own: LocalStorage, name: str, nbytes: int, *, sync: bool) -> Any:
+        begun.append(name)
+        return create(own, name, nbytes, sync=sync)
+
+    monkeypatch.setattr(LocalSink, "_complete", fail)
+    monkeypatch.setattr(LocalStorage, "create", begin)
+    failing = job(open_storage(tmp_path), {name: {name: filled(torch.float32, (5,))} for name in NAMES})
+    monkeypatch.setattr(jobs, "Workers", lambda *_, **__: nullcontext(SimpleNamespace(submit=at_once)))
+    with pytest.raises(WriteError, match=rf"cannot write .*/{re.escape(NAMES[0])}: .*Input/output error"):
+        failing.run()
+    assert begun == NAMES[:1]
+
+
+def test_no_file_is_completed_once_the_job_is_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that is just being completed is waited for and removed; the next one is refused."""
+    work = job(open_storage(tmp_path), {name: {name: filled(torch.float32, (5,))} for name in NAMES[:2]})
+    removing = threading.Thread(target=work.abandon)
+    complete = LocalSink._complete
+    completed: list[LocalSink] = []
+
+    def complete_late(sink: LocalSink) -> None:
+        removing.start()
+        while not work._abandoned:
+            assert removing.is_alive()
+        complete(sink)
+        completed.append(sink)
+
+    monkeypatch.setattr(LocalSink, "_complete", complete_late)
+    with pytest.raises(WriteError, match="nobody waits for this file any more"):
+        work.run()
+    removing.join(30)
+    assert not removing.is_alive()
+    assert len(completed) == 1
+    assert os.listdir(tmp_path) == []
+
+
+def _saved_before(folder: Path, content: dict[str, torch.Tensor]) -> FileResult:
+    """A file that an earlier save has written."""
+    folder.mkdir()
+    (result,) = job(open_storage(folder), {NAMES[2]: content}, identify=True).run().files
+    assert result.identity is not None
+    return result
+
+
+def _adopting(folder: Path, content: dict[str, torch.Tensor], homes: tuple[EarlierFile, ...]) -> FileJob:
+    request = FileRequest(NAMES[0], sources(content.items()), homes, 4711)
+    return FileJob(
+        open_storage(folder), [request], lambda source: host_bytes(content[source.name]), sync=True, threads=1
+    )
+
+
+def test_a_file_is_adopted_from_the_first_place_where_that_is_possible(tmp_path: Path) -> None:
+    """Nothing of it is written. If it is possible nowhere, the same bytes are written under the same name."""
+    content = {"a": filled(torch.float32, (1000,))}
+    before = _saved_before(tmp_path / "old", content)
+    right = EarlierFile(str(tmp_path / "old"), before.name, before.identity or ())
+    wrong = right._replace(identity=(1, 2, 3)), right._replace(location="unknown://nowhere")
+    for name, homes, adopted in (("new", (*wrong, right), True), ("written", wrong, False)):
+        (tmp_path / name).mkdir()
+        (result,) = _adopting(tmp_path / name, content, homes).run().files
+        assert (result.name, result.adopted, len(result.tensors)) == (NAMES[0], adopted, int(not adopted))
+        assert os.path.samefile(tmp_path / "old" / before.name, tmp_path / name / NAMES[0]) == adopted
+        assert (tmp_path / name / NAMES[0]).read_bytes() == (tmp_path / "old" / before.name).read_bytes()
+
+
+def test_what_cannot_be_adopted_in_time_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that does not answer is asked for one copy, and not for one of each file from each place."""
+    content = {name: filled(torch.float32, (5,)) for name in NAMES}
+    moments, asked = [0.0], []
+
+    def wait_in_vain(own: LocalStorage, source: Storage, source_name: str, *others: Any, **options: Any) -> None:
+        asked.append(source_name)
+        moments[0] += 11.0
+
+    monkeypatch.setattr(LocalStorage, "adopt", wait_in_vain)
+    monkeypatch.setattr("dcp_tensorizer._writer_process.jobs.in_threads", lambda work, files: [*map(work, files)])
+    homes = tuple(EarlierFile(str(tmp_path / "old"), name, (1,)) for name in ("newest", "older"))
+    requests = [FileRequest(name, tuple(sources([(name, content[name])])), homes, 4711) for name in NAMES]
+    work = FileJob(
+        open_storage(tmp_path),
+        requests,
+        lambda source: host_bytes(content[source.name]),
+        sync=True,
+        threads=1,
+        patience=10.0,
+        clock=lambda: moments[0],
+    )
+    assert [result.adopted for result in work.run().files] == [False] * len(NAMES)
+    assert asked == ["newest"]
+
+
+def test_an_abandoned_job_adopts_nothing(tmp_path: Path) -> None:
+    """And leaves nothing; what it would have adopted stays."""
+    content = {"a": filled(torch.float32, (1000,))}
+    before = _saved_before(tmp_path / "old", content)
+    (tmp_path / "new").mkdir()
+    work = _adopting(
+        tmp_path / "new", content, (EarlierFile(str(tmp_path / "old"), before.name, before.identity or ()),)
+    )
+    work.abandon()
+    with pytest.raises(WriteError, match="nobody waits for this file any more"):
+        work.run()
+    assert (os.listdir(tmp_path / "new"), os.listdir(tmp_path / "old")) == ([], [before.name])
+
+
+def test_an_interrupted_job_leaves_nothing(tmp_path: Path) -> None:
+    """A Ctrl-C in a synchronous save goes on as what it is, and no file stays."""
+    tensors = {"a": torch.zeros(3_000_000), "b": torch.zeros(3_000_000)}
+
+    def interrupted(source: TensorSource) -> memoryview:
+        if source.name == "b":
+            raise KeyboardInterrupt
+        return host_bytes(tensors[source.name])
+
+    files = [FileRequest(name, sources({key: tensors[key]}.items())) for name, key in zip(NAMES, tensors, strict=False)]
+    with pytest.raises(KeyboardInterrupt):
+        FileJob(open_storage(tmp_path), files, interrupted, sync=True, threads=1).run()
+    assert list(tmp_path.iterdir()) == []

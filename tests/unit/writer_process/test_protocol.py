@@ -1,0 +1,101 @@
+"""What crosses between a trainer and its writer process: small, unchangeable, the same on both sides."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from dcp_tensorizer._format.encryption import Cipher
+from dcp_tensorizer._format.names import StoredItem
+from dcp_tensorizer._staging.shared_mappings import SharedFile
+from dcp_tensorizer._writer_process.protocol import (
+    BufferInfo,
+    Detached,
+    DetachRequest,
+    DeviceTensor,
+    DigestRequest,
+    DigestResult,
+    EarlierFile,
+    FileRequest,
+    FileResult,
+    Ready,
+    SnapshotRequest,
+    SnapshotTaken,
+    TensorSource,
+    WriteDone,
+    WriteFailed,
+    WriteOptions,
+    WriteProgress,
+    WriteRequest,
+)
+
+FILE = SharedFile("/dev/shm/torch_1", 7, 4711)
+SOURCES = (
+    TensorSource("layer.0", "bfloat16", (3, 4), 24, memory=7, offset=4096),
+    TensorSource("step", "uint8", (100,), 100, "object", FILE, 512),
+)
+OPTIONS = WriteOptions({"key": "a-secret", "nested": {"a": [1]}}, True, 2, 64 << 20, 600.0, Cipher(bytes(range(32))))
+BUFFERS = (BufferInfo(7, 8192, attached=False),)
+REQUEST = WriteRequest("/checkpoint", OPTIONS, (FileRequest("__0_0_x.tensors", SOURCES),), BUFFERS)
+STORED = (
+    StoredItem("f0", "layer.0", 262_300, 24, "bfloat16", "tensor", b"8" * 8),
+    StoredItem("f0", "step", 262_400, 100, "uint8", "object", b"9" * 8),
+)
+DONE = WriteDone((FileResult("f0", 300_000, STORED), FileResult("f1", 5, ())), 1.5, 1.0, 0.5)
+SNAPSHOT = SnapshotRequest(
+    7, 0, (("a handle",),), (DeviceTensor(0, "float32", (3,), (1,), 0, False, False, 64),), BUFFERS
+)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        REQUEST,
+        SNAPSHOT,
+        DetachRequest(BUFFERS),
+        WriteRequest("/p", OPTIONS, (FileRequest("f1", SOURCES, (EarlierFile("/p", "f0", (7, 4711, 5)),), 300_000),)),
+        DigestRequest(SOURCES, 2, BUFFERS),
+        DigestResult((b"1" * 16, b"2" * 16)),
+        WriteDone((FileResult("f1", 300_000, (), ("etag",), adopted=True),), 1.0, 0.5, 0.1),
+        DONE,
+        SnapshotTaken(),
+        Detached(),
+        Ready(),
+        WriteProgress(12345678901),
+        WriteFailed("no space", "Traceback ..."),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_messages_survive_pickling(message: object) -> None:
+    """The other process sees the same values, of the same types."""
+    copy = pickle.loads(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+    assert copy == message
+    assert type(copy) is type(message)
+
+
+def test_where_a_tensor_is_keeps_its_type() -> None:
+    """A number is a buffer of ours, a `SharedFile` is the trainer's; the file crosses once for all tensors."""
+    many = tuple(SOURCES[1]._replace(offset=n) for n in range(100))
+    copy = pickle.loads(pickle.dumps(WriteRequest("/p", OPTIONS, (FileRequest("f", (*SOURCES, *many)),))))
+    assert [type(source.memory) for source in copy.files[0].tensors[:2]] == [int, SharedFile]
+    assert len({id(source.memory) for source in copy.files[0].tensors[1:]}) == 1
+
+
+def test_messages_cannot_be_changed() -> None:
+    """A request that is sent twice, after a crash, is the same request."""
+    with pytest.raises(AttributeError):
+        SOURCES[0].offset = 0  # type: ignore[misc]
+    with pytest.raises(AttributeError):
+        REQUEST.path = "/other"  # type: ignore[misc]
+
+
+def test_a_request_shows_no_secrets() -> None:
+    """Neither the storage options nor the key are in its ``repr``, which may get into a log."""
+    assert "a-secret" not in repr(REQUEST)
+    assert repr(bytes(range(32))) not in repr(REQUEST)
+
+
+def test_results_are_found_by_name() -> None:
+    """Each tensor with the size of the file that it is in."""
+    assert DONE.places() == {"layer.0": (STORED[0], 300_000), "step": (STORED[1], 300_000)}
