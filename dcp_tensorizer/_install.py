@@ -36,7 +36,7 @@ _EXTENSIONS = "_extension_registry"  # how to decode what torch's own writer has
 def install(
     *, writer_options: Mapping[str, Any] | None = None, reader_options: Mapping[str, Any] | None = None
 ) -> None:
-    """Has this process save and load by this package wherever it asks for torch's own storage.
+    """Makes this process save and load by this package wherever it asks for torch's own storage.
 
     From then on:
 
@@ -108,7 +108,7 @@ _replaced: list[tuple[Any, str, Any]] = []  # module, name, what it was
 
 
 class InstalledWriter(TensorizerStorageWriter, FileSystemWriter):  # type: ignore[misc,override]
-    """What ``FileSystemWriter(...)`` makes; takes its arguments."""
+    """Stands for ``FileSystemWriter``; takes its arguments."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = _given(FileSystemWriter, args, kwargs, _UNDERSTOOD | _IRRELEVANT)
@@ -118,7 +118,7 @@ class InstalledWriter(TensorizerStorageWriter, FileSystemWriter):  # type: ignor
 
 
 class InstalledReader(AnyFormatReader, FileSystemReader):
-    """What ``FileSystemReader(...)`` makes; takes its arguments."""
+    """Stands for ``FileSystemReader``; takes its arguments."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = _given(FileSystemReader, args, kwargs, {"path", _EXTENSIONS})
@@ -190,7 +190,10 @@ def _new_reader(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 
 def _replaces(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an object is made, and not copied from one of torch's that is there: copies are made without a path."""
+    """Returns whether an object is made, and not copied from one of torch's that is there.
+
+    Copies are made without a path.
+    """
     return _installation is not None and bool(args or kwargs)
 
 

@@ -127,11 +127,11 @@ class AnyFormatReader(StorageReader):
         self._chosen.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As the reader of the format does it."""
+        """Does as the reader of the format does."""
         return self._chosen.prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As the reader of the format does it.
+        """Does as the reader of the format does.
 
         Raises:
             MetadataError: ranks have found several formats, because another job replaces the checkpoint; no target has
@@ -148,12 +148,12 @@ class AnyFormatReader(StorageReader):
         return self._chosen.prepare_global_plan(plans)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """As the reader of the format does it."""
+        """Does as the reader of the format does."""
         return self._chosen.read_data(plan, planner)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a local path, or a URL of a protocol that fsspec knows. It is not opened."""
+        """Returns whether it is a local path, or a URL of a protocol that fsspec knows. It is not opened."""
         return is_location(checkpoint_id)
 
     @property
@@ -206,7 +206,7 @@ class KeptReader(TensorizerStorageReader):
         self._checkpoint = checkpoint
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """As where ranks saved for themselves: what this rank wants has to be there, and no more than that."""
+        """Sets up as where ranks saved for themselves: what this rank wants has to be there, and no more than that."""
         super().set_up_storage_reader(metadata, is_coordinator, *args, **(kwargs | {"use_collectives": False}))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -38,7 +38,7 @@ _Progress = Callable[[int, int], object]
 
 @dataclass(frozen=True)
 class Converted:
-    """What was converted.
+    """The result of a conversion.
 
     Attributes:
         source_format: One of `FORMATS`.
@@ -109,7 +109,7 @@ def convert(
 
 
 def _select(view: CheckpointView, options: Options) -> CheckpointView:
-    """What is to be converted, under its new names and in its new dtypes."""
+    """Selects what is converted, under its new names and in its new dtypes."""
     selected = [key for key in view.paths if _matches(key, options)]
     if not selected:
         excluded = f" and not {', '.join(options.exclude)}" if options.exclude else ""

@@ -1,4 +1,4 @@
-"""Every exception this package raises on purpose.
+"""Exceptions that this package raises on purpose.
 
     CheckpointError
     ├── StagingError              a state dict could not be copied into the staging buffer
@@ -93,7 +93,7 @@ class ConversionError(CheckpointError):
 
 
 def unwrap(error: BaseException) -> BaseException:
-    """What went wrong, from what DCP raises: the error of the rank that failed, and not DCP's wrapper of it.
+    """Returns the cause of what DCP raises: the error of the rank that failed, and not DCP's wrapper of it.
 
     DCP raises a ``CheckpointException``, which derives from ``BaseException``, so that ``except Exception`` does not
     catch it. It holds the error of each rank that failed. This gives one of this package, if there is one, of the

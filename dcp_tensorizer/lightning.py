@@ -59,7 +59,7 @@ _META_KEY = "lightning_meta"
 
 
 class _Asynchronous:
-    """What both strategies do: one writer, and one save under way.
+    """The common part of both strategies: one writer, and one save under way.
 
     Args:
         args: Of ``ModelParallelStrategy``.
@@ -106,12 +106,12 @@ class _Asynchronous:
             super().teardown()  # type: ignore[misc]
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """With ``overlap_staging`` it waits until the parameters may be changed."""
+        """Waits, with ``overlap_staging``, until the parameters may be changed."""
         with self._writer.lock():
             return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
 
     def _start_save(self, path: Path, state: dict[str, Any], meta: dict[str, Any], *, has_buffers: bool) -> None:
-        """Has the state copied once the save before is over. It is saved while training goes on. A collective.
+        """Stages the state once the save before is over. It is saved while training goes on. A collective.
 
         Args:
             path: The checkpoint's directory. It is made.
@@ -320,7 +320,7 @@ def _model_of(state: Mapping[str, Any]) -> tuple[str, nn.Module]:
 
 
 def _has_buffers(model: nn.Module, state: Mapping[str, Any]) -> bool:
-    """Whether a model's state has more than parameters, such as what BatchNorm changes in a forward pass."""
+    """Returns whether a model's state has more than parameters, such as what BatchNorm changes in a forward pass."""
     return not state.keys() <= dict(model.named_parameters(remove_duplicate=False)).keys()
 
 

@@ -299,11 +299,17 @@ class CheckpointManager:
 
     @property
     def stopping(self) -> bool:
-        """Whether the job is to stop: a signal has come on any rank. It changes in `save` alone, which saves then."""
+        """Returns whether the job is to stop.
+
+        A signal has come on any rank. It changes in `save` alone, which saves then.
+        """
         return self._stopping
 
     def lock(self) -> AbstractContextManager[None]:
-        """To be entered around ``optimizer.step()`` with ``overlap_staging``: see `TensorizerStorageWriter.lock`."""
+        """Returns the lock for ``with manager.lock():`` around ``optimizer.step()`` with ``overlap_staging``.
+
+        See `TensorizerStorageWriter.lock`.
+        """
         return self._writer.lock()
 
     def hold_optimizer(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
@@ -372,7 +378,7 @@ class CheckpointManager:
         return None if best is None else best.number
 
     def path(self, step: int) -> str:
-        """Where the checkpoint of a step is, or would be: a path, or a URL as the folder's."""
+        """Returns the path of a step's checkpoint, also where there is none yet: a path, or a URL as the folder's."""
         return self._job_here().path(check_step(step))
 
     def wait_remote(self, timeout: float | None = None) -> bool:
@@ -381,7 +387,7 @@ class CheckpointManager:
         return self._writer.wait_remote(timeout)
 
     def report(self) -> GoodputReport:
-        """What checkpoints have cost this rank so far."""
+        """Returns the cost of checkpoints for this rank so far."""
         return self._clock.report()
 
     def _check_open(self) -> None:
@@ -391,7 +397,7 @@ class CheckpointManager:
     # --- in a forked child ------------------------------------------------------------------------------------------
 
     def _let_go(self) -> None:
-        """In a forked child: the job and its saves are the parent's."""
+        """Lets go in a forked child: the job and its saves are the parent's."""
         self._is_copy = self._is_new_copy = True
 
     def _check_at_home(self) -> None:
@@ -418,5 +424,5 @@ class CheckpointManager:
 
 
 def _remote(folder: Storage) -> Storage:
-    """Where checkpoints are in the end, whatever local folder mirrors it."""
+    """The storage of checkpoints in the end, whatever local folder mirrors it."""
     return folder.remote if isinstance(folder, NearestStorage) else folder

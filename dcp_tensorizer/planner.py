@@ -97,7 +97,7 @@ class SavePlanner(DefaultSavePlanner):
 
     @collector_paused()
     def create_local_plan(self) -> SavePlan:
-        """What this rank could write."""
+        """Plans what this rank could write."""
         if self._history is not None:
             self._history.begin()
         try:
@@ -133,7 +133,7 @@ class SavePlanner(DefaultSavePlanner):
         return self.global_plan, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """What this rank is to write."""
+        """Finishes the plan of what this rank is to write."""
         if self._history is not None:
             if isinstance(new_plan.items, Answer):
                 columns = self._history.answered(new_plan.items)
@@ -143,18 +143,18 @@ class SavePlanner(DefaultSavePlanner):
         return super().finish_plan(new_plan)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """What the state dict has of an item."""
+        """Returns the state dict's value for an item."""
         value = self.state_dict.get(index.fqn)
         local = plain_local(value)
         return super().lookup_object(index) if local is None else local
 
     def _may_refer(self) -> bool:
-        """Whether nobody but this class sees what ranks send: a subclass gets whole plans."""
+        """Returns whether nobody but this class sees what ranks send: a subclass gets whole plans."""
         cls = type(self)
         return cls.create_global_plan is SavePlanner.create_global_plan and cls.finish_plan is SavePlanner.finish_plan
 
     def _plans_its_own_way(self) -> bool:
-        """Whether a subclass overrides what torch's ``create_global_plan`` calls."""
+        """Returns whether a subclass overrides what torch's ``create_global_plan`` calls."""
         names = ("_dedup_save_plans", "_create_global_plan")
         return any(getattr(type(self), name, None) is not getattr(DefaultSavePlanner, name, None) for name in names)
 
@@ -169,7 +169,7 @@ class SavePlanner(DefaultSavePlanner):
         return plan
 
     def _planned(self, sources: list[EncodedColumns], tables: dict[bytes, Table]) -> GlobalPlan:
-        """What comes of the plans, or came of them before."""
+        """Plans for all ranks, or returns what was planned before for the same plans."""
         options = {"to_lowest_rank": self.dedup_save_to_lowest_rank, "merges_paths": self.flatten_state_dict}
         if self._history is None:
             return make_global_plan([source.decode(tables) for source in sources], **options)
@@ -218,7 +218,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
     @collector_paused()
     def create_local_plan(self) -> LoadPlan:
-        """What this rank reads."""
+        """Plans what this rank reads."""
         assert self.metadata is not None
         nested = self.original_state_dict
         if self.flatten_state_dict and has_older_keys(self.metadata, self.state_dict, nested):
@@ -250,7 +250,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def _own_key(container: Any, part: Any) -> Any:
-    """What a dict calls what a path calls ``part``."""
+    """The key in a dict of what a path calls ``part``."""
     if not isinstance(container, Mapping) or part in container:
         return part
     if isinstance(part, str) and part.isdigit() and int(part) in container:

@@ -169,7 +169,7 @@ class TensorizerStorageReader(StorageReader):
 
     @property
     def last_report(self) -> LoadReport | None:
-        """What the last load cost; None before the first one is done."""
+        """The report of the last load; None before the first one is done."""
         return self._last_report
 
     @property
@@ -316,12 +316,12 @@ class TensorizerStorageReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a local path, or a URL of a protocol that fsspec knows. It is not opened."""
+        """Returns whether it is a local path, or a URL of a protocol that fsspec knows. It is not opened."""
         return is_location(checkpoint_id)
 
     @property
     def _save_id(self) -> str:
-        """Of the save whose metadata was read; empty where that does not say."""
+        """The id of the save whose metadata was read; empty where that does not say."""
         assert self._metadata is not None
         meta = self._metadata.storage_meta
         return "" if meta is None else meta.save_id or ""

@@ -236,7 +236,7 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
 
     @property
     def last_report(self) -> SaveReport | None:
-        """What the last save that this rank wrote cost; None before the first."""
+        """The report of the last save that this rank wrote; None before the first."""
         return self._saver.reports.last
 
     def __enter__(self) -> TensorizerStorageWriter:
@@ -247,7 +247,7 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
 
     @property
     def saver(self) -> Saver:
-        """For `CheckpointManager`: what the saves of this writer share."""
+        """The state that the saves of this writer share, for `CheckpointManager`."""
         return self._saver
 
     # --- AsyncStager: on the training thread --------------------------------------------------------------------
@@ -309,7 +309,7 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str] | None:
-        """Where the save of the calling thread goes, or else the next one that is given no ``checkpoint_id``."""
+        """The destination of the calling thread's save, or else of the next one that is given no ``checkpoint_id``."""
         return getattr(self._local, "path", None) or self._path
 
     @property
@@ -395,7 +395,7 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a local path, or a URL of a protocol that fsspec knows. It is not opened."""
+        """Returns whether it is a local path, or a URL of a protocol that fsspec knows. It is not opened."""
         return is_location(checkpoint_id)
 
     @property

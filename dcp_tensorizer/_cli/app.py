@@ -108,7 +108,7 @@ def _exit_code(error: BaseException, damaged: int) -> int:
 
 
 def _is_damage(error: CheckpointError) -> bool:
-    """Whether the checkpoint itself is the cause, and not a server, a key or permissions."""
+    """Returns whether the checkpoint itself is the cause, and not a server, a key or permissions."""
     if isinstance(error, NotCommitted | UntrustedObject):
         return False
     gone = isinstance(error, ReadError) and isinstance(error.__cause__, EOFError | FileNotFoundError)
@@ -116,7 +116,7 @@ def _is_damage(error: CheckpointError) -> bool:
 
 
 def _message(error: BaseException) -> tuple[str, str]:
-    """What went wrong, and where help is."""
+    """The message for an error, and where help is."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", ""
     if isinstance(error, usage_error):
@@ -173,7 +173,7 @@ def _command(damaged: int = DAMAGED) -> Callable[[Callable[..., int]], None]:
 
 @_app.callback()
 def _all_commands(version: Version = False, as_json: Json = False) -> None:
-    """What may stand before the name of any command."""
+    """Options before the name of any command."""
 
 
 @_command()

@@ -1,4 +1,4 @@
-"""What the commands of the command line have in common: their arguments, and how those are read."""
+"""Arguments that the commands of the command line share, and how they are read."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def show_listing(checkpoints: Sequence[CheckpointInfo], path: str, *, as_json: b
 
 
 def show_checkpoint(inspected: Inspection, chunks: bool, *, as_json: bool) -> None:
-    """What is in a checkpoint; ``chunks``: a line for each chunk, and not for each tensor."""
+    """Shows the contents of a checkpoint; ``chunks``: a line for each chunk, and not for each tensor."""
     if as_json:
         print_json(inspected)
         return
@@ -106,7 +106,7 @@ def _show_tensors(tensors: Sequence[TensorInfo]) -> None:
 
 
 def show_verified(verified: Verified, path: str, full: bool, *, as_json: bool) -> None:
-    """What `verify` says of a checkpoint."""
+    """Shows the result of `verify`."""
     if as_json:
         print_json({"path": _absolute(path), "ok": not verified.damages, "full": full} | _fields(verified))
         return
@@ -122,7 +122,7 @@ def show_verified(verified: Verified, path: str, full: bool, *, as_json: bool) -
 
 
 def show_difference(difference: Difference, *, as_json: bool) -> None:
-    """How two checkpoints differ."""
+    """Shows the differences of two checkpoints."""
     if as_json:
         print_json(difference)
         return
@@ -149,7 +149,7 @@ def show_difference(difference: Difference, *, as_json: bool) -> None:
 
 
 def show_converted(converted: Converted, target: str, to: str, *, as_json: bool) -> None:
-    """What `convert` has written."""
+    """Shows the result of `convert`."""
     if as_json:
         print_json({"path": _absolute(target), "format": to} | _fields(converted))
         return
@@ -161,7 +161,7 @@ def show_converted(converted: Converted, target: str, to: str, *, as_json: bool)
 
 
 def show_report(reported: Reported, *, as_json: bool) -> None:
-    """What `report` has written."""
+    """Shows the result of `report`."""
     if as_json:
         print_json(reported)
         return
@@ -172,7 +172,7 @@ def show_report(reported: Reported, *, as_json: bool) -> None:
 
 
 def show_removals(removals: Sequence[Collected], path: str, dry_run: bool, *, as_json: bool) -> None:
-    """What was removed below a directory, or would be."""
+    """Shows what was removed below a directory, or would be."""
     removed = [removal for removal in removals if not removal.kept]
     total = sum(removal.nbytes for removal in removed)
     if as_json:

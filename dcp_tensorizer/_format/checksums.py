@@ -32,7 +32,7 @@ class BlockDigests:
                 self._close_block()
 
     def digest(self) -> bytes:
-        """Of all blocks, 8 bytes each; after all data."""
+        """Returns the digests of all blocks, 8 bytes each; to be called after all data."""
         if self._left < self._step:
             self._close_block()
         return b"".join(self._digests)
@@ -101,7 +101,7 @@ def digests_of(data: bytes | memoryview) -> bytes:
 
 
 class DigestCheck:
-    """Whether blocks of an item, as in `check_digests`, match their digests, when they come in pieces."""
+    """Checks whether blocks of an item, as in `check_digests`, match their digests, when they come in pieces."""
 
     def __init__(self, item: StoredItem, start: int, nbytes: int) -> None:
         self._hash: xxhash.xxh3_64 | BlockDigests

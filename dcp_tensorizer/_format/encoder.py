@@ -301,7 +301,7 @@ class _Encryption(NamedTuple):
 
 
 class PartSink(Protocol):
-    """What takes a file's parts; storages have sinks that know more (``_storage.base.Sink``)."""
+    """Takes a file's parts; sinks of storages know more (``_storage.base.Sink``)."""
 
     @property
     def part_bytes(self) -> int:
@@ -313,7 +313,7 @@ class PartSink(Protocol):
 
     @property
     def in_order(self) -> bool:
-        """It takes the parts in their order only, one at a time."""
+        """True if it takes the parts in their order only, one at a time."""
 
     def put_part(self, number: int, data: memoryview) -> None:
         """Takes a part; ``data`` begins on a page. Raises `OSError`."""
@@ -346,7 +346,7 @@ class PartMemory:
         self._made = 0
 
     def allow(self, part_bytes: int, count: int) -> None:
-        """Has ``take`` give parts of this size, so many at once; what is left of another size is dropped."""
+        """Sets the size of the parts that ``take`` gives, and how many at once; frees parts of another size."""
         with self.changed:
             self._part_bytes, self._allowed = part_bytes, part_bytes * count
             free, self._free = self._free, []

@@ -67,7 +67,7 @@ class Cipher:
 
     @staticmethod
     def new_nonce() -> bytes:
-        """For an item; no two are the same."""
+        """Makes a nonce for an item; no two are the same."""
         return os.urandom(NONCE_BYTES)
 
     def decrypt(self, data: memoryview, nonce_and_macs: bytes, number: int) -> bool:
@@ -86,12 +86,12 @@ class Cipher:
         return decrypt(address, address, _address(mac), data.nbytes, _counted(nonce, number), self.key) == 0
 
     def check_value(self) -> bytes:
-        """What tells this key from others (see `opens`), and nothing else; no two are the same."""
+        """Makes a value that tells this key from others (see `opens`), and says nothing else; no two are the same."""
         nonce, block = self.new_nonce(), memoryview(bytearray(_CHECK_BYTES))
         return nonce + self.encrypt(block, block, nonce, 0) + bytes(block)
 
     def record(self) -> dict[str, Any]:
-        """What ``.metadata`` says of this key."""
+        """The description of this key in ``.metadata``."""
         return {"derivation": self.derivation and tuple(self.derivation), "check": self.check_value()}
 
     def sign(self, fingerprint: bytes) -> bytes:
@@ -100,13 +100,13 @@ class Cipher:
         return hashlib.blake2b(fingerprint, key=key, digest_size=32).digest()
 
     def opens(self, check: bytes) -> bool:
-        """Whether a check value was made with this key."""
+        """Returns whether a check value was made with this key."""
         nonce_and_macs, block = check[:-_CHECK_BYTES], bytearray(check[-_CHECK_BYTES:])
         return len(block) == _CHECK_BYTES and self.decrypt(memoryview(block), nonce_and_macs, 0)
 
 
 def encryption_cipher(params: EncryptionParams) -> Cipher:
-    """What a writer is given.
+    """The cipher of a writer's key.
 
     Raises:
         TypeError: it is something else.
@@ -128,7 +128,7 @@ def encryption_cipher(params: EncryptionParams) -> Cipher:
 
 
 def decryption_key(*, key: bytes | None = None, passphrase: str | None = None) -> DecryptionParams:
-    """What a reader is given, made of a key or a passphrase.
+    """Parameters for a reader, made of a key or a passphrase.
 
     Raises:
         ValueError: the key is not of 32 bytes, or there is not one of the two.
@@ -143,7 +143,7 @@ def decryption_key(*, key: bytes | None = None, passphrase: str | None = None) -
 
 
 def check_decryption(params: DecryptionParams) -> None:
-    """What a reader is given.
+    """Checks the key or passphrase of a reader.
 
     Raises:
         TypeError: it is something else.

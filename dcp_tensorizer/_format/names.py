@@ -1,4 +1,4 @@
-"""What a checkpoint looks like on storage: names, items, block sizes."""
+"""The names of a checkpoint's files, the record of a stored item, and the sizes of blocks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _TEMPORARY_FILE = re.compile(r"(__\d+)?\.metadata\.[0-9a-f]{32}\.tmp")
 
 
 class StoredItem(NamedTuple):
-    """Where the bytes of one write item are."""
+    """The location of the bytes of one write item."""
 
     file: str
     """Data file, relative to the checkpoint's directory; empty for an item without bytes."""
@@ -72,7 +72,7 @@ class StoredItem(NamedTuple):
 
 
 class Derivation(NamedTuple):
-    """How a key was made from a passphrase: what libsodium's ``crypto_pwhash`` takes beside it."""
+    """The derivation of a key from a passphrase: the input of libsodium's ``crypto_pwhash`` beside it."""
 
     opslimit: int
     memlimit: int
@@ -81,7 +81,7 @@ class Derivation(NamedTuple):
 
 
 class Seal(NamedTuple):
-    """What shows that an encrypted checkpoint's index is the one that was saved.
+    """The proof that an encrypted checkpoint's index is the one that was saved.
 
     Attributes:
         fingerprint: BLAKE2b-256 of everything in the index.
@@ -106,12 +106,12 @@ def metadata_file_name(rank: int | None = None) -> str:
 
 
 def is_metadata_file_name(name: str) -> bool:
-    """Whether ``name`` is one that `metadata_file_name` makes."""
+    """Returns whether ``name`` is one that `metadata_file_name` makes."""
     return _METADATA_FILE.fullmatch(name) is not None
 
 
 def is_temporary_file_name(name: str) -> bool:
-    """Whether ``name`` is one that `temporary_file_name` makes of a metadata file's."""
+    """Returns whether ``name`` is one that `temporary_file_name` makes of a metadata file's."""
     return _TEMPORARY_FILE.fullmatch(name) is not None
 
 
@@ -121,7 +121,9 @@ def data_file_name(rank: int, number: int, save_id: str) -> str:
 
 
 def is_data_file_name(name: str) -> bool:
-    """Whether ``name`` is one that `data_file_name` makes, and so cannot lead out of the checkpoint's directory."""
+    """Returns whether ``name`` is one that `data_file_name` makes, and so cannot lead out of the checkpoint's
+    directory.
+    """
     return _DATA_FILE.fullmatch(name) is not None
 
 
@@ -132,7 +134,7 @@ def record_file_name(save_id: str) -> str:
 
 
 def is_record_file_name(name: str) -> bool:
-    """Whether ``name`` is one that `record_file_name` makes."""
+    """Returns whether ``name`` is one that `record_file_name` makes."""
     return _RECORD_FILE.fullmatch(name) is not None
 
 
@@ -144,7 +146,7 @@ def save_id_in(name: str) -> str:
 
 
 def is_ours(name: str) -> bool:
-    """Whether ``name`` is of a file that this package makes in a checkpoint's directory."""
+    """Returns whether ``name`` is of a file that this package makes in a checkpoint's directory."""
     patterns = (_DATA_FILE, _METADATA_FILE, _TEMPORARY_FILE, _RECORD_FILE)
     return any(pattern.fullmatch(name) for pattern in patterns)
 

@@ -70,7 +70,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a subclass that has no storage of its own but is made of other tensors."""
+    """Returns whether a tensor is a subclass that has no storage of its own but is made of other tensors."""
     return type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__")
 
 

@@ -71,7 +71,7 @@ ENCRYPTED_FLAG, VERSIONED_INDEX = 1, 2
 
 
 class TensorLayout(Protocol):
-    """What the layout of a file depends on."""
+    """The properties of a tensor that the layout of a file depends on."""
 
     @property
     def name(self) -> str: ...
@@ -149,7 +149,7 @@ def lay_out(
     capacity: int = INDEX_CAPACITY,
     alignment: int = ALIGNMENT,
 ) -> FileLayout[T]:
-    """Where everything goes in the file of some tensors.
+    """Lays out the file of some tensors.
 
     Args:
         tensors: In file order; names are unique, and in an encrypted file none has zero bytes.
@@ -242,7 +242,7 @@ _NO_CRC32 = _hashes(0, b"")
 
 
 def _crypt_info(derivation: Derivation | None, nbytes: int, block: int) -> bytes:
-    """How a tensor is encrypted, with zeros in place of nonce and MACs: sections, each after its length."""
+    """The encryption record of a tensor, with zeros in place of nonce and MACs: sections, each after its length."""
     macs = -(-nbytes // block)
     sections = [_BLOCKS.pack(_XSALSA20, block, b"", macs) + bytes(MAC_BYTES * macs)]
     if derivation is not None:

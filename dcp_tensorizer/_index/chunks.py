@@ -1,4 +1,4 @@
-"""How tensors of one shape are cut into chunks, and which of the chunks a region touches.
+"""Layouts of tensors of one shape in chunks, and the chunks that a region touches.
 
 However many ranks have saved, a layout is a few numbers if the tensors were sharded evenly, and tensors of the same
 shape have the same layout.
@@ -77,7 +77,7 @@ class ChunkLayout:
 
     @classmethod
     def of(cls, shape: Sequence[int], chunks: Iterable[tuple[Sequence[int], Sequence[int]]]) -> ChunkLayout:
-        """From the offset and the size of each chunk.
+        """Makes a layout from the offset and the size of each chunk.
 
         Raises:
             ValueError: a chunk has other dimensions than the tensor.
@@ -96,13 +96,13 @@ class ChunkLayout:
 
     @classmethod
     def of_rows(cls, shape: tuple[int, ...], starts: np.ndarray, sizes: np.ndarray) -> ChunkLayout:
-        """From a row for each chunk."""
+        """Makes a layout from a row for each chunk."""
         is_one = len(starts) == 1 and tuple(sizes[0].tolist()) == shape and not starts.any()
         return cls(shape, None, None) if is_one else cls(shape, starts, sizes)
 
     @classmethod
     def from_row(cls, row: Layout) -> ChunkLayout:
-        """From an index; raises `ValueError` where that makes no sense."""
+        """Makes a layout from its row in an index; raises `ValueError` where that makes no sense."""
         dims = len(row.shape)
         if row.offsets is None or row.sizes is None:
             return cls(row.shape, None, None)
@@ -117,7 +117,7 @@ class ChunkLayout:
         return cls(row.shape, starts, sizes)
 
     def to_row(self) -> Layout:
-        """For an index."""
+        """The row for an index."""
         if self.is_one:
             return Layout(self.shape, 1, None, None)
         dims = range(len(self.shape))
@@ -151,7 +151,7 @@ class ChunkLayout:
 
     @functools.cached_property
     def is_covered(self) -> bool:
-        """Whether the chunks hold each element once."""
+        """Returns whether the chunks hold each element once."""
         return self.is_one or covers(self.shape, self.regions)
 
     def touched_by(self, region: Region) -> list[int]:
@@ -218,7 +218,7 @@ class Region(NamedTuple):
 
 
 def covers(shape: Sequence[int], chunks: Sequence[Region]) -> bool:
-    """Whether chunks of a tensor lie within it and hold each of its elements exactly once."""
+    """Returns whether chunks of a tensor lie within it and hold each of its elements exactly once."""
     if len(chunks) == 1:
         return chunks[0].size == tuple(shape) and not any(chunks[0].start)
     if sum(math.prod(chunk.size) for chunk in chunks) != math.prod(shape):
@@ -245,7 +245,7 @@ def _are_disjoint(shape: Sequence[int], chunks: Sequence[Region]) -> bool:
 
 
 def _is_grid(shape: Sequence[int], chunks: Sequence[Region]) -> bool:
-    """Whether, in every dimension, each chunk ends where the next one begins or the tensor ends."""
+    """Returns whether, in every dimension, each chunk ends where the next one begins or the tensor ends."""
     for dim, extent in enumerate(shape):
         lines = [*sorted({chunk.start[dim] for chunk in chunks}), extent]
         cell_size = {line: after - line for line, after in itertools.pairwise(lines)}

@@ -67,7 +67,7 @@ class IndexFile(NamedTuple):
 
     @property
     def seal(self) -> Seal:
-        """What shows that it was made with the checkpoint's key."""
+        """The proof that it was made with the checkpoint's key."""
         return read_seal(self.data)
 
     def section(self, section: Section) -> bytes | memoryview:
@@ -129,17 +129,19 @@ def _strong(*pieces: bytes | memoryview) -> bytes:
 
 
 def is_index(data: bytes) -> bool:
-    """Whether some bytes begin as an index does, or as the metadata of this package did before its first release."""
+    """Returns whether some bytes begin as an index does, or as the metadata of this package did before its first
+    release.
+    """
     return data.startswith(_MAGIC) or data[-24:-16] == _OLD_TRAILER
 
 
 def looks_like_pickle(data: bytes) -> bool:
-    """Whether some bytes begin as a pickle does, which torch's ``.metadata`` is."""
+    """Returns whether some bytes begin as a pickle does, which torch's ``.metadata`` is."""
     return data.startswith(_PICKLE)
 
 
 def head_end(data: bytes) -> int:
-    """Where the head of an index ends, and its sections begin; 0 if even the fixed fields are not there."""
+    """Returns the end of an index's head, where its sections begin; 0 if even the fixed fields are not there."""
     return _START + int(_FIXED.unpack_from(data)[2]) if data.startswith(_MAGIC) and len(data) >= _START else 0
 
 
@@ -258,7 +260,7 @@ def data_files(head: Head) -> dict[str, int]:
 
 
 def decoded(decode: Callable[[bytes | memoryview], _Rows], content: bytes | memoryview, path: str) -> _Rows:
-    """What a decoder makes of some bytes.
+    """Decodes some bytes; raises `MetadataError` naming the path.
 
     Raises:
         MetadataError: they are not what the decoder is for.

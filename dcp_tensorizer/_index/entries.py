@@ -48,7 +48,7 @@ class StateRules:
 
     @classmethod
     def of(cls, described: Mapping[Any, Any]) -> StateRules:
-        """From DCP's entries.
+        """Makes the rules from DCP's entries.
 
         Raises:
             WriteError: one of them is none of DCP's, or makes no sense; names its key.
@@ -82,7 +82,7 @@ class StateRules:
 
     @functools.cached_property
     def digest(self) -> bytes:
-        """Of everything that an index says of the entries."""
+        """The digest of everything that an index says of the entries."""
         state = xxhash.xxh3_128(encode_rows((self.packed_keys, self.property_rows)))
         state.update(self.rows.tobytes())
         for layout in self.layouts:
@@ -221,7 +221,7 @@ class _Owners:
         return Entries(rules.property_rows, rows, [runs for _, runs in self._runs.values()], entries)
 
     def _find(self, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Who has each item (-1: nobody), and whether that is stored as a tensor's elements."""
+        """Finds the owner of each item (-1: none), and whether it is stored as a tensor's elements."""
         if not len(self._hashes):
             return np.full(len(wanted), -1), np.zeros(len(wanted), dtype=bool)
         rows = np.maximum(np.searchsorted(self._hashes, wanted, side="right") - 1, 0)

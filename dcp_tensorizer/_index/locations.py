@@ -1,4 +1,4 @@
-"""Where the items of a rank are: a table in columns, which takes little time to read however many items there are."""
+"""The locations of a rank's items: a table in columns, which is read in little time however many items there are."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 
 
 def hash_of(key: Any, offset: Sequence[int] | None) -> int:
-    """What an item is found by: XXH3-64 of the MessagePack of its key and the offset of its chunk.
+    """The hash that an item is found by: XXH3-64 of the MessagePack of its key and the offset of its chunk.
 
     Raises:
         TypeError, OverflowError: no key can be like that.
@@ -52,7 +52,7 @@ class InlineItem(NamedTuple):
 
 
 class RankPlaces(NamedTuple):
-    """What the coordinator is told of what a rank has written; builtin types, for DCP to carry."""
+    """A rank's report to the coordinator of what it has written; builtin types, for DCP to carry."""
 
     rank: int
     files: tuple[tuple[str, int], ...]
@@ -80,7 +80,7 @@ class RankPlaces(NamedTuple):
         inline: Sequence[InlineItem] = (),
         check: bytes = b"",
     ) -> RankPlaces:
-        """Of items by their keys.
+        """Makes the places of items by their keys.
 
         Args:
             named: Those whose keys stand in the index, because the state dict may not name them.
@@ -192,7 +192,7 @@ class PlaceTable:
         return self._row_numbers.get(item_hash)
 
     def item(self, row: int, key: Any) -> StoredItem:
-        """Where an item is.
+        """The location of an item.
 
         Raises:
             ValueError: that makes no sense.
@@ -256,7 +256,7 @@ def _numbers(column: bytes, dtype: str, count: int) -> np.ndarray:
 
 
 def _ends(sizes: bytes, content: bytes, count: int) -> np.ndarray:
-    """Where the bytes of each item end in those of all."""
+    """The end of each item's bytes in those of all."""
     ends = np.cumsum(_numbers(sizes, "<u4", count), dtype="i8")
     if (int(ends[-1]) if count else 0) != len(content):
         raise ValueError("a table of places has more or fewer digests than items")
@@ -308,11 +308,11 @@ class IndexPlaces:
             self._tables[number] = self._table(decoded(decode_places, content, self._file.path), files)
 
     def is_inline(self, key: Any, offset: tuple[int, ...] | None) -> bool:
-        """Whether an item stands in the index itself."""
+        """Returns whether an item stands in the index itself."""
         return self._inline is not None and self._inline.row_of(hash_of(key, offset)) is not None
 
     def find(self, key: Any, offset: tuple[int, ...] | None, owner: int) -> StoredItem | None:
-        """Where an item is best read from; None if it is nowhere.
+        """The location that an item is best read from; None if there is none.
 
         Args:
             key: Its key.
@@ -325,7 +325,7 @@ class IndexPlaces:
         return None if owner < 0 else self._stored(key, item_hash, owner)
 
     def stored(self, key: Any, offset: tuple[int, ...] | None, owner: int) -> StoredItem | None:
-        """Where an item is in a data file; None if it is in none."""
+        """The location of an item in a data file; None if it is in none."""
         return self._stored(key, hash_of(key, offset), owner)
 
     def _stored(self, key: Any, item_hash: int, owner: int) -> StoredItem | None:

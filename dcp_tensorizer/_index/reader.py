@@ -1,4 +1,4 @@
-"""From the index that ``.metadata`` holds to DCP's ``Metadata``, and to the places of what a load asks for."""
+"""Reads the index that ``.metadata`` holds: to DCP's ``Metadata``, and to the places that a load asks for."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _Wanted = tuple[Any, tuple[int, ...] | None, Region | None]
 
 
 class Piece(NamedTuple):
-    """What is to be read of one stored chunk.
+    """The part of one stored chunk that is to be read.
 
     Attributes:
         item: Where the chunk is.
@@ -83,7 +83,7 @@ class Index:
 
     @property
     def encryption(self) -> Mapping[str, Any] | None:
-        """What is said of the key (see `encryption.unlock`); None if nothing is encrypted."""
+        """The description of the key (see `encryption.unlock`); None if nothing is encrypted."""
         record = self.head.encryption
         if record is None:
             return None
@@ -119,7 +119,7 @@ class Index:
         return metadata
 
     def incomplete_layout(self, key: Any) -> ChunkLayout | None:
-        """How a tensor is cut whose chunks `metadata` shows as they are stored; None for any other value."""
+        """The layout of a tensor whose chunks `metadata` shows as they are stored; None for any other value."""
         value = self._values.get(key)
         return value.layout if isinstance(value, TensorValue) and not value.is_whole else None
 
@@ -308,7 +308,7 @@ class _Sensible:
 
 @functools.cache
 def _origin(dimensions: int) -> torch.Size:
-    """Where a tensor begins."""
+    """The origin of a tensor."""
     return torch.Size([0] * dimensions)
 
 

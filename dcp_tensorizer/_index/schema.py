@@ -37,14 +37,14 @@ class DataFile(Struct, array_like=True, gc=False, frozen=True):
 
 
 class KeyRecord(Struct, array_like=True, gc=False):
-    """What is said of the key of an encrypted checkpoint (`Cipher.record`)."""
+    """The description of the key of an encrypted checkpoint (`Cipher.record`)."""
 
     check: bytes
     derivation: tuple[_Count, _Count, int, bytes] | None
 
 
 class Section(Struct, array_like=True, gc=False):
-    """Where a section is.
+    """The location of a section.
 
     Attributes:
         rank: Whose places are in it; None in sections of another kind.
@@ -64,7 +64,7 @@ class Section(Struct, array_like=True, gc=False):
 
 
 class SaveRecord(Struct, array_like=True, gc=False, frozen=True):
-    """What a manager says of a save.
+    """A manager's record of a save.
 
     Attributes:
         step: Of training.
@@ -126,7 +126,7 @@ class Properties(Struct, array_like=True, gc=False, frozen=True):
 
 
 class Layout(Struct, array_like=True, gc=False):
-    """How tensors of one shape are cut into chunks.
+    """The layout of tensors of one shape in chunks.
 
     Attributes:
         count: Of the chunks.
@@ -176,7 +176,7 @@ class Entries(Struct, array_like=True, gc=False):
 
 
 class Places(Struct, array_like=True, gc=False):
-    """Where the items of a rank are (`StoredItem`), in columns: little-endian numbers, one for each item.
+    """The locations of a rank's items (`StoredItem`), in columns: little-endian numbers, one for each item.
 
     Attributes:
         dtypes: Names, which ``dtype_numbers`` refers to.

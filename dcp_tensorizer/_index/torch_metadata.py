@@ -189,7 +189,7 @@ def _chunk_metadata(made: Made, values: _Values) -> ChunkStorageMetadata:
 
 
 def _properties(made: Made, values: _Values) -> TensorProperties:
-    """What a tensor is: its state is a tuple; releases of torch differ in what else is in it."""
+    """Makes a tensor's properties: their state is a tuple; releases of torch differ in what else is in it."""
     state = values.of(made.state)
     if type(state) is tuple:
         state = dict(zip(_PROPERTIES, state, strict=False))

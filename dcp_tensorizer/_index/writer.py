@@ -1,4 +1,4 @@
-"""From DCP's ``Metadata`` to the index that ``.metadata`` holds of it."""
+"""Writes the index that ``.metadata`` holds from DCP's ``Metadata``."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _optional_text(value: Any) -> str | Ext | None:
 
 
 def _planner_part(data: Any) -> list[Part]:
-    """What a planner put into the metadata: of torch's own, the path of each key; else what ``torch.save`` makes of it.
+    """Packs a planner's data: of torch's own, the path of each key; else the bytes of ``torch.save``.
 
     Raises:
         WriteError: no reader would load it.
@@ -111,7 +111,10 @@ def _planner_part(data: Any) -> list[Part]:
 
 
 def _are_paths(data: Any) -> bool:
-    """Whether something is what torch's own planners put into the metadata: paths of strings and numbers, by key."""
+    """Returns whether something is what torch's own planners put into the metadata.
+
+    Paths of strings and numbers, by key.
+    """
     return type(data) is dict and all(
         type(key) is str and type(path) is tuple and all(type(part) in (str, int) for part in path)
         for key, path in data.items()

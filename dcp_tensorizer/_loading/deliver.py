@@ -37,7 +37,7 @@ logger = logging.getLogger("dcp_tensorizer")
 
 @dataclasses.dataclass(frozen=True)
 class LoadOptions:
-    """How everything is read, see `TensorizerStorageReader`."""
+    """Options of a load, see `TensorizerStorageReader`."""
 
     verify: bool
     allow_pickle: bool
@@ -47,7 +47,7 @@ class LoadOptions:
 
 @dataclasses.dataclass(frozen=True)
 class LoadSource:
-    """What is loaded from.
+    """The source of a load.
 
     Attributes:
         storage: The checkpoint's directory.
@@ -69,7 +69,7 @@ class LoadSource:
 
 
 def world_size() -> int:
-    """How many ranks there are."""
+    """The number of ranks."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -298,7 +298,7 @@ def read_tensors(
 
 
 def _place_for(tensor: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
-    """Where the elements of a tensor are read to: into itself, unless it is made of other tensors.
+    """The tensor that elements are read to: the target itself, unless it is made of other tensors.
 
     Such a one may have any elements in them, as scaled ones. Its class copies plain ones into it, all at once.
     """
@@ -308,13 +308,13 @@ def _place_for(tensor: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
 
 
 def delivers_at_once(planner: LoadPlanner) -> bool:
-    """Whether a planner gets all tensors at once: it is one of torch's own, or `planner.LoadPlanner`."""
+    """Returns whether a planner gets all tensors at once: it is one of torch's own, or `planner.LoadPlanner`."""
     known = getattr(planner, "delivers_as_torch", DefaultLoadPlanner)  # `planner.LoadPlanner` names itself there
     return all(getattr(type(planner), name, None) is getattr(known, name) for name in _DELIVERY)
 
 
 def _batches(items: _Items, planner: LoadPlanner) -> Iterator[_Items]:
-    """What is resolved before anything of it is committed."""
+    """Batches of items: all of a batch are resolved before any is committed."""
     if delivers_at_once(planner):
         yield items
     else:

@@ -1,4 +1,4 @@
-"""What all ranks of a group want is read from the storage once, and exchanged by collectives.
+"""Reads once what all ranks of a group want, and exchanges it by collectives.
 
 votes    --all_gather--> every rank knows whether it can be done, and whether one has failed
 wants    --broadcast, all_reduce--> what every rank wants
@@ -45,7 +45,7 @@ Progress = Callable[[int, int], object]
 
 
 class ExchangeMemory(NamedTuple):
-    """How much memory an exchange takes.
+    """The memory that an exchange takes.
 
     Attributes:
         window_bytes: What a rank reads at once. There are two windows.
@@ -128,7 +128,7 @@ class Exchange:
 
     @property
     def exchanges_tensors(self) -> bool:
-        """Whether all ranks can, when objects have been read."""
+        """Returns whether all ranks can, when objects have been read."""
         return bool(self._turns)
 
     def _read(self, targets: Sequence[ReadTarget], progress: Progress, *, of_tensors: bool) -> int:
@@ -176,7 +176,7 @@ class Exchange:
         logger.info("%s: %d ranks exchange %s%s", self._path, self._group.size, what, reason and f": {reason}")
 
     def _exchange(self, common: Sequence[Want], device: torch.device, progress: Callable[[int], object]) -> int:
-        """Has each rank read its span, and all ranks get all of it; returns how many bytes this one has read."""
+        """Lets each rank read its span, and gives all ranks all of it; returns the bytes that this one has read."""
         spans: list[list[Window]] = []
         error: BaseException | None = None
         try:
@@ -371,7 +371,7 @@ def members_of(group: object) -> dist.ProcessGroup | None:
 
 
 def identity_of(group: dist.ProcessGroup | None) -> tuple[str, int]:
-    """What is the same on all ranks of a group, and on no others; and how many they are."""
+    """A group's identity, the same on all its ranks and on no others; and its size."""
     if group is None:
         return "", 0
     ranks = dist.get_process_group_ranks(group)
@@ -379,7 +379,7 @@ def identity_of(group: dist.ProcessGroup | None) -> tuple[str, int]:
 
 
 def reads_alone(path: str, group: dist.ProcessGroup | None, carried: Sequence[object]) -> bool:
-    """Whether a rank exchanges nothing, though it could: so it is where each rank loads for itself.
+    """Returns whether a rank exchanges nothing, though it could: so it is where each rank loads for itself.
 
     Args:
         path: Of the checkpoint, for messages.
@@ -407,7 +407,7 @@ def reads_alone(path: str, group: dist.ProcessGroup | None, carried: Sequence[ob
 
 @dataclass(frozen=True)
 class ExchangeVote:
-    """What a rank tells the others before they exchange anything.
+    """A rank's word to the others before they exchange anything.
 
     Attributes:
         error: Why it cannot go on.
@@ -425,7 +425,7 @@ class ExchangeVote:
 
 
 class Told(Exception):
-    """Every rank knows of the error."""
+    """An error that every rank knows of."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()
@@ -450,7 +450,7 @@ class ExchangeGroup:
         self._devices = group_devices(group)
 
     def device(self, *, prefers_gpu: bool = False) -> torch.device:
-        """Where the memory lies that is exchanged."""
+        """The device of the memory that is exchanged."""
         others = sorted(self._devices - {"cpu"})
         if "cpu" in self._devices and not (prefers_gpu and others):
             return torch.device("cpu")
@@ -559,7 +559,7 @@ class Want(NamedTuple):
 
 
 def wants_of(targets: Iterable[ReadTarget], limits: ReadLimits, *, verify: bool) -> dict[bytes, Want]:
-    """What some targets need, by its id, in the order of files and offsets."""
+    """The bytes that some targets need, by their id, in the order of files and offsets."""
     wants = {}
     for file, of_tensor in by_tensor(targets):
         item = of_tensor[0].item
@@ -591,12 +591,12 @@ class WindowPart(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Where they end in the window."""
+        """The end in the window."""
         return self.position + self.stop - self.start
 
 
 class Window(NamedTuple):
-    """What a rank reads at once, side by side."""
+    """The bytes that a rank reads at once, side by side."""
 
     parts: list[WindowPart]
 

@@ -40,7 +40,7 @@ _MAX_DEVICE_THREADS = 16  # each reads, hashes and hands on a few GB/s, and the 
 
 
 def limits_of(storage: Storage) -> ReadLimits:
-    """How reads of a storage are joined and cut."""
+    """The limits by which reads of a storage are joined and cut."""
     return ReadLimits(storage.reads.max_gap_bytes, storage.reads.max_coalesced_bytes or MAX_SCRATCH_BYTES)
 
 
@@ -113,7 +113,8 @@ def fetch(
 
 
 def _has_room_to_cache(nbytes: int) -> bool:
-    """Whether the page cache can hold what this rank reads, and as much for each other rank of this machine, twice.
+    """Returns whether the page cache can hold what this rank reads, and as much for each other rank of this machine,
+    twice.
 
     Where it cannot, a load through it would drive out what others need, and find nothing of itself the next time.
     """
@@ -201,7 +202,10 @@ class _Executor:
     # --- where segments are read to -----------------------------------------------------------------------------
 
     def _places(self, operation: ReadOperation, slot: Slot | None) -> list[memoryview]:
-        """Where each segment is read to: its target, or a part of the slot, or of this thread's scratch buffer."""
+        """The memory that each segment is read to.
+
+        Its target, or a part of the slot, or of this thread's scratch buffer.
+        """
         sizes = [segment.nbytes for segment in operation.segments if segment.target_offset is None]
         scratch = iter(self._scratch_views(sizes, slot) if sizes else ())
         return [
@@ -287,7 +291,7 @@ class _Executor:
 
 
 def _advice(error: Exception) -> str:
-    """What to do about an error. A load has looked before that the files are there, and a tool has not."""
+    """Advice for an error. A load has looked before that the files are there, and a tool has not."""
     if isinstance(error, FileNotFoundError) or getattr(error, "errno", None) == errno.ESTALE:
         return (
             ". The checkpoint is damaged, or was overwritten or removed while it was read: load it again, or another "
@@ -297,7 +301,7 @@ def _advice(error: Exception) -> str:
 
 
 def with_gaps(segments: Sequence[Segment], places: Sequence[memoryview]) -> list[memoryview]:
-    """Where to read consecutive bytes to: the segments' places, and room for what lies between the segments."""
+    """Buffers for consecutive bytes: the segments' places, and room for the gaps between the segments."""
     gaps = [after.offset - before.file_stop for before, after in itertools.pairwise(segments)]
     room = memoryview(bytearray(max(gaps, default=0)))
     buffers = [places[0]]
@@ -390,7 +394,7 @@ _RUSAGE_THREAD = getattr(resource, "RUSAGE_THREAD", None)
 
 
 class Usage(NamedTuple):
-    """What a thread has used since some moment in the past.
+    """A thread's use of the processor since some moment in the past.
 
     Attributes:
         wall_seconds: Time that has passed.
@@ -404,7 +408,7 @@ class Usage(NamedTuple):
 
 
 def thread_usage() -> Usage:
-    """What the calling thread has used."""
+    """The calling thread's use."""
     blocks = 0 if _RUSAGE_THREAD is None else resource.getrusage(_RUSAGE_THREAD).ru_inblock
     return Usage(time.perf_counter(), time.thread_time(), blocks * 512)
 
@@ -477,7 +481,7 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def _waits_for_storage(began: Usage, now: Usage, nbytes: int) -> bool:
-    """Whether a thread that has read so many bytes since it began has mostly waited for them.
+    """Returns whether a thread that has read so many bytes since it began has mostly waited for them.
 
     All its time counts: a single operation may have taken long because it was interrupted.
     """

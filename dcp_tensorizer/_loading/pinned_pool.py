@@ -119,7 +119,7 @@ class Slot:
         self.pool.streams[index].copy([target], [source])
 
     def copies(self) -> list[Event]:
-        """When they have arrived, the slot's memory is free again."""
+        """Events that are over when the slot's memory is free again."""
         return [self.pool.streams[index].mark() for index in self._copied_to]
 
 
@@ -150,7 +150,7 @@ class PinnedPool:
             self._slots.put((self._buffer.allocate(torch.uint8, (aligned(nbytes),)), []))
 
     def is_enough(self, indices: Collection[int], count: int, nbytes: int) -> bool:
-        """Whether a read can use it that would have so many slots of its own."""
+        """Returns whether a read can use it that would have so many slots of its own."""
         return self.streams.keys() >= set(indices) and self.count >= count and self.nbytes >= nbytes
 
     def follow(self) -> None:
@@ -159,7 +159,7 @@ class PinnedPool:
             stream.follow()
 
     def is_for(self, target: ReadTarget) -> bool:
-        """Whether a target is on a device."""
+        """Returns whether a target is on a device."""
         return self.device.index_of(target.tensor) is not None
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Which bytes a load reads, and in which order: pure planning, without any I/O.
+"""Plans the bytes that a load reads, and their order: pure planning, without any I/O.
 
 Each target names a region of a stored tensor. Its bytes become segments. A segment is a run of bytes of one tensor that
 is read once: either straight into the target's memory, where the run has the same bytes there, or into a scratch buffer
@@ -29,7 +29,7 @@ _Interval = tuple[int, int]
 
 
 class ReadLimits(NamedTuple):
-    """How reads are joined and cut.
+    """The limits by which reads are joined and cut.
 
     Attributes:
         max_gap_bytes: To read so much for nothing costs less than another request.
@@ -110,7 +110,7 @@ class ReadOperation:
         self.scratch_bytes += segment.scratch_bytes
 
     def can_take(self, segment: Segment, limits: ReadLimits) -> bool:
-        """Whether a segment that follows in the file may be read in the same operation."""
+        """Returns whether a segment that follows in the file may be read in the same operation."""
         return (
             segment.offset - self.stop <= limits.max_gap_bytes
             and segment.file_stop - self.offset <= limits.max_coalesced_bytes
@@ -133,7 +133,7 @@ class ReadOperation:
 
 @collector_paused()
 def plan_reads(targets: Sequence[ReadTarget], limits: ReadLimits, *, verify: bool) -> list[ReadOperation]:
-    """Which bytes to read, in the order of files and offsets, no byte twice.
+    """Plans the bytes to read, in the order of files and offsets, no byte twice.
 
     Args:
         targets: What is wanted.
@@ -233,7 +233,7 @@ def _widen(interval: _Interval, step: int, length: int) -> _Interval:
 
 
 def _touches(runs: Sequence[_Interval], start: int, stop: int) -> bool:
-    """Whether one of some sorted, disjoint runs has bytes in a range."""
+    """Returns whether one of some sorted, disjoint runs has bytes in a range."""
     first = bisect_right(runs, start, key=lambda run: run[1])
     return first < len(runs) and runs[first][0] < stop
 

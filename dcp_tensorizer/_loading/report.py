@@ -1,4 +1,4 @@
-"""What a load cost, for logs and for the users' own metrics; and how far a load is that takes long."""
+"""The cost of a load, for logs and for the users' own metrics; and the progress of one that takes long."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class LoadProgress:
         self._began = self._logged_at = time.perf_counter()
 
     def __call__(self, done: int, total: int) -> None:
-        """By one thread at a time."""
+        """Tells the progress; called by one thread at a time."""
         if self._callback is not None:
             self._callback(done, total)
         now = time.perf_counter()

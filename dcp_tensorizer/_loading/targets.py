@@ -1,4 +1,4 @@
-"""What a load reads for one tensor: a region of a stored tensor, and the tensor that receives it."""
+"""The targets of a load: for each tensor a region of what is stored, and the tensor that receives it."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ class ReadTarget:
 
 
 def can_read_in_place(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether stored elements of ``dtype`` can be read into a tensor's memory as they are."""
+    """Returns whether stored elements of ``dtype`` can be read into a tensor's memory as they are."""
     return tensor.device.type == "cpu" and tensor.dtype == dtype and is_plain(tensor)
 
 
 def wanted_of(read_item: ReadItem) -> tuple[Any, tuple[int, ...] | None, Region | None]:
-    """What an item of a load plan asks the index for (see `Index.pieces`)."""
+    """The question to the index for an item of a load plan (see `Index.pieces`)."""
     index = read_item.storage_index
     offset = None if index.offset is None else tuple(index.offset)
     if read_item.type == LoadItemType.BYTE_IO:
@@ -97,7 +97,7 @@ def wanted_of(read_item: ReadItem) -> tuple[Any, tuple[int, ...] | None, Region 
 
 
 def is_object(pieces: Sequence[Piece]) -> bool:
-    """Whether something was stored as what ``torch.save`` made of it."""
+    """Returns whether something was stored as what ``torch.save`` made of it."""
     return bool(pieces) and pieces[0].item.kind != "tensor"
 
 
@@ -110,7 +110,7 @@ def targets_of(
     world_size: int,
     casts: Casts,
 ) -> list[ReadTarget]:
-    """What to read for one item of a load plan, after a look that it fits.
+    """The targets of one item of a load plan, after a look that it fits.
 
     Args:
         path: The checkpoint's, for messages.
@@ -171,7 +171,7 @@ def _check_fit(key: str, size: tuple[int, ...], stored_dtype: torch.dtype, tenso
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
-    """Whether elements of a tensor share memory."""
+    """Returns whether elements of a tensor share memory."""
     if tensor.is_contiguous():
         return False
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -277,14 +277,14 @@ class RetainedPlan(LoadPlan):
 
 
 def _sent(token: str, rank: int, packed: bytes, storage_data: Any, planner_data: Any) -> RetainedPlan:
-    """At the coordinator: the plan with its items in one piece."""
+    """Rebuilds the plan at the coordinator, with its items in one piece."""
     plan = RetainedPlan([], storage_data, planner_data)
     plan._items, plan._packed, plan._token, plan._rank = None, packed, token, rank
     return plan
 
 
 def _back(token: str, storage_data: Any, planner_data: Any) -> RetainedPlan:
-    """At the rank that made the plan: with the items that it has kept."""
+    """Rebuilds the plan at the rank that made it, with the items that it has kept."""
     return RetainedPlan(_at_home[token].items, storage_data, planner_data)
 
 

@@ -166,7 +166,7 @@ class TorchReader(StorageReader):
         return info
 
     def _content(self, item: ReadItem) -> bytes:
-        """What was written for an item, decoded."""
+        """The bytes that were written for an item, decoded."""
         info = self._place(item)
         content = self._storage.read_range(info.relative_path, info.offset, info.length)
         # Before torch 2.7 there was no such field.

@@ -1,4 +1,4 @@
-"""What is checked before a load changes any target: that the checkpoint is whole, and fits the ranks that load it."""
+"""Checks before a load changes any target: that the checkpoint is whole, and fits the ranks that load it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger("dcp_tensorizer")
 
 
 class ReadFrom(NamedTuple):
-    """What a rank's load plan carries to the coordinator.
+    """The part of a rank's load plan that tells the coordinator which save it is for.
 
     Attributes:
         save_id: Of the save that it is a plan for.
@@ -86,7 +86,7 @@ EMPTY_DICT = (
 
 
 def recorded_paths(metadata: Metadata) -> Mapping[str, Sequence[str | int]]:
-    """Where the values of keys were in the nested state dict that was saved; empty if it does not say."""
+    """The paths of keys in the nested state dict that was saved; empty if the metadata does not say."""
     return metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
 
 
@@ -125,7 +125,7 @@ def _empty_dicts(container: Any, path: tuple[str, ...]) -> Iterator[tuple[str, .
 
 
 def stored_item(path: str, metadata: Metadata, index: MetadataIndex) -> StoredItem:
-    """Where the bytes of a chunk or object are.
+    """The location of the bytes of a chunk or object.
 
     Raises:
         MetadataError: the metadata does not say; names the key.
@@ -273,7 +273,7 @@ def nothing_committed(storage: Storage) -> NotCommitted:
 
 
 def has_data(storage: Storage) -> bool:
-    """Whether data of a save of this package lies in a directory; raises what `Storage.listing` does."""
+    """Returns whether data of a save of this package lies in a directory; raises what `Storage.listing` does."""
     return any(is_data_file_name(file.name) for file in storage.listing()[0])
 
 
@@ -296,7 +296,7 @@ def _instead(storage: Storage) -> str:
 
 
 def kind_of_file(head: bytes) -> str:
-    """What a file is that was given for a checkpoint, and what to do with it.
+    """Describes a file that was given for a checkpoint, and what to do with it.
 
     Args:
         head: Its first bytes.

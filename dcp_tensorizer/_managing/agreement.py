@@ -1,4 +1,4 @@
-"""What the ranks of a job agree on, by collectives on a group that nothing else uses."""
+"""Agreements of a job's ranks, by collectives on a group that nothing else uses."""
 
 from __future__ import annotations
 
@@ -64,17 +64,17 @@ class Agreement:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return 1 if self._group is None else self._group.size()
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no other rank."""
+        """Returns whether there is no other rank."""
         return self.size == 1
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that decides."""
+        """Returns whether this is the rank that decides."""
         return self.rank == 0
 
     def largest(self, *numbers: int) -> list[int]:
@@ -102,7 +102,7 @@ class Agreement:
         return cast("list[int]", tensor.tolist())
 
     def gathered(self, own: _T) -> list[_T]:
-        """What each rank gives, in the order of the ranks.
+        """Gathers a value of each rank, in the order of the ranks.
 
         Raises:
             WriteError: a rank is gone.
@@ -118,7 +118,8 @@ class Agreement:
         return box
 
     def decided(self, decide: Callable[[], _T]) -> _T:
-        """What the first rank decides; the others do not call ``decide``. What it raises is raised on every rank.
+        """Gives all ranks the first rank's decision; the others do not call ``decide``. An error of it is raised on
+        every rank.
 
         Raises:
             WriteError: a rank is gone.

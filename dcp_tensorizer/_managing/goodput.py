@@ -1,4 +1,4 @@
-"""How much of a job's time went into training, and how much into checkpoints."""
+"""Accounts for a job's time: how much went into training, and how much into checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .._runtime.forks import free_in_child
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoodputReport:
-    """What checkpoints have cost one rank of a job since its manager was made. All times are wall-clock seconds.
+    """The cost of checkpoints for one rank of a job since its manager was made. All times are wall-clock seconds.
 
     Attributes:
         seconds: Since the manager was made.
@@ -44,7 +44,7 @@ class GoodputReport:
         return self.stall_seconds / tries if tries else 0.0
 
     def young_interval(self, mean_time_between_failures: float) -> float:
-        """How many seconds should lie between two saves, by Young's rule: the square root of 2 x stall x MTBF.
+        """The seconds that should lie between two saves, by Young's rule: the square root of 2 x stall x MTBF.
 
         Never less than a save takes until it is durable: before that the next one would wait for it. Before the first
         save nothing is known, and it is 0.

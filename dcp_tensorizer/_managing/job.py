@@ -32,7 +32,7 @@ logger = logging.getLogger("dcp_tensorizer")
 
 
 class Job:
-    """What all ranks of a job do about its steps. Every rank makes the same calls.
+    """Carries out what all ranks of a job do about its steps. Every rank makes the same calls.
 
     Args:
         folder: Of the checkpoints.
@@ -142,7 +142,7 @@ class Job:
         return True
 
     def _place_without(self, step: int) -> Place | None:
-        """Where the job stands without a step; None if that is there, is being saved, or cannot be seen."""
+        """The place of the job without a step; None if that step is there, is being saved, or cannot be seen."""
         assert self.place is not None
         if self.saves.is_last(step) and self.saves.is_busy:
             return None
@@ -157,7 +157,7 @@ class Job:
         return Place.at(self.place.branch, newest_of(steps, self.place.branch), steps)
 
     def _decide(self, step: int, stop: bool, force: bool, must_write: bool) -> Decision:
-        """What all ranks decide about a step, from where the job stands."""
+        """Decides about a step on all ranks, from where the job stands."""
         assert self.place is not None
         saves, is_there, is_due = self.saves, step in self.place.numbers, self._schedule.is_due(step)
         has_failed, ends = self._survival.settle()
@@ -201,7 +201,7 @@ class Job:
         return read_members(self._folder, self._names, self.place)
 
     def path(self, step: int) -> str:
-        """Where the checkpoint of a step is, or would be."""
+        """The path of the checkpoint of a step, also where there is none yet."""
         name = self._names.name_of(step) if self.place is None else self.place.name_of(step, self._names)
         return self._folder.child(name).location
 
@@ -304,7 +304,7 @@ class Job:
 
 
 def _place_of(record: SaveRecord, found: RestoreChoice) -> Place:
-    """Where a job stands that has loaded a state from memory."""
+    """The place of a job that has loaded a state from memory."""
     return Place.at(record.branch, newest_of(found.steps, record.branch), found.steps)
 
 
@@ -327,7 +327,7 @@ class Latest:
         self._has_failed = False
 
     def move(self, saved: Step) -> None:
-        """Has it name a checkpoint, unless it names one that was saved later. What fails is said in the log, once."""
+        """Moves it to a checkpoint, unless it names one that was saved later. A failure is said in the log, once."""
         if saved.saved_at <= self._saved_at:
             return  # a later one has arrived before it
         self._saved_at = saved.saved_at
@@ -343,7 +343,7 @@ class Latest:
 
 
 class Retaining:
-    """Has `latest` name the newest checkpoint of a job, and deletes old ones, on the rank that does so.
+    """Moves `latest` to the newest checkpoint of a job, and deletes old ones, on the rank that does so.
 
     With a local folder, it is when the remote has the newest: what is not there yet counts for nothing.
 

@@ -1,4 +1,4 @@
-"""Where a job stands among the checkpoints of a folder: its branch, and what of that is there."""
+"""The place of a job among the checkpoints of a folder: its branch, and which checkpoints are of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHOWN = 5
 
 @dataclass(slots=True)
 class Place:
-    """Where a job stands.
+    """The place of a job.
 
     Attributes:
         branch: That it is on.
@@ -64,7 +64,7 @@ class Place:
         return self.names.get(step) or names.name_of(step)
 
     def record(self, step: int, metrics: dict[str, float], job: str) -> SaveRecord:
-        """What the index will say of a save."""
+        """The record of a save for its index."""
         return SaveRecord(step, (self.tip.save_id or None) if self.tip else None, self.branch, metrics, job)
 
     def warn_of_others(self, path: str) -> None:
@@ -86,7 +86,7 @@ def newest_of(steps: Sequence[Step], branch: Branch | None = None) -> Step | Non
 
 
 def sound(steps: Sequence[Step]) -> list[Step]:
-    """Those that can be read."""
+    """The checkpoints that can be read."""
     return [step for step in steps if not step.problem]
 
 
@@ -103,7 +103,7 @@ def read_members(folder: Storage, names: StepNames, place: Place | None) -> list
 
 
 def begin(folder: Storage, names: StepNames, step: int) -> Place:
-    """Of a job that has restored nothing, and is to save a step.
+    """The place of a job that has restored nothing, and is to save a step.
 
     Beyond the newest checkpoint it goes on from that: it has loaded it by itself. Otherwise it began anew.
 
@@ -122,7 +122,7 @@ def begin(folder: Storage, names: StepNames, step: int) -> Place:
 
 
 class RestoreChoice(NamedTuple):
-    """What a job can be restored from.
+    """The checkpoints that a job can be restored from.
 
     Attributes:
         candidates: What was asked for, and what is to fall back on; each with the branch that the job is on then.
@@ -133,13 +133,13 @@ class RestoreChoice(NamedTuple):
     steps: list[Step]
 
     def place(self, number: int) -> Place:
-        """Where the job stands when it has restored a candidate."""
+        """The place of the job when it has restored a candidate."""
         step, branch = self.candidates[number]
         return Place.at(branch, step, self.steps)
 
 
 def choose(folder: Storage, names: StepNames, number: int | None, *, fallback: bool) -> RestoreChoice:
-    """What a job can be restored from. There are no candidates if there are no checkpoints at all.
+    """Finds the checkpoints that a job can be restored from: none if there are no checkpoints at all.
 
     Args:
         folder: Of the checkpoints.

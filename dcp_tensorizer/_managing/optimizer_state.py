@@ -79,7 +79,7 @@ class OptimizerTarget:
             yield from (key for key, path in paths.items() if self._is_of_state(path) and str(path[2]) in numbers)
 
     def owns(self, path: _Path) -> bool:
-        """Whether a key is the optimizer's, by its path."""
+        """Returns whether a key is the optimizer's, by its path."""
         return bool(path) and path[0] == self.key
 
     def _is_of_state(self, path: _Path) -> bool:
@@ -94,21 +94,21 @@ def _copied(container: Any) -> Any:
 
 
 def address_of(tensor: torch.Tensor) -> int | None:
-    """Where this rank's part of a tensor lies; None if it has none."""
+    """The address of this rank's part of a tensor; None if it has none."""
     tensor = tensor.detach()
     local = plain_local(tensor)
     return (tensor if local is None else local).data_ptr() or None
 
 
 def _can_be_made(entry: Any, param: torch.Tensor | None) -> bool:
-    """Whether it is known how a value is sharded: as its parameter, or not at all."""
+    """Returns whether it is known how a value is sharded: as its parameter, or not at all."""
     if not isinstance(entry, TensorStorageMetadata) or not isinstance(param, DTensor):
         return True
     return not entry.size or entry.size == param.size()
 
 
 def _room(entry: Any, param: torch.Tensor | None, name: str) -> torch.Tensor | None:
-    """What an entry of the checkpoint is loaded into: a tensor; None for an object, which takes its place."""
+    """Makes the tensor that an entry of the checkpoint is loaded into; None for an object, which takes its place."""
     if not isinstance(entry, TensorStorageMetadata):
         return None
     dtype = entry.properties.dtype

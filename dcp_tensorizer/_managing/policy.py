@@ -1,4 +1,4 @@
-"""What all ranks do about a step: one small reduction, in each call of `save`."""
+"""Decides what all ranks do about a step: one small reduction, in each call of `save`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .agreement import Agreement
 
 
 class Action(enum.Enum):
-    """What is done about a step."""
+    """An action about a step."""
 
     NOTHING = enum.auto()
     SAVE = enum.auto()
@@ -32,7 +32,7 @@ class Action(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """What one rank knows. Of what is marked with *, only what the first rank knows counts.
+    """The knowledge of one rank. Of the fields marked with *, only the first rank's count.
 
     Attributes:
         step: That it is at.
@@ -66,7 +66,7 @@ class Vote:
 
 
 class Decision(NamedTuple):
-    """What all ranks do, the same on each.
+    """The decision, the same on each rank.
 
     Attributes:
         action: About the step.
@@ -87,7 +87,7 @@ class Decision(NamedTuple):
 
 
 def decide(agreement: Agreement, vote: Vote) -> Decision:
-    """What is done.
+    """Decides on all ranks.
 
     Raises:
         ValueError: the ranks are at different steps.
@@ -145,7 +145,7 @@ class Schedule:
         self._step, self._moment = step, self._clock()
 
     def is_due(self, step: int) -> bool:
-        """Whether this step is to be saved."""
+        """Returns whether this step is to be saved."""
         if self._every is None and self._interval is None:
             return True
         by_steps = self._every is not None and step // self._every > self._step // self._every
@@ -217,7 +217,7 @@ class StopSignals:
                 self._put_back(number)
 
     def _put_back(self, number: int) -> bool:
-        """Whether the handler is now the one that was there before."""
+        """Returns whether the handler is now the one that was there before."""
         before = self._before[number]
         if before is None or signal.getsignal(number) != self._handle:
             return False

@@ -53,7 +53,7 @@ OnStaged = Callable[[StagedStateDict], object]
 
 
 class _Stage(enum.Enum):
-    """How far the keeping has come; it never goes back."""
+    """Stages of keeping a state; it never goes back."""
 
     READY = enum.auto()
     """Nobody has looked for what runs before have kept."""
@@ -65,7 +65,7 @@ class _Stage(enum.Enum):
 
 
 class Survival:
-    """What a rank keeps in memory, and what runs of the job before have kept. Nothing, if ``seconds`` is 0.
+    """Keeps states of a rank in memory, and finds those of runs before. Does nothing if ``seconds`` is 0.
 
     Args:
         saver: Stages what is kept.
@@ -166,7 +166,7 @@ class Survival:
             self._predecessors.end()
 
     def next_state(self, record: SaveRecord, parent: Step | None, left: Step | None) -> OnStaged | None:
-        """What is to be done with the next staged copy, to keep it; None if it is not kept.
+        """Returns the function that keeps the next staged copy; None if it is not kept.
 
         Args:
             record: What the index would say of it.
@@ -260,7 +260,10 @@ class Survival:
             self._tell_digests(number)
 
     def _tell_digests(self, number: str) -> None:
-        """If it has been written. Both threads may come here at once: to be told twice is nothing to the keeper."""
+        """Tells the digests if the state has been written.
+
+        Both threads may come here at once: the keeper may be told twice.
+        """
         (written, known), process = self._written_last, self._process
         if written == number and process is not None:
             process.written(number, known)
@@ -361,7 +364,7 @@ class Predecessors:
         self._visits = list(visits)
 
     def claim(self) -> str:
-        """Has the keepers wait for this run; says why one does not, which is that a run of the job is alive."""
+        """Makes the keepers wait for this run; says why one does not, which is that a run of the job is alive."""
         deadline = time.monotonic() + _DEATH_SECONDS
         for visit in self._visits:
             while True:
@@ -485,7 +488,7 @@ class Predecessors:
 
 
 def _joint(problems: Sequence[Problem | None]) -> Problem | None:
-    """What has come of all ranks' loads.
+    """The joint result of all ranks' loads.
 
     Raises:
         CheckpointError: a rank's state is whole, and does not fit.
@@ -522,7 +525,7 @@ def _outdated(head: KeptHead, tip: Step | None, folder: tuple[int, int] | None, 
 
 
 def _has_saved(head: KeptHead, tip: Step) -> bool:
-    """Whether a checkpoint is of the run that has kept a state, and newer than what that goes on from."""
+    """Returns whether a checkpoint is of the run that has kept a state, and newer than what that goes on from."""
     assert head.record is not None
     is_newer = head.parent_step is None or tip.number > head.parent_step
     return tip.job == head.job and tip.branch == head.record.branch and is_newer

@@ -49,7 +49,7 @@ _SHAPES_SHOWN = 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Selection:
-    """Which keys of a flattened state dict are loaded.
+    """A selection of the keys of a flattened state dict.
 
     A pattern is of a key, or of a list that the key is in: a save takes a list for one value.
 
@@ -67,16 +67,16 @@ class Selection:
 
     @property
     def is_all(self) -> bool:
-        """Every key is loaded."""
+        """True if every key is loaded."""
         return not self.include and not self.exclude
 
     @property
     def tolerates(self) -> bool:
-        """What does not fit stays as it is."""
+        """True if a value that does not fit stays as it is."""
         return not self.strict or self.allow_shape_mismatch
 
     def has(self, names: Iterable[str]) -> bool:
-        """Whether a key is loaded, by its name and those of the lists that it is in."""
+        """Returns whether a key is loaded, by its name and those of the lists that it is in."""
         return (not self.include or _matches(names, self.include)) and not _matches(names, self.exclude)
 
     def check(self, keys: Sequence[str], known: Set[str]) -> None:
@@ -170,7 +170,7 @@ def _load(
 
 
 def error_of_load(path: str, error: BaseException) -> CheckpointError:
-    """What a load has raised, as an error of this package."""
+    """Translates the error of a load to one of this package."""
     cause = unwrap(error)
     if isinstance(cause, CheckpointError):
         return cause
@@ -284,7 +284,7 @@ class SelectivePlanner(LoadPlanner):
             self.metadata = dataclasses.replace(self.metadata, state_dict_metadata=chosen)
 
     def _more(self) -> dict[str, Any]:
-        """What the checkpoint has, and the state has not."""
+        """The values that the checkpoint has, and the state has not."""
         assert self.metadata is not None
         stored = self.metadata.state_dict_metadata
         more = stored.keys() - self.state_dict.keys()
@@ -447,7 +447,7 @@ def _frozen(state: Mapping[str, Any], collected: Mapping[str, Any]) -> set[str]:
 
 
 def _values(state: Mapping[str, Any]) -> Iterator[Any]:
-    """What is in nested dicts."""
+    """The values in nested dicts."""
     for value in state.values():
         if isinstance(value, dict):
             yield from _values(value)

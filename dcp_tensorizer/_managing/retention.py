@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and what may be deleted of the others."""
+"""Rules for which checkpoints are kept, and the deletion of the others."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Retention:
         delete_after: float = 0.0,
         delete_other_files: bool = False,
     ) -> Retention:
-        """From the arguments of the manager.
+        """Makes the rules from the arguments of the manager.
 
         Raises:
             TypeError: one is of a wrong type.
@@ -78,7 +78,7 @@ class Retention:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether there are no rules."""
+        """Returns whether there are no rules."""
         return self.latest is None and self.every is None and self.metric is None
 
     def best(self, steps: Sequence[_Step]) -> _Step | None:

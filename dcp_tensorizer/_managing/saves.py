@@ -240,7 +240,7 @@ class Saves:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the last save still runs."""
+        """Returns whether the last save still runs."""
         return self._last is not None and not self._last.future.done()
 
     def check(self, failures: int, limit: int | None) -> None:
@@ -252,18 +252,18 @@ class Saves:
             )
 
     def is_last(self, step: int) -> bool:
-        """Whether the last save is of a step, and has not failed."""
+        """Returns whether the last save is of a step, and has not failed."""
         return self._last is not None and self._last.step == step and not self._last.has_failed
 
     @property
     def future(self) -> Future[str]:
-        """Of the last save."""
+        """The future of the last save."""
         assert self._last is not None
         return self._last.future
 
     @property
     def has_saved(self) -> bool:
-        """Whether the last save is committed."""
+        """Returns whether the last save is committed."""
         return self._last is not None and self._last.saved is not None
 
     def settled(self) -> Step | None:
@@ -340,7 +340,7 @@ def _refusal(error: BaseException | None) -> StagingError | None:
 
 
 def _collected(state: Mapping[str, Any], part: StatePart) -> tuple[dict[str, Any], BaseException | None]:
-    """What ``Stateful`` values say their state is, as DCP asks them; or the error of one of them."""
+    """Asks ``Stateful`` values for their state, as DCP does; returns also the error of one of them."""
     try:
         return part.of(state), None
     except (Exception, CheckpointException) as error:  # DCP's is no Exception: a load in it has failed

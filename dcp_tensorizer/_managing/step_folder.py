@@ -1,4 +1,4 @@
-"""Which checkpoints lie in a folder, by their own records and not by the times of files."""
+"""Reads the checkpoints in a folder, by their own records and not by the times of files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TRUNK: Branch = (("", 0),)
 
 
 class Saved(Protocol):
-    """What is to be known of a checkpoint here; ``saved_at`` in any unit."""
+    """The fields of a checkpoint that branches need; ``saved_at`` in any unit."""
 
     @property
     def number(self) -> int: ...
@@ -48,7 +48,7 @@ def leave(at: Saved | None) -> Branch:
 
 
 def belongs(saved: Saved, branch: Branch) -> bool:
-    """Whether a checkpoint is on a branch, or on one of those that led to it, from before that was left."""
+    """Returns whether a checkpoint is on a branch, or on one of those that led to it, from before that was left."""
     own = saved.branch[-1][0]
     for (name, _), following in zip(branch, (*branch[1:], None), strict=True):
         if name == own:
@@ -169,7 +169,7 @@ def step_of(number: int, name: str, head: Head) -> Step:
 
 
 class Others(NamedTuple):
-    """What else lies in a folder where `read_steps` found no checkpoint.
+    """Other contents of a folder where `read_steps` found no checkpoint.
 
     Attributes:
         unknown: What looks like a checkpoint: names of directories, and files.

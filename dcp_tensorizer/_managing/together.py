@@ -24,7 +24,7 @@ logger = logging.getLogger("dcp_tensorizer")
 
 
 class Together:
-    """Has the saves and loads of a group wait no longer than the group's timeout for a rank that gives no sign of life.
+    """Makes the saves and loads of a group wait no longer than its timeout for a rank that gives no sign of life.
 
     DCP gathers the ranks' results when each has them. A rank that has written its part within seconds waits there for
     the one that takes minutes, and cannot tell it from one that is gone. So a rank that is at work says so now and
@@ -45,7 +45,7 @@ class Together:
         self._failure: str | None = None
 
     def accompany_saves(self, writer: TensorizerStorageWriter, commit_seconds: float) -> None:
-        """Has a writer's saves keep together; the commit alone, of the coordinator, may take so many seconds."""
+        """Keeps a writer's saves together; the commit alone, of the coordinator, may take so many seconds."""
         begin, write = writer.storage_meta, writer.write_data
         longer = max(self._calls.timeout, timedelta(seconds=commit_seconds + _TO_SAY_SO))
 
@@ -60,7 +60,7 @@ class Together:
         vars(writer).update(storage_meta=storage_meta, write_data=write_data)
 
     def accompany_load(self, reader: StorageReader) -> None:
-        """Has the next load, by this reader, keep together."""
+        """Keeps the next load by this reader together."""
         read = reader.read_data
 
         def read_data(*arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a job that has died has left in local folders: who has it, and whether it can be loaded.
+"""Finds what a dead job has left in local folders: who has it, and whether it can be loaded.
 
 Each rank sees the local folder of its own node. So they tell each other what they have.
 """
@@ -49,7 +49,7 @@ class UnflushedPart(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What lies in the local folder of a rank.
+    """The saves that lie in the local folder of a rank.
 
     Attributes:
         held: The files that are there.
@@ -63,7 +63,7 @@ class Left(NamedTuple):
 
 
 class _Loss(NamedTuple):
-    """What will not be on the remote.
+    """A save that will not be on the remote.
 
     Attributes:
         files: Of it, as far as they are known.
@@ -78,7 +78,7 @@ class _Loss(NamedTuple):
 
 
 def settle(flushing: Flushing | None, agreement: Agreement) -> None:
-    """Has flushed what a job before has left, and waits for it where it could not be loaded otherwise.
+    """Lets the flush bring what a job before has left, and waits for it where it could not be loaded otherwise.
 
     Where all ranks see one local folder, it is loaded from there. What a lost node had is given up, with an error in
     the log of each rank, and what is of it on the remote goes. Every rank calls it.
@@ -158,7 +158,7 @@ def _suspects(everybody: Sequence[Left]) -> list[tuple[list[UnflushedPart], set[
 
 
 def _losses(flushing: Flushing, suspects: Sequence[tuple[list[UnflushedPart], set[str]]]) -> list[_Loss]:
-    """Those of them that are not on the remote, either. What cannot be looked at is waited for."""
+    """Returns the suspects that are not on the remote, either. Those that cannot be looked at are waited for."""
     losses = []
     for parts, missing in suspects:
         place, commit = parts[0].place, parts[0].commit

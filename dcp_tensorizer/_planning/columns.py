@@ -40,11 +40,11 @@ _properties = operator.attrgetter(*[field.name for field in dataclasses.fields(T
 
 
 class Unsupported(Exception):
-    """Some items are more than columns can hold: a planner of the user's made them."""
+    """Raised for items that columns cannot hold: a planner of the user's made them."""
 
 
 class Spec(NamedTuple):
-    """What is the same for all chunks of a tensor: its shape, and the fields of its ``TensorProperties``."""
+    """The properties that all chunks of a tensor share: its shape, and the fields of its ``TensorProperties``."""
 
     shape: tuple[int, ...]
     properties: tuple[Any, ...]
@@ -63,7 +63,7 @@ def spec_of(size: Iterable[int], properties: TensorProperties) -> Spec:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Table:
-    """What is usually the same on all ranks.
+    """The part of a plan that is usually the same on all ranks.
 
     Attributes:
         keys: All keys, in order.
@@ -83,7 +83,7 @@ class Table:
 
     @functools.cached_property
     def planner_data(self) -> Any:
-        """What the plan says beside its items."""
+        """The plan's data beside its items."""
         return unpack_paths(self.data) if isinstance(self.data, (PackedPaths, Pickled)) else self.data
 
 
@@ -109,7 +109,7 @@ class Columns:
         return dataclasses.replace(self, table=dataclasses.replace(self.table, data=planner_data))
 
     def select(self, rows: Integers) -> Columns:
-        """Some of the items."""
+        """Selects some of the items."""
         table = self.table
         chosen = dataclasses.replace(
             table,
@@ -149,7 +149,7 @@ def columns_of(items: Iterable[WriteItem], planner_data: Any) -> tuple[Columns, 
 
 
 def columns_of_rows(items: Iterable[Row], planner_data: Any) -> tuple[Columns, Integers]:
-    """What `columns_of` gives. Each row may be dropped at once."""
+    """Makes the columns as `columns_of` does. Each row may be dropped at once."""
     keys: dict[str, int] = {}
     specs: dict[Spec, int] = {}
     rows: list[tuple[int, int, int, int, int]] = []
@@ -249,7 +249,7 @@ class PackedPaths(NamedTuple):
 
 
 class Pickled(NamedTuple):
-    """What a planner of the user's has in the place of paths."""
+    """The data of a planner of the user's, in the place of paths."""
 
     data: bytes
 
@@ -276,7 +276,7 @@ def with_keys(packed: PackedPaths | Pickled, keys: list[str]) -> PackedPaths | P
 
 
 def unpack_paths(packed: PackedPaths | Pickled) -> Any:
-    """What was packed."""
+    """Unpacks what `pack_paths` packed."""
     if isinstance(packed, Pickled):
         return pickle.loads(packed.data)
     assert packed.keys is not None

@@ -44,7 +44,7 @@ from .wire import EncodedColumns, encode, pack, pack_integers, unpack, unpack_in
 
 @dataclass(frozen=True, eq=False)
 class GlobalPlan:
-    """What comes of the plans of all ranks.
+    """The result of planning for all ranks.
 
     Attributes:
         choices: Which of its items each rank writes.
@@ -123,7 +123,7 @@ def _rules(merged: Merged, *, is_complete: bool) -> StateRules:
 def _problem(
     shape: tuple[int, ...], dims: Integers, starts: Integers, sizes: Integers, *, is_complete: bool
 ) -> tuple[str, list[int]] | None:
-    """What is wrong with the chunks of a tensor, and which of them are meant."""
+    """Describes the fault in the chunks of a tensor, and names which of them are meant."""
     odd = np.flatnonzero(dims != len(shape))
     if len(odd):
         return f"a part has {dims[odd[0]]} dimensions, and the tensor has {len(shape)}", [int(odd[0])]
@@ -242,7 +242,7 @@ def _widened(rows: Integers, width: int) -> Integers:
 
 
 def _weight(spec: Spec) -> int:
-    """What torch takes an item for: the bytes of its whole tensor. Plans are balanced by it."""
+    """The weight of an item in torch's balance of plans: the bytes of its whole tensor."""
     return (math.prod(spec.shape) * spec.properties[0].itemsize) or 1
 
 
@@ -265,7 +265,10 @@ def _group(columns: list[Integers]) -> Integers:
 
 
 def _writers(groups: Integers, rank: Integers, weight: Integers, to_lowest_rank: bool, ranks: int) -> np.ndarray:
-    """Which items are written: of each group those of one rank, the one whose plan is the lightest so far."""
+    """Selects the items that are written.
+
+    Of each group those of one rank, the one whose plan is the lightest so far.
+    """
     order = np.argsort(groups, kind="stable")
     bounds = np.flatnonzero(np.diff(groups[order], prepend=-1))
     ends = np.append(bounds[1:], len(order))
@@ -344,7 +347,7 @@ class RuleMetadata(Metadata):
 
     @property
     def rules(self) -> StateRules | None:
-        """What the entries are made of; None when somebody has looked at them, and may have changed them."""
+        """The rules of the entries; None when somebody has looked at them, and may have changed them."""
         return None if "state_dict_metadata" in self.__dict__ else self._rules
 
     @functools.cached_property
@@ -353,13 +356,13 @@ class RuleMetadata(Metadata):
 
     @functools.cached_property
     def state_dict_metadata(self) -> dict[str, Any]:  # type: ignore[override]
-        """As torch's; it is made when it is asked for."""
+        """The entries as in torch's ``Metadata``; made when they are asked for."""
         with collector_paused():
             return self._rules.described()
 
     @functools.cached_property
     def planner_data(self) -> Any:
-        """As torch's; where it was received it is decoded when it is asked for."""
+        """The planner's data as in torch's ``Metadata``; decoded when it is asked for."""
         return unpack_paths(with_keys(unpack(self.__dict__["_content"][1]), self._rules.keys))
 
     def __eq__(self, other: object) -> bool:

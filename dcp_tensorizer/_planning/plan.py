@@ -25,14 +25,14 @@ from .wire import EncodedColumns, encode, pack, pack_integers, unpack, unpack_in
 
 
 class Reference(NamedTuple):
-    """In the place of items that the coordinator knows: whose coordinator it is, and their digest."""
+    """Stands for items that the coordinator knows: which coordinator, and their digest."""
 
     coordinator: str
     digest: bytes
 
 
 class WrittenItems(NamedTuple):
-    """Which items of a plan are to be written: how many, a bit for each of the plan, and their hints, packed."""
+    """The items of a plan that are to be written: how many, a bit for each of the plan, and their hints, packed."""
 
     items: int
     kept: bytes
@@ -82,12 +82,12 @@ class Items(MutableSequence[WriteItem]):
 
     @property
     def is_changed(self) -> bool:
-        """Whether columns no longer say what they are."""
+        """Returns whether columns no longer say what they are."""
         return self._changed is not None
 
     @property
     def table(self) -> Table:
-        """What the plan has in common with those of other ranks."""
+        """The part of the plan that other ranks' plans share."""
         return self.source.table if isinstance(self.source, Columns) else self.source.decode_table(self.tables)
 
     @functools.cached_property
@@ -135,15 +135,15 @@ class Items(MutableSequence[WriteItem]):
         del self._change()[at]
 
     def insert(self, at: int, item: WriteItem) -> None:
-        """As of a list."""
+        """Does as a list does."""
         self._change().insert(at, item)
 
     def sort(self, **arguments: Any) -> None:
-        """As of a list."""
+        """Does as a list does."""
         self._change().sort(**arguments)
 
     def copy(self) -> list[WriteItem]:
-        """As of a list."""
+        """Does as a list does."""
         return list(self)
 
     def __eq__(self, other: object) -> bool:
@@ -159,7 +159,7 @@ class Items(MutableSequence[WriteItem]):
         return repr(list(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """By themselves they are copied, and sent, as a list. `CompactPlan` sends less."""
+        """Pickles as a list. `CompactPlan` sends less."""
         return list, (list(self),)
 
     def _change(self) -> list[WriteItem]:
@@ -178,7 +178,7 @@ class CompactPlan(SavePlan):
 
     @functools.cached_property
     def planner_data(self) -> Any:
-        """As torch's; of a plan that was received it is decoded when it is asked for."""
+        """The planner's data as in torch's plan; of a plan that was received it is decoded when it is asked for."""
         return self.items.table.planner_data if isinstance(self.items, Items) else None
 
     @classmethod
@@ -255,7 +255,7 @@ _SAVES_OF_COORDINATOR = 4 * _SAVES
 
 
 class History:
-    """What a planner has sent as a rank, and what it has received and planned as the coordinator.
+    """A planner's memory of what it has sent as a rank, and received and planned as the coordinator.
 
     Plans are known by their contents. So it does not matter in what order different state dicts are saved.
 
@@ -287,7 +287,7 @@ class History:
     # --- as a rank ----------------------------------------------------------------------------------------------
 
     def sending(self, columns: Columns, digest: bytes) -> Reference | None:
-        """What to send in the place of these columns; None: send them."""
+        """The reference to send in the place of these columns; None: send the columns."""
         self._sent, self._is_answered = (columns, digest), False
         return next((reference for reference in self._known if reference.digest == digest), None)
 
@@ -318,7 +318,7 @@ class History:
         )
 
     def find(self, key: object) -> Any:
-        """What has been planned for these contents; None if nothing has."""
+        """The plan that has been made for these contents; None if there is none."""
         return next((result for known, result in reversed(self._planned) if known == key), None)
 
     def planned(self, key: object, plans: Sequence[EncodedColumns], result: Any) -> None:

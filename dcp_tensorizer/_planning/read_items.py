@@ -1,4 +1,4 @@
-"""What a rank reads into a state dict: torch's read items, of which torch makes one for each layout."""
+"""Makes a rank's read items: torch's, of which torch makes one for each layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _Layout = tuple[Any, ...]
 
 
 def has_older_keys(metadata: Metadata, state_dict: Mapping[str, Any], nested: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint has a dict or a list as one object, of which the flattened state dict has the members.
+    """Returns whether a checkpoint has a dict or a list as one object, of which the flattened state dict has the
+    members.
 
     Before torch 2.4, those without tensors were saved so, and torch's planner looks for them.
 
@@ -72,7 +73,7 @@ def read_items_of(state_dict: Mapping[str, Any], metadata: Metadata, *, strict: 
 
 
 def _layout(value: Any, stored: Any) -> _Layout | None:
-    """What the items of a value depend on; None if that is more than this."""
+    """The properties that the items of a value depend on; None if there are others."""
     if type(stored) is BytesStorageMetadata:
         return None if isinstance(value, torch.Tensor) else ()
     if type(stored) is not TensorStorageMetadata or len(stored.chunks) != 1:

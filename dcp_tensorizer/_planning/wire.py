@@ -34,7 +34,7 @@ class EncodedColumns:
     may_refer: bool = False
 
     def decode_table(self, tables: dict[bytes, Table]) -> Table:
-        """What other ranks usually have, too; ``tables`` are those that have been decoded, which grow."""
+        """Decodes the part that ranks usually share; ``tables`` are those that have been decoded, which grow."""
         table = tables.get(self.table)
         if table is None:
             table = tables[self.table] = _unpack_table(self.table)
@@ -62,7 +62,7 @@ def pack(content: object) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """What `pack` packed, on another rank of the same job."""
+    """Unpacks what `pack` packed, on another rank of the same job."""
     return pickle.loads(zlib.decompress(data))
 
 
@@ -74,7 +74,7 @@ def pack_integers(numbers: Integers) -> tuple[str, bytes]:
 
 
 def unpack_integers(packed: tuple[str, bytes]) -> Integers:
-    """What `pack_integers` packed."""
+    """Unpacks what `pack_integers` packed."""
     return np.frombuffer(packed[1], packed[0]).astype(np.int64)
 
 

@@ -1,4 +1,4 @@
-"""What is kept in memory as a checkpoint like any other: an index, and files that are in memory.
+"""Reads a kept state as a checkpoint like any other: an index, and files that are in memory.
 
 So it is planned, read and verified as one on storage is: onto any number of ranks, and any sharding.
 """
@@ -146,7 +146,7 @@ def _describe(item: KeptItem, known: dict[str, Any]) -> None:
 
 
 def _place(item: KeptItem, names: Sequence[str], content: KeptContent) -> StoredItem:
-    """Where an item is, in the first file, a buffer, or the second one."""
+    """The location of an item, in the first file, a buffer, or the second one."""
     if item.extent is None:
         return StoredItem.empty(item.dtype, item.kind)
     extent = content.state.extents[item.extent]
@@ -174,7 +174,7 @@ class KeptItem(NamedTuple):
 
 
 class KeptItems(NamedTuple):
-    """What a kept state has.
+    """The items of a kept state.
 
     Attributes:
         items: All of them.
@@ -185,11 +185,11 @@ class KeptItems(NamedTuple):
     planner_data: Any
 
     def pickled(self) -> bytes:
-        """As a keeper is given it."""
+        """The pickle that a keeper is given."""
         return pickle.dumps(self, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def kept_plan(state: Keep) -> KeptItems:
-    """What a kept state has. It was kept by a process of this user, or else nobody would have connected to it."""
+    """Reads the items of a kept state. A process of this user kept it, or else nobody would have connected to it."""
     plan: KeptItems = pickle.loads(state.description)
     return plan

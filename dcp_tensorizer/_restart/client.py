@@ -82,7 +82,7 @@ class KeeperProcess:
         self._home = Home()
 
     def keep(self, state: Keep, buffer: SharedBuffer) -> None:
-        """Has a state kept; raises `WriteError`, and `KeeperDied` if no other will be."""
+        """Lets the keeper keep a state; raises `WriteError`, and `KeeperDied` if no other will be."""
         self._ask(state, [buffer.fd])
 
     def written(self, number: str, known: Mapping[tuple[int, int], bytes]) -> None:
@@ -104,7 +104,7 @@ class KeeperProcess:
         in_background(tell, name="digests", daemon=True)
 
     def forget(self, ids: Sequence[str]) -> None:
-        """Has states forgotten: their buffers may be written to now. Raises `KeeperDied`."""
+        """Lets the keeper forget states: their buffers may be written to now. Raises `KeeperDied`."""
         self._ask(Forget(tuple(ids)))
 
     def end(self, deadline: Deadline = NEVER) -> None:
@@ -198,7 +198,10 @@ class Visit:
         self.found = _found(_receive(self._channel, timeout))
 
     def claim(self, run: str) -> bool:
-        """Has it wait for this run of a job alone, as long as this connection is open; whether it does."""
+        """Makes the keeper wait for this run of a job alone, as long as this connection is open.
+
+        Returns whether it does.
+        """
         answer = self._ask(ClaimRequest(run))
         holds = isinstance(answer, Claimed) and answer.holds
         if holds:  # it may have got a last one since
@@ -206,7 +209,7 @@ class Visit:
         return holds
 
     def forget_all_but(self, number: str) -> None:
-        """Has all other states forgotten. A keeper that has ended has done so."""
+        """Lets the keeper forget all other states. A keeper that has ended has done so."""
         with suppress(CheckpointError):
             self._ask(Forget(tuple(head.id for head in self.found.heads if head.id != number)))
 

@@ -51,13 +51,13 @@ class KeptInfo:
 
 @dataclass(frozen=True)
 class _State:
-    """What this machine's memory has of a state: the head of each rank's part."""
+    """A state in this machine's memory: the head of each rank's part."""
 
     by_rank: dict[int, KeptHead]
 
     @property
     def head(self) -> KeptHead:
-        """Of any one rank."""
+        """The head of any one rank's part."""
         return next(iter(self.by_rank.values()))
 
     @property
@@ -92,7 +92,7 @@ def list_kept(folder: str | os.PathLike[str]) -> tuple[KeptInfo, ...]:
 
 
 def find_orphan(path: str | Path, storage: Storage, rank: int, world_size: int) -> KeptCheckpoint | None:
-    """What was being saved to a path when the processes that saved it were killed, if it is newer than what is there.
+    """Finds the state that was being saved to a path when its processes were killed, if it is newer than what is there.
 
     Args:
         path: Of the checkpoint; absolute.
@@ -146,12 +146,12 @@ class Loaded:
         in_child(self, Loaded._let_go)
 
     def _let_go(self) -> None:
-        """In a forked child: its parent may need them still."""
+        """Lets go in a forked child: its parent may need them still."""
         self._sizes.clear()
 
     @property
     def nbytes(self) -> int:
-        """Of the largest one; 0 if there is none."""
+        """The bytes of the largest one; 0 if there is none."""
         return max(self._sizes.values(), default=0)
 
     def add(self, head: KeptHead, nbytes: int) -> None:
@@ -197,7 +197,8 @@ def holders(found: Sequence[Visit], number: str, rank: int) -> list[Visit]:
 
 
 def taken(found: Sequence[Visit], number: str) -> list[tuple[KeptContent, int]]:
-    """What each keeper has of a state, with the descriptors of the buffers, which are the caller's to close.
+    """Takes the parts of a state from its keepers, with the descriptors of the buffers, which are the caller's to
+    close.
 
     Raises:
         ReadError: one of them does not have it any more.
@@ -226,7 +227,7 @@ def _orphans(wanted: Callable[[KeptHead], bool]) -> list[Visit]:
 
 
 def _states(found: Sequence[Visit], wanted: Callable[[KeptHead], bool]) -> list[_State]:
-    """What there is of each state that is wanted; of saves, only where the folder is the one that they went to."""
+    """Groups the parts of each state that is wanted; of saves, only where the folder is the one that they went to."""
     states: dict[str, dict[int, KeptHead]] = {}
     for head in (head for visit in found for head in visit.found.heads):
         if wanted(head) and (not head.path or head.folder in (None, identity(os.path.dirname(head.path)))):

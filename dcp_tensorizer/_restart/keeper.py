@@ -94,7 +94,7 @@ class _KeptState:
         return digester.digests()
 
     def forget(self) -> None:
-        """Nobody is given it any more, and no more digests are taken."""
+        """Gives the state to nobody any more, and takes no more digests."""
         self.is_forgotten = True
         self.digests.cancel()
 
@@ -104,7 +104,7 @@ class _KeptState:
 
 
 class Keeper:
-    """What is kept, and for whom.
+    """Holds the states that are kept, and knows for whom.
 
     Args:
         job: The run of the job.
@@ -209,7 +209,7 @@ class Keeper:
         return Done()
 
     def _digest(self, kept: _KeptState, known: Mapping[tuple[int, int], bytes] = _NONE) -> None:
-        """Has the digests taken, once."""
+        """Takes the digests, once."""
         if not kept.is_digested:
             kept.is_digested = True
             self._digesting.submit(kept.take_digests, known)

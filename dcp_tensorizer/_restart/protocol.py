@@ -1,4 +1,4 @@
-"""What a trainer and a successor say to a keeper, and its answers: pickles between processes of one user."""
+"""Messages of a trainer and a successor to a keeper, and its answers: pickles between processes of one user."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .._index.schema import SaveRecord
 
 
 class Extent(NamedTuple):
-    """Where the bytes of a tensor or object are.
+    """The location of the bytes of a tensor or object.
 
     Attributes:
         is_inline: In what came with the message; otherwise in the staging buffer.
@@ -24,7 +24,7 @@ class Extent(NamedTuple):
 
 
 class KeptHead(NamedTuple):
-    """What is to be known of a kept state before it is loaded.
+    """The facts about a kept state that are needed before it is loaded.
 
     Attributes:
         id: The same on all ranks; 32 hexadecimal digits. That of the save, if there is one.
@@ -61,7 +61,7 @@ class KeptHead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """From the trainer, with the descriptor of a staging buffer: keep this state.
+    """Keep this state: from the trainer, with the descriptor of a staging buffer.
 
     Attributes:
         head: What it is.
@@ -84,7 +84,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class WrittenDigests:
-    """From the trainer: a state has been written, and these are the digests of what was written of it.
+    """A state has been written, with these digests: from the trainer.
 
     Attributes:
         id: Of the state.
@@ -104,12 +104,12 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """From anybody: what is there?"""
+    """Say which states are there: from anybody."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What is there.
+    """The states that are there.
 
     Attributes:
         job: The run of the job.
@@ -126,21 +126,21 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class ClaimRequest:
-    """From a successor: wait for nobody but me, as long as this connection is open."""
+    """Wait for nobody but me, as long as this connection is open: from a successor."""
 
     job: str
 
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """Whether the claim holds; not if the trainer lives, or another job has claimed the keeper."""
+    """The answer to a claim: whether it holds; not if the trainer lives, or another job has claimed the keeper."""
 
     holds: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """From a successor: a state, or the digests of what is in it alone."""
+    """Give me a state, or its digests alone: from a successor."""
 
     id: str
 
@@ -155,17 +155,17 @@ class KeptContent:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """From the trainer or a successor: nobody needs you any more."""
+    """End, for nobody needs you any more: from the trainer or a successor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """It is done."""
+    """Done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """There is no such state, or what was asked cannot be done; says why."""
+    """No such state, or it cannot be done; says why."""
 
     why: str
 

@@ -1,4 +1,4 @@
-"""Where the keepers of a job are found: sockets in a directory that belongs to the user alone.
+"""The sockets by which the keepers of a job are found, in a directory that belongs to the user alone.
 
 They are named by the job's folder and a random part, and not by rank: a launcher numbers ranks anew. Whoever is at the
 other end of a socket is asked for his user by the kernel, before anything of his is looked at.
@@ -42,7 +42,7 @@ def runtime_directory() -> Path:
 
 
 def job_name(location: str) -> str:
-    """What the sockets of a job are named by.
+    """The name of a job in the names of its sockets.
 
     Args:
         location: Of its folder: an absolute path, or a URL.
@@ -53,7 +53,7 @@ def job_name(location: str) -> str:
 
 
 def location_of(path: str | Path) -> str:
-    """What keepers know a checkpoint by, without secrets.
+    """The name by which keepers know a checkpoint, without secrets.
 
     Args:
         path: A URL, or an absolute local path.
@@ -62,7 +62,7 @@ def location_of(path: str | Path) -> str:
 
 
 def identity(folder: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """What a local folder is known again by, if there is one."""
+    """The identity of a local folder, if there is one."""
     with suppress(OSError, ValueError):
         if os.path.isabs(folder):
             status = os.stat(folder)
@@ -77,7 +77,7 @@ def _boot() -> str:
 
 
 def socket_path(directory: Path, job: str) -> Path:
-    """Where a new socket of a job may be."""
+    """A path for a new socket of a job."""
     return directory / f"{job}-{secrets.token_hex(8)}"
 
 
@@ -157,7 +157,7 @@ def connect(path: Path) -> socket.socket | None:
 
 
 def is_own_peer(connection: socket.socket) -> bool:
-    """Whether the process at the other end is of this user, by the kernel's word."""
+    """Returns whether the process at the other end is of this user, by the kernel's word."""
     with suppress(OSError):
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         return bool(_CREDENTIALS.unpack(credentials)[1] == os.getuid())

@@ -27,5 +27,5 @@ def direct_memory(nbytes: int) -> memoryview:
 
 
 def _private(nbytes: int) -> mmap.mmap:
-    """Not shared with other processes, as `mmap` makes it by default: such memory has small pages on most systems."""
+    """Maps memory that is not shared, unlike `mmap`'s default: shared memory has small pages on most systems."""
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

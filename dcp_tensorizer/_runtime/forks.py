@@ -1,4 +1,4 @@
-"""What a forked child has of what belongs to its parent: nothing.
+"""Keeps a forked child from having anything of its parent's.
 
 A child has copies of its parent's objects, but not the threads, the processes and the memory that they stand for. To
 end one of those in the child would end it for the parent. Locks stay as they were at that moment, held by threads that
@@ -32,7 +32,7 @@ _most = _FEW  # so many may there be before those that are gone are looked for
 
 
 def in_child(owner: _T, let_go: Callable[[_T], object]) -> None:
-    """Has ``let_go(owner)`` called in each child that this process forks, as long as the owner lives.
+    """Registers ``let_go(owner)`` for each child that this process forks, as long as the owner lives.
 
     It must not wait for a lock. An owner has one such function.
     """
@@ -58,7 +58,7 @@ def _free(lock: Any) -> None:
 
 
 class Finalizer(weakref.finalize):  # type: ignore[type-arg]
-    """As `weakref.finalize`, in this process alone: a forked child ends nothing that is its parent's."""
+    """Does as `weakref.finalize` in this process alone: a forked child ends nothing that is its parent's."""
 
     __slots__ = ("__weakref__",)
 
@@ -76,7 +76,7 @@ class Home:
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the process that made it."""
+        """Returns whether this is the process that made it."""
         return self._pid == os.getpid()
 
     def _leave(self) -> None:
@@ -130,7 +130,7 @@ class Descriptor:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the number still stands for the file."""
+        """Returns whether the number still stands for the file."""
         return self._close.alive and identity(self._fd) == self._file
 
     @property
@@ -179,7 +179,7 @@ def too_large() -> str:
 
 
 def too_many(error: OSError) -> str | None:
-    """What an error says, and what to do, where descriptors are short; None where it is another one."""
+    """Explains an error where descriptors are short, with what to do; None where it is another one."""
     if error.errno == errno.EMFILE:
         limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         allowed = "any number" if most == resource.RLIM_INFINITY else f"{most:,}"

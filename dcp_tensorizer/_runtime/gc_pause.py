@@ -36,7 +36,7 @@ class _Collector:
         in_child(self, _Collector._let_go)
 
     def _let_go(self) -> None:
-        """In a forked child: none of the threads that use the pause is there."""
+        """Lets go in a forked child: none of the threads that use the pause is there."""
         self._users.clear()
         thresholds, self._thresholds = self._thresholds, None
         if thresholds is not None and gc.get_threshold() == (0, *thresholds[1:]):
@@ -87,7 +87,7 @@ _collector = _Collector()
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No collections within it, and what is made counts as old afterwards: a with statement, or a decorator.
+    """Keeps the collector from running, and counts what is made as old afterwards: a with statement, or a decorator.
 
     Where thousands of objects are made that all live on, the collector goes through them and through all of torch's
     for nothing: a third of the time in which 5,000 small tensors are loaded, and a sixth of a second in which a save
@@ -112,6 +112,6 @@ def collector_paused() -> Iterator[None]:
 
 
 def age_objects() -> None:
-    """What lives now counts as old, as what is made in `collector_paused` does: for what DCP has made."""
+    """Counts what lives now as old, as `collector_paused` does with what is made in it: for what DCP has made."""
     with collector_paused():
         pass

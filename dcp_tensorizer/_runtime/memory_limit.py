@@ -1,4 +1,4 @@
-"""How much memory can still be allocated: on this machine, and below the limits of this process's cgroups."""
+"""The memory that can still be allocated: on this machine, and below the limits of this process's cgroups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a save takes from the process that asks for it, at that moment, and sends along to the process that writes it.
+"""The context of a save: what it takes from the process that asks for it, and sends to the process that writes it.
 
 A process that writes for another one keeps nothing of its own birth: keys in environment variables are rotated, and a
 job may set its umask or its group after the first save.
@@ -23,7 +23,7 @@ Identity = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, repr=False)  # the environment holds secrets
 class ProcessContext:
-    """What a process has that a save needs.
+    """The properties of a process that a save needs.
 
     Attributes:
         pid: Of the process.
@@ -41,7 +41,7 @@ class ProcessContext:
 
     @classmethod
     def here(cls) -> ProcessContext:
-        """That of this process, now."""
+        """The context of this process, now."""
         return cls(os.getpid(), environment(), current_umask(), _directory(), identity_of_process())
 
     def take_on(self, kept: Collection[str] = ()) -> None:

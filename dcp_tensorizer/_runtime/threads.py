@@ -45,7 +45,7 @@ NEVER = Deadline(None)
 
 
 class Patience:
-    """How long something may be waited for in vain, by whoever looks now and then.
+    """The time that something may be waited for without progress, for a caller that looks now and then.
 
     Time in which nobody looked counts for little. A job that was suspended has not waited, nor has what it waits for
     had any time.
@@ -60,7 +60,7 @@ class Patience:
         self.renew()
 
     def renew(self) -> None:
-        """There is progress: the wait begins anew."""
+        """Notes progress: the wait begins anew."""
         self._waited, self._last = 0.0, time.monotonic()
 
     def within(self, seconds: float) -> float:
@@ -137,7 +137,7 @@ class _Work(Generic[_T]):
             return operation()
 
     def drop(self) -> None:
-        """It is not begun any more; if it is being done, that is waited for."""
+        """Keeps it from beginning; if it is being done, waits for it."""
         self._operation = None
         _surely(self._doing.acquire)
         self._doing.release()
@@ -160,7 +160,7 @@ def _surely(wait: Callable[[], object]) -> None:
 
 
 def is_running(thread: threading.Thread) -> bool:
-    """Whether a thread has been started, and has not ended.
+    """Returns whether a thread has been started, and has not ended.
 
     Before Python 3.13 ``is_alive`` alone cannot be trusted: if a signal's handler raises in the middle of ``join``, a
     KeyboardInterrupt say, it is False from then on. A thread takes itself from ``threading.enumerate`` when it ends,
@@ -215,7 +215,7 @@ def in_time(operation: Callable[[], _T], timeout: float) -> _T:
 
 
 def cores() -> int:
-    """How many cores this process may use: a bound for threads that compute.
+    """The number of cores this process may use: a bound for threads that compute.
 
     The ranks of a node share its cores. ``torchrun`` says how many they are. A rank that is bound to cores has those.
     """
@@ -224,7 +224,7 @@ def cores() -> int:
 
 
 def ranks_of_node() -> int | None:
-    """How many ranks share this node, as ``torchrun`` and other launchers say; None if nothing says it."""
+    """The number of ranks that share this node, as ``torchrun`` and other launchers say; None if nothing says it."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(ranks) if ranks.isdecimal() and int(ranks) else None
 
@@ -268,7 +268,7 @@ class _Interval:
         in_child(self, _Interval._let_go)
 
     def _let_go(self) -> None:
-        """In a forked child: none of the threads that use it is there."""
+        """Lets go in a forked child: none of the threads that use it is there."""
         self._users.clear()
         self._restore()
 
@@ -298,7 +298,7 @@ _interval = _Interval()
 
 
 class QuickTurns:
-    """From its making to its end, the process's threads take turns more often. It also ends with this object.
+    """Lets the process's threads take turns more often, until `end` or until it is dropped.
 
     Whoever waits already does so for the interval from before: the calling thread lets that one have its turn first. It
     may be training, which has just started this thread.

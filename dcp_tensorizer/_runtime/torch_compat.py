@@ -201,7 +201,8 @@ _LAZY = (
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory is its values in C order: it is contiguous, and neither conjugated nor negated lazily.
+    """Returns whether a tensor's memory is its values in C order: it is contiguous, and neither conjugated nor negated
+    lazily.
 
     `Tensor.is_conj` and `Tensor.is_neg` let the interpreter go: asked for each tensor on a save's thread, they wait
     for a training loop that holds it, 0.03 ms a call in the mean. The dispatch keys are read without that.
@@ -215,7 +216,7 @@ def awaited(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a shape and no elements, as those that are made under ``FakeTensorMode``."""
+    """Returns whether a tensor has a shape and no elements, as those that are made under ``FakeTensorMode``."""
     fakes = sys.modules.get("torch._subclasses.fake_tensor")
     return fakes is not None and isinstance(tensor, fakes.FakeTensor)
 
@@ -264,7 +265,7 @@ def plain_local(value: object) -> torch.Tensor | None:
 
 
 def layout_of(value: object) -> tuple[Any, ...] | None:
-    """What says which part of a DTensor is here: the same for all of one layout.
+    """A value that says which part of a DTensor is here: the same for all of one layout.
 
     None if the local tensor says that, and for what is no DTensor.
     """
@@ -274,7 +275,7 @@ def layout_of(value: object) -> tuple[Any, ...] | None:
 
 
 def local_elements(target: Any) -> int:
-    """How many elements of a tensor this rank has."""
+    """The number of elements of a tensor that this rank has."""
     if isinstance(target, ShardedTensor):
         return sum(shard.tensor.numel() for shard in target.local_shards())
     if isinstance(target, DTensor):  # `to_local` would record an operation for autograd
@@ -310,12 +311,12 @@ def group_of_save() -> ProcessGroup | None:
 
 
 def group_store(group: ProcessGroup) -> Store:
-    """Where the ranks of a group have found each other. What is put there is the group's alone."""
+    """The store by which the ranks of a group have found each other. What is put there is the group's alone."""
     return _get_process_group_store(group)
 
 
 def group_timeout(group: ProcessGroup) -> timedelta:
-    """How long a collective of a group waits for a rank that does not come."""
+    """The time that a collective of a group waits for a rank that does not come."""
     kinds = {kind.type: kind for kind in group._device_types}
     for name in sorted(kinds, key=lambda name: name != "cpu"):
         options = getattr(group._get_backend(kinds[name]), "options", None)
@@ -325,7 +326,7 @@ def group_timeout(group: ProcessGroup) -> timedelta:
 
 
 def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """Has the collectives of a group that begin from now on wait so long."""
+    """Sets the time that collectives of a group wait, of those that begin from now on."""
     _set_pg_timeout(timeout, group)
 
 
@@ -336,5 +337,7 @@ def release_ipc_counter(arguments: tuple[Any, ...]) -> None:
 
 
 def checkpoint_offset(tensor: torch.Tensor) -> int:
-    """Where ``torch.load`` found the bytes of a fake tensor in its file (see ``torch.serialization.skip_data``)."""
+    """The offset at which ``torch.load`` found a fake tensor's bytes in its file (see
+    ``torch.serialization.skip_data``).
+    """
     return getattr(tensor.untyped_storage(), "_checkpoint_offset", None) or 0

@@ -72,7 +72,7 @@ def drop_record(storage: Storage, save_id: str) -> None:
 
 
 def dead_files(storage: Storage, names: Sequence[str]) -> list[str]:
-    """Those of a directory's files that are of dead saves, if no save is under way there: their records prove it.
+    """Selects a directory's files that are of dead saves, if no save is under way there: their records prove it.
 
     Others that no metadata names may be on their way into the directory, or of a save whose lock is not to be seen.
 
@@ -84,7 +84,7 @@ def dead_files(storage: Storage, names: Sequence[str]) -> list[str]:
 
 
 def leftovers(storage: Storage, names: Sequence[str]) -> list[str]:
-    """Those of a directory's files that are of saves that are not committed; their records come last.
+    """Selects a directory's files that are of saves that are not committed; their records come last.
 
     Raises:
         CheckpointError: which ones those are cannot be told.
@@ -305,7 +305,7 @@ def failed_before_commit(error: BaseException) -> None:
 
 
 def is_uncommitted(error: BaseException) -> bool:
-    """Whether what DCP raises says that a save was not committed, and will not be.
+    """Returns whether what DCP raises says that a save was not committed, and will not be.
 
     A failure of the commit itself does not say so: its answer may have been lost.
     """

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """What the writers of a process share. It starts nothing, and takes no memory, before the first staging.
+    """The resources that the writers of a process share. It starts nothing, and takes no memory, before the first
+    staging.
 
     It ends with the interpreter, or when the last writer that is open is closed. A later writer starts it again.
 
@@ -119,7 +120,7 @@ class Engine:
 
 
 def _exit(reference: weakref.ref[Engine]) -> None:
-    """At the end of the program: a save under way is finished, and if it was not committed, that is said."""
+    """Finishes a save under way at the end of the program, and says so if it was not committed."""
     engine = reference()
     if engine is not None:
         engine.saves.drain_at_exit()
@@ -264,7 +265,7 @@ _MAX_BYTES = 256 << 20  # 34 bytes an item: 7 million items of all ranks
 
 
 class Offer(NamedTuple):
-    """In ``SavePlan.storage_data``: the id of a rank's save, and digests of tables.
+    """A rank's offer in ``SavePlan.storage_data``: the id of its save, and digests of tables.
 
     Attributes:
         state: In the answer: what the ranks keep in memory, if they do.
@@ -278,7 +279,7 @@ class Offer(NamedTuple):
 
 
 class KnownTables:
-    """What a rank remembers of its tables, and a coordinator of those of all ranks. Tables are known by contents.
+    """A rank's memory of its tables, and a coordinator's of those of all ranks. Tables are known by contents.
 
     Args:
         max_bytes: The most that a coordinator keeps.

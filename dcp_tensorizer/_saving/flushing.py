@@ -94,7 +94,7 @@ class Flushing:
         self.is_readable = True
 
     def resume(self) -> None:
-        """Has flushed what is in the folder: also what a job has left there that has died."""
+        """Lets the writer process flush what is in the folder: also what a dead job has left there."""
         self._has_ended = False
         entries = self.entries()
         if any(entry.state in OPEN for entry in entries):
@@ -103,7 +103,7 @@ class Flushing:
             self._watch()
 
     def follow(self, entry: FlushEntry, report: SaveReport, tell: Callable[[SaveReport, float], object]) -> None:
-        """Has it said when a save of this rank is on the remote.
+        """Reports a save of this rank when it is on the remote.
 
         Args:
             entry: Of the rank's part.
@@ -147,11 +147,11 @@ class Flushing:
         return self._read(self.queue.entries)
 
     def open_records(self) -> list[tuple[FlushEntry, FlushRecord]]:
-        """What is not on the remote yet. Nothing, with a warning, if the folder cannot be read."""
+        """The records of saves that are not on the remote yet: none, with a warning, if the folder cannot be read."""
         return self._read(self._open)
 
     def unflushed(self) -> int:
-        """How many checkpoints lie in the local folder, and are not on the remote.
+        """The number of checkpoints that lie in the local folder, and are not on the remote.
 
         Of ranks that do not commit, how many they have not sent: who commits has to wait for the others.
         """
@@ -161,11 +161,11 @@ class Flushing:
         return max(counts.values(), default=0)
 
     def commits_before(self, save_id: str) -> list[tuple[FlushEntry, FlushRecord]]:
-        """What is still to be committed on the remote that was saved before one."""
+        """The records of saves before one that are still to be committed on the remote."""
         return [(e, record) for e, record in self.open_records() if e.id != save_id and record.commit is not None]
 
     def progress(self) -> list[tuple[str, float]]:
-        """What changes as long as the flush goes on."""
+        """A value that changes as long as the flush goes on."""
         return [(entry.name, entry.changed) for entry, _ in self.open_records()]
 
     def wait(self, deadline: Deadline = NEVER, *, until: Callable[[], bool] | None = None) -> bool:
@@ -228,7 +228,7 @@ class Flushing:
             self._lock.release()
 
     def _read(self, read: Callable[[], list[_T]]) -> list[_T]:
-        """What a function finds in the folder; nothing if that cannot be read."""
+        """Reads the folder by a function; nothing if it cannot be read."""
         try:
             found, self.is_readable = read(), True
         except ReadError as error:
@@ -290,7 +290,7 @@ class Flushing:
 
     @property
     def _is_outdated(self) -> bool:
-        """Whether a flush fails, perhaps because it has the keys of an environment that has changed since."""
+        """Returns whether a flush fails, perhaps because it has the keys of an environment that has changed since."""
         if environment() == self._environment:
             return False
         return any(self.queue.trouble(entry) for entry in self.queue.entries() if entry.state in OPEN)

@@ -46,7 +46,7 @@ _EXIT_SECONDS = 5.0
 
 
 class KeptState(NamedTuple):
-    """What the coordinator tells all ranks of the state that their save keeps.
+    """The coordinator's word to all ranks about the state that their save keeps.
 
     Attributes:
         id, number, world_size, replaces: As in `KeptHead`.
@@ -61,7 +61,7 @@ class KeptState(NamedTuple):
 
 
 class KeptSave:
-    """What is kept of one save, as one rank sees it.
+    """The part of one save that is kept, as one rank sees it.
 
     Args:
         keeping: Of the process.
@@ -90,7 +90,7 @@ class KeptSave:
         return self._state
 
     def keep(self, told: KeptState | None, storage: Storage, planner: SavePlanner, rank: int) -> None:
-        """Has the state kept until the save is over. If that cannot be, the log says so, and the save goes on.
+        """Lets the keeper keep the state until the save is over. If that fails, the log says so, and the save goes on.
 
         Args:
             told: By the coordinator; None on itself, and where the planner has lost it.
@@ -152,7 +152,7 @@ class Keeping:
         storage: Storage,
         seconds: float,
     ) -> None:
-        """Has a state kept until its save is over. No `Exception` comes of it: a save is what it is without."""
+        """Keeps a state until its save is over. It raises no `Exception`: the save goes on without."""
         buffer = staged_save.buffer
         assert buffer is not None
         buffer.is_kept = True
@@ -241,7 +241,7 @@ class Keeping:
 
 
 def _are_committed(kept: Sequence[_KeptBuffer], deadline: Deadline) -> bool:
-    """Whether all states are on storage, as far as that can be seen in time."""
+    """Returns whether all states are on storage, as far as that can be seen in time."""
     if not kept:
         return True
 
@@ -278,7 +278,7 @@ def described(
     *,
     digests_follow: bool = False,
 ) -> Keep:
-    """What a keeper is told of a staged state dict.
+    """The message to a keeper about a staged state dict.
 
     Args:
         head: What it is.

@@ -36,7 +36,7 @@ MAX_UNFLUSHED = 3
 
 @dataclass(frozen=True, slots=True)
 class SaveLimits:
-    """How long a save may wait, how much memory it may take, and how many may fail.
+    """Limits of a save: how long it may wait, how much memory it may take, and how many may fail.
 
     Attributes:
         timeout: Seconds after which a wait for the storage is given up, 600 by default: a write that makes no
@@ -82,7 +82,7 @@ class SaveOptions:
     survive: float = 0.0
 
     def arguments(self) -> dict[str, Any]:
-        """As they were given to the writer, but for secrets: of encryption whether there is one."""
+        """The arguments as they were given to the writer, but for secrets: of encryption whether there is one."""
         return {
             "cache_staged_state_dict": self.cache,
             "staging": self.staging,

@@ -1,4 +1,4 @@
-"""What a save cost, for logs and for the users' own metrics."""
+"""The cost of a save, for logs and for the users' own metrics."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class SaveReport:
 
     @property
     def stall_seconds(self) -> float:
-        """What training waited for: the save before, and the copy."""
+        """The seconds that training waited: for the save before, and for the copy."""
         return self.wait_seconds + self.stage_seconds
 
     @property
@@ -238,7 +238,9 @@ def warn_if_stale(path: str, step: int, unchanged: Sequence[tuple[str, ...] | No
 
 
 def _counts(item: StoredItem) -> bool:
-    """Whether an item is a floating-point tensor whose digests are of its elements, and not of what a nonce made."""
+    """Returns whether an item is a floating-point tensor whose digests are of its elements, and not of what a nonce
+    made.
+    """
     if item.kind != "tensor" or not item.digests or item.nonce_and_macs:
         return False
     dtype = named_dtype(item.dtype)

@@ -1,4 +1,4 @@
-"""What an engine knows of the files that it has written, so that a save need not write again what is in them.
+"""An engine's memory of the files that it has written, so that a save need not write their contents again.
 
 A file's bytes are made of the names, dtypes, shapes, kinds and elements of its tensors. So two files of the same
 `Content`, in the same order, are equal, whichever key, chunk or rank the tensors are of in each save. Elements are
@@ -53,7 +53,7 @@ class TensorContent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _History:
-    """What is known of a tensor.
+    """The history of a tensor.
 
     Attributes:
         digest: Of its elements, in the last save of it.
@@ -72,7 +72,7 @@ class _History:
         return self.same >= self.patience
 
     def after(self, digest: bytes, save: int) -> _History:
-        """What is known after another save."""
+        """The history after another save."""
         if digest == self.digest:
             return _History(digest, self.same + 1, self.patience, save)
         patience = min(_MAX_PATIENCE, 2 * self.patience) if self.is_steady else self.patience
@@ -111,7 +111,7 @@ class KnownFiles:
         self._changing = free_in_child(threading.RLock())  # a signal's handler may interrupt its holder, and save
 
     def begin(self, contents: Mapping[Subject, bytes]) -> tuple[int, list[_KnownFile], dict[Subject, _History]]:
-        """Of a save that is beginning: its number, the files that may be adopted, and what is known of its tensors.
+        """Begins a save: returns its number, the files that may be adopted, and the histories of its tensors.
 
         Args:
             contents: The digests of its tensors.
@@ -171,7 +171,7 @@ class ReusingSave:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether `prepare` has been called."""
+        """Returns whether `prepare` has been called."""
         return self._number > 0
 
     def prepare(self, sources: Sequence[TensorSource], digests: Sequence[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""What the saves of one writer share, and how each begins."""
+"""The state that the saves of one writer share, and the beginning of each."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _CLOSED = "the writer is closed: make a new one, or close it after the last save
 
 
 class NextSave(NamedTuple):
-    """What is said of the save that is staged next.
+    """Facts about the save that is staged next.
 
     Attributes:
         record: What the index will say of it; None for nothing.
@@ -65,7 +65,7 @@ class NextSave(NamedTuple):
 
 
 class Saver:
-    """What the saves of one writer share: its options, its place in the engine, and who is told of them.
+    """The state that the saves of one writer share: its options, its place in the engine, and who gets its reports.
 
     Args:
         options: Of the writer.
@@ -132,7 +132,10 @@ class Saver:
         self.stager.prewarm(state_dict)
 
     def pick_up(self) -> None:
-        """Has flushed what lies in the local folder, if there is one: a job may have died before that was over."""
+        """Lets the flush bring what lies in the local folder, if there is one.
+
+        A job may have died before that was over.
+        """
         if self.flushing is not None and not self.closed:
             self.engine.open(self)
             self._flushes = True
@@ -260,7 +263,7 @@ class Saver:
             self.engine.failures.end()
 
     def reusing_save(self) -> ReusingSave | None:
-        """What a save need not write again is known to this; None if everything is to be written."""
+        """Returns what knows which parts of a save need not be written again; None if everything is to be written."""
         options = self.options
         if not options.write.reuse:
             return None
@@ -335,13 +338,13 @@ class Saver:
             )
 
     def _kept(self, where: str | Path, staged_save: StagedSave | None) -> KeptSave | None:
-        """What is kept of a save in memory, if anything is."""
+        """The part of a save that is kept in memory; None if nothing is."""
         if staged_save is None or not self.options.survive:
             return None
         return KeptSave(self.engine.keeping, where, self.options.survive, staged_save)
 
     def _place(self, where: str | Path) -> str | None:
-        """Where a checkpoint is below the local folder; None if there is no such folder."""
+        """The place of a checkpoint below the local folder; None if there is no such folder."""
         if self.options.target is None:
             return None
         place = place_of(self.options.target.remote, where)
@@ -364,20 +367,23 @@ _OF_GROUP = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "
 
 
 class CopiedWriter:
-    """What of `TensorizerStorageWriter` is tied to a process. In PROCESS mode DCP sends a copy with every save."""
+    """The part of `TensorizerStorageWriter` that is tied to a process.
+
+    In PROCESS mode DCP sends a copy with every save.
+    """
 
     _options: SaveOptions
     _saver: Saver
 
     def _begin(self, saver: Saver) -> None:
-        """In the process that the writer was made in."""
+        """Begins in the process that the writer was made in."""
         self._error_of_trainer: StagingError | None = None
         self._context_of_trainer: ProcessContext | None = None
         self._saver = saver
         self._here()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy in another process needs."""
+        """The state of a copy in another process."""
         staged_save = self._saver.stager.begin_save()
         state = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
         state["_closed"] = self._saver.closed
@@ -393,7 +399,10 @@ class CopiedWriter:
         self._here()
 
     def _context(self, staged_save: StagedSave | None) -> ProcessContext | None:
-        """What the process had that asked for a save, taken on where that was another one; None if it is just asked."""
+        """The context of the process that asked for a save, taken on where that was another one.
+
+        None if it is just asked.
+        """
         if staged_save is not None:
             return staged_save.context
         if self._context_of_trainer is not None:
@@ -401,7 +410,7 @@ class CopiedWriter:
         return self._context_of_trainer
 
     def _renew(self) -> None:
-        """In a forked child: the writer process, the buffers and the saves are its parent's."""
+        """Begins anew in a forked child: the writer process, the buffers and the saves are its parent's."""
         self._saver = self._saver.renewed()
         self._local = threading.local()
 

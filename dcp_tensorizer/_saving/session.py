@@ -96,7 +96,7 @@ class SaveSession:
 
     @property
     def path(self) -> str:
-        """Where the checkpoint will be, without credentials."""
+        """The checkpoint's path, without credentials."""
         return self.storage.path
 
     @property
@@ -106,7 +106,7 @@ class SaveSession:
 
     @property
     def _removes_files(self) -> bool:
-        """Nobody but this rank removes what it has written, if the save fails on another one."""
+        """True if nobody but this rank removes what it has written, where the save fails on another one."""
         return True
 
     @property
@@ -397,7 +397,7 @@ class SaveSession:
         return parts
 
     def _meta(self) -> StorageMeta:
-        """What DCP returns to whoever saves, on all ranks."""
+        """The storage's part of what DCP returns to the caller of a save, on all ranks."""
         return StorageMeta(checkpoint_id=self.path, save_id=self.id)
 
     def _publish(self, metadata: Metadata, parts: list[RankPlaces]) -> None:
@@ -428,7 +428,7 @@ class SaveSession:
             self._saver.owner.check()
 
     def _index_options(self) -> dict[str, Any]:
-        """What the index is made with."""
+        """The options of the index."""
         cipher, entries = self._saver.options.write.cipher, self._saver.engine.entries
         return {"rank": self._metadata_rank, "cipher": cipher, "record": self._record, "entries": entries}
 
@@ -451,7 +451,7 @@ class SaveSession:
 
 
 def _check_trainer_lives(path: str) -> None:
-    """In PROCESS mode: a save whose trainer has died must not be committed late."""
+    """Raises where the trainer has died: in PROCESS mode its save must not be committed late."""
     trainer = multiprocessing.parent_process()
     if trainer is not None and multiprocessing.current_process().daemon and not trainer.is_alive():
         raise WriteError(f"the trainer (pid {trainer.pid}) is gone: its save to {path} is not committed")

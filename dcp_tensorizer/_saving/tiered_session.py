@@ -160,13 +160,13 @@ class TieredSession(SaveSession):
         return written
 
     def _go_direct(self, error: Exception) -> None:
-        """From now on this rank saves to the remote; what it has written to the local folder goes."""
+        """Lets this rank save to the remote from now on."""
         self._let_go()
         self._writing, self._local_files = None, {}
         self._leave_local(error)
 
     def _leave_local(self, error: Exception) -> None:
-        """From now on the remote is where this rank's files are."""
+        """Puts this rank's files on the remote from now on."""
         logger.warning(
             "rank %d: %s is not used, and this save goes to %s directly, which takes longer: %s",
             *(self._rank, self.storage.path, self.path, describe(error)),
@@ -296,7 +296,7 @@ class TieredSession(SaveSession):
             time.sleep(_LOOK_SECONDS)
 
     def _reason(self, missing: set[str], ahead: list[tuple[FlushEntry, FlushRecord]]) -> str:
-        """What a commit waits for."""
+        """Says what a commit waits for."""
         if missing:
             ranks = sorted({data_file_rank(name) for name in missing})
             return f"data of rank {', '.join(map(str, ranks[:8]))} ({min(missing)})"
@@ -309,7 +309,7 @@ class TieredSession(SaveSession):
         return CommittedMeta(checkpoint_id=self.path, save_id=self.id)
 
     def _follow(self) -> None:
-        """Has it said when the remote has the save."""
+        """Reports when the remote has the save."""
         report = self._report
         assert report is not None
         if self._is_published:

@@ -64,7 +64,7 @@ class Item:
         return self.tensor.numel() > 0
 
     def source(self, memory: int | SharedFile | None = None, offset: int = 0) -> TensorSource:
-        """What is to be written, and where it is."""
+        """The description of the item's bytes, and where they are."""
         tensor = self.tensor
         return TensorSource(self.name, self.dtype, tuple(tensor.shape), tensor.nbytes, self.kind, memory, offset)
 
@@ -105,7 +105,7 @@ def resolve(
 
 
 def _makes_items(planner: SavePlanner) -> bool:
-    """Whether a planner resolves items in a way of its own."""
+    """Returns whether a planner resolves items in a way of its own."""
     ways = ("resolve_data", "lookup_object", "transform_object")
     return any(getattr(type(planner), name, None) is not getattr(DefaultSavePlanner, name) for name in ways)
 
@@ -128,7 +128,7 @@ def write_results(
     cipher: Cipher | None = None,
     compare: Callable[[Mapping[ItemKey, StoredItem]], tuple[str, ...] | None] | None = None,
 ) -> list[WriteResult]:
-    """What DCP carries to the coordinator: one result, with a `RankPlaces`, whatever the number of items.
+    """The results that DCP carries to the coordinator: one, with a `RankPlaces`, whatever the number of items.
 
     Args:
         compare: Compares what is stored with the save before (`Freshness.compare`).
@@ -155,7 +155,7 @@ def write_results(
 
 
 def _plans_as_torch(planner: SavePlanner) -> bool:
-    """Whether a planner describes whatever it plans: others may not."""
+    """Returns whether a planner describes whatever it plans: others may not."""
     known = getattr(planner, "plans_as_torch", DefaultSavePlanner)  # `planner.SavePlanner` names itself there
     ways = ("create_local_plan", "create_global_plan", "finish_plan")
     return all(getattr(type(planner), name, None) is getattr(known, name) for name in ways)
@@ -310,7 +310,7 @@ def plan_files(
 
 
 def _storable(key: Any) -> bool:
-    """Whether tensorizer can hold a name and give it back: not empty, and not taken for its own JSON paths."""
+    """Returns whether tensorizer can hold a name and give it back: not empty, and not taken for its own JSON paths."""
     if not isinstance(key, str):
         return False
     try:

@@ -35,7 +35,7 @@ _MAX_DEATHS = 2  # in copying from GPUs: each costs a save the start of a proces
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What became of a rank's items, and how many times they were written."""
+    """The result of writing a rank's items, and how many times they were written."""
 
     done: WriteDone
     attempts: int = 1
@@ -96,7 +96,7 @@ class WriterClient:
             return self._process
 
     def _is_fit(self, process: WriterProcess, context: ProcessContext | None) -> bool:
-        """Whether a process lives, and has the user and the groups of a save, if a new one would have them."""
+        """Returns whether a process lives, and has the user and the groups of a save, if a new one would have them."""
         if not process.alive:
             return False
         return context is None or context.identity == self._identity or context.identity != identity_of_process()
@@ -204,7 +204,7 @@ class WriterClient:
         return self.ensure_process().digest(DigestRequest(tuple(sources), options.threads), buffers, options.timeout)
 
     def snapshot(self, timeout: float, buffer: SharedBuffer, copies: Copies) -> bool:
-        """Has the writer process copy what is on GPUs to its place in a shared buffer; False if it could not.
+        """Lets the writer process copy GPU tensors to their places in a shared buffer; False if it could not.
 
         Args:
             timeout: Seconds without progress after which the process is killed.
@@ -236,7 +236,7 @@ class WriterClient:
         return True
 
     def flush(self, request: FlushRequest) -> None:
-        """Has the writer process flush a local folder from now on; it is started if there is none.
+        """Lets the writer process flush a local folder from now on; it is started if there is none.
 
         Raises:
             WriterProcessDied: it cannot be started, or has ended.
@@ -247,7 +247,7 @@ class WriterClient:
 
     @property
     def is_running(self) -> bool:
-        """Whether there is a writer process now."""
+        """Returns whether there is a writer process now."""
         return self._process is not None and self._process.alive
 
     def end_process(self, deadline: Deadline = NEVER) -> None:

@@ -50,11 +50,11 @@ class StagedSaves:
         self._lock = free_in_child(threading.RLock())
 
     def of(self, owner: object) -> list[StagedSave]:
-        """Those that one stager has staged, or saves."""
+        """The saves that one stager has staged, or saves."""
         return [staged_save for staged_save in list(self._saves) if owner in staged_save.owners]
 
     def add(self, staged_save: StagedSave) -> None:
-        """It is the last one, or where the calling thread is in a signal's handler, it is before what that interrupts.
+        """Adds a save as the last one; in a signal's handler, before the save that the handler interrupts.
 
         The interrupted staging goes on when the handler returns, and that may wait for the save.
         """
@@ -63,12 +63,15 @@ class StagedSaves:
             self._saves.insert(next(places, len(self._saves)), staged_save)
 
     def remove(self, staged_save: StagedSave) -> None:
-        """There will be no save."""
+        """Removes what was staged: it will not be saved."""
         with suppress(ValueError):  # all have been given up
             self._saves.remove(staged_save)
 
     def begin(self, owner: object) -> StagedSave | None:
-        """What the calling thread has taken and not begun to save, from now on also ``owner``'s; None: nothing."""
+        """Takes what the calling thread has staged and not begun to save, for ``owner`` too from now on.
+
+        None: nothing.
+        """
         for staged_save in list(self._saves):
             if staged_save.thread is threading.current_thread() and not staged_save.begun:
                 staged_save.begun = True
@@ -123,7 +126,7 @@ class StagedSaves:
                 staged_save.wait_over()
 
     def only_of(self, owner: object) -> bool:
-        """Whether no stager but this one has saves that are not over."""
+        """Returns whether no stager but this one has saves that are not over."""
         return all(staged_save.owners == (owner,) or staged_save.over() for staged_save in list(self._saves))
 
     def prewarm(self, nbytes: int, make: Callable[[int], SharedBuffer]) -> None:
@@ -157,7 +160,7 @@ class StagedSaves:
         return SharedBuffer(nbytes)
 
     def has_buffer(self, nbytes: int) -> bool:
-        """Whether there is an idle buffer of that size, or one is being made."""
+        """Returns whether there is an idle buffer of that size, or one is being made."""
         return self._prewarming is not None or any(buffer.fits(nbytes) for buffer in list(self._idle))
 
     def reclaim(self) -> None:

@@ -46,7 +46,7 @@ class Event(Protocol):
         """Returns when the stream has reached it."""
 
     def wait(self) -> None:
-        """Has the calling thread's current stream wait for it; returns at once."""
+        """Makes the calling thread's current stream wait for it; returns at once."""
 
 
 class SideStream(abc.ABC):
@@ -139,7 +139,7 @@ class SideStreams(dict[int, SideStream]):
         return self.setdefault(index, self.device.new_stream(index))
 
     def follow(self, tensors: Iterable[torch.Tensor]) -> list[SideStream]:
-        """Has copies from these, queued from now on, wait for all that the calling thread has queued by now.
+        """Makes copies from these, queued from now on, wait for all that the calling thread has queued by now.
 
         Returns:
             The streams of their devices.

@@ -37,7 +37,7 @@ class _Mapping(NamedTuple):
 
 
 class SharedMappings:
-    """What this process maps shared with others, at the moment of construction; nothing where /proc does not say.
+    """The shared mappings of this process at the moment of construction; none where /proc does not say.
 
     A mapping may end at any moment, and other memory get its addresses. So only what has been alive since that moment
     may be located. `SharedTensors` sees to that.
@@ -91,7 +91,7 @@ class SharedTensors:
         self._ranges = _joined(sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in self._tensors))
 
     def locate(self, tensor: torch.Tensor) -> tuple[SharedFile, int] | None:
-        """As `SharedMappings.locate`, for the tensors and parts of them; None for all others."""
+        """Locates as `SharedMappings.locate` does, the tensors and parts of them; None for all others."""
         if tensor.device.type != "cpu" or not tensor.numel():
             return None
         address = tensor.data_ptr()
@@ -142,7 +142,7 @@ def map_shared(file: SharedFile) -> mmap.mmap:
 
 
 def _shared_mappings() -> list[_Mapping]:
-    """In the order of addresses."""
+    """Reads the mappings, in the order of addresses."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

@@ -45,7 +45,7 @@ _MAP_FIXED = 0x10  # <asm-generic/mman-common.h>; not named in the mmap module
 
 
 def _let_go(mapping: mmap.mmap) -> None:
-    """In a forked child: it does not have the pages (MADV_DONTFORK), but it has the Python object.
+    """Lets go in a forked child: it does not have the pages (MADV_DONTFORK), but it has the Python object.
 
     To free that, now or later, would unmap whatever the child has put at that address since. It is never freed.
     """
@@ -108,7 +108,7 @@ class SharedBuffer:
 
     @property
     def can_be_sent(self) -> bool:
-        """Whether there is still a descriptor, to send to another process; the memory is there without."""
+        """Returns whether there is still a descriptor, to send to another process; the memory is there without."""
         return self._descriptor.is_ours
 
     def pin(self, device: Device, index: int) -> None:
@@ -124,7 +124,7 @@ class SharedBuffer:
                 warnings.warn(str(error), RuntimeWarning, stacklevel=2)
 
     def at_close(self, undo: Callable[[], None]) -> None:
-        """Has something done before the memory is given back."""
+        """Registers what to do before the memory is given back."""
         self._undo.append(undo)
 
     def reset(self) -> None:
@@ -133,12 +133,12 @@ class SharedBuffer:
 
     @property
     def in_use(self) -> bool:
-        """Whether a tensor made by `allocate` is left, also of a closed buffer: each refers to the mapping."""
+        """Returns whether a tensor made by `allocate` is left, also of a closed buffer: each refers to the mapping."""
         own = 1 if self._map is None else 2  # and the one that is asked about
         return self._mapping() is not None and sys.getrefcount(self._mapping()) > own
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a whole buffer's worth of ``nbytes`` bytes, alignment included, fits in."""
+        """Returns whether a whole buffer's worth of ``nbytes`` bytes, alignment included, fits in."""
         return nbytes <= self.nbytes
 
     def allocate(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
@@ -237,7 +237,7 @@ def _allocate(fd: int, address: int, nbytes: int) -> None:
 
 
 def _populate(address: int, nbytes: int, threads: int) -> None:
-    """Has the kernel make the pages of some memory, and their table, as far as it can."""
+    """Lets the kernel make the pages of some memory, and their table, as far as it can."""
     share = -(-nbytes // threads)
     share = -(-share // _HUGE_PAGE) * _HUGE_PAGE
     parts = [(address + start, min(share, nbytes - start)) for start in range(0, nbytes, share)]
@@ -246,7 +246,7 @@ def _populate(address: int, nbytes: int, threads: int) -> None:
 
 
 def _has_huge_pages() -> bool:
-    """Whether the system gives huge pages of shared memory to those who ask."""
+    """Returns whether the system gives huge pages of shared memory to those who ask."""
     try:
         return "[advise]" in _SHARED_HUGE_PAGES.read_text()
     except OSError:
@@ -259,7 +259,7 @@ def _reserve(fd: int, start: int, length: int) -> None:
 
 
 def _advise(address: int, nbytes: int, advice: int) -> None:
-    """By ctypes, because `mmap.madvise` keeps the interpreter lock, and this runs while training goes on.
+    """Advises the kernel by ctypes: `mmap.madvise` keeps the interpreter lock, and this runs while training goes on.
 
     A kernel that does not know the advice refuses it.
     """

@@ -28,7 +28,7 @@ _END_SECONDS = 0.005  # and at its thread, whose end wakes nobody
 
 
 class StagingState(enum.IntEnum):
-    """How far the copying has come. The states follow one another in this order; an error skips some of them."""
+    """Stages of copying. They follow one another in this order; an error skips some of them."""
 
     STAGING = 0
     """There is no staged state dict yet."""
@@ -148,7 +148,8 @@ class StagedSave:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether the calling thread copies, and so goes on with that only when it is done with what it does now.
+        """Returns whether the calling thread copies, and so goes on with that only when it is done with what it does
+        now.
 
         It is in a signal's handler then.
         """
@@ -195,7 +196,7 @@ class StagedSave:
             future.complete()
 
     def watch(self, future: StagingFuture) -> None:
-        """Has a future completed on release."""
+        """Completes a future on release."""
         with self._changed:
             self._future = weakref.ref(future)
             released = self._progress == StagingState.RELEASED
@@ -237,7 +238,7 @@ class StagedSave:
             self._changed.notify_all()
 
     def over(self) -> bool:
-        """Whether no save can use the staged state dict any more, and nothing is copied to its buffer."""
+        """Returns whether no save can use the staged state dict any more, and nothing is copied to its buffer."""
         if self._progress < StagingState.COPIED:
             return False
         thread = self.thread
@@ -361,12 +362,12 @@ class _Failed:
 
 
 def _failed(error: str) -> dict[str, Any]:
-    """What a save gets of a state dict that could not be staged."""
+    """Stands for a state dict that could not be staged."""
     return {"staging": _Failed(error)}
 
 
 class StagingFuture(concurrent.futures.Future[dict[str, Any]]):
-    """What `stage` returns when it does not wait: done when training may change the state.
+    """The future that `stage` returns when it does not wait: done when training may change the state.
 
     Its result is there before that: the save takes it, and then waits itself until it is copied. So what training waits
     for may even be a part of the save.

@@ -174,7 +174,7 @@ class Stager:
         return staged
 
     def begin_save(self) -> StagedSave | None:
-        """What the calling thread has taken and not begun to save; None: it saves something unstaged.
+        """Takes what the calling thread has staged and not begun to save; None: it saves something unstaged.
 
         It may have been staged by another stager of these saves, and is of both from now on.
         """
@@ -273,7 +273,7 @@ class Stager:
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """What stands for a tensor that is not staged: it can be planned, and nobody can take its values for others."""
+    """Stands for a tensor that is not staged: it can be planned, and nobody can take its values for others."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 

@@ -26,7 +26,7 @@ from .shared_memory import aligned
 
 @dataclass(frozen=True, slots=True)
 class GatherLimits:
-    """What is gathered on a device before it crosses the bus.
+    """Limits of what is gathered on a device before it crosses the bus.
 
     Attributes:
         buffer_bytes: Memory that staging takes on each GPU, at most, and keeps.
@@ -87,7 +87,7 @@ class Copies:
 
     @property
     def on_device(self) -> list[Pair]:
-        """What is on devices."""
+        """The pairs that are on devices."""
         return [pair for pairs in self._on_device.values() for pair in pairs]
 
     def start(self) -> None:
@@ -114,7 +114,7 @@ class Copies:
             mark.synchronize()
 
     def hold(self) -> None:
-        """Has the calling thread's current streams wait for the copies, without waiting itself."""
+        """Makes the calling thread's current streams wait for the copies, without waiting itself."""
         for mark in self._marks:
             mark.wait()
 
@@ -251,7 +251,7 @@ class HostCopies:
         self._begun: list[concurrent.futures.Future[None]] = []
 
     def add(self, staged: torch.Tensor, source: torch.Tensor) -> None:
-        """Has a tensor copied, by `finish` at the latest."""
+        """Copies a tensor, by `finish` at the latest."""
         for piece in _pieces(staged, source) if self._others else [(staged, source)]:
             self._share.append(piece)
             self._added += piece[0].nbytes

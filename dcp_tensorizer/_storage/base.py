@@ -1,4 +1,4 @@
-"""What the package asks of a checkpoint's directory: sinks, range reads, and small files that appear whole.
+"""The contract of a checkpoint's directory: sinks, range reads, and small files that appear whole.
 
 File names are taken literally, without globbing. Only local disks and SFTP rename files: fsspec's rename copies, and
 globs. Saving and loading never list a directory; only tools that look for checkpoints do.
@@ -31,7 +31,7 @@ UNLIMITED = sys.maxsize
 
 @dataclass(frozen=True)
 class ReadTuning:
-    """How a storage is read at its full speed."""
+    """Settings to read a storage at its full speed."""
 
     max_threads: int = 16
     """How many reads at once reach the full speed."""
@@ -161,7 +161,7 @@ class DirectoryLock:
 
     @property
     def is_exclusive(self) -> bool:
-        """No other save is under way there. False if one may be, and after `share`."""
+        """True if no other save is under way there. False if one may be, and after `share`."""
         return False
 
     def share(self, timeout: float) -> None:
@@ -304,7 +304,7 @@ class Storage(abc.ABC):
         """A file's size, None if it does not exist; raises `ReadError`."""
 
     def identity(self, name: str) -> FileIdentity | None:
-        """What a file will be known again by; None where `adopt` does not work, or if there is none."""
+        """Returns a file's identity; None where `adopt` does not work, or if there is no such file."""
         return None
 
     def adopt(
@@ -334,11 +334,11 @@ class Storage(abc.ABC):
         """
 
     def is_record(self, name: str) -> bool:
-        """Whether a file is what `put_record` wrote in this very directory."""
+        """Returns whether a file is what `put_record` wrote in this very directory."""
         return False
 
     def give_up(self) -> None:  # noqa: B027
-        """Has a `put` that hangs now put nothing, if it goes on one day: nobody waits for it any more."""
+        """Keeps a `put` that hangs now from putting anything, if it goes on one day: nobody waits for it any more."""
 
     def links(self) -> list[str]:
         """The `real_path` of whatever the links in the directory lead to."""
@@ -384,7 +384,7 @@ class Storage(abc.ABC):
 
 
 def rest_of(buffers: Iterable[memoryview], count: int) -> list[memoryview]:
-    """What follows the first ``count`` bytes of some buffers."""
+    """Returns what follows the first ``count`` bytes of some buffers."""
     rest = []
     for buffer in buffers:
         if count < buffer.nbytes:

@@ -62,7 +62,7 @@ def _decoded(data: bytes | None) -> Claim | None:
 
 
 class Ownership:
-    """What a run knows of its claim to a folder. Several threads may ask.
+    """A run's knowledge of its claim to a folder. Several threads may ask.
 
     Args:
         folder: Of the checkpoints.

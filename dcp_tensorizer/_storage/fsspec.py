@@ -71,7 +71,7 @@ def open_url(url: str, options: Mapping[str, Any], timeout: float) -> Storage | 
 
 
 def is_known(url: str) -> bool:
-    """Whether fsspec knows the protocols of a URL: one, or several that are chained by ``::``."""
+    """Returns whether fsspec knows the protocols of a URL: one, or several that are chained by ``::``."""
     import fsspec
 
     return {*fsspec.available_protocols(), *fsspec.registry}.issuperset(protocols_of(url))
@@ -238,7 +238,10 @@ class StreamStorage(RemoteStorage):
         return self.retries.call(in_turn, self._may_succeed, self._renew)
 
     def _may_succeed(self, error: Exception) -> bool:
-        """Whether what has failed may succeed with a fresh filesystem: it has other keys if the environment has."""
+        """Returns whether what has failed may succeed with a fresh filesystem.
+
+        It has other keys if the environment has.
+        """
         is_outdated = not isinstance(error, FileNotFoundError | FileExistsError) and environment() != self._environment
         return is_outdated or is_transient(error)
 
@@ -249,13 +252,13 @@ class StreamStorage(RemoteStorage):
 
 
 def _is_taken(error: OSError) -> bool:
-    """Whether another job's file met the condition of a put. s3fs only says that an argument is invalid."""
+    """Returns whether another job's file met the condition of a put. s3fs only says that an argument is invalid."""
     answer = getattr(error.__cause__, "response", None) or {}
     return answer.get("Error", {}).get("Code") in ("PreconditionFailed", "ConditionalRequestConflict")
 
 
 def _modified(entry: Mapping[str, Any]) -> float | None:
-    """When a file was last written; each file system has a key and a type of its own for it."""
+    """The time at which a file was last written; each file system has a key and a type of its own for it."""
     for key in ("LastModified", "last_modified", "mtime", "updated", "modified", "created"):
         value = entry.get(key)
         with suppress(ValueError):

@@ -179,7 +179,7 @@ class LocalStorage(Storage):
             raise ReadError(f"cannot read {path}: {error}") from error
 
     def _looked_for(self, look: Callable[[], _T]) -> _T:
-        """What a look at the directory finds. On a network mount it is looked for once more if it is not there.
+        """Looks at the directory. On a network mount it looks once more if it is not there.
 
         NFS remembers for half a minute that a name was not there. It asks the server anew when the directory is opened.
         """
@@ -261,7 +261,8 @@ class LocalStorage(Storage):
 
     @property
     def _is_local(self) -> bool:
-        """Whether only this machine uses the file system. The list of mounts is long, and a save asks nine times.
+        """Returns whether only this machine uses the file system. The list of mounts is long, and a save asks nine
+        times.
 
         Not a cached property: up to Python 3.11 a lock is held meanwhile, by which all would wait for a hung mount.
         """
@@ -309,7 +310,7 @@ class _FileLock(DirectoryLock):
         self._release = Finalizer(self, _unlock, self._directory)
 
     def _is_current(self) -> bool:
-        """Whether the directory at the path is still the one that is locked."""
+        """Returns whether the directory at the path is still the one that is locked."""
         with suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(self._directory.number), os.stat(self._root))
         return False
@@ -324,7 +325,7 @@ class _FileLock(DirectoryLock):
             time.sleep(0.01)
 
     def _lock(self, operation: int) -> bool:
-        """Whether this process has the lock now. Where a file system has no locks, it has only shared ones."""
+        """Returns whether this process has the lock now. Where a file system has no locks, it has only shared ones."""
         try:
             fcntl.flock(self._directory.number, operation | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -427,7 +428,7 @@ _ATTEMPTS = 20  # the process may lose its core between two lines
 
 
 def boot_id() -> str:
-    """Of this machine since it was started; raises `OSError` where that is unknown."""
+    """The id of this machine's boot; raises `OSError` where that is unknown."""
     return _BOOT_ID.read_text()
 
 
@@ -451,7 +452,7 @@ def put_record(path: Path) -> None:
 
 
 def is_record(path: Path) -> bool:
-    """Whether a file is a record that was written at this place since the machine was booted."""
+    """Returns whether a file is a record that was written at this place since the machine was booted."""
     with suppress(OSError, ValueError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -531,7 +532,7 @@ def _is_settled(descriptor: int, target: Path, *, sync: bool) -> bool:
 
 
 def _is_linked(target: Path, identity: FileIdentity) -> bool:
-    """Whether a name is of the file that was meant. Somebody may have put another one in its place meanwhile.
+    """Returns whether a name is of the file that was meant. Somebody may have put another one in its place meanwhile.
 
     If it is not, or cannot be seen to be, it is removed: the file that is written then must find it free.
     """
@@ -546,7 +547,7 @@ def _is_linked(target: Path, identity: FileIdentity) -> bool:
 
 
 def list_directory(folder: Path) -> tuple[list[FileInfo], list[str]]:
-    """Its files and its directories; see `Storage.listing`."""
+    """Lists a folder's files and directories; see `Storage.listing`."""
     files, folders = [], []
     for entry in _entries(folder):
         if entry.is_dir(follow_symlinks=False):  # a link would show its directory twice

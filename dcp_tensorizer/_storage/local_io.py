@@ -348,7 +348,7 @@ _PROBES = 8  # single pages go at any time, and a run that is read past the cach
 
 
 class Residency:
-    """What the page cache holds of an open file.
+    """Asks which parts of an open file the page cache holds.
 
     It calls mincore. A read with RWF_NOWAIT would tell as well, but then the kernel reads missing pages ahead, and
     they come from the disk twice. If this process may not write to the file, the kernel says that all of it is cached.
@@ -367,7 +367,7 @@ class Residency:
         self._runs: dict[int, bool] = {}
 
     def holds(self, offset: int) -> bool:
-        """Whether the cache held most of the run around a byte when this was first asked."""
+        """Returns whether the cache held most of the run around a byte when this was first asked."""
         run = offset // _RUN
         if run not in self._runs:
             start, stop = run * _RUN, min(run * _RUN + _RUN, len(self._mapping))
@@ -376,7 +376,7 @@ class Residency:
         return self._runs[run]
 
     def holds_page(self, offset: int) -> bool:
-        """Whether the cache holds the page of a byte now."""
+        """Returns whether the cache holds the page of a byte now."""
         answer = ctypes.c_ubyte(1)
         failed = self._mincore(self._address + offset // mmap.PAGESIZE * mmap.PAGESIZE, 1, ctypes.byref(answer))
         return bool(failed or answer.value & 1)

@@ -71,7 +71,7 @@ def _absolute(path: str, directory: str | None) -> str:
 
 
 def is_location(path: object) -> bool:
-    """Whether `open_storage` can make something of it: a local path, or a URL of a protocol that fsspec knows.
+    """Returns whether `open_storage` can make something of it: a local path, or a URL of a protocol that fsspec knows.
 
     Nothing is looked for there. Whether the protocol's library is installed shows when the URL is opened.
     """

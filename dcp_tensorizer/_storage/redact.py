@@ -144,7 +144,7 @@ def protocols_of(url: str) -> list[str]:
 
 
 def is_in_process(url: str) -> bool:
-    """Whether it is the memory of one process, which no other can reach, also behind a cache."""
+    """Returns whether it is the memory of one process, which no other can reach, also behind a cache."""
     return "memory" in protocols_of(url)
 
 

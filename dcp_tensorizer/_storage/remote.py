@@ -1,4 +1,4 @@
-"""What storages behind a URL have in common: their errors as the package's own, without credentials."""
+"""The base of storages behind a URL: their errors as the package's own, without credentials."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class RemoteStorage(Storage):
             raise self._error(kind, f"cannot write {self.path}/{name}", error) from None
 
     def _is_refusal(self, error: Exception) -> bool:
-        """Whether the server answered that it does not do what it was asked."""
+        """Returns whether the server answered that it does not do what it was asked."""
         return isinstance(error, FileNotFoundError | PermissionError)
 
     def _error(self, kind: type[CheckpointError], what: str, error: Exception) -> CheckpointError:
@@ -172,7 +172,7 @@ def patience_of(timeout: float) -> float:
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether a failed request may succeed later: connections, timeouts and overload, not wrong requests.
+    """Returns whether a failed request may succeed later: connections, timeouts and overload, not wrong requests.
 
     fsspec's backends raise the errors of their own libraries. What these have in common is a status, an ``errno``, or
     one of Python's own errors as a base class.
@@ -194,7 +194,7 @@ def is_transient(error: Exception) -> bool:
 
 @dataclass(frozen=True)
 class Retries:
-    """When failed attempts are repeated.
+    """The schedule by which failed attempts are repeated.
 
     Attributes:
         timeout: Seconds after which there are no more attempts.

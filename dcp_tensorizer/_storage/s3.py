@@ -126,7 +126,7 @@ class S3Client:
         return {"ChecksumCRC32": base64.b64encode(crc32(data).to_bytes(4, "big")).decode()}
 
     def names_of_part(self) -> list[str]:
-        """What to say of a part when its upload is completed: its tag, and a checksum of the user's own algorithm."""
+        """The fields that completing an upload needs of a part: its tag, and a checksum of the user's own algorithm."""
         chosen = self._filesystem.s3_additional_kwargs.get("ChecksumAlgorithm")
         return ["ETag"] if chosen is None else ["ETag", f"Checksum{chosen}"]
 
@@ -181,7 +181,7 @@ class S3Client:
 
 
 def _attempts(timeout: float) -> int:
-    """As many attempts as end in time, up to six: botocore waits up to 1, 2, 4, ... seconds between them."""
+    """The number of attempts that end in time, up to six: botocore waits up to 1, 2, 4, ... seconds between them."""
     return max([1] + [n for n in range(2, 7) if n * patience_of(timeout) + 2 ** (n - 1) - 1 <= timeout])
 
 
@@ -222,7 +222,7 @@ def _code(error: Any) -> str:
 
 
 def _repeats(error: Any) -> int:
-    """How often botocore has repeated the request before this answer."""
+    """The number of times that botocore has repeated the request before this answer."""
     return int(error.response.get("ResponseMetadata", {}).get("RetryAttempts", 0))
 
 
@@ -432,7 +432,7 @@ class S3Storage(RemoteStorage):
         return self.call(operation, name, Body=_Body(data), **self._client.checksum(data), **arguments)
 
     def part(self, answer: Mapping[str, Any]) -> dict[str, str]:
-        """From the answer to a part: what completing the upload has to say of it."""
+        """Takes the fields that completing the upload needs from the answer to a part."""
         return {name: answer[name] for name in self._client.names_of_part() if name in answer}
 
     def _put(self, name: str, data: bytes, condition: Mapping[str, str]) -> None:

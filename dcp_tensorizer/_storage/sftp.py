@@ -281,7 +281,7 @@ class SftpClient:
         self._failure: OSError | None = None
 
     def _let_go(self) -> None:
-        """In a forked child: the connection is its parent's, and the next call makes one of its own."""
+        """Lets go in a forked child: the connection is its parent's, and the next call makes one of its own."""
         connection, idle = self._connection, self._idle
         self._begin()
         if connection is not None:

@@ -76,7 +76,7 @@ class Flusher:
         return self._wait
 
     def _open(self) -> list[tuple[FlushEntry, FlushRecord]]:
-        """What has to be brought to the remote, in the order of the saves."""
+        """The saves that have to be brought to the remote, in their order."""
         return self._queue.records(OPEN, self.target.name)
 
     def _lose_unreadable(self) -> bool:
@@ -92,7 +92,7 @@ class Flusher:
         return is_damaged
 
     def _is_turn_of(self, entry: FlushEntry, record: FlushRecord) -> bool:
-        """Whether a part may be sent: not before what was saved earlier is on the remote.
+        """Returns whether a part may be sent: not before what was saved earlier is on the remote.
 
         It could take the room there that this still needs, and then neither would ever be committed.
         """
@@ -103,7 +103,9 @@ class Flusher:
         )
 
     def _is_awaited(self, entry: FlushEntry, record: FlushRecord) -> bool:
-        """Whether a part that is not on the remote is of a checkpoint that will be there, as far as is known here."""
+        """Returns whether a part that is not on the remote is of a checkpoint that will be there, as far as is known
+        here.
+        """
         if record.commit is not None:
             return True
         committed = self._committed_here(record)
@@ -164,7 +166,7 @@ class Flusher:
         self._queue.set_trouble(entry, None)
 
     def _is_hopeless(self, entry: FlushEntry) -> bool:
-        """Whether what lies here could not be read for so long that it will not be read any more.
+        """Returns whether what lies here could not be read for so long that it will not be read any more.
 
         From a disk that takes no more changes either, nothing is waited for.
         """
@@ -465,7 +467,7 @@ def arrive(queue: Queue, entry: FlushEntry, record: FlushRecord, named: set[str]
 
 
 def _metadata_of(record: FlushRecord) -> tuple[str, str]:
-    """Where the metadata of a save is, and its name: one save replaces another only if it has the same."""
+    """The place and the name of a save's metadata: one save replaces another only if it has the same."""
     return record.place, metadata_file_name() if record.commit is None else record.commit.name
 
 
@@ -561,7 +563,7 @@ class Superseded(WriteError):
 
 
 def missing_files(remote: Storage, names: Iterable[str], sizes: Mapping[str, int]) -> set[str]:
-    """Those files that are not there with their sizes; raises `ReadError`."""
+    """Returns the files that are not there with their sizes; raises `ReadError`."""
     names = sorted(names)
     found = in_threads(remote.head, names)
     return {name for name, nbytes in zip(names, found, strict=True) if nbytes != sizes[name]}
@@ -628,7 +630,7 @@ def publish(
 
 
 def is_superseded(remote: Storage, index: bytes, name: str) -> bool:
-    """Whether the remote holds a checkpoint under a metadata file's name that was saved later than this one.
+    """Returns whether the remote holds a checkpoint under a metadata file's name that was saved later than this one.
 
     Raises:
         MetadataError, ReadError: this one is damaged, or the remote cannot be read.
@@ -638,12 +640,12 @@ def is_superseded(remote: Storage, index: bytes, name: str) -> bool:
 
 
 def _is_later(there: Head, own: Head, earlier: Container[str]) -> bool:
-    """Whether what is there was saved later, as far as clocks and branches say."""
+    """Returns whether what is there was saved later, as far as clocks and branches say."""
     return there.saved_at > own.saved_at and there.save_id not in earlier and not _has_left(own, there)
 
 
 def _has_left(own: Head, there: Head) -> bool:
-    """Whether the job has left the branch of a checkpoint before it saved its own, whatever the clocks said."""
+    """Returns whether the job has left the branch of a checkpoint before it saved its own, whatever the clocks said."""
     if own.record is None or there.record is None or not there.record.branch:
         return False
     return there.record.branch[-1][0] in {name for name, _ in own.record.branch[:-1]}
@@ -694,7 +696,7 @@ class FlushThread:
         self._thread: threading.Thread | None = None
 
     def add(self, target: FlushTarget) -> None:
-        """Has a folder flushed: what is there now, and what comes before that is done. With the newest options."""
+        """Adds a folder to flush: what is there now, and what comes before that is done. With the newest options."""
         with self._changed:
             self._requests += 1
             flusher = self._flushers.get((target.local, target.name))

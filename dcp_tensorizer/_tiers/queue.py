@@ -51,7 +51,7 @@ class _Moved(Exception):
 
 
 class Commit(msgspec.Struct, frozen=True):
-    """What the rank that commits knows of the whole checkpoint.
+    """The knowledge of the rank that commits, of the whole checkpoint.
 
     Attributes:
         name: Of the metadata file.
@@ -160,7 +160,7 @@ class Queue:
         return state
 
     def record(self, entry: FlushEntry) -> FlushRecord | None:
-        """What is in a record, also if it is renamed meanwhile.
+        """Reads a record, also if it is renamed meanwhile.
 
         None if it is gone, or nobody of this package wrote it.
         """
@@ -314,11 +314,11 @@ class Queue:
         self._note(f"{entry.stem}.committed", b"")
 
     def is_confirmed(self, entry: FlushEntry) -> bool:
-        """Whether it is known here that a save was committed by another rank."""
+        """Returns whether it is known here that a save was committed by another rank."""
         return any((folder / f"{entry.stem}.committed").exists() for folder in self._folders())
 
     def trouble(self, entry: FlushEntry) -> str | None:
-        """What has gone wrong while a record was flushed; empty while it is flushed, None before and after that."""
+        """The trouble in flushing a record; empty while it is flushed, None before and after that."""
         for folder in self._folders():
             with suppress(OSError):
                 return (folder / f"{entry.stem}.trouble").read_text(encoding="utf-8", errors="replace")
@@ -336,7 +336,7 @@ class Queue:
 
     @contextmanager
     def claimed(self, entry: FlushEntry) -> Iterator[bool]:
-        """Whether nobody else works on a record; nobody else will then, until the block ends."""
+        """Returns whether nobody else works on a record; nobody else will then, until the block ends."""
         # The one in the folder is locked, also if a later state is aside: it is the same file for all.
         names = [f"{entry.stem}.{state}" for state in _ORDER[: _ORDER.index(entry.state) + 1]]
         name = next((name for name in reversed(names) if (self.folder / name).exists()), entry.name)
@@ -358,7 +358,7 @@ class Queue:
             os.close(descriptor)
 
     def is_alive(self, writer: str) -> bool:
-        """Whether the writer lives that has saved something here; its job goes on then."""
+        """Returns whether the writer lives that has saved something here; its job goes on then."""
         try:
             descriptor = os.open(self.folder / f"{writer}{_LIFE}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -417,7 +417,10 @@ class Queue:
 
     @property
     def _aside(self) -> Path:
-        """Where changes are written down that the folder does not take; raises `OSError` if there is no folder."""
+        """The file that changes are written to which the folder does not take.
+
+        Raises `OSError` if there is no folder.
+        """
         status = os.stat(self.folder)
         named = f"{os.path.realpath(self.folder)} {status.st_dev} {status.st_ino}".encode("utf-8", "surrogatepass")
         base = next((base for base in _MEMORY if os.access(base, os.W_OK)), tempfile.gettempdir())
@@ -425,14 +428,14 @@ class Queue:
         return Path(base, f"dcp_tensorizer-flush-{os.getuid()}-{name}")
 
     def _has_aside(self) -> bool:
-        """Whether something is written down aside, by this user."""
+        """Returns whether something is written down aside, by this user."""
         with suppress(OSError):
             status = os.lstat(self._aside)
             return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
         return False
 
     def _folders(self) -> list[Path]:
-        """Where to look for what is known of a record: the latest first."""
+        """The folders to look in for a record: the latest first."""
         return [self._aside, self.folder] if self._has_aside() else [self.folder]
 
     def _files_aside(self) -> list[Path]:
@@ -542,7 +545,7 @@ class Writing:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether what the save has written is of no use if it ends here. A forked child cannot end it."""
+        """Returns whether what the save has written is of no use if it ends here. A forked child cannot end it."""
         return not self._is_handed_over and self._home.is_here
 
     def written(

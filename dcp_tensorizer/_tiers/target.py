@@ -1,4 +1,4 @@
-"""Which local folder is flushed to which remote one: what is at PATH/x on the remote lies at LOCAL/x on a node."""
+"""The local folder that is flushed to a remote one: what is at PATH/x on the remote lies at LOCAL/x on a node."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class FlushTarget:
 
     @property
     def is_in_process(self) -> bool:
-        """Whether the remote is the memory of one process, which no other can reach."""
+        """Returns whether the remote is the memory of one process, which no other can reach."""
         return is_in_process(self.remote)
 
     def patience(self) -> Patience:
-        """For a flush that makes no progress."""
+        """The patience for a flush that makes no progress."""
         return Patience(self.timeout, _LONGEST_LOOK)
 
     def open(self, place: str = "") -> Storage:
@@ -65,7 +65,8 @@ def below(root: Storage, place: str) -> Storage:
 
 
 def place_of(root: str | os.PathLike[str], path: str | os.PathLike[str]) -> str | None:
-    """Where a path is below a root, with slashes between names: empty for the root itself. None if it is not below it.
+    """The place of a path below a root, with slashes between names: empty for the root itself; None if it is not below
+    it.
 
     Args:
         root: An absolute path, or a URL.

@@ -25,7 +25,7 @@ _WHOLE = OPEN | {REMOTE}
 
 
 class _Copies(NamedTuple):
-    """What is of use in a local folder.
+    """The useful copies in a local folder.
 
     Attributes:
         sizes: The files that are whole, and their sizes.
@@ -85,7 +85,7 @@ class NearestStorage(Storage):
         return _Copies(sizes, indexes)
 
     def _is_superseded(self, index: bytes, name: str) -> bool:
-        """Whether the remote has something later, which a folder that takes no changes may not know of."""
+        """Returns whether the remote has something later, which a folder that takes no changes may not know of."""
         with suppress(ReadError):
             return is_superseded(self.remote, index, name)
         return False

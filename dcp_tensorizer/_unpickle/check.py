@@ -1,4 +1,4 @@
-"""What a pickle would call, found without calling any of it.
+"""Finds what a pickle would call, without calling any of it.
 
 `refused_globals` follows the stream of a pickle with stand-ins for all values. So it knows for every class and function
 what it would be called with, which state would be set on what, and what would be hashed. It takes time and memory in
@@ -114,7 +114,7 @@ class _Stream:
             handler(self, argument)
 
     def refused(self) -> set[str]:
-        """Whatever would be imported or called that nobody has allowed.
+        """The names that would be imported or called, and that nobody has allowed.
 
         Of an attribute that is called, a class in a class perhaps, that is the attribute. Of another, an Enum's member
         perhaps, it is the class.
@@ -207,7 +207,9 @@ class _Stream:
         return Global(name, trusted=name in self._allowed and name != _GETATTR)
 
     def _attribute(self, args: Tuple) -> Any:
-        """How protocol 2 refers to a class in a class, to its methods, and in some releases to an Enum's member."""
+        """Follows a reference of protocol 2 to a class in a class, to its methods, and in some releases to an Enum's
+        member.
+        """
         if len(args) != 2 or not isinstance(args[0], Global) or type(args[1]) is not str:
             raise Malformed("it takes an attribute of a value")
         owner, attribute = args
@@ -281,7 +283,7 @@ class _Stream:
 
 
 def _size(value: Any) -> int:
-    """What it takes to copy a value, not deeply."""
+    """The cost of copying a value, not deeply."""
     if isinstance(value, Dict):
         return 1 + len(value.pairs)
     return 1 + len(value) if isinstance(value, list | tuple | str | Bytes) else 1

@@ -34,7 +34,7 @@ class Named(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Made:
-    """What a pickle makes by calling something; each is equal to itself alone, and so costs nothing to hash.
+    """Stands for what a pickle makes by a call; each is equal to itself alone, and so costs nothing to hash.
 
     Attributes:
         what: What is called; of a reference that only ``torch.load`` resolves, ``Named("persistent", "id")``.
@@ -54,7 +54,7 @@ def load_inert(
     on_name: Callable[[Named], object] = lambda name: None,
     on_call: Callable[[Made], object] = lambda made: None,
 ) -> Any:
-    """What a pickle holds: values of builtin types, `Named` and `Made`.
+    """Loads a pickle as values of builtin types, `Named` and `Made`.
 
     Args:
         pickled: The pickle.
@@ -68,7 +68,7 @@ def load_inert(
 
 
 def count_parts(key: Any, limit: int) -> int:
-    """How many values must be hashed to hash a key, each as often as the key holds it.
+    """The number of values that must be hashed to hash a key, each as often as the key holds it.
 
     Raises:
         pickle.UnpicklingError: more than a limit, or one of them cannot be hashed.
@@ -239,7 +239,9 @@ _HAS_DESCRIPTOR = 0x8  # the flag of an entry that is followed by its CRC-32 and
 
 
 def is_archive(data: bytes) -> bool:
-    """Whether some bytes begin as a zip archive does, and so as what ``torch.save`` has written since torch 1.6."""
+    """Returns whether some bytes begin as a zip archive does, and so as what ``torch.save`` has written since torch
+    1.6.
+    """
     return data.startswith(b"PK\3\4")
 
 
@@ -273,7 +275,7 @@ def check_archive(file: IO[bytes], nbytes: int) -> zipfile.ZipFile:
 
 
 def _directory(file: IO[bytes], nbytes: int) -> int:
-    """Where the list of records begins; it and its end are the last bytes of the file."""
+    """The position of the list of records; it and its end are the last bytes of the file."""
     if nbytes < _END.size:
         raise ValueError("it is too short for an archive")
     signature, _, _, here, total, size, offset, comment = _END.unpack(_read(file, nbytes - _END.size, _END.size))

@@ -1,4 +1,4 @@
-"""How the standard library's types of data pickle themselves, with ``torch.save``'s protocol 2.
+"""The standard library's types of data, and how they pickle themselves with ``torch.save``'s protocol 2.
 
 A maker gets the arguments that a stream gives to a class or function. It returns a stand-in for the result, or raises
 `Unexpected` where the type would not have written those: then nothing is known of what they might do. None of these
@@ -65,7 +65,7 @@ class Value:
 
 
 class Trusted(Value):
-    """Of a type that the user allows, or that is refused and of which no more needs to be known."""
+    """An instance of a type that the user allows, or that is refused and of which no more needs to be known."""
 
     def build(self, state: Any) -> None:
         pass
@@ -150,7 +150,7 @@ class StateValue(Value):
 
 
 def hash_cost(value: Any) -> int | None:
-    """What it costs to hash a value once, in members and 64-bit words; None if it cannot be hashed or takes long."""
+    """The cost of hashing a value once, in members and 64-bit words; None if it cannot be hashed or takes long."""
     if isinstance(value, Tuple | Value):
         return value.cost
     if isinstance(value, list):

@@ -52,7 +52,7 @@ def load_object(content: bytes) -> Any:
 
 
 def is_small(value: Any) -> bool:
-    """Whether it takes little time to show or compare a value. A list may hold another one twice, and so on."""
+    """Returns whether it takes little time to show or compare a value. A list may hold another one twice, and so on."""
     pending, left = [value], 100_000
     while pending and left > 0:
         member = pending.pop()
@@ -65,7 +65,7 @@ def is_small(value: Any) -> bool:
 
 
 def advice(names: Sequence[str]) -> str:
-    """What to do for objects that need these."""
+    """Advice for objects that need these."""
     return (
         f"If you trust these types, import their modules and call "
         f"torch.serialization.add_safe_globals([{', '.join(names)}]) before the load. If you trust the whole "
@@ -74,6 +74,6 @@ def advice(names: Sequence[str]) -> str:
 
 
 def _allowed() -> Mapping[str, Any]:
-    """What the user trusts, by name."""
+    """The types that the user trusts, by name."""
     named = [item if isinstance(item, tuple) else (item, "") for item in torch.serialization.get_safe_globals()]
     return {name or f"{value.__module__}.{value.__qualname__}": value for value, name in named}

@@ -90,14 +90,15 @@ def _job_signals_blocked() -> Iterator[None]:
 
 
 def ignore_job_signals() -> None:
-    """For the process that was started: what is sent to every process of the job does not end or stop it."""
+    """Keeps the process that was started from ending or stopping by signals to every process of the job."""
     for number in _OF_JOB:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_JOB)
 
 
 def kill(popen: subprocess.Popen[bytes]) -> int | None:
-    """Its exit code; None if it hangs in the kernel, say for a network disk, and ends when that is over.
+    """Kills a process and returns its exit code; None if it hangs in the kernel, say for a network disk, and ends
+    later.
 
     Without a timeout, `wait` would also wait for a lock, which the thread that a signal interrupts may hold.
     """

@@ -64,7 +64,7 @@ class NotStarted(WriterProcessDied):
 
 
 class BufferHandle(Protocol):
-    """What of a shared buffer crosses to the writer process."""
+    """The part of a shared buffer that crosses to the writer process."""
 
     @property
     def id(self) -> int: ...
@@ -114,11 +114,11 @@ class WriterProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether a request can be sent. One that was killed, and hangs in the kernel, takes none."""
+        """Returns whether a request can be sent. One that was killed, and hangs in the kernel, takes none."""
         return self._end.alive and not self._was_killed and self._channel.is_ours and self._popen.poll() is None
 
     def write(self, request: WriteRequest, buffers: Sequence[BufferHandle], timeout: float) -> WriteDone:
-        """Has a request written, and waits for it.
+        """Lets the process write a request, and waits for it.
 
         Args:
             request: What to write; its ``buffers`` are filled in here.
@@ -134,13 +134,13 @@ class WriterProcess:
         return answer
 
     def digest(self, request: DigestRequest, buffers: Sequence[BufferHandle], timeout: float) -> tuple[bytes, ...]:
-        """Has digests of tensors taken, and waits for them; raises as `write` does."""
+        """Lets the process take digests of tensors, and waits for them; raises as `write` does."""
         answer = self._ask(request, buffers, timeout)
         assert isinstance(answer, DigestResult)
         return answer.digests
 
     def snapshot(self, request: SnapshotRequest, buffers: Sequence[BufferHandle], timeout: float) -> None:
-        """Has GPU memory copied to one of the buffers, and waits for it; raises as `write` does."""
+        """Lets the process copy GPU memory to one of the buffers, and waits for it; raises as `write` does."""
         self._ask(request, buffers, timeout)
 
     def _ask(
@@ -165,7 +165,7 @@ class WriterProcess:
         return answer
 
     def flush(self, request: FlushRequest, timeout: float) -> None:
-        """Has a local folder flushed from now on; waits for the request under way.
+        """Lets the process flush a local folder from now on; waits for the request under way.
 
         Raises:
             WriterProcessDied: it has ended.
@@ -179,7 +179,7 @@ class WriterProcess:
             raise WriteError(answer.message) from _RemoteTraceback(answer.details)
 
     def detach(self, number: int) -> None:
-        """Has the process let go of a shared buffer, so that its memory is free when it is given back here.
+        """Lets the process drop a shared buffer, so that its memory is free when it is given back here.
 
         Not while a request is under way: the next one says so.
         """
@@ -251,7 +251,7 @@ class WriterProcess:
             raise EOFError
 
     def _kill(self) -> int | None:
-        """Its exit code; None if it does not end yet."""
+        """Kills the process and returns its exit code; None if it does not end yet."""
         self._was_killed = True
         return kill(self._popen)
 
@@ -268,7 +268,7 @@ class WriterProcess:
             time.sleep(LOOK_SECONDS)
 
     def _cause_of_death(self) -> str:
-        """How it ended, and the end of its output."""
+        """Describes how it ended, with the end of its output."""
         process = f"the writer process (pid {self.pid})"
         if self._end.alive and not self._channel.is_ours:
             self._kill()

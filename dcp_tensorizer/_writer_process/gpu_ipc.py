@@ -81,7 +81,7 @@ def withdraw(storages: Sequence[tuple[Any, ...]]) -> None:
 
 
 class Snapshots:
-    """In the other process: copies of tensors on GPUs, or on what simulates them."""
+    """Copies tensors on GPUs, or on what simulates them, in the other process."""
 
     def __init__(self, device: Device = CUDA) -> None:
         self._streams = device.side_streams

@@ -214,7 +214,7 @@ class FileJob:
 
 
 def _protocol(location: str) -> str:
-    """Of a URL; empty for a path."""
+    """The protocol of a URL; empty for a path."""
     return location.partition("://")[0] if "://" in location else ""
 
 

@@ -46,7 +46,7 @@ class TensorSource(NamedTuple):
 
 
 class EarlierFile(NamedTuple):
-    """Where a file of the same bytes is, of an earlier save."""
+    """The location of a file of the same bytes, of an earlier save."""
 
     location: str
     """The directory, as `open_storage` takes it."""
@@ -71,7 +71,7 @@ class FileRequest:
 
 @dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
 class WriteOptions:
-    """How files are written.
+    """Options of writing files.
 
     Attributes:
         storage_options: Passed to the fsspec filesystem.
@@ -174,7 +174,7 @@ class DigestRequest:
 
 @dataclass(frozen=True, slots=True)
 class FlushBegun:
-    """What comes of it is to be seen in the folder's records."""
+    """The flush has begun; its results are to be seen in the folder's records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +243,7 @@ class WriteDone:
     """In write calls and fsync."""
 
     def places(self) -> dict[str, tuple[StoredItem, int]]:
-        """Where each tensor is, by its name, and the size of its file."""
+        """The location of each tensor by its name, and the size of its file."""
         return {item.name: (item, file.nbytes) for file in self.files for item in file.tensors}
 
 
@@ -285,7 +285,7 @@ class Channel:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this end is open, and the number still stands for the socket: see `Descriptor`."""
+        """Returns whether this end is open, and the number still stands for the socket: see `Descriptor`."""
         if self._sock.fileno() >= 0 and identity(self._sock.fileno()) != self._file:
             self._sock.detach()  # it would close somebody else's file in the end
         return self._sock.fileno() >= 0

@@ -69,7 +69,7 @@ _ABANDON_SECONDS = 20.0  # for removing what was written, while a whole staged s
 
 
 class SpareCores:
-    """How many cores were idle, or busy with this process, on average between two samples.
+    """The number of cores that were idle, or busy with this process, on average between two samples.
 
     Args:
         machine: Gives the first line of ``/proc/stat``: ticks in several states, added up over cores.

@@ -1,4 +1,4 @@
-"""What the commands of ``dcp-tensorizer`` do, from Python: each gives plain, frozen records.
+"""The commands of ``dcp-tensorizer``, from Python: each gives plain, frozen records.
 
     from dcp_tensorizer.tools import list_checkpoints, verify
 
@@ -100,7 +100,7 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What `collect` has removed from a directory, or would remove, or why it has not.
+    """The files that `collect` has removed from a directory, or would remove, or why it has not.
 
     Attributes:
         path: The directory, without credentials.
@@ -122,7 +122,7 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """What a report is about.
+    """The result of `report`.
 
     Attributes:
         path: The page, without credentials.
@@ -162,7 +162,7 @@ def inspect(
     storage_options: _Options = None,
     encryption: DecryptionParams | None = None,
 ) -> Inspection:
-    """What is in a checkpoint: its tensors, where each chunk of them is, its objects, its files.
+    """Lists the contents of a checkpoint: its tensors, where each chunk of them is, its objects, its files.
 
     Args:
         checkpoint: The checkpoint.
@@ -217,7 +217,7 @@ def diff(
     encryption: DecryptionParams | None = None,
     on_progress: _Progress = lambda done, total: None,
 ) -> Difference:
-    """How two checkpoints differ, of any of the formats that `convert` reads and however they are sharded.
+    """Compares two checkpoints, of any of the formats that `convert` reads and however they are sharded.
 
     Tensors in the same chunks with the same stored digests are the same, and are not read: `verify` finds damage.
 

@@ -40,7 +40,7 @@ def beside(path: str, options: Mapping[str, Any]) -> tuple[Storage, str]:
 
 
 def shown_path(path: str) -> str:
-    """What metadata and messages call a result: not where it is written first, and without credentials."""
+    """The name of a result in metadata and messages: not where it is written first, and without credentials."""
     return redact(str(absolute_path(path)))
 
 

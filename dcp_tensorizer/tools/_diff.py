@@ -1,4 +1,4 @@
-"""How two checkpoints differ, by key and by value: however they are sharded, in whatever formats, block by block."""
+"""Compares two checkpoints by key and by value: however they are sharded, in whatever formats, block by block."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How two checkpoints differ; it is false if they do not.
+    """The differences of two checkpoints; it is false if there are none.
 
     Attributes:
         added: Keys that only the second one has.
@@ -142,7 +142,7 @@ def _described_change(a: StoredTensor, b: StoredTensor) -> Change | None:
 
 
 def proved_same(a: StoredTensor, b: StoredTensor) -> bool:
-    """Whether two tensors were saved in the same chunks with the same digests."""
+    """Returns whether two tensors were saved in the same chunks with the same digests."""
     known = _digests(a.chunks)
     return bool(known) and known == _digests(b.chunks)
 
@@ -164,7 +164,10 @@ def _object_change(a: StoredObject, b: StoredObject) -> Change | None:
 
 
 def _are_equal(a: bytes, b: bytes) -> bool:
-    """Whether values are the same although their pickles are not: one may hold a string twice, the other two copies."""
+    """Returns whether values are the same although their pickles are not.
+
+    One may hold a string twice, the other two copies.
+    """
     try:
         x, y = load_object(a), load_object(b)
         return is_small(x) and is_small(y) and (x == y) is True and repr(x) == repr(y)  # 1 == 1.0 == True
@@ -210,7 +213,7 @@ def _compare(a: torch.Tensor, b: torch.Tensor) -> _Stats:
 
 
 def _distances(a: torch.Tensor, b: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """How far elements lie apart, and the larger absolute value of each two; two NaNs or infinities do not."""
+    """The distances of elements, and the larger absolute value of each two; two NaNs or infinities do not differ."""
     with np.errstate(all="ignore"):
         if a.dtype.is_floating_point or a.dtype.is_complex:
             wide = torch.complex128 if a.dtype.is_complex else torch.float64

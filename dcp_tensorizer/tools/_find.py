@@ -1,4 +1,4 @@
-"""Which checkpoints lie in a directory and below it, and what saves have left there."""
+"""Finds the checkpoints in a directory and below it, and what saves have left there."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Listed:
 
     @property
     def shared_nbytes(self) -> int:
-        """Of files that have names elsewhere, too."""
+        """The bytes of files that have names elsewhere, too."""
         return sum(file.nbytes for file in self.files if file.shared is not None)
 
 
@@ -111,7 +111,7 @@ class Folder:
 
     @property
     def checkpoints(self) -> list[Listed]:
-        """Those in it and below it."""
+        """The checkpoints in it and below it."""
         return [folder.listed for folder in self.walk() if folder.listed is not None]
 
 
@@ -176,12 +176,12 @@ class _Begun(NamedTuple):
     """Why there may be others."""
 
     def here(self, listed: Sequence[FileInfo]) -> list[FileInfo]:
-        """Those in the directory itself, but for others of its files, which may be committed: `discard` takes both."""
+        """The uploads in the directory itself. Not those of its files, which may be committed: `discard` takes both."""
         names = {file.name for file in listed}
         return [file for file in self.files if "/" not in file.name and file.name not in names]
 
     def below(self) -> dict[str, _Begun]:
-        """By subdirectory."""
+        """The uploads below, by subdirectory."""
         found: dict[str, list[FileInfo]] = {}
         for file in self.files:
             folder, slash, rest = file.name.partition("/")
@@ -223,7 +223,7 @@ def _walk(storage: Storage, saves: Mapping[str, str], begun: _Begun) -> Folder:
 
 
 def _local_saves(folder: Path) -> dict[str, str]:
-    """How far each save has come that a local folder has a record of, by its id; none where there are no records.
+    """Reads how far each save has come that a local folder has a record of, by its id.
 
     Their files are of no dead save, however old they are: the flush removes them when it may.
     """
@@ -270,7 +270,10 @@ def _look_at(
 
 
 def _is_torchs(storage: Storage, files: Sequence[FileInfo]) -> bool:
-    """Whether ``.metadata`` is a pickle as torch's own writer leaves it; of a large one, only the ends are read."""
+    """Returns whether ``.metadata`` is a pickle as torch's own writer leaves it.
+
+    Of a large one, only the ends are read.
+    """
     name = metadata_file_name()
     for nbytes in (file.nbytes for file in files if file.name == name):
         with suppress(CheckpointError):
@@ -361,7 +364,7 @@ class Unit:
 
     @property
     def ranks(self) -> int:
-        """How many ranks have committed, where each saves for itself."""
+        """The number of ranks that have committed, where each saves for itself."""
         return min(part.parts for part in self.parts)
 
     @property
@@ -387,7 +390,7 @@ def arrange(top: Folder) -> list[Group]:
 
 
 def _arrange(folder: Folder, outer: int | None) -> tuple[Unit | None, list[Group]]:
-    """What a directory is: one checkpoint; or checkpoints by directory.
+    """Tells what a directory is: one checkpoint; or checkpoints by directory.
 
     Args:
         folder: The directory.
@@ -411,7 +414,8 @@ def _arrange(folder: Folder, outer: int | None) -> tuple[Unit | None, list[Group
 
 
 def _arrangement(units: Sequence[Unit], around: int) -> Literal["steps", "parts", "unknown"]:
-    """Whether the checkpoints in a directory are ``steps`` of one job, or ``parts`` of one checkpoint; or ``unknown``.
+    """Returns whether the checkpoints in a directory are ``steps`` of one job, or ``parts`` of one checkpoint; or
+    ``unknown``.
 
     Accelerate saves ``pytorch_model_fsdp_0`` and ``optimizer_0``: the same numbers under each name, each of other
     contents. The names of steps differ by a number alone, and their contents are the same, but for a step or so.
@@ -432,14 +436,14 @@ def _some_are_alike(units: Sequence[Unit]) -> bool:
 
 
 def _say_steps(units: Sequence[Unit], around: int) -> bool:
-    """Whether checkpoints of one name are steps, by that name."""
+    """Returns whether checkpoints of one name are steps, by that name."""
     claim = _claim(units[0].name)
     # Runs are made of several checkpoints, too: ``run-1`` with a model and an optimizer in it.
     return claim > around and (claim > 1 or all(unit.folder.listed is not None for unit in units))
 
 
 def _claim(name: str) -> int:
-    """How strongly a name says that it is of a step: ``step-10`` 3, ``10`` 2, ``model-10`` 1, ``rank-10`` 0."""
+    """Rates how strongly a name says that it is of a step: ``step-10`` 3, ``10`` 2, ``model-10`` 1, ``rank-10`` 0."""
     if _PART.search(name) or not _NUMBER.search(name):
         return 0
     if _STEP.search(name):

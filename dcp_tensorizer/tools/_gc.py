@@ -1,4 +1,4 @@
-"""Which checkpoints can go, and which files that saves have left.
+"""Plans and removes the checkpoints that can go, and the files that saves have left.
 
 Everything here may meet a save under way, or a copy, and must not harm it. A file is removed as a leftover only if it
 is of a dead save beyond doubt (see `commit.dead_files`), or older than any save and any copy takes, and only the user
@@ -24,7 +24,7 @@ _MAY_BE_UNDER_WAY = "a save or a copy may be under way there: say with --older-t
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What is to be removed from a directory, or why nothing is.
+    """The files that are to be removed from a directory, or why none is.
 
     Attributes:
         folder: The directory, as it was when this was planned.
@@ -55,7 +55,7 @@ class Removal:
 def plan_collection(
     storage: Storage, keep: int | None, older_than: float | None, *, only_data: bool = False
 ) -> list[Removal]:
-    """What `collect` would remove in a directory and below it.
+    """Plans what `collect` would remove in a directory and below it.
 
     Steps are committed checkpoints in one directory whose names differ by their numbers. One is removed only if all of
     this holds: it is neither among the ``keep`` newest nor among those with the ``keep`` highest steps, it is older
@@ -119,7 +119,7 @@ def _remove(removal: Removal, stack: ExitStack) -> Removal:
 
 
 def _kept(removal: Removal, reason: str, *, failed: bool = False) -> Removal:
-    """What a removal has come to that was not done."""
+    """The result of a removal that was not done."""
     return replace(removal, files=(), shared=0, kept=reason, failed=failed)
 
 
@@ -174,7 +174,7 @@ def _with_shared(removals: Sequence[Removal]) -> Iterator[Removal]:
 
 
 def _leftovers(folder: Folder, listed: Listed, older_than: float | None) -> Iterator[Removal]:
-    """What goes of the leftovers in a directory, at once; and, apart from it, what may be somebody's."""
+    """Selects the leftovers in a directory that go at once; and, apart from it, those that may be somebody's."""
     others = tuple(file for file in listed.leftovers if file not in listed.dead)
     are_old = _are_old(others, older_than)
     if files := listed.leftovers if are_old else listed.dead:

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, in plain values: where its tensors are, and what its objects are."""
+"""Lists the contents of a checkpoint in plain values: where its tensors are, and what its objects are."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class DataFileInfo:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """Of several tensors."""
+    """The totals of several tensors."""
 
     tensors: int
     elements: int
@@ -94,7 +94,7 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What is in a checkpoint.
+    """The contents of a checkpoint.
 
     Attributes:
         path: Without credentials.
@@ -143,7 +143,7 @@ def inspect_view(view: CheckpointView, files: Mapping[str, int], pattern: str = 
 
 
 class Shown(NamedTuple):
-    """What can be shown of an object; see `ObjectInfo`."""
+    """The parts of an object that can be shown; see `ObjectInfo`."""
 
     type: str
     text: str
@@ -151,7 +151,7 @@ class Shown(NamedTuple):
 
 
 def shown_value(content: bytes) -> Shown:
-    """What can be shown of what ``torch.save`` made of an object; nothing of it is run."""
+    """Shows what ``torch.save`` made of an object, as far as possible; nothing of it is run."""
     try:
         value = load_object(content)
     except UntrustedObject as error:

@@ -1,4 +1,4 @@
-"""Whether a checkpoint's files hold what was saved, at the disk's speed and in little memory.
+"""Returns whether a checkpoint's files hold what was saved, at the disk's speed and in little memory.
 
 Threads read sections of files (see `file_sections`) past the page cache, and hash each piece while it is in the core's
 own cache. This is not done by the executor of loads: that stops at the first damage, and verification names every
@@ -60,7 +60,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What was looked at, and what is wrong.
+    """The result of a look: what was looked at, and what is wrong.
 
     Attributes:
         files: Data files.
@@ -140,7 +140,7 @@ def _check_unreplaced(storage: Storage, parts: Mapping[int | None, Metadata]) ->
 
 
 def _folded(damages: Sequence[Damage], cut: Mapping[str, int]) -> list[Damage]:
-    """With one damage for all tensors beyond the end of a file, if they are many; ``cut``: where such files end."""
+    """Folds damages: one for all tensors beyond the end of a file, if they are many; ``cut``: where such files end."""
     lost: dict[str, dict[str, None]] = defaultdict(dict)
     for damage in damages:
         if damage.key is not None and damage.offset >= cut.get(damage.file, damage.offset + 1):
@@ -174,7 +174,8 @@ def _count(number: int, what: str) -> str:
 
 
 def _is_damage(storage: Storage, error: Exception) -> bool:
-    """Whether what cannot be read is damaged. A server may be overloaded, or refuse; what a disk refuses is lost.
+    """Returns whether what cannot be read is damaged. A server may be overloaded, or refuse; what a disk refuses is
+    lost.
 
     Not so where this process may not read, or has no means to.
     """
@@ -196,7 +197,7 @@ def _size(storage: Storage, name: str) -> int | str:
 
 
 def _lost(keys: Sequence[str]) -> str:
-    """What is gone with a file."""
+    """Names what is gone with a file."""
     names = ", ".join(map(repr, keys[:_MAX_NAMED])) + (", ..." if len(keys) > _MAX_NAMED else "")
     return f"and with it {names} ({len(keys):,} in all)" if keys else "and held nothing"
 
@@ -315,7 +316,7 @@ class CheckedRange(Protocol):
         """Takes the bytes, in order."""
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong, after all bytes; also if some could not be read."""
+        """The problems, after all bytes; also if some could not be read."""
 
 
 def items_by_file(parts: Mapping[int | None, Metadata]) -> dict[str, list[KeyedItem]]:
@@ -346,7 +347,7 @@ def block_sections(items: Sequence[KeyedItem]) -> Iterator[CheckedRange]:
 
 
 def file_sections(items: Sequence[KeyedItem], nbytes: int, part: Metadata) -> Iterator[CheckedRange]:
-    """Every byte of a file.
+    """The ranges that make up every byte of a file.
 
     Args:
         items: In the file.
@@ -369,7 +370,7 @@ def file_sections(items: Sequence[KeyedItem], nbytes: int, part: Metadata) -> It
 
 
 class _Blocks:
-    """Some blocks of an item, compared with their digests."""
+    """Compares some blocks of an item with their digests."""
 
     def __init__(self, key: str, item: StoredItem, start: int, stop: int) -> None:
         self.start, self.stop = item.offset + start, item.offset + stop
@@ -415,7 +416,10 @@ class _TensorWithHeader:
         (self._hashes or self._blocks).update(piece[missing:])
 
     def _begin_hashes(self) -> TensorHashes:
-        """Of the kinds that the header holds; as the first layout says if it holds none that are known."""
+        """Begins the hashes of the kinds that the header holds.
+
+        As the first layout says if it holds none that are known.
+        """
         for other in self._others:
             start, zero = other.hashes_offset, other.with_hashes(0, bytes(32))
             if self._header[start:][:4] == zero[start:][:4]:  # how many, and of which kind the first is

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, whatever its format: its tensors, where the bytes of their chunks lie, and its objects.
+"""A view of a checkpoint of any format: its tensors, where the bytes of their chunks lie, and its objects.
 
 Tensors are whole here, however they were sharded: any region of one is put together from the chunks that it touches. So
 reading by regions needs memory for a region, and not for a tensor or a checkpoint.
@@ -118,7 +118,7 @@ class CheckpointView:
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """Those of the values that are tensors."""
+        """The values that are tensors."""
         return {key: value for key, value in self.values.items() if isinstance(value, StoredTensor)}
 
     @functools.cached_property
@@ -128,7 +128,7 @@ class CheckpointView:
 
     @property
     def paths(self) -> dict[str, Path]:
-        """Where each value is in the nested state dict."""
+        """The path of each value in the nested state dict."""
         return {key: value.path for key, value in self.values.items()}
 
     @property
@@ -185,7 +185,7 @@ def data_files(parts: Mapping[int | None, Metadata]) -> dict[str, int]:
 
 
 def saved_at(parts: Mapping[int | None, Metadata]) -> float:
-    """When a checkpoint was saved, by its own record: seconds since the epoch (see `read_parts`)."""
+    """The time of a save, by the checkpoint's own record: seconds since the epoch (see `read_parts`)."""
     return float(max(part.storage_data["saved_at"] for part in parts.values())) / 1e9
 
 
@@ -268,7 +268,7 @@ def named_paths(keys: Mapping[Any, Any]) -> dict[Any, tuple[str, Path]]:
 
 
 def recorded_path(planner_data: Any, key: str) -> Path:
-    """Where in the nested state dict the value of a key was, as DCP's planner recorded it."""
+    """The path of a key's value in the nested state dict, as DCP's planner recorded it."""
     path = planner_data.get(key) if isinstance(planner_data, dict) else None
     if not isinstance(path, tuple) or any(
         type(part) is not str and not (type(part) is int and 0 <= part < 2**63) for part in path
@@ -420,7 +420,7 @@ def view_checkpoint(
     parts: Mapping[int | None, Metadata],
     ciphers: Mapping[int | None, Cipher | None] | None = None,
 ) -> CheckpointView:
-    """What a checkpoint holds.
+    """Opens a view of a checkpoint.
 
     Args:
         storage: The checkpoint's directory.
@@ -454,7 +454,7 @@ def view_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """What one rank has stored of a value, or all have.
+    """A value as one rank has stored it, or as all have.
 
     Attributes:
         planner_data: DCP's, with the key's path.
@@ -479,7 +479,7 @@ class _Value:
         return self._size is None or held == math.prod(self._size)
 
     def may_be_one_with(self, other: _Value) -> bool:
-        """Whether both are objects, or chunks of tensors of one shape."""
+        """Returns whether both are objects, or chunks of tensors of one shape."""
         return self._size == other._size
 
     @property
@@ -517,7 +517,7 @@ def _values_of_ranks(
 
 
 def _are_one(storage: Storage, key: str, values: Sequence[_Value]) -> bool:
-    """Whether ranks have stored parts or copies of one value."""
+    """Returns whether ranks have stored parts or copies of one value."""
     one = _put_together(values)
     return all(
         values[0].may_be_one_with(value)
@@ -536,7 +536,7 @@ def _put_together(values: Sequence[_Value]) -> _Value:
 
 
 def _are_same(storage: Storage, key: str, a: Chunk, b: Chunk) -> bool:
-    """Whether two chunks hold the same bytes."""
+    """Returns whether two chunks hold the same bytes."""
     if a is b:
         return True
     if a.region != b.region or (a.item.length, a.item.dtype, a.item.kind) != (b.item.length, b.item.dtype, b.item.kind):

@@ -1,4 +1,4 @@
-"""What several formats need: the options of a conversion, files that are read by ranges, tensors by key."""
+"""The common needs of formats: the options of a conversion, files that are read by ranges, tensors by key."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _IN_MEMORY = 512 << 20  # bytes of tensors, unless a single one is larger
 
 @dataclass(frozen=True)
 class Options:
-    """How to convert. What only some format takes is an error with the others.
+    """Options of a conversion. An option that only some format takes is an error with the others.
 
     Attributes:
         include: Patterns, as in a shell, of the keys to convert; ``*`` also matches dots. Empty: all.
@@ -198,6 +198,6 @@ def check_no_objects(view: CheckpointView, format_name: str) -> None:
 
 
 def tensors_at_once(tensors: Iterable[StoredTensor]) -> int:
-    """How many tensors may be in memory together, and so how many threads read them."""
+    """The number of tensors that may be in memory together, and so of threads that read them."""
     largest = max((tensor.nbytes for tensor in tensors), default=1)
     return max(1, min(4, cores(), _IN_MEMORY // max(1, largest)))

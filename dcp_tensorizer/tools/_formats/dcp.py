@@ -90,7 +90,10 @@ def check(view: CheckpointView, options: Options) -> None:
 
 @functools.cache
 def _is_planned(dtype: torch.dtype) -> bool:
-    """Whether DCP's planner knows how large an element is: it asks ``torch.iinfo``, which does not know all dtypes."""
+    """Returns whether DCP's planner knows how large an element is.
+
+    It asks ``torch.iinfo``, which does not know all dtypes.
+    """
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
         return True
     try:
@@ -186,7 +189,7 @@ def _tensor(
 
 
 def _located(storage: Storage, key: str, region: Region, info: StorageInfo) -> Chunk:
-    """Where the elements of a chunk are."""
+    """The location of the elements of a chunk."""
     path = f"{storage.path}/{info.relative_path}"
     purpose = f" (for {key!r})"
     with open_file(storage, info.relative_path, purpose) as reader:

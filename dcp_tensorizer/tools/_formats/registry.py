@@ -60,7 +60,7 @@ def open_checkpoint(
     expected_format: str | None = None,
     encryption: DecryptionParams | None = None,
 ) -> CheckpointView:
-    """What a checkpoint of some format holds.
+    """Opens a checkpoint of some format.
 
     Args:
         path: A local path or URL: of a directory, or of a file.
@@ -84,7 +84,7 @@ def open_all(
     *,
     look_at_files: bool = False,
 ) -> list[CheckpointView]:
-    """What several checkpoints hold, of which only some may be encrypted; see `open_checkpoint`.
+    """Opens several checkpoints, of which only some may be encrypted; see `open_checkpoint`.
 
     With ``look_at_files``, data files of this package's that are missing or of other sizes are a `ReadError`.
     """
@@ -100,7 +100,10 @@ def open_all(
 
 @dataclass(frozen=True, slots=True)
 class _Location:
-    """Where a checkpoint is: ``parts`` is the metadata of one of this package's, ``name`` that of a single file."""
+    """The location of a checkpoint.
+
+    ``parts`` is the metadata of one of this package's, ``name`` that of a single file.
+    """
 
     path: str
     format: str
@@ -189,7 +192,7 @@ def _file_format(storage: Storage, name: str) -> str:
 
 
 def _is_directory(storage: Storage, name: str) -> bool:
-    """Whether a name is a directory's: servers do not say so when it is read as a file's."""
+    """Returns whether a name is a directory's: servers do not say so when it is read as a file's."""
     with suppress(CheckpointError):
         files, folders = storage.child(name).listing()
         return bool(folders) or [file.name for file in files] != [name]  # fsspec lists a file as itself
@@ -216,7 +219,7 @@ def key_of(path: Path) -> str:
 
 
 def new_paths(paths: Mapping[str, Path], options: Options, source: str) -> dict[str, Path]:
-    """Where each value is to be in the new nested state dict, by its old key.
+    """The path of each value in the new nested state dict, by its old key.
 
     Args:
         paths: Where they are.
@@ -239,7 +242,7 @@ def new_paths(paths: Mapping[str, Path], options: Options, source: str) -> dict[
 
 
 def _stripped(path: Path, prefix: str) -> Path:
-    """What is left of a path whose key begins with ``prefix``; it begins with a key of a dict."""
+    """Strips ``prefix`` from a path whose key begins with it; the rest begins with a key of a dict."""
     whole = path
     if not prefix or not key_of(path).startswith(prefix):
         return whole

@@ -68,7 +68,7 @@ _PAIRS = torch.float4_e2m1fn_x2
 
 
 class _Entry(Struct):
-    """What a header says of a tensor."""
+    """A tensor's entry in a header."""
 
     dtype: str
     shape: Annotated[tuple[_Count, ...], Meta(max_length=255)]
@@ -76,19 +76,19 @@ class _Entry(Struct):
 
 
 class _Index(Struct):
-    """What ``model.safetensors.index.json`` says: the file of each tensor."""
+    """The contents of ``model.safetensors.index.json``: the file of each tensor."""
 
     weight_map: dict[str, str]
 
 
 class _Saved(Struct):
-    """Where in the whole tensor one of a file begins."""
+    """The offset of a file's tensor in the whole tensor."""
 
     saved_offsets: tuple[_Count, ...]
 
 
 class _File(NamedTuple):
-    """What a file's header says: its tensors, where their data begins, and where they begin in whole tensors."""
+    """The contents of a file's header: its tensors, where their data begins, and where they begin in whole tensors."""
 
     entries: dict[str, _Entry]
     base: int
@@ -106,7 +106,7 @@ _decode_saved = Decoder(dict[str, _Saved]).decode
 
 
 def is_directory(storage: Storage) -> bool:
-    """Whether a directory is laid out as Hugging Face does it, or as torch, which saves a file of each rank."""
+    """Returns whether a directory is laid out as Hugging Face does it, or as torch, which saves a file of each rank."""
     return any(storage.head(name) is not None for name in (_INDEX, _SINGLE)) or bool(_parts(storage))
 
 

@@ -98,7 +98,7 @@ class _VerifiedReads:
         self._is_verified = False
 
     def read(self, region: Region) -> torch.Tensor:
-        """As `StoredTensor.read`; raises `ChecksumMismatch`, by the last element."""
+        """Reads as `StoredTensor.read` does; raises `ChecksumMismatch`, by the last element."""
         value = self._tensor.read(region)
         with self._lock:
             if not self._is_verified and self._next < 0:

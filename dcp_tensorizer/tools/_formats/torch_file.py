@@ -1,4 +1,4 @@
-"""What ``torch.save`` writes, read and written without ever being in memory: a file, or a part of one.
+"""Reads and writes the files of ``torch.save``, a file or a part of one, without ever having one in memory.
 
 The file is a zip archive: a pickle of the state dict, and a record with each tensor's elements. With fake tensors,
 ``torch.load`` says where these records lie instead of reading them, and ``torch.save`` makes an archive in which they
@@ -324,7 +324,7 @@ def _check_storages(value: Any, records: Sequence[tuple[int, int]]) -> None:
 
 
 def is_located(value: Any) -> bool:
-    """Whether a value of `load_fake` is a tensor whose elements lie in the file, as plain bytes."""
+    """Returns whether a value of `load_fake` is a tensor whose elements lie in the file, as plain bytes."""
     is_strided = isinstance(value, FakeTensor) and value.layout is torch.strided
     return is_strided and not value.is_quantized and not value.is_meta
 

@@ -78,7 +78,7 @@ def render(data: Mapping[str, Any]) -> bytes:
 def checkpoint_row(
     name: str, step: int | None, saved: float | None, checkpoint_format: str, nbytes: int, objects: int
 ) -> dict[str, Any]:
-    """What the page says of a checkpoint."""
+    """The page's row of a checkpoint."""
     time = None if saved is None else datetime.fromtimestamp(saved, timezone.utc).isoformat(timespec="seconds")
     return {
         "name": name,
@@ -91,21 +91,21 @@ def checkpoint_row(
 
 
 def tensor_row(measured: Measured) -> list[Any]:
-    """What the page says of a tensor: key, shape, dtype, bytes, and its statistics in each checkpoint."""
+    """The page's row of a tensor: key, shape, dtype, bytes, and its statistics in each checkpoint."""
     tensor = measured.tensor
     rows = [None if of_one is None else _statistics_row(of_one) for of_one in measured.statistics]
     return [tensor.key, list(tensor.shape), dtype_name(tensor.dtype), tensor.nbytes, rows]
 
 
 def _statistics_row(of_one: Statistics) -> list[Any]:
-    """In the order that ``data.js`` knows."""
+    """The statistics in the order that ``data.js`` knows."""
     counts = [of_one.elements, of_one.zeros, of_one.nans, of_one.infinities]
     extremes = [of_one.smallest, of_one.largest, of_one.mean, of_one.deviation, of_one.norm, of_one.distance]
     return [*counts, *map(_short, extremes), _short(of_one.low), _short(of_one.high), list(of_one.histogram)]
 
 
 def _short(number: float | None) -> float | None:
-    """As many digits as anybody reads."""
+    """Rounds to as many digits as anybody reads."""
     return float(f"{number:.{_DIGITS}g}") if number is not None and math.isfinite(number) else None
 
 

@@ -50,7 +50,7 @@ class _Series(NamedTuple):
 
     @property
     def blocks(self) -> list[Region]:
-        """In which it is read."""
+        """The blocks in which it is read."""
         return list(blocks_of(self.tensors[0], max(1, _BLOCK // len(self.tensors))))
 
 
@@ -111,7 +111,7 @@ def _blocks(runs: dict[str, list[_Series]]) -> Iterator[tuple[_Series, Region]]:
 
 
 def _measure_block(task: tuple[_Series, Region]) -> list[Running] | None:
-    """Of a block in all checkpoints of a run; None if the dtype has no arithmetic."""
+    """Measures a block in all checkpoints of a run; None if the dtype has no arithmetic."""
     run, region = task
     measured: list[Running] = []
     before = None

@@ -1,4 +1,4 @@
-"""What the elements of a tensor are like, found in one pass: block by block, and each block piece by piece.
+"""Takes the statistics of a tensor's elements in one pass: block by block, and each block piece by piece.
 
 A histogram over a range that is known only at the end needs a second pass, or fine bins that fit every range. The first
 14 bits of a float32 are such bins: sign, exponent, and 5 bits of the fraction, so that a bin is 3% wide.
@@ -29,7 +29,7 @@ _Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What the elements of a tensor are like; the real and imaginary parts of complex ones count as elements.
+    """The statistics of a tensor's elements; the real and imaginary parts of complex ones count as elements.
 
     Attributes:
         elements, zeros, nans, infinities: How many.
@@ -162,7 +162,7 @@ def _sum_of_squares(values: _Floats) -> float:
 
 
 def _fine_edges() -> _Floats:
-    """Where the fine bins begin and end, from the lowest to the highest."""
+    """The edges of the fine bins, from the lowest to the highest."""
     bits = np.arange(_FINITE + 1, dtype=np.uint32) << _SHIFT
     positive = np.minimum(bits.view(np.float32), np.float32(_LARGEST)).astype(np.float64)
     return np.concatenate([-positive[:0:-1], positive])
