@@ -1,8 +1,7 @@
-"""The state that the saves of one writer share, and the beginning of each."""
+"""The saves of one writer: what is staged for each, where it goes, and the session that it begins."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import threading
@@ -21,20 +20,16 @@ from .._runtime.process_context import ProcessContext
 from .._runtime.threads import Deadline
 from .._runtime.torch_compat import group_devices, group_of_save
 from .._staging.staged_save import StagedSave, StagedStateDict, StageTimes
-from .._staging.stager import Stager
 from .._storage.base import Storage
-from .._storage.claim import Ownership
 from .._storage.open import absolute_path, open_storage
 from .._storage.redact import redact
-from .._tiers.queue import Life
 from .._tiers.target import place_of
 from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
 from .commit import WrittenFiles
-from .engine import engine_of_process
+from .context import SaveContext
 from .keeping import KeptSave
 from .options import SaveOptions
-from .report import Freshness, Reports, SaveReport
-from .reuse import ReusingSave
+from .report import SaveReport
 from .session import SaveSession
 from .tiered_session import TieredSession
 
@@ -64,8 +59,8 @@ class NextSave(NamedTuple):
     files: WrittenFiles | None = None
 
 
-class Saver:
-    """The state that the saves of one writer share: its options, its place in the engine, and who gets its reports.
+class Saver(SaveContext):
+    """Begins the saves of one writer, one after the other, and ends what they leave.
 
     Args:
         options: Of the writer.
@@ -73,40 +68,13 @@ class Saver:
         closed: The writer has been closed, and stages nothing.
 
     Attributes:
-        options: Of the writer.
-        engine: Has the buffers that saves are written from, and the process that writes them.
-        stager: Copies state dicts there.
-        flushing: Of the local folder, if there is one.
-        reports: Takes what saves cost to the user.
-        freshness: Knows whether a save differs from the one before.
-        id: Of the writer.
         save_id: Of the save that began last; before the first one, of that.
-        owner: Says whether the folder of the saves is still this run's; None where nobody claims it.
-        closed: The writer has been closed.
     """
 
     def __init__(
         self, options: SaveOptions, on_report: Callable[[SaveReport], object] | None, *, closed: bool = False
     ) -> None:
-        self.options = options
-        devices = options.staging == "device"
-        self.engine = engine_of_process(devices=devices)
-        self.stager = Stager(
-            self.engine.saves,
-            cache=options.cache,
-            threads=options.write.threads,
-            in_place=options.staging == "shared",
-            copy_from_devices=functools.partial(self.engine.client.snapshot, options.limits.timeout)
-            if devices
-            else None,
-            overlap=options.overlap_staging,
-        )
-        self.flushing = None if options.target is None else self.engine.flushing(options.target)
-        self.reports = Reports(on_report)
-        self.freshness = Freshness()
-        self.closed = closed
-        self.owner: Ownership | None = None
-        self.id = uuid.uuid4().hex
+        super().__init__(options, on_report, closed=closed)
         self.save_id = uuid.uuid4().hex
         self._next_id = self.save_id
         # Saves that nobody staged may begin at once, also in a signal's handler.
@@ -114,7 +82,6 @@ class Saver:
         self._ends_engine = False
         self._flushes = False
         self._next_save = NextSave()
-        self._life: Life | None = None
 
     @property
     def next_id(self) -> str:
@@ -140,12 +107,6 @@ class Saver:
             self.engine.open(self)
             self._flushes = True
             self.flushing.resume()
-
-    def show_life(self) -> None:
-        """Says in the local folder that what this writer saves there is of no dead job, until it is closed."""
-        if self.flushing is not None and self._life is None and not self.closed:
-            with suppress(CheckpointError, OSError):
-                self._life = Life(self.flushing.queue, self.id)
 
     def wait_remote(self, deadline: Deadline) -> bool:
         """Waits until the remote has everything that lies in the local folder; whether it has.
@@ -261,13 +222,6 @@ class Saver:
             if not is_over:
                 logger.error("the writer is closed, and the save under way is abandoned")
             self.engine.failures.end()
-
-    def reusing_save(self) -> ReusingSave | None:
-        """Returns what knows which parts of a save need not be written again; None if everything is to be written."""
-        options = self.options
-        if not options.write.reuse:
-            return None
-        return ReusingSave(self.engine.files, max_reuses=options.limits.max_reuses, sha256=options.write.sha256)
 
     def free(self, deadline: Deadline) -> None:
         """Gives the memory and the connection back, if nobody else uses them."""

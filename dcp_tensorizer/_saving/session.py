@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -39,15 +39,12 @@ from .commit import (
     remove_with_records,
     replaced_files,
 )
+from .context import SaveContext
 from .engine import SaveTables
 from .keeping import KeptSave
 from .report import SaveReport, SaveTimes, warn_if_stale
 from .write_plan import Item, resolve, write_results
 from .writer_client import Written
-
-if TYPE_CHECKING:
-    from .saver import Saver
-
 
 _T = TypeVar("_T")
 
@@ -60,7 +57,7 @@ class SaveSession:
     """One save, as one rank sees it, from DCP's first hooks to the last; all run on the save's thread.
 
     Args:
-        saver: Of the writer.
+        context: Of the writer.
         save_id: Identifies the save.
         storage: The checkpoint's directory.
         staged_save: What was staged for it, if anything was.
@@ -72,11 +69,16 @@ class SaveSession:
     """
 
     def __init__(
-        self, saver: Saver, save_id: str, storage: Storage, staged_save: StagedSave | None, kept: KeptSave | None = None
+        self,
+        context: SaveContext,
+        save_id: str,
+        storage: Storage,
+        staged_save: StagedSave | None,
+        kept: KeptSave | None = None,
     ) -> None:
         self.id = save_id
         self.storage = storage
-        self._saver = saver
+        self._context = context
         self._staged_save = staged_save
         if staged_save is not None:
             storage.umask = staged_save.context.umask
@@ -90,7 +92,7 @@ class SaveSession:
         self._report: SaveReport | None = None
         self._is_on_own_thread = staged_save is not None and staged_save.staged_on is not threading.current_thread()
         self._turns = QuickTurns() if self._is_on_own_thread else None
-        self._tables = SaveTables(saver.engine.tables, save_id)
+        self._tables = SaveTables(context.engine.tables, save_id)
         self._is_given_up = False
         self._replaced: concurrent.futures.Future[set[str]] | None = None
 
@@ -124,7 +126,7 @@ class SaveSession:
         self._use_collectives = use_collectives
         if not use_collectives:
             self._kept = None  # no rank would know what the others have
-        self._saver.engine.failures.set_coordinator(is_coordinator)
+        self._context.engine.failures.set_coordinator(is_coordinator)
 
     def prepare(self, plan: SavePlan) -> SavePlan:
         """Creates the directory; the coordinator locks it, and removes what dead saves left there.
@@ -153,7 +155,7 @@ class SaveSession:
         Raises:
             WriteError: naming path, rank and, where known, key; nothing of this rank's is left behind.
         """
-        saver = self._saver
+        context = self._context
         self._times.planned()
         try:
             items, written, results = self._write(plan, planner)
@@ -175,12 +177,12 @@ class SaveSession:
             if self._staged_save is not None:
                 self._staged_save.on_written = None  # it refers to whoever keeps the state
                 self._staged_save.release()
-                saver.stager.written(self._staged_save)
-            if not saver.options.cache:
-                saver.engine.client.free()
+                context.stager.written(self._staged_save)
+            if not context.options.cache:
+                context.engine.client.free()
         if self._staged_save is not None and self._staged_save.files is not None and self._removes_files:
             self._staged_save.files.note(self.storage, [file.name for file in written.done.files])
-        saver.engine.objects.check(items)
+        context.engine.objects.check(items)
         self._report = self._times.written(
             path=self.path,
             save_id=self.id,
@@ -191,7 +193,7 @@ class SaveSession:
         self._wrote()
         if not self._commits:
             self._end_turns()
-            saver.reports.publish(self._report)
+            context.reports.publish(self._report)
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -200,12 +202,12 @@ class SaveSession:
         Raises:
             WriteError: it is not committed, and what was committed before is untouched.
         """
-        saver = self._saver
+        context = self._context
         assert self._report is not None, "write comes first"
         self._times.commit_begins()
         with self._or_fail():
             replaced, parts = self._in_time(lambda: self._replace(metadata, results))
-        saver.engine.failures.committed()
+        context.engine.failures.committed()
         if self._kept is not None:
             self._kept.committed()
         if self._record is not None:
@@ -216,7 +218,7 @@ class SaveSession:
         if replaced:
             self._clean_up(functools.partial(remove_with_records, self.storage, replaced))
         self.end()
-        saver.reports.publish(report)
+        context.reports.publish(report)
 
     def end(self) -> None:
         """Lets others clean up where it was saved. Idempotent."""
@@ -242,7 +244,7 @@ class SaveSession:
         Raises:
             WriteError: it hangs.
         """
-        timeout = min(most, self._saver.options.limits.timeout)
+        timeout = min(most, self._context.options.limits.timeout)
         if not (self._is_on_own_thread and self.storage.may_hang):
             return operation()
         try:
@@ -295,11 +297,11 @@ class SaveSession:
         self.storage.make_directory()
         self._check_place(self.storage)
         if self._commits:
-            self._lock = begin(self.storage, self._saver.options.limits.timeout)
+            self._lock = begin(self.storage, self._context.options.limits.timeout)
 
     def _check_place(self, storage: Storage) -> None:
         """Raises `WriteError` where there is a checkpoint that must not be replaced."""
-        refuses = self._commits and not self._saver.options.overwrite
+        refuses = self._commits and not self._context.options.overwrite
         if refuses and storage.head(metadata_file_name(self._metadata_rank)) is not None:
             raise WriteError(
                 f"{storage.path}: Checkpoint already exists and overwrite=False: save to another path, or pass "
@@ -312,14 +314,14 @@ class SaveSession:
             )
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[Item], Written, list[WriteResult]]:
-        if self._kept is not None and not self._saver.closed:
+        if self._kept is not None and not self._context.closed:
             self._kept.keep(self._tables.told(plan), self.storage, planner, self._rank)
         omitted = frozenset() if self._staged_save is None else self._staged_save.omitted
         items = resolve(plan, planner, self._is_staged, omitted)
         written = self._write_files(items)
         try:
             self._tell_digests(items, written)
-            cipher = self._saver.options.write.cipher
+            cipher = self._context.options.write.cipher
             results = write_results(items, written.done, self._rank, planner, cipher, self._compare)
             if not self._commits:
                 results = [replace(r, storage_data=self._tables.shortened(r.storage_data, plan)) for r in results]
@@ -334,7 +336,7 @@ class SaveSession:
         if save is None or save.on_written is None or save.buffer is None:
             return
         known = dict[tuple[int, int], bytes]()
-        if self._saver.options.write.cipher is None:
+        if self._context.options.write.cipher is None:
             stored = written.done.places()
             for item in items:
                 if item.has_bytes and (offset := save.buffer.locate(item.tensor)) is not None:
@@ -362,16 +364,16 @@ class SaveSession:
         return replaced
 
     def _write_to(self, storage: Storage, items: list[Item]) -> Written:
-        saver = self._saver
-        return saver.engine.client.write(
+        context = self._context
+        return context.engine.client.write(
             storage,
             self._rank,
             self.id,
             items,
             self._staged_save,
-            saver.options.write,
-            lambda: saver.closed,
-            saver.reusing_save(),
+            context.options.write,
+            lambda: context.closed,
+            context.reusing_save(),
         )
 
     def _is_staged(self, tensor: torch.Tensor) -> bool:
@@ -380,13 +382,13 @@ class SaveSession:
 
     def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> list[RankPlaces]:
         """Makes the save the checkpoint at its path; returns what each rank has written."""
-        saver = self._saver
+        context = self._context
         meta = self._meta()
         parts = self._tables.completed([result.storage_data for of_rank in results for result in of_rank])
         try:
             self._check_wanted()
             _check_trainer_lives(self.path)
-            agree_on_key(saver.options.write.cipher, parts, self.storage)
+            agree_on_key(context.options.write.cipher, parts, self.storage)
         except CheckpointError:  # nothing has been committed, and nothing will be
             if self._removes_files:
                 remove_with_records(self.storage, [name for part in parts for name, _ in part.files])
@@ -402,7 +404,7 @@ class SaveSession:
 
     def _publish(self, metadata: Metadata, parts: list[RankPlaces]) -> None:
         """Makes the save the checkpoint at its path; raises `WriteError`."""
-        options = self._saver.options
+        options = self._context.options
         commit(
             self.storage,
             metadata,
@@ -410,7 +412,7 @@ class SaveSession:
             sync=options.write.sync,
             overwrite=options.overwrite,
             check=self._check_commit,  # at the last moment: to look at the data of all ranks may have taken seconds
-            is_owned=self._saver.owner is not None,
+            is_owned=self._context.owner is not None,
             **self._index_options(),
         )
 
@@ -418,22 +420,22 @@ class SaveSession:
         """Raises `Refused` if the save has been abandoned."""
         if self._is_given_up:
             raise Refused(f"{self.path} has hung for too long")
-        if self._saver.closed and self._staged_save is not None:
+        if self._context.closed and self._staged_save is not None:
             raise Refused(f"the writer was closed before the save to {self.path} was over")
 
     def _check_commit(self) -> None:
         """Raises `Refused` if the save must not be committed: it has been abandoned, or another run has the folder."""
         self._check_wanted()
-        if self._saver.owner is not None:
-            self._saver.owner.check()
+        if self._context.owner is not None:
+            self._context.owner.check()
 
     def _index_options(self) -> dict[str, Any]:
         """The options of the index."""
-        cipher, entries = self._saver.options.write.cipher, self._saver.engine.entries
+        cipher, entries = self._context.options.write.cipher, self._context.engine.entries
         return {"rank": self._metadata_rank, "cipher": cipher, "record": self._record, "entries": entries}
 
     def _compare(self, places: Mapping[ItemKey, StoredItem]) -> tuple[str, ...] | None:
-        return None if self._record is None else self._saver.freshness.compare(self._record.step, places)
+        return None if self._record is None else self._context.freshness.compare(self._record.step, places)
 
     @contextmanager
     def _or_fail(self) -> Iterator[None]:
@@ -446,7 +448,7 @@ class SaveSession:
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, Exception):
-            self._saver.engine.failures.failed(error)
+            self._context.engine.failures.failed(error)
         self.end()
 
 

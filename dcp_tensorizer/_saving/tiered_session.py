@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -23,14 +23,11 @@ from .._tiers.flush import Superseded, copy_file, discard, free, missing_files, 
 from .._tiers.queue import Commit, FlushEntry, FlushRecord, Writing
 from ..errors import CheckpointError, WriteError, WriterProcessDied, describe
 from .commit import encoded, remove
+from .context import SaveContext
 from .flushing import CommittedMeta, Flushing
 from .session import SaveSession
 from .write_plan import Item
 from .writer_client import Written
-
-if TYPE_CHECKING:
-    from .saver import Saver
-
 
 _T = TypeVar("_T")
 
@@ -45,7 +42,7 @@ class TieredSession(SaveSession):
     """One save, as one rank sees it. No rank looks at another's local folder: it may be on another node.
 
     Args:
-        saver: Of the writer.
+        context: Of the writer.
         save_id: Of the save.
         flushing: Of the local folder.
         place: Of the checkpoint in it.
@@ -53,11 +50,11 @@ class TieredSession(SaveSession):
     """
 
     def __init__(
-        self, saver: Saver, save_id: str, flushing: Flushing, place: str, staged_save: StagedSave | None
+        self, context: SaveContext, save_id: str, flushing: Flushing, place: str, staged_save: StagedSave | None
     ) -> None:
         storage = LocalStorage(flushing.target.folder(place))
         storage.max_file_bytes = _MAX_FILE_BYTES
-        super().__init__(saver, save_id, storage, staged_save)
+        super().__init__(context, save_id, storage, staged_save)
         self._flushing = flushing
         self._place = place
         self._writing: Writing | None = None
@@ -97,18 +94,18 @@ class TieredSession(SaveSession):
 
     def _open(self) -> None:
         """Asks the remote, only where that is needed."""
-        if self._commits and not (self._saver.options.overwrite and self._use_collectives):
+        if self._commits and not (self._context.options.overwrite and self._use_collectives):
             self._check_place(self._flushing.target.open(self._place))
 
     def _begin(self) -> None:
         """Locks the local folder, so that nobody clears it away."""
-        self._saver.show_life()
+        self._context.show_life()
         try:
-            record = FlushRecord(self._flushing.target.name, self._place, self._rank, self.id, self._saver.id)
+            record = FlushRecord(self._flushing.target.name, self._place, self._rank, self.id, self._context.id)
             self._writing = self._flushing.queue.begin(record)  # first: whoever comes after a death knows where to look
             self.storage.make_directory()
             self._lock = self.storage.lock_directory()
-            self._lock.share(self._saver.options.limits.timeout)
+            self._lock.share(self._context.options.limits.timeout)
             # If another rank fails, no hook says so. Not at exit: a save on a daemon thread may be under way then.
             Finalizer(self, _end, self._writing, self._lock).atexit = False
         except (CheckpointError, OSError) as error:
@@ -117,7 +114,7 @@ class TieredSession(SaveSession):
     def _check_place(self, storage: Storage) -> None:
         """Also what is on its way there must not be replaced."""
         super()._check_place(storage)
-        if self._saver.options.overwrite:
+        if self._context.options.overwrite:
             return
         name = metadata_file_name(self._metadata_rank)
         for _, record in self._flushing.open_records():
@@ -174,7 +171,7 @@ class TieredSession(SaveSession):
         self.storage = self._flushing.target.open(self._place)
         self.storage.make_directory()
         self._lock = self.storage.lock_directory()
-        self._lock.share(self._saver.options.limits.timeout)
+        self._lock.share(self._context.options.limits.timeout)
 
     def _wrote(self) -> None:
         if self._commits:
@@ -201,7 +198,7 @@ class TieredSession(SaveSession):
             self._writing.abort()
             self._writing = None
             return
-        queue, sync = self._flushing.queue, self._saver.options.write.sync
+        queue, sync = self._flushing.queue, self._context.options.write.sync
         try:
             try:
                 self._writing.written(self._local_files, sync=sync, commit=commit, index=index)
@@ -215,7 +212,7 @@ class TieredSession(SaveSession):
     def _publish(self, metadata: Metadata, parts: list[RankPlaces]) -> None:
         index = encoded(self.storage, metadata, parts, **self._index_options())
         files = dict(file for part in parts for file in part.files)
-        commit = Commit(metadata_file_name(self._metadata_rank), files, self._saver.options.overwrite)
+        commit = Commit(metadata_file_name(self._metadata_rank), files, self._context.options.overwrite)
         self._check_wanted()
         try:
             if self._writing is not None:
@@ -277,7 +274,7 @@ class TieredSession(SaveSession):
             ReadError: the remote cannot be looked at.
         """
         self._flushing.resume()
-        own = self._saver.options.target
+        own = self._context.options.target
         assert own is not None  # other writers with this local folder may have other timeouts
         patience, before = own.patience(), None
         missing = set(commit.files)
@@ -313,9 +310,9 @@ class TieredSession(SaveSession):
         report = self._report
         assert report is not None
         if self._is_published:
-            self._saver.reports.arrived(report, report.durable_at)
+            self._context.reports.arrived(report, report.durable_at)
         elif self._writing is not None:
-            self._flushing.follow(self._writing.entry, report, self._saver.reports.arrived)
+            self._flushing.follow(self._writing.entry, report, self._context.reports.arrived)
             self._flushing.resume()
 
 

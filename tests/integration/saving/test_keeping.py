@@ -245,7 +245,7 @@ _SCRIPT = """
 import sys, torch, torch.distributed.checkpoint as dcp
 from dcp_tensorizer import TensorizerStorageWriter, WriteError
 from dcp_tensorizer._saving.session import SaveSession
-from dcp_tensorizer._survival import runtime_directory
+from dcp_tensorizer._restart import runtime_directory
 def dies(session, items):
     raise WriteError("it died here")
 if sys.argv[2] == "fails":
