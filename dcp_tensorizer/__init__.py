@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from ._install import install, installed, uninstall
     from ._loading.report import LoadReport
     from ._managing.goodput import GoodputReport
-    from ._saving.options import SaveLimits
     from ._saving.report import SaveReport
+    from ._writer_process.write_options import SaveLimits
     from .any_format import open_reader
     from .manager import CheckpointManager
     from .planner import LoadPlanner, SavePlanner
@@ -69,7 +69,7 @@ _ON_USE = {
     "GoodputReport": "_managing.goodput",
     "LoadPlanner": "planner",
     "LoadReport": "_loading.report",
-    "SaveLimits": "_saving.options",
+    "SaveLimits": "_writer_process.write_options",
     "SavePlanner": "planner",
     "SaveReport": "_saving.report",
     "TensorizerStorageReader": "reader",

@@ -23,16 +23,19 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ._format.encryption import encryption_cipher
 from ._runtime.gc_pause import age_objects
 from ._runtime.threads import Deadline
-from ._runtime.validation import check_callable, check_path, check_timeout
-from ._saving.options import MAX_UNFLUSHED, SaveLimits, Staging, check_options
+from ._runtime.validation import check_callable, check_path, check_storage_options, check_timeout
+from ._saving.options import MAX_UNFLUSHED, SaveOptions, Staging, threads_of_save
 from ._saving.report import SaveReport
 from ._saving.saver import CopiedWriter, Saver
 from ._saving.session import SaveSession
 from ._staging.staged_save import StagedSave, StagingFuture
 from ._storage.open import absolute_path, is_location
-from ._storage.redact import redact, shown
+from ._storage.redact import check_writable, redact, shown
+from ._tiers.target import target_of
+from ._writer_process.write_options import SaveLimits, WriteOptions
 from .errors import WriteError
 
 if TYPE_CHECKING:
@@ -155,22 +158,26 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
     ) -> None:
         if path is not None:
             check_path(path)
+            check_writable(os.fspath(path))
         check_callable("on_report", on_report)
         self._path = None if path is None else absolute_path(path)
-        self._options = check_options(
-            cache=cache_staged_state_dict,
+        check_storage_options(storage_options)
+        write = WriteOptions(
+            storage_options=dict(storage_options or {}),
+            sync_files=sync_files,
+            thread_count=threads_of_save(thread_count),
+            limits=limits,
+            cipher=None if encryption is None else encryption_cipher(encryption),
+            sha256=sha256,
+            reuse_unchanged=reuse_unchanged,
+        )
+        self._options = SaveOptions(
+            cache_staged_state_dict=cache_staged_state_dict,
             staging=staging,
             overlap_staging=overlap_staging,
             overwrite=overwrite,
-            sync_files=sync_files,
-            thread_count=thread_count,
-            storage_options=storage_options,
-            sha256=sha256,
-            reuse_unchanged=reuse_unchanged,
-            encryption=encryption,
-            limits=limits,
-            path=path,
-            local=local,
+            write=write,
+            target=None if local is None else target_of(path, local, write.storage_options, limits.timeout),
             max_unflushed=max_unflushed,
             survive=survive,
         )

@@ -31,6 +31,7 @@ from dcp_tensorizer._saving.write_plan import Item, plan_files, stored_names, wr
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._writer_process.jobs import FileJob
 from dcp_tensorizer._writer_process.protocol import TensorSource
+from dcp_tensorizer._writer_process.write_options import WriteOptions
 from dcp_tensorizer.tools._formats.registry import open_checkpoint
 from dcp_tensorizer.tools._view import whole
 
@@ -109,7 +110,9 @@ def make_checkpoint(
         contents = {item.name: item.tensor for item in items}
         files = plan_files((item.source() for item in items if item.has_bytes), rank, save_id)
         bytes_of = functools.partial(_bytes_of, contents)
-        job = FileJob(storage, files, bytes_of, sync=False, threads=1, cipher=cipher, sha256=sha256)
+        job = FileJob(
+            storage, files, bytes_of, WriteOptions(sync_files=False, thread_count=1, cipher=cipher, sha256=sha256)
+        )
         parts += [result.storage_data for result in write_results(items, job.run(), rank)]
     paths = {key: tuple(key.split(".")) for key in described}
     metadata = Metadata(described, paths, storage_meta=StorageMeta(str(path), save_id))
@@ -125,7 +128,8 @@ def save_wrapper(path: Path, chunks: list[bytes]) -> None:
     for rank, content in enumerate(chunks):
         source = TensorSource("w", "uint8", (len(content),), len(content), "wrapper")
         files = plan_files([source], rank, "a" * 32)
-        job = FileJob(storage, files, lambda _, content=content: memoryview(content), sync=False, threads=1)  # type: ignore[misc]
+        options = WriteOptions(sync_files=False, thread_count=1)
+        job = FileJob(storage, files, lambda _, content=content: memoryview(content), options)  # type: ignore[misc]
         ((item, nbytes),) = job.run().places().values()
         parts.append(RankPlaces.of(rank, {("w", (2 * rank,)): item}, {item.file: nbytes}))
     regions = [ChunkStorageMetadata(torch.Size([2 * rank]), torch.Size([2])) for rank in range(len(chunks))]

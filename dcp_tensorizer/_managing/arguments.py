@@ -13,8 +13,8 @@ import torch
 
 from .._format.encryption import decryption_key
 from .._runtime.validation import check_count, check_type
-from .._saving.options import SaveLimits
 from .._saving.options import check_survival as check_survival_of_writer
+from .._writer_process.write_options import SaveLimits
 from ..writer import TensorizerStorageWriter
 
 
@@ -109,7 +109,7 @@ def check_survival(seconds: object, every: object, buffers: object, writer_optio
     check_survival_of_writer(
         seconds,
         writer_options.get("staging", "buffer"),
-        cache=bool(writer_options.get("cache_staged_state_dict", True)),
+        cache_staged_state_dict=bool(writer_options.get("cache_staged_state_dict", True)),
     )
     check_count("survive_every", every, optional=True)
     check_count("buffers", buffers)

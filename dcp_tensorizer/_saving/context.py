@@ -45,8 +45,8 @@ class SaveContext:
         self.engine = engine_of_process(devices=devices)
         self.stager = Stager(
             self.engine.saves,
-            cache=options.cache,
-            threads=options.write.threads,
+            cache=options.cache_staged_state_dict,
+            threads=options.write.thread_count,
             in_place=options.staging == "shared",
             copy_from_devices=functools.partial(self.engine.client.snapshot, options.limits.timeout)
             if devices
@@ -70,6 +70,6 @@ class SaveContext:
     def reusing_save(self) -> ReusingSave | None:
         """Returns what knows which parts of a save need not be written again; None if everything is to be written."""
         options = self.options
-        if not options.write.reuse:
+        if not options.write.reuse_unchanged:
             return None
         return ReusingSave(self.engine.files, max_reuses=options.limits.max_reuses, sha256=options.write.sha256)

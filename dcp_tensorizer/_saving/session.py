@@ -178,7 +178,7 @@ class SaveSession:
                 self._staged_save.on_written = None  # it refers to whoever keeps the state
                 self._staged_save.release()
                 context.stager.written(self._staged_save)
-            if not context.options.cache:
+            if not context.options.cache_staged_state_dict:
                 context.engine.client.free()
         if self._staged_save is not None and self._staged_save.files is not None and self._removes_files:
             self._staged_save.files.note(self.storage, [file.name for file in written.done.files])
@@ -409,7 +409,7 @@ class SaveSession:
             self.storage,
             metadata,
             parts,
-            sync=options.write.sync,
+            sync=options.write.sync_files,
             overwrite=options.overwrite,
             check=self._check_commit,  # at the last moment: to look at the data of all ranks may have taken seconds
             is_owned=self._context.owner is not None,

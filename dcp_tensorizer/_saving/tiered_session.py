@@ -198,7 +198,7 @@ class TieredSession(SaveSession):
             self._writing.abort()
             self._writing = None
             return
-        queue, sync = self._flushing.queue, self._context.options.write.sync
+        queue, sync = self._flushing.queue, self._context.options.write.sync_files
         try:
             try:
                 self._writing.written(self._local_files, sync=sync, commit=commit, index=index)

@@ -22,7 +22,8 @@ from .._storage.base import Storage
 from .._writer_process.client import END_SECONDS, NotStarted, Unsendable, WriterProcess, WriterProcessHung
 from .._writer_process.gpu_ipc import export, withdraw
 from .._writer_process.jobs import DigestJob, FileJob
-from .._writer_process.protocol import DigestRequest, FlushRequest, TensorSource, WriteDone, WriteOptions, WriteRequest
+from .._writer_process.protocol import DigestRequest, FlushRequest, TensorSource, WriteDone, WriteRequest
+from .._writer_process.write_options import WriteOptions
 from ..errors import WriteError, WriterProcessDied
 from .reuse import FilesOfSave, ReusingSave
 from .write_plan import Item
@@ -167,7 +168,7 @@ class WriterClient:
             try:
                 digest = functools.partial(self._digest, options, buffers)
                 request = WriteRequest(storage.location, options, files.plan(sources, digest), context)
-                done = self.ensure_process(context).write(request, buffers, options.timeout)
+                done = self.ensure_process(context).write(request, buffers, options.limits.timeout)
                 return Written(files.finish(done, digest), attempt)
             except Unsendable as error:
                 raise WriteError(storage.scrub(f"{storage.path}: {error}")) from storage.cause(error)
@@ -201,7 +202,9 @@ class WriterClient:
     def _digest(
         self, options: WriteOptions, buffers: Sequence[SharedBuffer], sources: Sequence[TensorSource]
     ) -> Sequence[bytes]:
-        return self.ensure_process().digest(DigestRequest(tuple(sources), options.threads), buffers, options.timeout)
+        return self.ensure_process().digest(
+            DigestRequest(tuple(sources), options.thread_count), buffers, options.limits.timeout
+        )
 
     def snapshot(self, timeout: float, buffer: SharedBuffer, copies: Copies) -> bool:
         """Lets the writer process copy GPU tensors to their places in a shared buffer; False if it could not.
@@ -276,10 +279,10 @@ class WriterClient:
         sources = [item.source() for item in items if item.has_bytes]
 
         def digest(sources: Sequence[TensorSource]) -> Sequence[bytes]:
-            return DigestJob(sources, contents, threads=options.threads).run().digests
+            return DigestJob(sources, contents, thread_count=options.thread_count).run().digests
 
         requests = files.plan(sources, digest)
-        return files.finish(FileJob.of(files.storage, requests, contents, options).run(), digest)
+        return files.finish(FileJob(files.storage, requests, contents, options).run(), digest)
 
     def _locate(
         self, items: Sequence[Item], buffer: SharedBuffer, shared: SharedTensors | None

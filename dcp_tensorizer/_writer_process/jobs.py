@@ -9,22 +9,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import xxhash
 
-from .._format.encoder import BUFFER_BYTES, PartMemory, Parts, encode_ahead
+from .._format.encoder import PartMemory, Parts, encode_ahead
 from .._format.tensorizer_file import lay_out
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers, in_threads
-from .._storage.base import TIMEOUT, Sink, Storage
+from .._storage.base import Sink, Storage
 from .._storage.open import open_storage
 from .._storage.remote import patience_of
 from ..errors import CheckpointError, WriteError, describe
-from .protocol import DigestResult, FileRequest, FileResult, TensorSource, WriteDone, WriteOptions
-
-if TYPE_CHECKING:
-    from .._format.encryption import Cipher
+from .protocol import DigestResult, FileRequest, FileResult, TensorSource, WriteDone
+from .write_options import WriteOptions
 
 
 class FileJob:
@@ -34,15 +31,8 @@ class FileJob:
         storage: The checkpoint's directory.
         files: What to write.
         contents: Gives the bytes that a source describes.
-        sync: Make files and directory durable.
-        threads: Hashing threads.
-        buffer_bytes: Memory for the parts of a file that are being made.
-        cipher: Encrypts everything.
-        sha256: Put a SHA-256 of each tensor into the files, beside the CRC-32.
-        identify: Say what each file will be known again by, for later saves to adopt it.
+        options: How they are written.
         memory: That of the parts; cleared at the end, but for what it keeps.
-        patience: Seconds in which no file could be adopted, after which no other is tried: all of them are written.
-        open_home: Opens a directory that files may be adopted from.
         clock: Of the `time` module, or a test's.
     """
 
@@ -51,61 +41,27 @@ class FileJob:
         storage: Storage,
         files: Sequence[FileRequest],
         contents: Callable[[TensorSource], memoryview],
-        *,
-        sync: bool,
-        threads: int,
-        buffer_bytes: int = BUFFER_BYTES,
-        cipher: Cipher | None = None,
-        sha256: bool = False,
-        identify: bool = False,
+        options: WriteOptions,
         memory: PartMemory | None = None,
-        patience: float = patience_of(TIMEOUT),
-        open_home: Callable[[str], Storage] = open_storage,
+        *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._storage = storage
         self._files = files
         self._contents = contents
-        self._sync = sync
-        self._threads = threads
-        self._buffer_bytes = buffer_bytes
-        self._cipher = cipher
-        self._sha256 = sha256
-        self._identify = identify
-        self._patience = patience
-        self._open_home = functools.cache(open_home)
+        self._options = options
         self._clock = clock
-        self._adopts_until = clock() + patience
+        # So many seconds after the last file that was adopted no other is tried: all of them are written.
+        self._patience = patience_of(options.limits.timeout)
+        self._adopts_until = clock() + self._patience
         self._adopted_bytes = 0
         self._refusals = 0
         self._sinks: list[Sink] = []
         self._memory = memory or PartMemory()
         self._abandoned = False
         self._completing = free_in_child(threading.Lock())
-
-    @classmethod
-    def of(
-        cls,
-        storage: Storage,
-        files: Sequence[FileRequest],
-        contents: Callable[[TensorSource], memoryview],
-        options: WriteOptions,
-        memory: PartMemory | None = None,
-    ) -> FileJob:
-        """A job with the options of a save."""
-        return cls(
-            storage,
-            files,
-            contents,
-            sync=options.sync,
-            threads=options.threads,
-            buffer_bytes=options.buffer_bytes,
-            cipher=options.cipher,
-            sha256=options.sha256,
-            identify=options.reuse,
-            memory=memory,
-            patience=patience_of(options.timeout),
-            open_home=lambda location: open_storage(location, options.storage_options, options.timeout),
+        self._open_home = functools.cache(
+            lambda location: open_storage(location, options.storage_options, options.limits.timeout)
         )
 
     @property
@@ -139,9 +95,9 @@ class FileJob:
                 for file, completion in zip(written, completions, strict=False):
                     name = file.name
                     completion.result()
-                    if self._identify:
+                    if self._options.reuse_unchanged:
                         results[name] = replace(results[name], identity=self._storage.identity(name))
-            if self._sync:
+            if self._options.sync_files:
                 self._storage.sync_directory()
             writing = sum(sink.write_seconds + sink.complete_seconds for sink in self._sinks)
             seconds = time.perf_counter() - started
@@ -174,7 +130,9 @@ class FileJob:
                 continue  # to open it may take a second
             with suppress(CheckpointError):  # then it is written
                 source = self._open_home(home.location)
-                identity = self._storage.adopt(source, home.name, home.identity, file.name, sync=self._sync)
+                identity = self._storage.adopt(
+                    source, home.name, home.identity, file.name, sync=self._options.sync_files
+                )
                 if identity is not None:
                     self._adopted_bytes += file.nbytes
                     self._adopts_until = self._clock() + self._patience
@@ -193,11 +151,18 @@ class FileJob:
 
     def _write(self, file: FileRequest) -> tuple[FileResult, Parts]:
         """Encodes a file, whose last parts may still be on their way."""
-        layout = lay_out(file.tensors, self._cipher, sha256=self._sha256)
-        sink = self._storage.create(file.name, layout.nbytes, sync=self._sync)
+        options = self._options
+        layout = lay_out(file.tensors, options.cipher, sha256=options.sha256)
+        sink = self._storage.create(file.name, layout.nbytes, sync=options.sync_files)
         self._sinks.append(sink)
         encoded = encode_ahead(
-            layout, self._contents, sink, self._threads, self._buffer_bytes, self._memory, file=file.name
+            layout,
+            self._contents,
+            sink,
+            options.thread_count,
+            options.limits.buffer_bytes,
+            self._memory,
+            file=file.name,
         )
         return FileResult(file.name, layout.nbytes, tuple(encoded.items)), encoded.parts
 
@@ -229,15 +194,15 @@ class DigestJob:
     Args:
         tensors: Whose.
         contents: Gives the bytes that a source describes.
-        threads: How many tensors at once.
+        thread_count: How many tensors at once.
     """
 
     def __init__(
-        self, tensors: Sequence[TensorSource], contents: Callable[[TensorSource], memoryview], *, threads: int
+        self, tensors: Sequence[TensorSource], contents: Callable[[TensorSource], memoryview], *, thread_count: int
     ) -> None:
         self._tensors = tensors
         self._contents = contents
-        self._threads = threads
+        self._thread_count = thread_count
         self._done = [0] * len(tensors)
 
     @property
@@ -247,7 +212,7 @@ class DigestJob:
 
     def run(self) -> DigestResult:
         """Takes all of them."""
-        with Workers(self._threads, "digest") as pool:
+        with Workers(self._thread_count, "digest") as pool:
             # The largest ones first, so that the threads end together.
             order = sorted(range(len(self._tensors)), key=lambda number: -self._tensors[number].nbytes)
             digests = dict(zip(order, pool.map(self._digest, order), strict=True))

@@ -12,7 +12,7 @@ import pickle
 import select
 import socket
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,9 +23,9 @@ from .._runtime.process_context import ProcessContext
 from .._runtime.threads import Patience
 from .._staging.shared_mappings import SharedFile
 from .._storage.base import FileIdentity
+from .write_options import WriteOptions
 
 if TYPE_CHECKING:
-    from .._format.encryption import Cipher
     from .._tiers.target import FlushTarget
 
 
@@ -67,31 +67,6 @@ class FileRequest:
     tensors: tuple[TensorSource, ...]
     homes: tuple[EarlierFile, ...] = ()
     nbytes: int = 0
-
-
-@dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
-class WriteOptions:
-    """Options of writing files.
-
-    Attributes:
-        storage_options: Passed to the fsspec filesystem.
-        sync: Make files and directory durable.
-        threads: Hashing threads.
-        buffer_bytes: Memory for the parts of a file that are being made.
-        timeout: Seconds after which a wait for the storage is given up.
-        cipher: Encrypts everything.
-        sha256: Put a SHA-256 of each tensor into the files, beside the CRC-32.
-        reuse: Do not write again what an earlier save has written.
-    """
-
-    storage_options: Mapping[str, Any]
-    sync: bool
-    threads: int
-    buffer_bytes: int
-    timeout: float
-    cipher: Cipher | None = None
-    sha256: bool = False
-    reuse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +143,7 @@ class DigestRequest:
     """Say what is in these tensors. Buffers not in ``buffers`` are let go."""
 
     tensors: tuple[TensorSource, ...]
-    threads: int
+    thread_count: int
     buffers: tuple[BufferInfo, ...] = ()
 
 

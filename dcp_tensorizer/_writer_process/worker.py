@@ -144,7 +144,7 @@ class _Worker:
             case WriteRequest():
                 return self._write(request)
             case DigestRequest():
-                return self._run(DigestJob(request.tensors, self._bytes, threads=request.threads))
+                return self._run(DigestJob(request.tensors, self._bytes, thread_count=request.thread_count))
             case SnapshotRequest():
                 return self._snapshot(request)
             case FlushRequest():
@@ -184,10 +184,10 @@ class _Worker:
 
     def _write(self, request: WriteRequest) -> Answer:
         options = request.options
-        storage = open_storage(request.path, options.storage_options, options.timeout)
+        storage = open_storage(request.path, options.storage_options, options.limits.timeout)
         self._connection = storage.connection
         memory, self._part_memory = self._part_memory, PartMemory(_KEPT_BYTES)
-        answer = self._run(FileJob.of(storage, request.files, self._bytes, options, memory))
+        answer = self._run(FileJob(storage, request.files, self._bytes, options, memory))
         self._part_memory = memory  # that of a job that failed is not kept: some of it may never have come back
         return answer
 

@@ -69,7 +69,7 @@ def test_saves_by_a_writer_that_a_framework_makes(tmp_path: Path) -> None:
         dcp.async_save(state(value), storage_writer=writer).result()
     assert isinstance(writer, FileSystemWriter)
     assert isinstance(writer, TensorizerStorageWriter)
-    assert (writer.path, writer._options.write.sync, writer._options.write.threads) == (tmp_path, False, 2)
+    assert (writer.path, writer._options.write.sync_files, writer._options.write.thread_count) == (tmp_path, False, 2)
     reader = FileSystemReader(tmp_path)
     assert isinstance(reader, FileSystemReader)
     assert reader.path == tmp_path
@@ -124,7 +124,7 @@ def test_options_reach_all_writers_and_readers(tmp_path: Path) -> None:
     """Arguments of one FileSystemWriter go before them; to install again changes them; errors change nothing."""
     with installed(writer_options={"sync_files": False, "sha256": True}, reader_options={"verify": False}):
         writer = FileSystemWriter(tmp_path)
-        assert (writer._options.write.sync, writer._options.write.sha256) == (False, True)
+        assert (writer._options.write.sync_files, writer._options.write.sha256) == (False, True)
         assert FileSystemReader(tmp_path)._options == {"verify": False}
         install(writer_options={"overwrite": False})
         assert not FileSystemWriter(tmp_path)._options.overwrite
@@ -138,8 +138,8 @@ def test_what_a_framework_says_goes_before_the_options(tmp_path: Path) -> None:
     with installed(writer_options={"sync_files": False, "overwrite": False, "thread_count": 3}):
         options = FileSystemWriter(tmp_path, sync_files=True, overwrite=True, thread_count=1)._options  # type: ignore[attr-defined]
         others = FileSystemWriter(tmp_path, True)._options  # type: ignore[attr-defined]
-    assert (options.write.sync, options.overwrite, options.write.threads) == (True, True, 1)
-    assert (others.write.sync, others.overwrite, others.write.threads) == (False, False, 3)
+    assert (options.write.sync_files, options.overwrite, options.write.thread_count) == (True, True, 1)
+    assert (others.write.sync_files, others.overwrite, others.write.thread_count) == (False, False, 3)
 
 
 class Inverted(StreamTransformExtension):
@@ -192,7 +192,7 @@ def test_it_may_be_installed_for_a_while_where_it_is_installed(tmp_path: Path) -
         assert not FileSystemWriter(tmp_path)._options.write.sha256
     writer = FileSystemWriter(tmp_path)
     assert isinstance(writer, TensorizerStorageWriter)
-    assert (writer._options.write.sync, writer._options.write.sha256) == (True, True)
+    assert (writer._options.write.sync_files, writer._options.write.sha256) == (True, True)
 
 
 @pytest.mark.usefixtures("ours")

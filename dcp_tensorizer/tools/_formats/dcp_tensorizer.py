@@ -25,6 +25,7 @@ from ..._saving.write_plan import Item, plan_files, stored_names, write_results
 from ..._storage.base import TIMEOUT, Storage
 from ..._writer_process.jobs import FileJob
 from ..._writer_process.protocol import TensorSource
+from ..._writer_process.write_options import WriteOptions
 from .._atomic_output import new_directory, shown_path
 from .._view import CheckpointView, StoredObject, StoredValue
 from .common import Options, tensors_at_once
@@ -51,7 +52,8 @@ def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], o
     with new_directory(path, storage_options, f"__*_{save_id}.tensors") as storage, _locked(storage):
         files = plan_files((item.source() for item in items if item.has_bytes), 0, save_id, storage.max_file_bytes)
         put_records(storage, [save_id])
-        done = FileJob(storage, files, bytes_of, sync=True, threads=tensors_at_once(view.tensors.values())).run()
+        options_of_files = WriteOptions(thread_count=tensors_at_once(view.tensors.values()))
+        done = FileJob(storage, files, bytes_of, options_of_files).run()
         parts = [result.storage_data for result in write_results(items, done, 0)]
         meta = StorageMeta(shown_path(path), save_id=save_id)
         metadata = Metadata(described, view.paths, storage_meta=meta, version=CURRENT_DCP_VERSION)

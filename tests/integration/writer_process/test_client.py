@@ -24,9 +24,9 @@ from dcp_tensorizer._writer_process.protocol import (
     FileRequest,
     SnapshotRequest,
     TensorSource,
-    WriteOptions,
     WriteRequest,
 )
+from dcp_tensorizer._writer_process.write_options import WriteOptions
 from dcp_tensorizer.errors import WriteError, WriterProcessDied
 
 from ...support import kill, open_descriptors
@@ -67,7 +67,7 @@ def request(path, buffer, count=1000, options=None):
     tensor.copy_(torch.arange(count, dtype=torch.float32))
     source = TensorSource("w", "float32", (count,), tensor.nbytes, "tensor", buffer.id, buffer.locate(tensor))
     return WriteRequest(
-        str(path), WriteOptions(options or {}, True, 2, 64 << 20, 60.0), (FileRequest(NAME, (source,)),)
+        str(path), WriteOptions(storage_options=options or {}, thread_count=2), (FileRequest(NAME, (source,)),)
     )
 
 
@@ -162,7 +162,7 @@ def test_a_process_that_takes_no_request_is_killed(process, buffer, tmp_path):
     rescue = threading.Timer(20, os.kill, (process.pid, signal.SIGKILL))
     rescue.start()
     source = TensorSource("w" * 200, "float32", (1,), 4, "tensor", buffer.id, 0)
-    padded = WriteOptions({"padding": os.urandom(4 << 20)}, True, 1, 64 << 20, 60.0)
+    padded = WriteOptions(storage_options={"padding": os.urandom(4 << 20)}, thread_count=1)
     large = WriteRequest(str(tmp_path), padded, (FileRequest(NAME, (source,) * 20_000),))
     try:
         with pytest.raises(WriterProcessDied, match="made no progress for 1 s"):

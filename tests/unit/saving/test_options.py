@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import pickle
 from typing import Any
@@ -12,27 +13,15 @@ from tensorizer import EncryptionParams
 
 from dcp_tensorizer import SaveLimits, TensorizerStorageWriter
 from dcp_tensorizer._runtime.threads import cores
-from dcp_tensorizer._saving.options import SaveOptions, check_options
+from dcp_tensorizer._saving.options import SaveOptions
+from dcp_tensorizer._writer_process.write_options import WriteOptions
 
 KEY = bytes(range(32))
 
 
 def options(**given: Any) -> SaveOptions:
     """Those of a writer that is given nothing else."""
-    defaults: dict[str, Any] = {
-        "cache": True,
-        "staging": "buffer",
-        "overlap_staging": False,
-        "overwrite": True,
-        "sync_files": True,
-        "thread_count": None,
-        "storage_options": None,
-        "sha256": False,
-        "reuse_unchanged": False,
-        "encryption": None,
-        "limits": SaveLimits(),
-    }
-    return check_options(**defaults | given)
+    return TensorizerStorageWriter(**given).saver.options
 
 
 def test_limits_are_pinned_and_cannot_be_changed() -> None:
@@ -93,8 +82,16 @@ def test_device_staging_is_refused_with_expandable_segments(monkeypatch: pytest.
 
 def test_threads_are_as_many_as_there_are_cores_up_to_four() -> None:
     """Unless a number is given."""
-    assert options().write.threads == min(4, cores())
-    assert options(thread_count=7).write.threads == 7
+    assert options().write.thread_count == min(4, cores())
+    assert options(thread_count=7).write.thread_count == 7
+
+
+def test_an_option_has_one_name_from_the_writer_to_the_writer_process() -> None:
+    """Fields are named as the arguments are, but for what is made of several of them, or of a key."""
+    fields = {field.name for record in (SaveOptions, WriteOptions) for field in dataclasses.fields(record)}
+    arguments = inspect.signature(TensorizerStorageWriter).parameters.keys()
+    assert fields - arguments == {"write", "target", "cipher"}
+    assert arguments - fields == {"path", "local", "encryption", "on_report"}
 
 
 def test_storage_options_are_copied() -> None:

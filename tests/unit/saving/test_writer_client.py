@@ -22,7 +22,8 @@ from dcp_tensorizer._staging.shared_memory import SharedBuffer
 from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer._staging.tensor_copy import Copies
 from dcp_tensorizer._storage.local import LocalStorage
-from dcp_tensorizer._writer_process.protocol import SnapshotRequest, TensorSource, WriteOptions, WriteRequest
+from dcp_tensorizer._writer_process.protocol import SnapshotRequest, TensorSource, WriteRequest
+from dcp_tensorizer._writer_process.write_options import WriteOptions
 
 from ...simulated import SimulatedDevice
 from ...waiting import WAIT, in_thread
@@ -130,7 +131,7 @@ def test_only_what_was_staged_in_place_is_written_from_where_it_is(tmp_path: Pat
     client = client_of(lambda **options: process)
     client.ensure_process()
     items = [Item(MetadataIndex(name), name, "tensor", t) for name, t in {"staged": staged, "made": made}.items()]
-    options = WriteOptions({}, sync=False, threads=1, buffer_bytes=1 << 20, timeout=10.0)
+    options = WriteOptions(sync_files=False, thread_count=1)
     with pytest.raises(WriteError, match="seen enough"):
         client.write(LocalStorage(tmp_path), 0, "save", items, result.staged_save, options)
     assert [type(process.sources[name].memory) for name in ("staged", "made")] == [SharedFile, int]
@@ -165,7 +166,7 @@ def test_unstaged_tensors_of_a_device_are_written_when_its_kernels_have_run(tmp_
     device.queue(lambda: weights.fill_(7.0))
     client = WriterClient(device=device)
     items = [Item(MetadataIndex("w"), "w", "tensor", weights)]
-    options = WriteOptions({}, sync=False, threads=1, buffer_bytes=1 << 20, timeout=10.0)
+    options = WriteOptions(sync_files=False, thread_count=1)
     client.write(LocalStorage(tmp_path), 0, "save", items, None, options)
     with TensorDeserializer(tmp_path / data_file_name(0, 0, "save"), device="cpu") as stored:
         assert set(stored["w"].tolist()) == {7.0}

@@ -18,17 +18,17 @@ from dcp_tensorizer._writer_process.protocol import (
     Channel,
     FileRequest,
     TensorSource,
-    WriteOptions,
     WriteProgress,
     WriteRequest,
     pickled,
 )
+from dcp_tensorizer._writer_process.write_options import WriteOptions
 
 from ...support import open_descriptors
 from ...waiting import WAIT
 
 SOURCE = TensorSource("layer.0", "bfloat16", (3, 4), 24, memory=7, offset=4096)
-OPTIONS = WriteOptions({"key": "secret", "nested": {"a": [1]}}, True, 2, 64 << 20, 600.0)
+OPTIONS = WriteOptions(storage_options={"key": "secret", "nested": {"a": [1]}}, thread_count=2)
 REQUEST = WriteRequest(
     "/checkpoint", OPTIONS, (FileRequest("__0_0_x.tensors", (SOURCE,)),), (BufferInfo(7, 8192, attached=False),)
 )

@@ -29,6 +29,7 @@ from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._writer_process import jobs
 from dcp_tensorizer._writer_process.jobs import FileJob
 from dcp_tensorizer._writer_process.protocol import EarlierFile, FileRequest, FileResult, TensorSource
+from dcp_tensorizer._writer_process.write_options import SaveLimits, WriteOptions
 
 from ...support import block_digests, dtype_name, file_size_limit, filled, raw, same, sources
 
@@ -46,14 +47,18 @@ def saved(value: object) -> torch.Tensor:
 
 
 def job(
-    storage: Storage, files: dict[str, dict[str, torch.Tensor]], *, kind: str = "tensor", **options: Any
+    storage: Storage,
+    files: dict[str, dict[str, torch.Tensor]],
+    *,
+    kind: str = "tensor",
+    memory: PartMemory | None = None,
+    **options: Any,
 ) -> FileJob:
     """A job for the given tensors, by file."""
     tensors = {name: tensor for file in files.values() for name, tensor in file.items()}
     requests = [FileRequest(file, sources(content.items(), kind)) for file, content in files.items()]
-    return FileJob(
-        storage, requests, lambda source: host_bytes(tensors[source.name]), **({"sync": True, "threads": 2} | options)
-    )
+    given = WriteOptions(**{"thread_count": 2} | options)
+    return FileJob(storage, requests, lambda source: host_bytes(tensors[source.name]), given, memory)
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -81,9 +86,8 @@ def test_jobs_may_share_what_they_keep_of_the_memory_for_parts(storage: Storage)
             storage,
             [FileRequest(NAMES[0], sources([("a", torch.ones(9))]))],
             _gone,
-            sync=True,
-            threads=1,
-            memory=memory,
+            WriteOptions(thread_count=1),
+            memory,
         ).run()
     assert memory._made == sum(buffer.nbytes for buffer in memory._free)
     unkept = PartMemory()
@@ -102,7 +106,7 @@ def test_all_files_are_written_and_described(storage: Storage, tmp_path: Path, s
         NAMES[0]: {"a": filled(torch.float32, (300, 7)), "b": filled(torch.bfloat16, (1,))},
         NAMES[1]: {"c": filled(torch.uint8, (200_000,), seed=1)},
     }
-    work = job(storage, files, sync=sync)
+    work = job(storage, files, sync_files=sync)
     done = work.run()
     assert [file.name for file in done.files] == NAMES[:2]
     assert done.seconds >= done.hash_seconds > 0
@@ -152,7 +156,7 @@ def test_a_missing_tensor_fails_the_job(tmp_path: Path) -> None:
     def gone(source: TensorSource) -> memoryview:
         raise KeyError(source.name)
 
-    work = FileJob(open_storage(tmp_path), [FileRequest(NAMES[0], (source,))], gone, sync=True, threads=1)
+    work = FileJob(open_storage(tmp_path), [FileRequest(NAMES[0], (source,))], gone, WriteOptions(thread_count=1))
     with pytest.raises(WriteError, match="KeyError: 'gone'"):
         work.run()
     assert list(tmp_path.iterdir()) == []
@@ -280,7 +284,7 @@ def test_no_file_is_completed_once_the_job_is_abandoned(tmp_path: Path, monkeypa
 def _saved_before(folder: Path, content: dict[str, torch.Tensor]) -> FileResult:
     """A file that an earlier save has written."""
     folder.mkdir()
-    (result,) = job(open_storage(folder), {NAMES[2]: content}, identify=True).run().files
+    (result,) = job(open_storage(folder), {NAMES[2]: content}, reuse_unchanged=True).run().files
     assert result.identity is not None
     return result
 
@@ -288,7 +292,7 @@ def _saved_before(folder: Path, content: dict[str, torch.Tensor]) -> FileResult:
 def _adopting(folder: Path, content: dict[str, torch.Tensor], homes: tuple[EarlierFile, ...]) -> FileJob:
     request = FileRequest(NAMES[0], sources(content.items()), homes, 4711)
     return FileJob(
-        open_storage(folder), [request], lambda source: host_bytes(content[source.name]), sync=True, threads=1
+        open_storage(folder), [request], lambda source: host_bytes(content[source.name]), WriteOptions(thread_count=1)
     )
 
 
@@ -323,9 +327,7 @@ def test_what_cannot_be_adopted_in_time_is_written(tmp_path: Path, monkeypatch: 
         open_storage(tmp_path),
         requests,
         lambda source: host_bytes(content[source.name]),
-        sync=True,
-        threads=1,
-        patience=10.0,
+        WriteOptions(thread_count=1, limits=SaveLimits(timeout=100.0)),  # of which a copy gets a tenth
         clock=lambda: moments[0],
     )
     assert [result.adopted for result in work.run().files] == [False] * len(NAMES)
@@ -357,5 +359,5 @@ def test_an_interrupted_job_leaves_nothing(tmp_path: Path) -> None:
 
     files = [FileRequest(name, sources({key: tensors[key]}.items())) for name, key in zip(NAMES, tensors, strict=False)]
     with pytest.raises(KeyboardInterrupt):
-        FileJob(open_storage(tmp_path), files, interrupted, sync=True, threads=1).run()
+        FileJob(open_storage(tmp_path), files, interrupted, WriteOptions(thread_count=1)).run()
     assert list(tmp_path.iterdir()) == []

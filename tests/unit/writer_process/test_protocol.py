@@ -25,17 +25,19 @@ from dcp_tensorizer._writer_process.protocol import (
     TensorSource,
     WriteDone,
     WriteFailed,
-    WriteOptions,
     WriteProgress,
     WriteRequest,
 )
+from dcp_tensorizer._writer_process.write_options import WriteOptions
 
 FILE = SharedFile("/dev/shm/torch_1", 7, 4711)
 SOURCES = (
     TensorSource("layer.0", "bfloat16", (3, 4), 24, memory=7, offset=4096),
     TensorSource("step", "uint8", (100,), 100, "object", FILE, 512),
 )
-OPTIONS = WriteOptions({"key": "a-secret", "nested": {"a": [1]}}, True, 2, 64 << 20, 600.0, Cipher(bytes(range(32))))
+OPTIONS = WriteOptions(
+    storage_options={"key": "a-secret", "nested": {"a": [1]}}, thread_count=2, cipher=Cipher(bytes(range(32)))
+)
 BUFFERS = (BufferInfo(7, 8192, attached=False),)
 REQUEST = WriteRequest("/checkpoint", OPTIONS, (FileRequest("__0_0_x.tensors", SOURCES),), BUFFERS)
 STORED = (

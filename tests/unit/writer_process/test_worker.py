@@ -11,8 +11,9 @@ import pytest
 from dcp_tensorizer import WriteError
 from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._writer_process import worker
-from dcp_tensorizer._writer_process.protocol import Channel, FileRequest, WriteOptions, WriteRequest
+from dcp_tensorizer._writer_process.protocol import Channel, FileRequest, WriteRequest
 from dcp_tensorizer._writer_process.worker import SpareCores
+from dcp_tensorizer._writer_process.write_options import WriteOptions
 
 SECOND = os.sysconf("SC_CLK_TCK") * (os.cpu_count() or 1)
 """Ticks in a second, of all cores together."""
@@ -43,7 +44,7 @@ def test_busy_cores_are_not_taken_for_spare_ones() -> None:
 
 def test_the_memory_of_a_save_that_failed_is_not_kept(tmp_path: Path) -> None:
     """Some of it may never have come back, and each later save would have less. That of others is kept."""
-    options = WriteOptions({}, sync=False, threads=1, buffer_bytes=64 << 20, timeout=60.0)
+    options = WriteOptions(sync_files=False, thread_count=1)
     files = (FileRequest(data_file_name(0, 0, "a" * 32), ()),)
     ours, theirs = socket.socketpair()
     with ours, theirs:
