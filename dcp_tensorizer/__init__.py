@@ -79,7 +79,7 @@ _ON_USE = {
     "open_reader": "any_format",
     "uninstall": "_install",
 }
-_MODULES = ("any_format", "convert", "manager", "planner", "reader", "tools", "writer")
+_MODULES = ("any_format", "convert", "manager", "planner", "reader", "storage", "tools", "writer")
 
 if not TYPE_CHECKING:
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import re
 import resource
@@ -129,21 +128,6 @@ def read_range(storage: Storage, name: str, nbytes: int, offset: int = 0) -> byt
     reader.read_into([view[: nbytes // 3], view[nbytes // 3 :]], offset)
     reader.close()
     return bytes(content)
-
-
-def put_file(storage: Storage, name: str, content: bytes, *, sync: bool = True) -> None:
-    """Writes a whole file through a sink."""
-    sink = storage.create(name, len(content), sync=sync)
-    for number, start in enumerate(range(0, len(content), sink.part_bytes)):
-        sink.put_part(number, on_a_page(content[start : start + sink.part_bytes]))
-    sink.complete()
-
-
-def on_a_page(content: bytes) -> memoryview:
-    """A copy that begins on a page, as a sink needs it."""
-    memory = mmap.mmap(-1, max(1, len(content)))
-    memory[: len(content)] = content
-    return memoryview(memory)[: len(content)]
 
 
 def sources(tensors: Iterable[tuple[str, torch.Tensor]], kind: str = "tensor") -> tuple[TensorSource, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 from .._runtime.forks import free_in_child
 from .._runtime.process_context import environment
 from .._runtime.threads import in_threads
-from ..errors import NotCommitted, ReadError, WriteError
+from ..errors import WriteError
 from .base import TAKEN, FileInfo, RangeReader, Sink, Storage
 from .redact import Scrubber, check_names, check_writable, is_in_process, protocols_of
 from .remote import Ranges, RemoteStorage, is_transient, patience_of
@@ -52,7 +52,6 @@ def open_url(url: str, options: Mapping[str, Any], timeout: float) -> Storage | 
         WriteError: its protocol is unknown, its library is missing, or its server cannot be reached.
     """
     scrub = Scrubber(options)
-    url = re.sub(r"(?<=[^:/])/+$", "", url)
     try:
         return _open(url, options, scrub, timeout)
     except Exception as error:
@@ -166,13 +165,12 @@ class StreamStorage(RemoteStorage):
             self._turn = free_in_child(threading.RLock())
             self.reads = dataclasses.replace(self.reads, max_threads=1)
 
-    def listing(self) -> tuple[list[FileInfo], list[str]]:
-        with self._translated(ReadError, f"cannot list {self.path}"):
-            try:
-                self.filesystem.invalidate_cache(self._root)
-                entries = self._call("ls", self._root, detail=True)
-            except (FileNotFoundError, NotADirectoryError):
-                raise NotCommitted(f"there is nothing at {self.path}") from None
+    def _list(self) -> tuple[list[FileInfo], list[str]]:
+        self.filesystem.invalidate_cache(self._root)
+        try:
+            entries = self._call("ls", self._root, detail=True)
+        except NotADirectoryError as error:
+            raise FileNotFoundError(str(error)) from None
         named = [(entry["name"].rstrip("/").rpartition("/")[2], entry) for entry in entries]
         listed = [(name, int(e["size"] or 0), _modified(e)) for name, e in named if e["type"] == "file" and name]
         files = [FileInfo(name, nbytes, modified, modified) for name, nbytes, modified in listed]
@@ -187,20 +185,18 @@ class StreamStorage(RemoteStorage):
         check_writable(self.location)
         return _StreamSink(self.filesystem, self._full(name), self._turn)
 
-    def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True, save_id: str = "") -> None:
+    def _put_file(self, name: str, data: bytes, *, sync: bool, replace: bool) -> None:
         mode = {} if replace else {"mode": "create"}
-        with self._putting(name, data, is_new=not replace) as begin:
 
-            def put() -> None:
-                begin()
-                try:
-                    self.filesystem.pipe_file(self._full(name), data, **mode)
-                except OSError as error:
-                    if _is_taken(error):
-                        raise FileExistsError(TAKEN) from None
-                    raise
+        def put() -> None:
+            try:
+                self.filesystem.pipe_file(self._full(name), data, **mode)
+            except OSError as error:
+                if _is_taken(error):
+                    raise FileExistsError(TAKEN) from None
+                raise
 
-            self._retried(put)
+        self._retried(put)
 
     def put_if(self, name: str, expected: bytes | None, data: bytes, *, sync: bool = True, save_id: str = "") -> bool:
         with _swapping if self.in_process else nullcontext():

@@ -1,25 +1,45 @@
-"""Opens the storage that a path or a URL names."""
+"""Opens the storage that a path or a URL names.
+
+Of a URL, packages that have registered a storage for its protocol are asked first, and then fsspec. They register by an
+entry point of the group `STORAGES`: its name is the protocol, and its object is an `Opener`.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+import sys
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ..errors import WriteError
+from ..errors import CheckpointError, WriteError
 from .base import TIMEOUT, Storage
 from .local import LocalStorage
+from .redact import Scrubber
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+STORAGES = "dcp_tensorizer.storages"
+"""The group of entry points by which packages register storages."""
+
+Opener: TypeAlias = Callable[[str, Mapping[str, Any], float], Storage]
+"""What opens a registered storage. It takes the URL, the ``storage_options``, and the timeout in seconds.
+
+It may raise anything. It is called in the trainer and in its writer process, for each save and each load.
+"""
 
 
 def open_storage(
     path: str | os.PathLike[str], options: Mapping[str, Any] | None = None, timeout: float = TIMEOUT
 ) -> Storage:
-    """The storage that ``path`` names: a local path, or any URL that fsspec opens.
+    """The storage that ``path`` names: a local path, a URL of a registered protocol, or any URL that fsspec opens.
 
     Args:
         path: Local path (``str`` or path-like, taken literally) or URL.
-        options: Passed to the fsspec filesystem; ignored for local paths.
+        options: Passed to the registered opener, or to the fsspec filesystem; ignored for local paths.
         timeout: Seconds after which a request to the storage is given up.
 
     Raises:
@@ -28,10 +48,51 @@ def open_storage(
     resolved = absolute_path(path)
     if isinstance(resolved, Path):
         return LocalStorage(resolved)
+    url = re.sub(r"(?<=[^:/])/+$", "", resolved)  # a child's name follows one slash
+    if points := _registered(url):
+        return _open_registered(points, url, options or {}, timeout)
     from .fsspec import open_url  # not for local paths: a writer process for each of a node's ranks would feel it
 
-    opened = open_url(resolved, options or {}, timeout)
+    opened = open_url(url, options or {}, timeout)
     return LocalStorage(opened) if isinstance(opened, Path) else opened
+
+
+def _registered(url: str) -> list[EntryPoint]:
+    """The entry points of a URL's protocol. URLs that are chained by ``::``, and files, are never a package's."""
+    protocol, separator, _ = url.partition("://")
+    if not separator or "::" in url or protocol in ("file", "local"):
+        return []
+    return [point for point in _entry_points(tuple(sys.path)) if point.name == protocol]
+
+
+@lru_cache(maxsize=2)
+def _entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """The registered storages, of which each search reads a file of every installed package.
+
+    Args:
+        path: The interpreter's, of now: with another one, others may be found.
+    """
+    from importlib.metadata import entry_points  # not for local paths
+
+    return tuple(entry_points(group=STORAGES))
+
+
+def _open_registered(points: list[EntryPoint], url: str, options: Mapping[str, Any], timeout: float) -> Storage:
+    """Opens a URL by the object that an entry point names. Errors are raised as `WriteError`, without credentials."""
+    scrub = Scrubber(options)
+    if len({point.value for point in points}) > 1:
+        named = " and ".join(f"{point.value} of {point.dist.name if point.dist else '?'}" for point in points)
+        raise WriteError(scrub(f"cannot open {url}: its protocol is registered by {named}: remove all but one"))
+    opener = points[0].value
+    try:
+        storage: object = points[0].load()(url, options, timeout)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise WriteError(scrub(f"cannot open {url} by {opener}: {type(error).__name__}: {error}")) from None
+    if not isinstance(storage, Storage):
+        raise WriteError(scrub(f"cannot open {url}: {opener} gives no Storage, but {type(storage).__name__}"))
+    return storage
 
 
 def absolute_path(path: str | os.PathLike[str], directory: str | None = None) -> str | Path:
@@ -71,13 +132,15 @@ def _absolute(path: str, directory: str | None) -> str:
 
 
 def is_location(path: object) -> bool:
-    """Returns whether `open_storage` can make something of it: a local path, or a URL of a protocol that fsspec knows.
+    """Returns whether `open_storage` can make something of it: a local path, or a URL of a protocol that is known.
+
+    A protocol is known if a package has registered it, or fsspec knows it.
 
     Nothing is looked for there. Whether the protocol's library is installed shows when the URL is opened.
     """
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         return False
-    if _is_local(path):
+    if _is_local(path) or _registered(os.fspath(path)):
         return True
     from .fsspec import is_known
 

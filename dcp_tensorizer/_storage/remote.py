@@ -1,4 +1,8 @@
-"""The base of storages behind a URL: their errors as the package's own, without credentials."""
+"""The base of storages behind a URL: their errors as the package's own, without credentials.
+
+A storage defines `_read`, `_head`, `_list` and `_put_file`, which raise whatever their library raises, and `create`,
+`open` and `remove`. All else has a default.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ..errors import CheckpointError, ReadError, WriteError
-from .base import TAKEN, RangeReader, ReadTuning, Refused, Storage
+from ..errors import CheckpointError, NotCommitted, ReadError, WriteError
+from .base import TAKEN, FileInfo, RangeReader, ReadTuning, Refused, Storage
 from .redact import redact
 
 _T = TypeVar("_T")
@@ -56,6 +60,18 @@ class RemoteStorage(Storage):
     def head(self, name: str) -> int | None:
         return self._ask(name, self._head)
 
+    def listing(self) -> tuple[list[FileInfo], list[str]]:
+        with self._translated(ReadError, f"cannot list {self.path}"):
+            try:
+                return self._list()
+            except self.missing:
+                raise NotCommitted(f"there is nothing at {self.path}") from None
+
+    def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True, save_id: str = "") -> None:
+        with self._putting(name, data, is_new=not replace) as begin:
+            begin()
+            self._put_file(name, data, sync=sync, replace=replace)
+
     @abc.abstractmethod
     def _read(self, name: str, most: int | None) -> bytes:
         """A file's contents, ``most`` bytes of them at most; raises `missing`."""
@@ -63,6 +79,21 @@ class RemoteStorage(Storage):
     @abc.abstractmethod
     def _head(self, name: str) -> int:
         """A file's size; raises `missing`."""
+
+    @abc.abstractmethod
+    def _list(self) -> tuple[list[FileInfo], list[str]]:
+        """The files in the directory and the names of its subdirectories; raises `missing` for no directory."""
+
+    def _put_file(self, name: str, data: bytes, *, sync: bool, replace: bool) -> None:
+        """Writes a small file that appears as a whole, for `put`. A storage that defines `put` itself needs none.
+
+        Raises:
+            FileExistsError: there is one, and ``replace`` is False. Of several jobs that put at once one succeeds, as
+                far as the server can tell. Before this it was looked that there is none.
+            FileNotFoundError, PermissionError: the file will not appear (see `_is_refusal`).
+            Exception: nobody knows whether it will.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines neither _put_file nor put")
 
     def _full(self, name: str) -> str:
         """A file's name as the server knows it."""

@@ -26,7 +26,7 @@ from isal.isal_zlib import crc32
 from .._runtime.forks import Finalizer, free_in_child
 from .._runtime.process_context import environment
 from .._runtime.threads import in_background, in_threads
-from ..errors import NotCommitted, ReadError
+from ..errors import ReadError
 from .base import TAKEN, FileIdentity, FileInfo, RangeReader, Refused, Sink, Storage, rest_of
 from .remote import RemoteStorage, is_transient, patience_of
 
@@ -317,21 +317,20 @@ class S3Storage(RemoteStorage):
         super().__init__(url, prefix, scrub, timeout)
         self._client = self.connection = shared_client(filesystem, timeout)
 
-    def listing(self) -> tuple[list[FileInfo], list[str]]:
+    def _list(self) -> tuple[list[FileInfo], list[str]]:
         files: list[FileInfo] = []
         folders: list[str] = []
         prefix = self._full("")
-        with self._translated(ReadError, f"cannot list {self.path}"):
-            for page in self._pages("list_objects_v2", "", ["ContinuationToken"], Delimiter="/"):
-                for entry in page.get("Contents", []):
-                    if name := entry["Key"].removeprefix(prefix):  # a console makes an object of the prefix itself
-                        modified = entry["LastModified"].timestamp()
-                        files.append(FileInfo(name, entry["Size"], modified, modified))
-                for entry in page.get("CommonPrefixes", []):
-                    if name := entry["Prefix"].removeprefix(prefix).rstrip("/"):  # a key may begin with a slash
-                        folders.append(name)
+        for page in self._pages("list_objects_v2", "", ["ContinuationToken"], Delimiter="/"):
+            for entry in page.get("Contents", []):
+                if name := entry["Key"].removeprefix(prefix):  # a console makes an object of the prefix itself
+                    modified = entry["LastModified"].timestamp()
+                    files.append(FileInfo(name, entry["Size"], modified, modified))
+            for entry in page.get("CommonPrefixes", []):
+                if name := entry["Prefix"].removeprefix(prefix).rstrip("/"):  # a key may begin with a slash
+                    folders.append(name)
         if not files and not folders:
-            raise NotCommitted(f"there is nothing at {self.path}")
+            raise NoSuchObject
         return files, folders
 
     def create(self, name: str, nbytes: int, *, sync: bool) -> Sink:
@@ -358,13 +357,10 @@ class S3Storage(RemoteStorage):
             return None
         return copied if copied is not None and copied[0] == identity[0] else None
 
-    def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True, save_id: str = "") -> None:
-        condition = {} if replace else {"IfNoneMatch": "*"}
-        with self._putting(name, data, is_new=not replace) as begin:
-            begin()
-            # Not patiently: an attempt whose answer was lost may have put the object, and another job may have replaced
-            # it since. A late attempt would bring back a checkpoint whose files that job has removed.
-            self._put(name, data, condition)
+    def _put_file(self, name: str, data: bytes, *, sync: bool, replace: bool) -> None:
+        # Not patiently: an attempt whose answer was lost may have put the object, and another job may have replaced
+        # it since. A late attempt would bring back a checkpoint whose files that job has removed.
+        self._put(name, data, {} if replace else {"IfNoneMatch": "*"})
 
     def put_if(self, name: str, expected: bytes | None, data: bytes, *, sync: bool = True, save_id: str = "") -> bool:
         if expected is None:

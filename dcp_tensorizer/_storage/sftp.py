@@ -17,7 +17,7 @@ import paramiko
 from paramiko.sftp import CMD_EXTENDED, CMD_READ, CMD_STATUS, CMD_VERSION, int64
 
 from .._runtime.forks import Finalizer, free_in_child, in_child
-from ..errors import NotCommitted, ReadError, WriteError
+from ..errors import WriteError
 from .base import TAKEN, FileInfo, RangeReader, Sink, temporary_file_name
 from .redact import names_of, refuse_unknown
 from .remote import Ranges, RemoteStorage, Retries, is_transient, patience_of
@@ -43,12 +43,8 @@ class SftpStorage(RemoteStorage):
         super().__init__(url, slash + path, scrub, timeout)
         self.client = SftpClient(address, options, timeout)
 
-    def listing(self) -> tuple[list[FileInfo], list[str]]:
-        with self._translated(ReadError, f"cannot list {self.path}"):
-            try:
-                entries = self.client.call(self._entries)
-            except FileNotFoundError:
-                raise NotCommitted(f"there is nothing at {self.path}") from None
+    def _list(self) -> tuple[list[FileInfo], list[str]]:
+        entries = self.client.call(self._entries)
         regular = [(name, e.st_size, float(e.st_mtime)) for name, e in entries if stat.S_ISREG(e.st_mode)]
         files = [FileInfo(name, nbytes, mtime, mtime) for name, nbytes, mtime in regular]  # it tells no other time
         return files, [name for name, entry in entries if stat.S_ISDIR(entry.st_mode)]

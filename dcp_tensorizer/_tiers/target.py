@@ -12,6 +12,7 @@ from .._runtime.threads import Patience
 from .._storage.base import TIMEOUT, Storage
 from .._storage.open import absolute_path, open_storage
 from .._storage.redact import is_in_process, redact
+from ..errors import WriteError
 
 _LONGEST_LOOK = 20.0
 """Seconds from one look at a flush to the next, at a slow disk or remote, or between two tries. More is no wait."""
@@ -50,7 +51,13 @@ class FlushTarget:
     def open(self, place: str = "") -> Storage:
         """The remote storage of a place; raises `WriteError`."""
         root = Path(self.remote) if self.remote.startswith("/") else self.remote
-        return below(open_storage(root, self.options, self.timeout), place)
+        storage = open_storage(root, self.options, self.timeout)
+        if storage.in_process and not self.is_in_process:
+            raise WriteError(
+                f"{self.name} is in the memory of one process, and another one flushes the local folder: save there "
+                f"without local=, or mirror a remote that both processes reach"
+            )
+        return below(storage, place)
 
     def folder(self, place: str = "") -> Path:
         """The local folder of a place."""

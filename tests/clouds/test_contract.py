@@ -4,11 +4,11 @@ import uuid
 
 import pytest
 
-from ..integration.storage.test_contract import Contract
+from dcp_tensorizer.testing import StorageTests
 
 
 @pytest.mark.filterwarnings("ignore:Sending a large body directly")  # aiohttp of a part, in a thread of its own
-class TestAzure(Contract):
+class TestAzure(StorageTests):
     @pytest.fixture
     def options(self, azure):
         return azure.options()
@@ -19,7 +19,7 @@ class TestAzure(Contract):
 
 
 @pytest.mark.filterwarnings("ignore:Sending a large body directly")  # aiohttp of a part, in a thread of its own
-class TestGoogle(Contract):
+class TestGoogle(StorageTests):
     @pytest.fixture
     def options(self, google):
         return google.options()

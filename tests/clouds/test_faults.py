@@ -22,9 +22,10 @@ from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._storage.base import TIMEOUT
 from dcp_tensorizer._storage.fsspec import StreamStorage
 from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer.testing import put_file
 
 from ..proxy import Fault, Request, Rule, S3Proxy, s3_proxy
-from ..support import put_file, read_range
+from ..support import read_range
 from .servers import ACCOUNT_KEY, AzureServer, GoogleServer
 
 NAME = data_file_name(0, 0, "a" * 32)

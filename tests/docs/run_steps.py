@@ -1,8 +1,8 @@
 """Runs the blocks of one page in their order: in a process and a directory of their own.
 
 Python blocks share a namespace. One with a ``__main__`` guard is run as a script, because it starts processes that
-import it. Commands are run by bash. Of a console block each command must end as the output under it says, and show the
-same table.
+import it. One that begins with ``# NAME.py`` is that file. A pyproject.toml is installed. Commands are run by bash. Of
+a console block each command must end as the output under it says, and show the same table.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ from typing import Any
 
 from tests.docs.pages import ROOT
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pytest brings it
+
 DAMAGED_OR_DIFFERENT, NOT_DONE = 1, 2
 PORT = "29511"  # of the tutorial's process group; somebody else may use it on this machine at the same time
 
@@ -32,7 +37,7 @@ def main(page: Path, steps: list[dict[str, Any]]) -> None:
     for step in steps:
         where = f"{page.relative_to(ROOT)}:{step['line']}"
         try:
-            run = {"python": run_python, "bash": run_bash, "console": run_console}[step["language"]]
+            run = {"python": run_python, "bash": run_bash, "console": run_console, "toml": install}[step["language"]]
             run(step["code"], namespace, f"{page}:{step['line']}")
         except BaseException:
             traceback.print_exc()
@@ -41,7 +46,10 @@ def main(page: Path, steps: list[dict[str, Any]]) -> None:
 
 
 def run_python(code: str, namespace: dict[str, Any], where: str) -> None:
-    """In the page's namespace, or as a script."""
+    """In the page's namespace, or as a script, or not yet: a file that others import."""
+    if named := re.match(r"# (\w+\.py)$", code, re.MULTILINE):
+        Path(named[1]).write_text(code)
+        return
     if "__main__" not in code:
         exec(compile(code, where, "exec"), namespace)
         return
@@ -55,6 +63,20 @@ def free_port() -> int:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return listening.getsockname()[1]
+
+
+def install(code: str, namespace: dict[str, Any], where: str) -> None:
+    """Has the project in the working directory found as `pip install --editable .` would, which needs a network."""
+    project = tomllib.loads(code)["project"]
+    name, version = project["name"], project["version"]
+    info = Path(f"{name.replace('-', '_')}-{version}.dist-info")
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    groups = [
+        "\n".join([f"[{group}]", *(f"{entry} = {value}" for entry, value in entries.items()), ""])
+        for group, entries in project["entry-points"].items()
+    ]
+    (info / "entry_points.txt").write_text("\n".join(groups))
 
 
 def run_bash(code: str, namespace: dict[str, Any], where: str) -> None:

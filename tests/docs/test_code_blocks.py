@@ -13,7 +13,7 @@ import pytest
 
 from .pages import ROOT, Block, blocks_of, name_of, pages
 
-RUN = {"python", "bash", "console"}
+RUN = {"python", "bash", "console", "toml"}
 SHOWN = {"diff", "json", "text"}
 # Pages whose blocks are about the checkpoints that `make demo` leaves.
 OF_THE_DEMO = {"docs/guides/command-line.md", "docs/guides/report.md", "docs/guides/serving.md"}
@@ -104,6 +104,7 @@ def _run(arguments: list[str], folder: Path) -> str:
         "PYTHONPATH": str(ROOT),
         "PYTHONWARNINGS": "ignore",
         "COLUMNS": "100",
+        "PYTEST_DEBUG_TEMPROOT": str(folder),  # a page may run pytest
     }
     command = [sys.executable, *arguments]
     done = subprocess.run(

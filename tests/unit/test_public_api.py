@@ -37,6 +37,8 @@ from dcp_tensorizer import (
     WriteError,
     WriterProcessDied,
     errors,
+    storage,
+    testing,
 )
 from dcp_tensorizer.reader import ReaderOptions
 from dcp_tensorizer.writer import WriterOptions
@@ -91,6 +93,31 @@ def test_exported_names_are_pinned() -> None:
         "unwrap",
     ]
     assert [name for name in dcp_tensorizer.__all__ if not hasattr(dcp_tensorizer, name)] == []
+
+
+def test_the_names_for_authors_of_storages_are_pinned() -> None:
+    """Other packages build on them."""
+    assert storage.__all__ == [
+        "FileInfo",
+        "Opener",
+        "RangeReader",
+        "Ranges",
+        "ReadTuning",
+        "Refused",
+        "RemoteStorage",
+        "Scrubber",
+        "Sink",
+        "Storage",
+        "open_storage",
+    ]
+    assert testing.__all__ == ["StorageTests", "on_a_page", "put_file"]
+
+
+def test_what_an_author_of_a_storage_must_write_is_pinned() -> None:
+    """Another abstract method breaks every storage of other packages: a new one needs a default."""
+    assert storage.RemoteStorage.__abstractmethods__ == {"create", "open", "remove", "_read", "_head", "_list"}
+    assert storage.Sink.__abstractmethods__ == {"_put_part", "_complete", "_abort"}
+    assert storage.RangeReader.__abstractmethods__ == {"read_into"}
 
 
 def test_version_is_that_of_the_installed_distribution() -> None:

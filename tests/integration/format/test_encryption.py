@@ -34,11 +34,12 @@ from dcp_tensorizer._loading.targets import ReadTarget
 from dcp_tensorizer._saving import write_plan
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer.testing import put_file
 from dcp_tensorizer.tools._formats.registry import open_checkpoint
 
 from ...index_edits import edit_index
 from ...servers import S3Server, SftpServer
-from ...support import ALL_DTYPES, ROOT, dtype_name, encrypted_file, filled, put_file, raw, run_python, same
+from ...support import ALL_DTYPES, ROOT, dtype_name, encrypted_file, filled, raw, run_python, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

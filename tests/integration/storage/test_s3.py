@@ -18,10 +18,11 @@ from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._storage.fsspec import StreamStorage
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._storage.s3 import S3Storage
+from dcp_tensorizer.testing import on_a_page, put_file
 
 from ...proxy import Fault, Request, S3Proxy, always, once
 from ...servers import KEY, OTHER_KEY, SECRET, S3Server
-from ...support import on_a_page, put_file, read_range
+from ...support import read_range
 
 NAME = data_file_name(0, 0, "a" * 32)
 CONTENT = bytes(range(251)) * (20 * (1 << 20) // 251)  # three parts

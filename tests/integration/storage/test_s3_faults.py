@@ -22,11 +22,12 @@ from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._storage.remote import Retries, patience_of
 from dcp_tensorizer._storage.s3 import S3Storage
+from dcp_tensorizer.testing import on_a_page, put_file
 from dcp_tensorizer.tools import verify
 
 from ...proxy import Fault, S3Proxy, always, once, s3_proxy
 from ...servers import SECRET, S3Server
-from ...support import on_a_page, put_file, read_range
+from ...support import read_range
 
 NAME = data_file_name(0, 0, "a" * 32)
 CONTENT = bytes(range(251)) * (20 * (1 << 20) // 251)  # three parts

@@ -19,9 +19,9 @@ from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._storage.base import Refused, Storage
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._storage.sftp import SftpStorage
+from dcp_tensorizer.testing import on_a_page, put_file
 
 from ...servers import PASSWORD, USER, SftpServer
-from ...support import on_a_page, put_file
 from ...tcp_proxy import TcpProxy
 
 NAME = data_file_name(0, 0, "a" * 32)

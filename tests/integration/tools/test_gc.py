@@ -20,6 +20,7 @@ from dcp_tensorizer._saving.commit import begin, put_records
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer.errors import NotCommitted
+from dcp_tensorizer.testing import on_a_page
 from dcp_tensorizer.tools._find import find
 from dcp_tensorizer.tools._gc import Removal, collect, plan_collection
 
@@ -27,7 +28,6 @@ from ...checkpoints import make_checkpoint
 from ...index_edits import edit_index
 from ...proxy import Fault, always, s3_proxy
 from ...servers import S3Server
-from ...support import on_a_page
 
 LEFTOVER = data_file_name(0, 0, "f" * 32)
 NOW = 0.0

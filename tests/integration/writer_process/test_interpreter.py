@@ -87,7 +87,15 @@ PLUGIN_PROBE = """
 def main(arguments):
     import dcp_tensorizer
     from fsspec.registry import known_implementations
-    print(dcp_tensorizer.__file__, known_implementations["mine"]["class"])
+    from dcp_tensorizer._storage.open import open_storage
+    print(dcp_tensorizer.__file__, known_implementations["mine"]["class"], open_storage("ours://a/b").root)
+"""
+PLUGIN = """
+from dcp_tensorizer.storage import Storage
+class Ours(Storage):
+    child = listing = create = put = read = head = open = remove = None
+    def __init__(self, url, options, timeout):
+        self.root = url
 """
 TRAINER = """
 import subprocess
@@ -104,7 +112,9 @@ def test_several_installations_and_a_plugin(tmp_path: Path) -> None:
     plugin = other / "a_plugin-1.dist-info"
     plugin.mkdir()
     (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: a_plugin\nVersion: 1\n")
-    (plugin / "entry_points.txt").write_text("[fsspec.specs]\nmine = a_plugin:Mine\n")
+    entries = "[fsspec.specs]\nmine = a_plugin:Mine\n[dcp_tensorizer.storages]\nours = a_plugin:Ours\n"
+    (plugin / "entry_points.txt").write_text(entries)
+    (other / "a_plugin.py").write_text(PLUGIN)
     done = subprocess.run(
         [sys.executable, "-c", TRAINER],
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(other), str(ROOT)])},
@@ -113,7 +123,9 @@ def test_several_installations_and_a_plugin(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    assert done.stdout.split() == [str(other / "dcp_tensorizer" / "__init__.py"), "a_plugin.Mine"], done.stderr
+    assert done.stdout.split() == [str(other / "dcp_tensorizer" / "__init__.py"), "a_plugin.Mine", "ours://a/b"], (
+        done.stderr
+    )
 
 
 def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

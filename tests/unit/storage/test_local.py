@@ -18,8 +18,9 @@ from dcp_tensorizer import ReadError, WriteError
 from dcp_tensorizer._storage import local_io
 from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer.testing import put_file
 
-from ...support import open_descriptors, put_file
+from ...support import open_descriptors
 
 NAME = f"__0_0_{'a' * 32}.tensors"
 

@@ -15,8 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dcp_tensorizer._storage.local_io import LocalSink, Residency
+from dcp_tensorizer.testing import on_a_page
 
-from ...support import file_size_limit, on_a_page, open_descriptors
+from ...support import file_size_limit, open_descriptors
 
 MIB = 1 << 20
 PATTERN = np.random.default_rng(0).integers(0, 256, 9 * MIB, dtype=np.uint8).tobytes()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter, WriteError
 from dcp_tensorizer._runtime.torch_compat import FsspecWriter
-from dcp_tensorizer._storage.open import absolute_path, open_storage
+from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._storage.open import absolute_path, is_location, open_storage
+from dcp_tensorizer._tiers.target import FlushTarget
 
 
 @pytest.mark.parametrize("path", ["a*b", "[1]", "a b", "\N{SNOWMAN}", "%41", "~", "#x?y", "a:b", "memory:", "-"])
@@ -121,3 +125,91 @@ def test_the_parent_of_what_a_link_leads_to(tmp_path: Path) -> None:
     assert open_storage(f"{tmp_path}/link/../step").path == os.path.realpath(tmp_path / "run" / "step")
     assert open_storage(f"{tmp_path}/run/../step").path == f"{tmp_path}/step"
     assert open_storage(f"{tmp_path}/link/step").path == f"{tmp_path}/link/step"
+
+
+# Storages of other packages. Their openers are in this module, by the names that their entry points have.
+
+
+class Shelf(LocalStorage):
+    """A storage that remembers what it was opened with."""
+
+    in_process = True
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(Path("/shelf"))
+        self.given = given
+
+
+def fails(url: str, options: Mapping[str, Any], timeout: float) -> Shelf:
+    raise ConnectionError(f"no shelf for {options['password']}")
+
+
+def forgets(url: str, options: Mapping[str, Any], timeout: float) -> None:
+    pass
+
+
+@pytest.fixture
+def register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Installs a package that registers openers by the names of protocols."""
+
+    def register(package: str, **openers: str) -> None:
+        info = tmp_path / package / f"{package}-1.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1\n")
+        entries = "".join(f"{protocol} = {opener}\n" for protocol, opener in openers.items())
+        (info / "entry_points.txt").write_text(f"[dcp_tensorizer.storages]\n{entries}")
+        monkeypatch.setattr(sys, "path", [*sys.path, str(info.parent)])
+
+    return register
+
+
+@pytest.mark.parametrize("protocol", ["shelf", "s3", "memory"])
+def test_a_registered_storage_goes_before_all_others(protocol: str, register: Callable[..., None]) -> None:
+    """It is given the URL without trailing slashes, the options and the timeout; the URL names a checkpoint."""
+    assert is_location(f"{protocol}://a/b") is (protocol != "shelf")
+    register("shelves", **{protocol: f"{__name__}:Shelf"})
+    storage = open_storage(f"{protocol}://a/b//", {"key": 1}, 7.0)
+    assert isinstance(storage, Shelf)
+    assert storage.given == (f"{protocol}://a/b", {"key": 1}, 7.0)
+    assert is_location(f"{protocol}://a/b")
+    assert not is_location(f"{protocol}ish://a/b")
+
+
+def test_files_and_chains_are_not_for_other_packages(tmp_path: Path, register: Callable[..., None]) -> None:
+    """A package cannot come between a path, or a chain of filesystems, and what it names."""
+    register("shelves", file=f"{__name__}:Shelf", local=f"{__name__}:Shelf", simplecache=f"{__name__}:Shelf")
+    assert open_storage(f"file://{tmp_path}").path == open_storage(f"local://{tmp_path}").path == str(tmp_path)
+    assert not isinstance(open_storage("simplecache::memory://x"), Shelf)
+
+
+@pytest.mark.parametrize(
+    ("opener", "message"),
+    [
+        ("fails", r"cannot open shelf://a by .*:fails: ConnectionError: no shelf for \*\*\*$"),
+        ("forgets", r"cannot open shelf://a: .*:forgets gives no Storage, but NoneType$"),
+        ("is_not_there", r"cannot open shelf://a by .*:is_not_there: AttributeError: "),
+    ],
+)
+def test_a_registered_storage_that_cannot_be_opened(opener: str, message: str, register: Callable[..., None]) -> None:
+    """The error names the URL and who opens it, without what stands in the options."""
+    register("shelves", shelf=f"{__name__}:{opener}")
+    with pytest.raises(WriteError, match=message):
+        open_storage("shelf://a", {"password": "swordfish"})
+
+
+def test_two_packages_for_one_protocol(register: Callable[..., None]) -> None:
+    """Nothing says which one is meant: the error names both. What is installed twice is one."""
+    register("shelves", shelf=f"{__name__}:Shelf")
+    register("same", shelf=f"{__name__}:Shelf")
+    assert isinstance(open_storage("shelf://a"), Shelf)
+    register("racks", shelf=f"{__name__}:fails")
+    with pytest.raises(WriteError, match=r"registered by .*:Shelf of shelves and .*:fails of racks: remove all but"):
+        open_storage("shelf://a")
+    assert is_location("shelf://a")
+
+
+def test_a_folder_is_not_flushed_to_the_memory_of_one_process(register: Callable[..., None]) -> None:
+    """The writer process, which flushes, has a memory of its own: what it put there would be lost."""
+    register("shelves", shelf=f"{__name__}:Shelf")
+    with pytest.raises(WriteError, match="shelf://a is in the memory of one process, and another one flushes"):
+        FlushTarget("/local", "shelf://a", {}).open("step-1")

@@ -1,0 +1,25 @@
+"""What the author of a storage needs: the contract of a checkpoint's directory, and what storages share.
+
+A storage is a `RemoteStorage` with seven methods: `create`, `open`, `remove`, `_read`, `_head`, `_list` and
+`_put_file`; and a `Sink` with three: `_put_part`, `_complete` and `_abort`. All else has a default. An entry point of
+the group ``dcp_tensorizer.storages`` registers it. `dcp_tensorizer.testing` has the tests that it must pass.
+"""
+
+from ._storage.base import FileInfo, RangeReader, ReadTuning, Refused, Sink, Storage
+from ._storage.open import Opener, open_storage
+from ._storage.redact import Scrubber
+from ._storage.remote import Ranges, RemoteStorage
+
+__all__ = [
+    "FileInfo",
+    "Opener",
+    "RangeReader",
+    "Ranges",
+    "ReadTuning",
+    "Refused",
+    "RemoteStorage",
+    "Scrubber",
+    "Sink",
+    "Storage",
+    "open_storage",
+]
