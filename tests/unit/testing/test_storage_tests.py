@@ -41,7 +41,7 @@ class ReadsAll(Wrong):
 class LeavesParts(Wrong):
     def create(self, name: str, nbytes: int, *, sync: bool) -> Sink:
         sink = super().create(name, nbytes, sync=sync)
-        sink._abort = lambda: None  # type: ignore[method-assign]
+        sink._abort = lambda: None
         return sink
 
 
@@ -71,7 +71,7 @@ class ListsAll(Wrong):
 )
 def test_a_fault_fails_a_test(kind: type[Storage], test: Callable[..., None], tmp_path: Path) -> None:
     """Each fault fails the test that looks for it, which a right storage passes."""
-    right, wrong = LocalStorage(tmp_path / "right"), kind(tmp_path / "wrong")  # type: ignore[call-arg]
+    right, wrong = LocalStorage(tmp_path / "right"), kind(tmp_path / "wrong")
     right.make_directory()
     wrong.make_directory()
     test(StorageTests(), right)
