@@ -91,7 +91,9 @@ def convert(
     options = options or Options()
     for name in filter(None, (to, options.source_format)):
         if name not in FORMATS:
-            raise ConversionError(f"{name!r} is none of the formats {', '.join(FORMATS)}{did_you_mean(name, FORMATS)}")
+            raise ConversionError(
+                f"{name!r} is not one of the formats {', '.join(FORMATS)}{did_you_mean(name, FORMATS)}"
+            )
     check_options(options, to, os.fspath(target))
     if encryption is not None:
         check_decryption(encryption)

@@ -309,7 +309,7 @@ def _local(path: Any) -> Path:
 def _refuse(**arguments: object) -> None:
     for name, value in arguments.items():
         if value is not None:
-            raise TypeError(f"{name} means nothing to a checkpoint of shards: leave it out")
+            raise TypeError(f"{name} has no meaning for a checkpoint of shards: leave it out")
 
 
 def _model_of(state: Mapping[str, Any]) -> tuple[str, nn.Module]:

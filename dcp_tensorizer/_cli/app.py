@@ -257,7 +257,7 @@ def diff(
 @_command()
 def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: local path or URL.")],
-    target: Annotated[str, typer.Argument(metavar="DST", help="Where there is nothing yet: local path or URL.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="An empty or new destination: local path or URL.")],
     to: Annotated[
         str,
         typer.Option(
@@ -269,7 +269,7 @@ def convert(
         typer.Option(
             "--from",
             metavar="FORMAT",
-            help="What SRC must be; looked up by default.",
+            help="The format of SRC; recognised by default.",
             autocompletion=lambda: list(FORMATS),
         ),
     ] = None,
@@ -278,17 +278,19 @@ def convert(
     ] = None,
     select: Annotated[list[str] | None, typer.Option("--select", hidden=True)] = None,
     exclude: Annotated[
-        list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="No keys that match; repeatable.")
+        list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Leave out keys that match; repeatable.")
     ] = None,
     strip_prefix: Annotated[str, typer.Option(metavar="PREFIX", help="Cut this from the beginning of keys.")] = "",
     rename: Annotated[
         str | None, typer.Option(metavar="FILE", help="JSON, {pattern: new key}; each * keeps what it stands for.")
     ] = None,
-    add_prefix: Annotated[str, typer.Option(metavar="PREFIX", help="Put this before all keys, last of all.")] = "",
+    add_prefix: Annotated[
+        str, typer.Option(metavar="PREFIX", help="Put this before all keys, after all other changes.")
+    ] = "",
     dtype: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="For floating-point tensors: bfloat16, float32, ...")
     ] = None,
-    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="safetensors: the most in a file.")] = "5GB",
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="safetensors: the size of a file at most.")] = "5GB",
     tensor_parallel: Annotated[
         int, typer.Option(min=1, metavar="N", help="tensorizer: split into a file for each rank.")
     ] = 1,
@@ -310,7 +312,7 @@ def convert(
     from .views import show_converted
 
     if split is not None and tensor_parallel == 1:
-        raise typer.BadParameter("is for --tensor-parallel N, into how many files to split", param_hint="--split")
+        raise typer.BadParameter("needs --tensor-parallel N, the number of files", param_hint="--split")
     conversion = formats.Options(
         include=[*(include or ()), *(select or ())],
         exclude=exclude or (),
@@ -376,12 +378,12 @@ def gc(
     ] = None,
     keep: Annotated[int | None, typer.Option(min=1, hidden=True)] = None,
     older_than: Annotated[
-        str | None, typer.Option(metavar="AGE", help="Only what is older: 90s, 30m, 12h, 7d, 2w.")
+        str | None, typer.Option(metavar="AGE", help="Remove only what is older: 90s, 30m, 12h, 7d, 2w.")
     ] = None,
     only_data: Annotated[
-        bool, typer.Option("--only-data", help="Leave what others have put into a checkpoint's directory.")
+        bool, typer.Option("--only-data", help="Keep other files in a checkpoint's directory.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing, and show what would be.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
     storage_option: StorageOptions = None,
     as_json: Json = False,
 ) -> int:

@@ -26,7 +26,7 @@ KeyFile = Annotated[
 ]
 PassphraseFile = Annotated[
     Path | None,
-    typer.Option("--passphrase-file", metavar="FILE", help="The passphrase; a newline at its end is no part of it."),
+    typer.Option("--passphrase-file", metavar="FILE", help="The passphrase; a newline at its end is ignored."),
 ]
 
 
@@ -96,7 +96,7 @@ def read_dtype(name: str | None) -> torch.dtype | None:
     floats = {key: value for key, value in dtypes.items() if value.is_floating_point}
     if name is not None and name not in floats:
         meant = did_you_mean(name, floats)
-        raise typer.BadParameter(f"{name!r} is no floating-point dtype of torch{meant}", param_hint="--dtype")
+        raise typer.BadParameter(f"{name!r} is not a floating-point dtype of torch{meant}", param_hint="--dtype")
     return floats[name] if name else None
 
 
@@ -126,12 +126,12 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 def read_nbytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
     if match is None or match[2] not in _UNITS or not (nbytes := int(float(match[1]) * _UNITS[match[2]])):
-        raise typer.BadParameter(f"{text!r} is no size like 5GB", param_hint="--shard-size")
+        raise typer.BadParameter(f"{text!r} is not a size like 5GB", param_hint="--shard-size")
     return nbytes
 
 
 def read_seconds(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip().lower())
     if match is None:
-        raise typer.BadParameter(f"{text!r} is no age like 12h or 7d", param_hint="--older-than")
+        raise typer.BadParameter(f"{text!r} is not an age like 12h or 7d", param_hint="--older-than")
     return float(match[1]) * _SECONDS[match[2]]

@@ -173,7 +173,7 @@ def _decryption_cipher(params: DecryptionParams, derivation: Derivation | None) 
             "was encrypted with a key and not with a passphrase: use tensorizer.DecryptionParams.from_key"
         )
     if derivation.opslimit > _MOST_OPERATIONS:  # nothing in the metadata is known to be true before there is a key
-        raise DecryptionError(f"is said to need {derivation.opslimit:,} passes to make a key: it is damaged")
+        raise DecryptionError(f"claims to need {derivation.opslimit:,} passes to make a key: it is damaged")
     try:
         made = EncryptionParams.from_string(
             params.source, opslimit=derivation.opslimit, memlimit=derivation.memlimit, salt=derivation.salt
@@ -211,7 +211,7 @@ def unlock(
         )
     if record is None:
         raise DecryptionError(
-            f"{path} is not encrypted, and a key was given: it is not the checkpoint that was meant, or needs no key"
+            f"{path} is not encrypted, and a key was given: leave the key out, or name another checkpoint"
         )
     derivation = None if record["derivation"] is None else Derivation(*record["derivation"])
     try:
@@ -228,7 +228,7 @@ def _check_seal(cipher: Cipher, seal: Seal, path: str) -> None:
     """Raises `DecryptionError` for an index that was not made with its checkpoint's key."""
     if not hmac.compare_digest(cipher.sign(seal.fingerprint), seal.mac):
         raise DecryptionError(
-            f"{path}: its metadata was changed by somebody without its key, after it was saved. Nothing in it can be "
+            f"{path}: its metadata was changed without its key after the save. Nothing in it can be "
             f"trusted: load another checkpoint."
         )
 
@@ -247,7 +247,7 @@ def _require_library(kind: type[CheckpointError]) -> None:
         _secretbox()
     except (OSError, AttributeError, RuntimeError):
         raise kind(
-            "encryption needs libsodium, which was not found, or is too old: install it with the system's packages "
+            "encryption needs libsodium, which is missing or too old: install it with the system's packages "
             "(apt-get install libsodium23, dnf install libsodium, conda install libsodium)"
         ) from None
 

@@ -33,9 +33,9 @@ def check_supported(key: str, tensor: torch.Tensor) -> None:
 def _fault(tensor: torch.Tensor) -> str | None:
     """Why a tensor cannot be saved, and what to do, as the end of a sentence; None if it can."""
     if tensor.is_nested:
-        return f"of nested tensors (layout {tensor.layout}), which cannot be saved. Save what its unbind() gives"
+        return f"of nested tensors (layout {tensor.layout}), which cannot be saved. Save the result of its unbind()"
     if tensor.layout is not torch.strided:
-        return f"of layout {tensor.layout}, which cannot be saved. Save what its to_dense() gives"
+        return f"of layout {tensor.layout}, which cannot be saved. Save the result of its to_dense()"
     if tensor.is_meta:
         return "on the meta device, which has no data to save. Give its module memory (to_empty) and values"
     if tensor.is_quantized:
@@ -44,7 +44,7 @@ def _fault(tensor: torch.Tensor) -> str | None:
             f"its zero point"
         )
     if tensor.dtype in _SUB_BYTE:
-        return f"of dtype {tensor.dtype}, which DCP cannot plan. Save what its view(torch.uint8) gives"
+        return f"of dtype {tensor.dtype}, which DCP cannot plan. Save the result of its view(torch.uint8)"
     if type(tensor) not in _PLAIN and tensor.numel() and not _has_memory(tensor):
         return _opaque(tensor)
     return None
@@ -56,7 +56,7 @@ def _opaque(tensor: torch.Tensor) -> str:
     )
     if hasattr(tensor, "__create_write_items__"):
         return (
-            f"{kind}. DCP takes it apart by itself: save it with dcp.save, or pass async_stager=DefaultStager(...) of "
+            f"{kind}. DCP splits it by itself: save it with dcp.save, or pass async_stager=DefaultStager(...) of "
             f"torch.distributed.checkpoint.staging to dcp.async_save"
         )
     return f"{kind}. Give its class __tensor_flatten__ and __tensor_unflatten__"

@@ -87,7 +87,7 @@ class ChunkLayout:
         for offsets, extents in pairs:
             if not len(offsets) == len(extents) == len(dims):
                 raise ValueError(
-                    f"a chunk of shape {tuple(extents)} at {tuple(offsets)} is none of a tensor of shape {dims}"
+                    f"a chunk of shape {tuple(extents)} at {tuple(offsets)} is not inside a tensor of shape {dims}"
                 )
         starts, sizes = (_rows([pair[side] for pair in pairs], len(dims)) for side in (0, 1))
         if starts.size and min(starts.min(), sizes.min()) < 0:

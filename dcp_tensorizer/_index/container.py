@@ -169,7 +169,7 @@ def find_index(source: IndexSource, name: str) -> IndexFile | None:
 
     def read(offset: int, nbytes: int) -> bytes:
         if offset + nbytes > size:  # also so that nobody asks for memory for what is not there
-            raise _damaged(path, f"it has {size:,} bytes, and is said to have {offset + nbytes:,}")
+            raise _damaged(path, f"it has {size:,} bytes instead of {offset + nbytes:,}")
         return source.read_range(name, offset, nbytes)
 
     return open_index(path, data, read)
@@ -273,7 +273,7 @@ def decoded(decode: Callable[[bytes | memoryview], _Rows], content: bytes | memo
 
 def nonsense(path: str, what: str) -> MetadataError:
     """The error for an index with right digests that no writer would write."""
-    return MetadataError(f"{path} is not what any dcp_tensorizer would write: {what}")
+    return MetadataError(f"{path} is not an index that dcp_tensorizer writes: {what}")
 
 
 def _start_of(view: memoryview, head_nbytes: int) -> tuple[memoryview, memoryview, memoryview, memoryview]:

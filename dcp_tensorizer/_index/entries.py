@@ -292,7 +292,7 @@ def values_of(rows: Entries, part_count: int) -> dict[Any, Value]:
     layouts = [ChunkLayout.from_row(row) for row in rows.layouts]
     owners = [expand(runs) for runs in rows.owners]
     if any(len(of) and not -1 <= int(of.min()) <= int(of.max()) < part_count for of in owners):
-        raise ValueError("the places of something are in no section")
+        raise ValueError("an item has no section with its places")
     values: dict[Any, Value] = {}
     for entry in rows.entries:
         key = entry.key if type(entry.key) is str else from_key(entry.key)
@@ -303,7 +303,7 @@ def values_of(rows: Entries, part_count: int) -> dict[Any, Value]:
         else:
             values[key] = _tensor(key, entry, layouts, owners, rows.properties)
     if len(values) < len(rows.entries):
-        raise ValueError("it describes a key twice")
+        raise ValueError("it has a key twice")
     return values
 
 

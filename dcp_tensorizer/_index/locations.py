@@ -238,9 +238,9 @@ class PlaceTable:
             raise ValueError("a table of places names a file that is not there")
         room = file_sizes[self._file_numbers]
         if self._offsets.min() < 0 or self._sizes.min() < 0 or not np.all(self._sizes <= room - self._offsets):
-            raise ValueError("data is in no file")
+            raise ValueError("an item with data names no file")
         if self._dtype_numbers.max() >= len(self._rows.dtypes) or self.kinds.max() >= len(KINDS):
-            raise ValueError("a table of places has a dtype, or a kind, that there is not")
+            raise ValueError("a table of places has an unknown dtype or kind")
         others = set(self._dtype_numbers[self.kinds > 0].tolist())
         if any(self._rows.dtypes[number] != "uint8" for number in others):
             raise ValueError("an object has another dtype than uint8")

@@ -222,7 +222,7 @@ class Index:
                 if item is not None:
                     items[key, offset] = item
                 elif owner >= 0:
-                    raise ValueError(f"the place of {key!r} is not where it should be")
+                    raise ValueError(f"the place of {key!r} does not match its key")
         return dict(self._places.named()) | items
 
     def _metadata(self, *, whole: bool) -> Metadata:

@@ -323,4 +323,4 @@ def _restored(part: Any, depth: int) -> Any:
             return int.from_bytes(part.data, "little", signed=True)
     if part is None or isinstance(part, bool | int | float | bytes | str):
         return part
-    raise ValueError("a key of a type that no key has")
+    raise ValueError("a key of an unknown type")

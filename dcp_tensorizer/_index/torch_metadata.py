@@ -142,7 +142,7 @@ def _metadata(made: Made, values: _Values) -> Metadata:
     fields = values.fields(made)
     storage_data = fields.get("storage_data")
     if type(storage_data) is not dict:
-        raise ValueError("it is not what torch's FileSystemWriter writes")
+        raise ValueError("torch's FileSystemWriter does not write such a file")
     for index, info in storage_data.items():
         _check_place(_typed(index, MetadataIndex).fqn, _typed(info, StorageInfo))
     for entry in _typed(fields["state_dict_metadata"], dict).values():

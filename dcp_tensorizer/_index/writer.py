@@ -102,11 +102,11 @@ def _planner_part(data: Any) -> list[Part]:
     try:
         torch.save(data, stream)
     except Exception as error:
-        raise WriteError(f"what the planner put into it cannot be stored: {type(error).__name__}: {error}") from error
+        raise WriteError(f"the planner's data cannot be stored: {type(error).__name__}: {error}") from error
     try:
         load_object(stream.getvalue())
     except Exception as error:
-        raise WriteError(f"the planner put something into it that no reader would load: {describe(error)}") from error
+        raise WriteError(f"the planner's data holds an object that no reader would load: {describe(error)}") from error
     return [Part("planner", None, stream.getvalue())]
 
 

@@ -109,7 +109,11 @@ def load_items(
         exchange = None
         if source.group is not None:
             limits = limits_of(source.storage)
-            reason = "" if delivers_at_once(planner) else f"a {type(planner).__name__} gets one tensor after the other"
+            reason = (
+                ""
+                if delivers_at_once(planner)
+                else f"a planner of type {type(planner).__name__} gets one tensor after the other"
+            )
             inline = source.index.in_memory
             exchange = Exchange(
                 source.group, source.storage.path, read, limits, verify=options.verify, in_memory=inline, reason=reason

@@ -171,7 +171,7 @@ class Exchange:
             return
         shared, wanted = total_bytes(common), total_bytes(wants.values())
         if not reason and shared < wanted:
-            reason = "of the rest, ranks want different parts"
+            reason = "the ranks need different parts of the rest"
         what = f"{shared / 1e6:,.1f} of {wanted / 1e6:,.1f} MB"
         logger.info("%s: %d ranks exchange %s%s", self._path, self._group.size, what, reason and f": {reason}")
 
@@ -326,7 +326,7 @@ class _Rounds:
             return
         for rank, (header, piece) in enumerate(zip(self._headers, self.received, strict=True)):
             if rank != self._group.rank and not torch.equal(header[_DIGEST], _digest(piece)):
-                raise ReadError(f"what rank {rank} of the exchange has sent is not what arrived: load it again")
+                raise ReadError(f"data from rank {rank} of the exchange was damaged on the way: load it again")
 
 
 def _deliver(windows: Sequence[Window], wants: Sequence[Want], start: int, rounds: _Rounds) -> int:
@@ -484,7 +484,7 @@ class ExchangeGroup:
     def fail(self, error: BaseException | None) -> NoReturn:
         """Raises what `votes` does, when every rank knows that one of them has failed; ``error`` is this one's."""
         self.votes(ExchangeVote(), error)
-        raise AssertionError("a rank has failed, and does not say why")
+        raise AssertionError("a rank has failed without a message")
 
     def common(self, ids: Sequence[bytes], count: int) -> list[bytes]:
         """The ids that all ranks have, in the first rank's order.

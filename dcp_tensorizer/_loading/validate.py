@@ -78,7 +78,7 @@ def not_committed(path: str) -> NotCommitted:
 
 
 EMPTY_DICT = (
-    "the state has an empty dict there, into which nothing is loaded. If it is of a new optimizer, give the optimizer "
+    "the state has an empty dict there, which loads nothing. If it is of a new optimizer, give the optimizer "
     "itself to CheckpointManager.restore, or use get_optimizer_state_dict of torch.distributed.checkpoint.state_dict. "
     "Other dicts need the keys that are to be loaded"
 )

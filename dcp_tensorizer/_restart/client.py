@@ -288,7 +288,7 @@ def _sockets(job: str) -> list[Path]:
 
 def _found(answer: Answer) -> Found:
     if not isinstance(answer, Found):
-        raise ReadError("a keeper is of another version, and is not understood")
+        raise ReadError("a keeper of another version cannot be understood")
     return answer
 
 

@@ -127,7 +127,7 @@ def find_orphan(path: str | Path, storage: Storage, rank: int, world_size: int) 
     finally:
         for visit in found:
             visit.close()
-    logger.info("%s is loaded from memory, where a process that is gone has left it", name)
+    logger.info("%s is loaded from memory, where an ended process has left it", name)
     return checkpoint
 
 
@@ -255,7 +255,7 @@ def _newest(states: Sequence[_State], storage: Storage, rank: int, world_size: i
         ):
             return head
         else:
-            logger.warning("%s is in memory, and not all that is needed of it: it is not used", storage.path)
+            logger.warning("%s is in memory, but not for all ranks: it is not used", storage.path)
     return None
 
 

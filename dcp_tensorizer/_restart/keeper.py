@@ -240,7 +240,7 @@ class Keeper:
         try:
             digests = kept.digests.result(_DIGEST_SECONDS)
         except (CancelledError, TimeoutError) as error:
-            return Missing(f"its digests are not there: {type(error).__name__}"), []
+            return Missing(f"it has no digests: {type(error).__name__}"), []
         with self._changed:
             if kept.is_forgotten:
                 return Missing("it is not kept any more"), []

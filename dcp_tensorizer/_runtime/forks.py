@@ -172,9 +172,10 @@ def too_large() -> str:
     """Why the system has called a file too large, and what to do."""
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit == resource.RLIM_INFINITY:
-        return "the file system takes no file of that size"
+        return "the file system does not allow a file of that size"
     return (
-        f"this process may make no file, in memory either, of more than {limit:,} bytes: raise that limit (ulimit -f)"
+        f"this process may not make a file, on disk or in memory, of more than {limit:,} bytes: raise that limit "
+        f"(ulimit -f)"
     )
 
 

@@ -323,7 +323,7 @@ class Cuda:
                         f"cudaHostRegister says {int(status)} ({_name_of(cudart, status)}) at byte "
                         f"{start - address:,}. Copies from the GPU will be several times slower. Reasons are: the "
                         f"machine or the container is short of memory that can be pinned, the virtual machine or the "
-                        f"sandbox has a bound of its own, or the driver does not register memory of files."
+                        f"sandbox has a limit of its own, or the driver does not register memory of files."
                     )
                 registered.append(start)
                 self._know(new=start)

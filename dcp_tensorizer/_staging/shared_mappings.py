@@ -130,7 +130,7 @@ def map_shared(file: SharedFile) -> mmap.mmap:
         try:
             status = os.fstat(fd)
             if (status.st_dev, status.st_ino) != (file.device, file.inode):
-                raise FileNotFoundError("its owner has given it up")
+                raise FileNotFoundError("its owner has released it")
             return mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ)
         finally:
             os.close(fd)

@@ -29,8 +29,8 @@ from .._runtime.torch_compat import (
 from ..errors import StagingError
 
 _OTHER_TENSORS = (
-    "the state dict has other tensors in it than a moment ago: do not change it before its staging is complete (a "
-    "container or tensor subclass that gives other tensors each time it is asked cannot be saved)"
+    "the tensors of the state dict have changed during staging: do not change it before its staging is complete (a "
+    "container or tensor subclass that returns other tensors at each access cannot be saved)"
 )
 _ATOMIC = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
@@ -110,7 +110,7 @@ def _copy_container(value: Any, members: list[Any], key: str) -> Any:
     given = [member for _, member in members] if isinstance(value, dict) else members
     held = list(copied.values() if isinstance(value, dict) else copied)
     if len(held) != len(given) or any(a is not b for a, b in zip(held, given, strict=True)):
-        raise _cannot_be_copied(key, value, "a copy of it does not hold what it is given")
+        raise _cannot_be_copied(key, value, "a copy of it does not keep its items")
     return copied
 
 

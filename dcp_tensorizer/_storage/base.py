@@ -48,7 +48,7 @@ class ReadTuning:
 TIMEOUT = 600.0
 """Seconds after which the package stops waiting for the storage, unless the user says otherwise."""
 
-TAKEN = "there is one already, and it must not be replaced"
+TAKEN = "it exists already, and must not be replaced"
 
 FileIdentity = tuple[int | str, ...]
 """What a file is known again by: another one, or the same one with other contents, has another."""

@@ -123,12 +123,12 @@ class Ownership:
             if self._folder.put_if(self.name, data, msgspec.json.encode(own) + b"\n"):
                 logger.info("%s: run %d of this folder begins to save", self._folder.path, own.epoch)
                 return own
-        raise WriteError(f"other runs have claimed it {_TRIES} times meanwhile")
+        raise WriteError(f"other runs have claimed the folder {_TRIES} times meanwhile")
 
     def _words(self, own: Claim, found: Claim) -> str:
         return (
-            f"{self._folder.path} is another run's now: process {found.process} on host {found.host} has claimed it at "
-            f"{found.claimed_at}, as run {found.epoch}; this is run {own.epoch}, and has claimed it at "
-            f"{own.claimed_at}. This run commits and deletes nothing there any more: end it. If the other run is the "
+            f"{self._folder.path} now belongs to another run: process {found.process} on host {found.host} has claimed "
+            f"it at {found.claimed_at}, as run {found.epoch}; this is run {own.epoch}, and claimed it at "
+            f"{own.claimed_at}. This run no longer commits or deletes anything there: end it. If the other run is the "
             f"wrong one, end that, and start this one again. Two jobs need two folders"
         )

@@ -95,7 +95,7 @@ class LocalStorage(Storage):
                 _sync_directory(folder.parent)
         except (FileExistsError, NotADirectoryError) as error:
             files = [folder for folder in (self._root, *self._root.parents) if folder.exists() and not folder.is_dir()]
-            why = f"{files[0]} is a file, and no directory" if files else error
+            why = f"{files[0]} is a file, not a directory" if files else error
             raise WriteError(f"cannot create the checkpoint directory {self.path}: {why}") from error
         except OSError as error:
             words = f"cannot create the checkpoint directory {self.path}: {explained(error)}"
@@ -396,7 +396,7 @@ def _lock_file(descriptor: int, path: Path) -> None:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise WriteError(
-                    f"cannot write {path}: another process has been at it for {_LOCK_SECONDS:g} s: is it stopped?"
+                    f"cannot write {path}: another process has been writing it for {_LOCK_SECONDS:g} s: is it stopped?"
                 ) from None
             time.sleep(0.01)
         except OSError:

@@ -278,7 +278,7 @@ def explained(error: OSError) -> OSError:
             status = folder.stat()
             whose = f"{folder} belongs to {_name(status.st_uid)} (mode {stat.S_IMODE(status.st_mode):o})"
             asks = f"this process is {_name(os.geteuid())}"
-            words = f"{error.strerror}: {whose}, and {asks}: have it let this process write, or save elsewhere"
+            words = f"{error.strerror}: {whose}, and {asks}: give this process write permission, or save elsewhere"
             return PermissionError(error.errno, words)
     return error
 

@@ -168,7 +168,7 @@ class Ranges(RangeReader):
         nbytes = sum(buffer.nbytes for buffer in buffers)
         data = memoryview(self._get(offset, offset + nbytes))
         if data.nbytes > nbytes:
-            raise OSError("the server answers a request for a range with more than that: it knows no ranges")
+            raise OSError("the server answers a request for a range with more than that: it does not support ranges")
         if data.nbytes < nbytes:
             raise EOFError(f"the file ends {nbytes - data.nbytes:,} bytes too early")
         for buffer in buffers:

@@ -313,7 +313,7 @@ class S3Storage(RemoteStorage):
     def __init__(self, filesystem: Any, root: str, url: str, scrub: Callable[[str], str], timeout: float) -> None:
         self.bucket, prefix, version = filesystem.split_path(root.rstrip("/") + "/")
         if version is not None:
-            raise ValueError("a URL with a versionId is of one object, and a checkpoint is many: leave it out")
+            raise ValueError("a versionId names one object, and a checkpoint has many: leave it out")
         super().__init__(url, prefix, scrub, timeout)
         self._client = self.connection = shared_client(filesystem, timeout)
 
@@ -485,7 +485,7 @@ class _S3Reader(RangeReader):
             count = self._receive(buffers, offset, stop)
             buffers, offset = rest_of(buffers, count), offset + count
             if offset < stop:
-                raise _BrokenOff("the connection broke off again and again")
+                raise _BrokenOff("the connection broke repeatedly")
 
         if offset < stop:
             self._storage.patiently(receive_rest)
@@ -564,7 +564,7 @@ class _S3Sink(Sink):
 
     def _begin(self) -> dict[str, Any]:
         if not self._is_open:  # `_abort` waits for this
-            raise OSError("the file was given up before the server had answered")
+            raise OSError("the upload was abandoned before the server answered")
         self._beginnings += 1
         answer: dict[str, Any] = self._storage.call("create_multipart_upload", self._name)
         return answer

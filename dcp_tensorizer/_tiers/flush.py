@@ -145,7 +145,7 @@ class Flusher:
             discard(remote, *missing)
         gone = {name for name in missing if local.head(name) != files[name]}
         if gone and (lost := missing_files(remote, gone, files)):
-            self._give_up(entry, record, f"{local.path}/{min(lost)} is gone, or not as long as it was")
+            self._give_up(entry, record, f"{local.path}/{min(lost)} is gone, or has another size")
             return
         missing -= gone
         lock = remote.lock_directory()
@@ -218,7 +218,7 @@ class Flusher:
                 ranks = sorted({data_file_rank(name) for name in missing})
                 listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
                 reason = f"data of rank {listed} has not come for {self.target.timeout:g} s ({min(missing)})"
-                self._give_up(entry, record, f"{reason}: its node is lost, or nobody flushes its local folder")
+                self._give_up(entry, record, f"{reason}: its node is lost, or no job flushes its local folder")
             return
         self._gate()
         try:
@@ -252,8 +252,8 @@ class Flusher:
             claim = read_claim(self._remote(""), name)
             if claim is not None and claim.id not in runs:
                 raise Superseded(
-                    f"{self.target.name} is another run's now, which does not save to {self.target.local}: process "
-                    f"{claim.process} on host {claim.host} has claimed it at {claim.claimed_at}"
+                    f"{self.target.name} now belongs to another run, which does not save to {self.target.local}: "
+                    f"process {claim.process} on host {claim.host} has claimed it at {claim.claimed_at}"
                 )
 
     def _index(self, entry: FlushEntry) -> bytes | None:

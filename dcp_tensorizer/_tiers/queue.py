@@ -201,7 +201,7 @@ class Queue:
         """The metadata of a checkpoint that was committed locally; raises `MetadataError`."""
         data = self._storage.read(f"{entry.stem}.index")
         if data is None:
-            raise MetadataError(f"{self.folder}/{entry.stem}.index is missing: somebody has removed it")
+            raise MetadataError(f"{self.folder}/{entry.stem}.index is missing: it was removed")
         return data
 
     def begin(self, record: FlushRecord) -> Writing:
@@ -557,7 +557,7 @@ class Writing:
             CheckpointError, OSError: it could not be written down: they are not, and it is not.
         """
         if self._is_aborted:
-            raise WriteError(f"{self.queue.root}/{self.record.place}: the save was ended before it was over")
+            raise WriteError(f"{self.queue.root}/{self.record.place}: the save was interrupted")
         record = msgspec.structs.replace(self.record, files=dict(files), commit=commit)
         entry = self.entry._replace(state=UNFLUSHED)
         if commit is not None:

@@ -132,7 +132,7 @@ class _Stream:
     def _get(self, number: int) -> None:
         value = self._memo[number]
         if isinstance(value, Dict) and value.frozen:
-            raise Malformed("it changes what describes a dtype")
+            raise Malformed("it changes the description of a dtype")
         self._stack.append(value)
 
     def _protocol(self, number: int) -> None:
@@ -181,12 +181,12 @@ class _Stream:
     def _spend(self, work: int) -> None:
         self._work_left -= work
         if self._work_left < 0:
-            raise Malformed("it takes more time or memory than its size explains")
+            raise Malformed("it takes too much time or memory for its size")
 
     def _storage(self, _: Any) -> None:
         place = self._stack.pop()
         if not isinstance(place, Tuple) or len(place) != 5 or place[0] != "storage":
-            raise Malformed("what it refers to is no tensor's storage")
+            raise Malformed("it refers to something other than a tensor's storage")
         if not isinstance(place[1], Global) or place[1].name not in self._torch:
             raise Malformed("a tensor's storage is of an unknown type")
         self._stack.append(Value("storage"))
@@ -238,7 +238,7 @@ class _Stream:
 
     def _call(self, function: Any, args: Any, makers: Mapping[str, Maker]) -> Any:
         if not isinstance(function, Global) or not isinstance(args, Tuple):
-            raise Malformed("it calls what is no class or function")
+            raise Malformed("it calls something other than a class or a function")
         if function.name == _GETATTR:
             return self._attribute(args)
         self._members.pop(function.name, None)
@@ -273,7 +273,7 @@ class _Stream:
 
     def _change(self, target: Any, change: Callable[[Any], None]) -> None:
         if not isinstance(target, Value):
-            raise Malformed("it changes what does not change")
+            raise Malformed("it changes an immutable value")
         try:
             change(target)
         except Unexpected:

@@ -111,7 +111,7 @@ class _Inert(pickle._Unpickler):
 
     def _made(self, what: Any, arguments: Any) -> Made:
         if type(what) is not Named or type(arguments) is not tuple:
-            raise pickle.UnpicklingError("it calls what cannot be called")
+            raise pickle.UnpicklingError("it calls a value that is not callable")
         made = Made(what, arguments)
         self._on_call(made)
         for argument in arguments:  # a set of a list, a dict of pairs: whoever makes it hashes what is in there
@@ -137,7 +137,7 @@ class _Inert(pickle._Unpickler):
         state = self.stack.pop()
         made = self.stack[-1]
         if type(made) is not Made:
-            raise pickle.UnpicklingError("it changes what it has not made")
+            raise pickle.UnpicklingError("it changes a value that it has not made")
         made.state = state
 
     def _add(self, members: list[Any], kind: type) -> None:
@@ -194,7 +194,7 @@ class _Inert(pickle._Unpickler):
         self.append(frozenset(members))
 
     def _refuse(self) -> None:
-        raise pickle.UnpicklingError("it is made in a way that no writer of today does")
+        raise pickle.UnpicklingError("it is made in a way that no current writer uses")
 
     dispatch = pickle._Unpickler.dispatch | {  # type: ignore[assignment]
         code[0]: operation
@@ -281,7 +281,7 @@ def _directory(file: IO[bytes], nbytes: int) -> int:
     signature, _, _, here, total, size, offset, comment = _END.unpack(_read(file, nbytes - _END.size, _END.size))
     end = nbytes - _END.size
     if signature != b"PK\5\6" or comment or here != total:
-        raise ValueError("its last bytes are not the end of an archive: it is cut, or packed again")
+        raise ValueError("its last bytes are not the end of an archive: it is truncated, or packed again")
     locator_offset = end - _LOCATOR_64.size
     locator = _read(file, locator_offset, _LOCATOR_64.size) if locator_offset >= _END_64.size else b""
     if locator[:4] == b"PK\6\7":
@@ -334,7 +334,7 @@ def check_saved(file: IO[bytes], nbytes: int) -> list[tuple[int, int]]:
     # With this record, torch counts with a descriptor behind each record, and does not look where the next one is.
     is_counted = any(info.filename.endswith("/.format_version") for info in infos)
     if is_counted and any(info.file_size and not info.flag_bits & _HAS_DESCRIPTOR for info in infos):
-        raise ValueError("it is packed again, and not as torch.save does it: load and save it once more")
+        raise ValueError("it was repacked, and not as torch.save packs: load and save it once more")
     return sorted((info.header_offset, info.file_size) for info in infos)
 
 

@@ -37,7 +37,7 @@ def unsafe_globals(content: bytes | IO[bytes], max_opcodes: int | None = None) -
     try:
         return refused_globals(pickle_of(file), _allowed(), trusted_globals(), max_opcodes)
     except (Malformed, ValueError) as error:
-        raise UntrustedObject(f"torch.save writes no such object: {error}") from None
+        raise UntrustedObject(f"torch.save does not write such an object: {error}") from None
 
 
 def load_object(content: bytes) -> Any:

@@ -272,7 +272,7 @@ class WriterProcess:
         process = f"the writer process (pid {self.pid})"
         if self._end.alive and not self._channel.is_ours:
             self._kill()
-            return f"{process} was cut off: somebody in this process has closed the socket to it (os.closerange?)"
+            return f"{process} was cut off: this process has closed the socket to it (os.closerange?)"
         try:
             code: int | None = self._popen.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -296,7 +296,7 @@ def _pickled(request: Request) -> bytes:
         return pickled(request)
     except Exception as error:
         raise Unsendable(
-            f"storage_options cannot be sent to the writer process, because they do not pickle: {describe(error)}"
+            f"storage_options cannot be sent to the writer process, because they cannot be pickled: {describe(error)}"
         ) from error
 
 

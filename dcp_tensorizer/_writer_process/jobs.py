@@ -171,7 +171,7 @@ class FileJob:
             parts.finish()
             with self._completing:
                 if self._abandoned:
-                    raise WriteError("nobody waits for this file any more")
+                    raise WriteError("this file is no longer needed")
                 sink.complete()
         except BaseException:
             sink.abort()

@@ -209,7 +209,7 @@ class _Worker:
             case int(buffer):
                 memory = self._buffers[buffer]
             case None:
-                raise ValueError(f"{source.name!r} is in no memory that crosses to this process")
+                raise ValueError(f"{source.name!r} is not in shared memory")
         return memoryview(memory)[source.offset : source.offset + source.nbytes]
 
     def _map(self, file: SharedFile) -> mmap.mmap:

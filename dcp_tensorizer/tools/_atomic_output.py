@@ -69,7 +69,7 @@ def new_directory(path: str, options: Mapping[str, Any], files: str) -> Iterator
     if isinstance(storage, LocalStorage):
         real = Path(os.path.realpath(storage.location))
         if real.exists() and not real.is_dir():
-            raise ConversionError(f"{storage.path} exists, and is no directory: choose another destination")
+            raise ConversionError(f"{storage.path} exists, and is not a directory: choose another destination")
         if _is_working_directory(real):
             raise ConversionError(f"{storage.path} is the working directory, and would be replaced: name another one")
         if real.is_mount():

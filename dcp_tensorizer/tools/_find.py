@@ -194,7 +194,7 @@ def _begun(storage: Storage) -> _Begun:
     try:
         return _Begun([file for file in storage.uploads() if is_data_file_name(posixpath.basename(file.name))])
     except CheckpointError as error:
-        return _Begun((), f"what saves have left there cannot be told: {error}")
+        return _Begun((), f"the leftovers of saves there cannot be recognised: {error}")
 
 
 def _walk(storage: Storage, saves: Mapping[str, str], begun: _Begun) -> Folder:
@@ -215,7 +215,7 @@ def _walk(storage: Storage, saves: Mapping[str, str], begun: _Begun) -> Folder:
         except NotCommitted:
             pass  # it went away
         except CheckpointError as error:  # it is not ours to read, and others are
-            logger.warning("what is below it is not listed: %s", error)
+            logger.warning("a directory is not listed: %s", error)
     here = begun.here(files)
     is_checkpoint = here or any(is_ours(file.name) for file in files)
     listed = _look_at(storage, files, saves, here, begun.unknown) if is_checkpoint else None
@@ -301,7 +301,7 @@ def _leftovers(
         left = [by_name[name] for name in leftovers(storage, list(by_name)) if save_id_in(name) not in saves]
         dead = [by_name[name] for name in dead_files(storage, list(by_name)) if save_id_in(name) not in saves]
     except CheckpointError as error:
-        unknown = f"what saves have left there cannot be told: {error}"
+        unknown = f"the leftovers of saves there cannot be recognised: {error}"
     return tuple(left), tuple(dead), unknown
 
 

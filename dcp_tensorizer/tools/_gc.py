@@ -19,7 +19,9 @@ from .._storage.base import FileInfo, Storage
 from ..errors import describe
 from ._find import Folder, Listed, Unit, arrange, walk
 
-_MAY_BE_UNDER_WAY = "a save or a copy may be under way there: say with --older-than how long none can take"
+_MAY_BE_UNDER_WAY = (
+    "a save or a copy may be under way there: pass an age with --older-than that no save or copy exceeds"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,8 @@ def test_a_collection_through_another_view(tmp_path):
     told, values, files = json.loads(done.stdout)
     assert told == {
         "merged": ["a save is under way there"],
-        "upper": ["a save or a copy may be under way there: say with --older-than how long none can take"],
+        "upper": [
+            "a save or a copy may be under way there: pass an age with --older-than that no save or copy exceeds"
+        ],
     }
     assert (values, files) == ([2.0] * 4, 2)

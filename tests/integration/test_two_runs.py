@@ -42,9 +42,9 @@ def test_the_older_run_is_told(tmp_path: Path) -> None:
         new.save(3, state_of(3), wait=True)
         refused = old.save(4, state_of(40))
         assert refused is not None
-        with pytest.raises(WriteError, match="is another run's now"):
+        with pytest.raises(WriteError, match="now belongs to another run"):
             refused.result()
-        with pytest.raises(WriteError, match="is another run's now"):
+        with pytest.raises(WriteError, match="now belongs to another run"):
             old.wait()
         with pytest.raises(WriteError, match=f"process {os.getpid()} on host .* as run 2; this is run 1"):
             old.save(5, state_of(50))
@@ -185,6 +185,6 @@ def test_a_run_that_comes_back(where: str, tmp_path: Path, request: pytest.Fixtu
             assert new.restore(state, step) == step
             assert (state["step"], state["w"].unique().tolist()) == (step, [float(step)])
             assert not verify(new.path(step), storage_options=options).damages
-    words = f"is another run's now: process {os.getpid()} on host "
+    words = f"now belongs to another run: process {os.getpid()} on host "
     assert words in refused
     assert words in raised

@@ -94,7 +94,7 @@ def open_all(
         check_files(location.storage, files, files)
     if encryption is not None and not any(location.is_encrypted for location in located):
         names = " and ".join(location.path for location in located)
-        raise DecryptionError(f"a key was given, and there is nothing encrypted in {names}")
+        raise DecryptionError(f"a key was given, but nothing is encrypted in {names}")
     return [_open(location, encryption if location.is_encrypted else None) for location in located]
 
 
@@ -188,7 +188,7 @@ def _file_format(storage: Storage, name: str) -> str:
             return name_of_format
     if head[8:] == b"{":
         return "safetensors"
-    raise ConversionError(f"{path} is of none of the formats {', '.join(FORMATS)}")
+    raise ConversionError(f"{path} has none of the formats {', '.join(FORMATS)}")
 
 
 def _is_directory(storage: Storage, name: str) -> bool:

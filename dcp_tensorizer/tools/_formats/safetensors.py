@@ -248,11 +248,12 @@ def check(view: CheckpointView, options: Options) -> None:
     for tensor in view.tensors.values():
         if tensor.dtype not in _NAMES:
             raise ConversionError(
-                f"{tensor.key!r} is of {tensor.dtype}, which safetensors has not: leave it out, or convert it"
+                f"{tensor.key!r} is of {tensor.dtype}, which safetensors does not have: leave it out, or convert it"
             )
         if tensor.dtype == _PAIRS and not tensor.shape:
             raise ConversionError(
-                f"{tensor.key!r} is a pair of elements without a dimension, which safetensors has not: leave it out"
+                f"{tensor.key!r} is a pair of elements without a dimension, which safetensors does not have: "
+                f"leave it out"
             )
         _check_key(tensor.key)
         if tensor.key == "__metadata__":

@@ -66,7 +66,7 @@ def read(storage: Storage, name: str) -> CheckpointView:
     with open_file(storage, name) as reader:
         state = load_fake(FileRange(reader, 0, nbytes), nbytes, path)
     if not isinstance(state, dict):
-        raise ConversionError(f"{path} holds a {type(state).__name__}, and no state dict")
+        raise ConversionError(f"{path} holds a {type(state).__name__}, not a state dict")
     try:
         check_size(state)
         values, paths = flatten_state_dict(state)
@@ -417,7 +417,7 @@ def check_size(state: Any) -> None:
             left.append((node, True))
             for member in members:
                 if sizes.get(id(member)) == 0:
-                    raise ValueError("a container in it holds itself")
+                    raise ValueError("a container in it contains itself")
                 if _members(member):
                     left.append((member, False))
 
@@ -470,4 +470,4 @@ def check_lists(view: CheckpointView) -> None:
 
 
 def _partial_list(key: str) -> ConversionError:
-    return ConversionError(f"{key!r} belongs to a list of which not all is to be converted: take all, or none")
+    return ConversionError(f"{key!r} belongs to a list that is only partly selected: convert all of it, or nothing")

@@ -110,7 +110,7 @@ def test_a_save_that_was_ended_is_not_handed_over(tmp_path: Path) -> None:
     with run.writer() as writer:
         session = _begun(run, writer)
         session.end()
-        with pytest.raises(WriteError, match="was ended before it was over"):
+        with pytest.raises(WriteError, match="the save was interrupted"):
             session._wrote()
     assert (run.states(), files_below(run.local)) == ([], set())
 

@@ -48,7 +48,7 @@ def test_what_another_run_has_not_seen_is_given_up(tmp_path: Path) -> None:
     record = run.queue.record(entry)
     assert entry.state in ("lost", "told")  # the second when a process has said so
     assert record is not None
-    assert f"{run.remote} is another run's now, which does not save to {run.local}: process " in record.reason
+    assert f"{run.remote} now belongs to another run, which does not save to {run.local}: process " in record.reason
     assert list(run.remote.rglob("*.tensors")) == []
 
 
@@ -65,7 +65,7 @@ def test_an_older_run_is_told_by_its_flush(tmp_path: Path) -> None:
         newer.save(2, state_of(2), wait=True)
         assert newer.wait_remote(60)
         older.save(2, state_of(20), wait=True)
-        with pytest.raises(WriteError, match="is another run's now, which does not save to"):
+        with pytest.raises(WriteError, match="now belongs to another run, which does not save to"):
             older.wait_remote(60)
         older._retaining.wait(Deadline(WAIT))
         with pytest.raises(WriteError, match="as run 2; this is run 1"):

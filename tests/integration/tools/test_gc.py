@@ -373,7 +373,7 @@ def test_uploads_that_cannot_be_listed(s3: S3Server) -> None:
         ("step-3", False, 0, True),
     ]
     for removal in removals:
-        assert removal.failed == ("cannot be told" in removal.kept and "cannot list the uploads" in removal.kept)
+        assert removal.failed == ("cannot be recognised" in removal.kept and "cannot list the uploads" in removal.kept)
     found = find(open_storage(url, s3.options()))
     assert [(listed.step, listed.state) for listed in found] == [(2, "committed"), (1, "committed")]
     under_way.abort()
@@ -391,7 +391,7 @@ def test_what_nobody_recorded_goes_by_age_alone(tmp_path: Path, state: str) -> N
     leave(tmp_path / "step-1", age=10_000, recorded=False)
     for older_than in (None, 3600.0):
         assert {removal.kept for removal in run(tmp_path, keep=1, older_than=older_than)} <= {
-            "a save or a copy may be under way there: say with --older-than how long none can take"
+            "a save or a copy may be under way there: pass an age with --older-than that no save or copy exceeds"
         }
         assert LEFTOVER in names(tmp_path / "step-1")
     run(tmp_path, older_than=0)

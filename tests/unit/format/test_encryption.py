@@ -122,7 +122,7 @@ def test_an_index_that_was_made_without_the_key() -> None:
     unsigned = record_of(CIPHER) | {"seal": Seal(b"g" * 32, CIPHER.sign(b"f" * 32))}
     foreign = record_of(CIPHER) | {"seal": Seal(b"f" * 32, Cipher(bytes(32)).sign(b"f" * 32))}
     for record in (unsigned, foreign):
-        with pytest.raises(DecryptionError, match="/c: its metadata was changed by somebody without its key"):
+        with pytest.raises(DecryptionError, match="/c: its metadata was changed without its key"):
             unlock(DecryptionParams.from_key(KEY), record, "/c")
         with pytest.raises(DecryptionError, match="changed"):
             unlock(None, record, "/c", known=CIPHER)

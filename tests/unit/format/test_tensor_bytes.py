@@ -37,11 +37,11 @@ def wrapped_shards() -> torch.Tensor:
     [
         (
             lambda: torch.eye(2).to_sparse(),
-            "of layout torch.sparse_coo, which cannot be saved. Save what its to_dense() gives",
+            "of layout torch.sparse_coo, which cannot be saved. Save the result of its to_dense()",
         ),
         (
             lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
-            "of nested tensors (layout torch.strided), which cannot be saved. Save what its unbind() gives",
+            "of nested tensors (layout torch.strided), which cannot be saved. Save the result of its unbind()",
         ),
         (
             lambda: torch.ones(2, device="meta"),
@@ -54,7 +54,7 @@ def wrapped_shards() -> torch.Tensor:
         ),
         (
             lambda: torch.ones(2, dtype=torch.uint8).view(torch.uint4),
-            "of dtype torch.uint4, which DCP cannot plan. Save what its view(torch.uint8) gives",
+            "of dtype torch.uint4, which DCP cannot plan. Save the result of its view(torch.uint8)",
         ),
         (
             Opaque,
@@ -64,7 +64,7 @@ def wrapped_shards() -> torch.Tensor:
         (
             wrapped_shards,
             "of type LocalShardsWrapper, which cannot be staged: it has neither a storage nor __tensor_flatten__. DCP "
-            "takes it apart by itself: save it with dcp.save, or pass async_stager=DefaultStager(...) of "
+            "splits it by itself: save it with dcp.save, or pass async_stager=DefaultStager(...) of "
             "torch.distributed.checkpoint.staging to dcp.async_save",
         ),
     ],

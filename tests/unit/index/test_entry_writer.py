@@ -126,7 +126,7 @@ def test_entries_come_back_from_rules() -> None:
         (entry(sizes=-1), "begins before the tensor, or has less than no elements"),
         (
             TensorStorageMetadata(TensorProperties(torch.int8), torch.Size([3]), entry().chunks[:1]),
-            "is none of a tensor",
+            "is not inside a tensor",
         ),
         ("a string", "the planner says that it is a builtins.str"),
     ],

@@ -166,7 +166,7 @@ class Foreign:
 
 def test_planner_data_that_no_reader_would_load() -> None:
     """Is refused by name when it is saved."""
-    with pytest.raises(WriteError, match=r"the planner put something into it.*Foreign"):
+    with pytest.raises(WriteError, match=r"the planner's data holds an object that no reader would load.*Foreign"):
         encoded(dataclasses.replace(metadata_of(), planner_data={"a": Foreign()}, storage_data=NOTHING))
     with pytest.raises(WriteError, match="cannot be stored"):
         encoded(dataclasses.replace(metadata_of(), planner_data={"a": (n for n in ())}, storage_data=NOTHING))
@@ -177,7 +177,7 @@ def test_planner_data_that_no_reader_would_load() -> None:
     [
         (frozenset([1]), BytesStorageMetadata(), r"frozenset\(\{1\}\) cannot be described.*keys must be strings"),
         ("w", Foreign(), r"'w' cannot be described.*Foreign"),
-        ("w", entry((4,), ((0, 0), (4, 1))), "'w' cannot be described.*none of a tensor of shape"),
+        ("w", entry((4,), ((0, 0), (4, 1))), "'w' cannot be described.*not inside a tensor of shape"),
     ],
     ids=["key", "entry", "dimensions"],
 )
@@ -306,7 +306,7 @@ def test_contents_that_make_no_sense_are_refused(contents: dict[str, bytes]) -> 
     """What has right digests and is not what a writer writes is a MetadataError, not whatever it leads to later."""
     data = encoded(GOOD)
     assert decode(rewritten(data), "x").storage_data["items"] == GOOD.storage_data["items"]
-    with pytest.raises(MetadataError, match="x is not what any dcp_tensorizer would write"):
+    with pytest.raises(MetadataError, match="x is not an index that dcp_tensorizer writes"):
         decode(rewritten(data, **contents), "x")
 
 

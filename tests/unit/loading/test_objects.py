@@ -125,7 +125,7 @@ def test_an_object_that_nothing_would_have_saved_is_named() -> None:
     """No advice to allow types would help."""
     objects = [(read_item("odd"), archive(lambda _: b"\x80\x02R."))]
     with pytest.raises(
-        UntrustedObject, match=r"'odd' in /ckpt could run code .*torch.save writes no such object"
+        UntrustedObject, match=r"'odd' in /ckpt could run code .*torch.save does not write such an object"
     ) as caught:
         check_trust("/ckpt", objects)
     assert "add_safe_globals" not in str(caught.value)

@@ -110,7 +110,7 @@ def test_a_file_that_is_gone_or_another_is_an_error(tmp_path: Path) -> None:
     path.write_bytes(b"a" * 100)
     status = os.stat(path)
     map_shared(SharedFile(str(path), status.st_dev, status.st_ino)).close()
-    with pytest.raises(WriteError, match=r"given it up.*staging='buffer'"):
+    with pytest.raises(WriteError, match=r"has released it.*staging='buffer'"):
         map_shared(SharedFile(str(path), status.st_dev, status.st_ino + 1))
     with pytest.raises(WriteError, match="keep the tensors"):
         map_shared(SharedFile(str(tmp_path / "missing"), status.st_dev, status.st_ino))

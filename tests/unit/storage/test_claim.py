@@ -46,15 +46,13 @@ def test_each_run_counts_one_more(tmp_path: Path) -> None:
 def test_the_older_run_is_told(tmp_path: Path) -> None:
     """By each check from then on, also when the other run's claim is gone; the newer one is not."""
     first, second = run_of(tmp_path), run_of(tmp_path)
-    words = f"{tmp_path} is another run's now: process {os.getpid()} on host {socket.gethostname()} has claimed it at "
-    with pytest.raises(
-        Refused, match=r"as run 2; this is run 1, and has claimed it at .* Two jobs need two folders"
-    ) as e:
+    words = f"{tmp_path} now belongs to another run: process {os.getpid()} on host {socket.gethostname()} has "
+    with pytest.raises(Refused, match=r"as run 2; this is run 1, and claimed it at .* Two jobs need two folders") as e:
         first.check()
     assert str(e.value).startswith(words)
     second.check()
     (tmp_path / NAME).unlink()
-    with pytest.raises(Refused, match="another run's now"):
+    with pytest.raises(Refused, match="belongs to another run"):
         first.check()
     second.check()
     assert (bool(first.lost), second.lost) == (True, "")

@@ -231,7 +231,7 @@ def test_a_file_in_the_place_of_a_directory(tmp_path: Path) -> None:
     assert storage.head(".metadata") is None
     for folder in (storage, storage.child("step-1")):
         with pytest.raises(
-            WriteError, match=rf"checkpoint directory {folder.path}: {tmp_path}/file is a file, and no dir"
+            WriteError, match=rf"checkpoint directory {folder.path}: {tmp_path}/file is a file, not a dir"
         ):
             folder.make_directory()
     assert [place.file_in_place() for place in (storage, storage.child("a"), LocalStorage(tmp_path))] == [

@@ -273,7 +273,7 @@ def test_no_file_is_completed_once_the_job_is_abandoned(tmp_path: Path, monkeypa
         completed.append(sink)
 
     monkeypatch.setattr(LocalSink, "_complete", complete_late)
-    with pytest.raises(WriteError, match="nobody waits for this file any more"):
+    with pytest.raises(WriteError, match="this file is no longer needed"):
         work.run()
     removing.join(30)
     assert not removing.is_alive()
@@ -343,7 +343,7 @@ def test_an_abandoned_job_adopts_nothing(tmp_path: Path) -> None:
         tmp_path / "new", content, (EarlierFile(str(tmp_path / "old"), before.name, before.identity or ()),)
     )
     work.abandon()
-    with pytest.raises(WriteError, match="nobody waits for this file any more"):
+    with pytest.raises(WriteError, match="this file is no longer needed"):
         work.run()
     assert (os.listdir(tmp_path / "new"), os.listdir(tmp_path / "old")) == ([], [before.name])
 

@@ -152,5 +152,5 @@ def test_a_list_that_cannot_be_whole(tmp_path: Path) -> None:
     """A member of a high number, alone: no list is made to hold it."""
     view = open_checkpoint(make_checkpoint(tmp_path / "a", {"w": torch.ones(2)}), {})
     far = dataclasses.replace(view.tensors["w"], path=("w", 10**15))
-    with pytest.raises(ConversionError, match="'w' belongs to a list of which not all"):
+    with pytest.raises(ConversionError, match="'w' belongs to a list that is only partly selected"):
         torch_file.check(dataclasses.replace(view, values={"w": far}), Options())

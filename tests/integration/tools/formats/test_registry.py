@@ -82,7 +82,7 @@ def test_a_directory_above_checkpoints(tmp_path: Path, s3: S3Server, sftp: SftpS
         other.put("notes", b"text that is of no format", sync=True)
         with pytest.raises(NotCommitted, match=f"{url}/other holds no checkpoint .* Name a checkpoint itself: the dir"):
             report([f"{url}/other{slash}"], tmp_path / "out", storage_options=options)
-        with pytest.raises(ConversionError, match=f"{url}/other/notes is of none of the formats"):
+        with pytest.raises(ConversionError, match=f"{url}/other/notes has none of the formats"):
             report([f"{url}/other/notes"], tmp_path / "out", storage_options=options)
 
 
