@@ -106,7 +106,7 @@ def _run(case: dict[str, Any]) -> dict[str, Any]:
         manager = CheckpointManager(case["folder"], survive=_SURVIVE)
         manager.save(1, _state(case["gib"], 1.0), wait=True)
         manager.save(2, _state(case["gib"], 2.0), wait=True)
-        manager._survival.settle()
+        manager._job.survival.settle()
         os._exit(1)
     if what in _LOADS:
         return _load(case)

@@ -28,22 +28,18 @@ from ._managing.arguments import (
     split_limits,
 )
 from ._managing.goodput import GoodputClock, GoodputReport
-from ._managing.job import Job, Retaining
+from ._managing.job import Job
 from ._managing.lineage import logger
-from ._managing.policy import Action, Schedule, StopSignals
-from ._managing.restart import Survival
+from ._managing.policy import Action, SavePolicy, Schedule, StopSignals
 from ._managing.restore import Selection, StatePart
 from ._managing.retention import Retention
-from ._managing.saves import Saves
 from ._managing.step_folder import StepNames
 from ._managing.together import Together
 from ._runtime.forks import in_child
 from ._runtime.threads import Deadline
 from ._runtime.validation import check_path, check_timeout
-from ._storage.base import Storage
-from ._storage.claim import Ownership, claim_file_name
 from ._storage.open import absolute_path
-from ._tiers.tiered_storage import NearestStorage, Opener
+from ._tiers.tiered_storage import Opener
 from .errors import CheckpointError, WriteError
 from .writer import TensorizerStorageWriter, WriterOptions
 
@@ -130,37 +126,43 @@ class CheckpointManager:
     ) -> None:
         check_path(folder)
         options: dict[str, Any] = dict(writer_options)
-        self._names = StepNames(name)
-        schedule = Schedule(save_every, save_interval)
-        self._rules = Retention.of(keep_latest, keep_every, keep_best, delete_after, delete_other_files)
+        names = StepNames(name)
+        in_memory = None if survive_every is None else Schedule(survive_every, None)
+        policy = SavePolicy(Schedule(save_every, save_interval), in_memory)
+        self._retention = Retention.of(keep_latest, keep_every, keep_best, delete_after, delete_other_files)
         must_change = check_patterns("must_change", must_change)
         self._signals = StopSignals(stop_signals)
         check_survival(survive, survive_every, buffers, options)
-        limits, self._max_failures = split_limits(options, inspect.signature(CheckpointManager).parameters)
+        limits, max_failures = split_limits(options, inspect.signature(CheckpointManager).parameters)
         self._writer = TensorizerStorageWriter(folder, limits=limits, **options)
         try:
             opener = Opener(folder, options.get("storage_options"), limits.timeout, options.get("local"))
             self._open_folder = functools.partial(opener, absolute_path(folder))
             self._folder = self._open_folder()
-            self._reader_options = options_of_reader(options, limits, reader_options)
+            readers = options_of_reader(options, limits, reader_options)
             group, agreements = make_groups(process_group)
             together = None if group is None else Together(group)
             if together is not None:
                 together.accompany_saves(self._writer, limits.timeout)
+            self._clock = GoodputClock()
+            self._job = Job(
+                self._folder,
+                names,
+                self._writer,
+                Agreement(agreements),
+                together=together,
+                policy=policy,
+                retention=self._retention,
+                must_change=must_change,
+                max_failures=max_failures,
+                survive=survive,
+                buffers=buffers,
+                clock=self._clock,
+                reader_options=readers,
+            )
         except BaseException:
             self._writer.close()
             raise
-        agreement, self._clock = Agreement(agreements), GoodputClock()
-        saver, rules = self._writer.saver, self._rules if agreement.is_first else None
-        remote = _remote(self._folder)
-        owner = saver.owner = Ownership(remote, claim_file_name(self._names.shown))
-        self._survival = Survival(saver, self._folder, self._names.template, agreement, survive, buffers)
-        in_memory = None if survive_every is None else Schedule(survive_every, None)
-        steps = self._folder, self._names, schedule, in_memory
-        self._job = Job(*steps, agreement, self._survival, owner, saver.flushing, self._reader_options)
-        self._retaining = Retaining(remote, self._names, rules, owner, saver.flushing, lambda: self._job.place)
-        what = self._clock, must_change, self._retaining.after
-        self._saves = self._job.saves = Saves(self._writer, together, agreement, *what, omits_replicas=not survive)
         self._stopping = self._closed = self._is_over = False
         self._is_copy = self._is_new_copy = False
         in_child(self, CheckpointManager._let_go)
@@ -168,7 +170,7 @@ class CheckpointManager:
 
     def __repr__(self) -> str:
         """The folder, without secrets."""
-        return f"{type(self).__name__}({self._folder.path!r}, name={self._names.template!r})"
+        return f"{type(self).__name__}({self._folder.path!r}, name={self._job.template!r})"
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -177,7 +179,7 @@ class CheckpointManager:
         if self._is_copy:
             return
         if kind is not None and not (isinstance(error, SystemExit) and not error.code):
-            self._survival.leave()
+            self._job.survival.leave()
         with suppress(*() if kind is None else (CheckpointError,)):  # the block's own error is the one to raise
             self.close()
 
@@ -224,10 +226,8 @@ class CheckpointManager:
         self._check_at_home()
         check_state(state)
         step, recorded = check_step(step), check_metrics(metrics)
-        self._saves.part = StatePart(check_patterns("exclude", exclude), trainable_only)
-        decision, future = self._job.step(
-            step, state, recorded, self._max_failures, stop=self._signals.seen, force=force, must_write=wait
-        )
+        self._job.saves.part = StatePart(check_patterns("exclude", exclude), trainable_only)
+        decision, future = self._job.step(step, state, recorded, stop=self._signals.seen, force=force, must_write=wait)
         self._stopping = decision.stopping
         if decision.action is not Action.NOTHING and (wait or self._stopping):
             self.wait()
@@ -276,14 +276,15 @@ class CheckpointManager:
         since = self._clock.now()
         self._check_open()
         check_state(state)
-        patterns = check_patterns("include", include), check_patterns("exclude", exclude)
-        selection = Selection(*patterns, strict, allow_shape_mismatch)
+        selection = Selection(
+            check_patterns("include", include), check_patterns("exclude", exclude), strict, allow_shape_mismatch
+        )
         step = None if step is None else check_step(step)
         restored = self._job_here().restore(state, selection, step, fallback=fallback)
         self._clock.restored(since)
         is_whole = strict and not include and not exclude
         if restored is not None and is_whole and not self._is_copy:  # or what is saved may be a part, too
-            self._saves.warm_up(state)
+            self._job.saves.warm_up(state)
         return restored
 
     def wait(self) -> None:
@@ -294,8 +295,8 @@ class CheckpointManager:
         if self._is_copy:
             return
         self._job.write_held()
-        self._saves.wait()
-        self._saves.tell()
+        self._job.saves.wait()
+        self._job.saves.tell()
 
     @property
     def stopping(self) -> bool:
@@ -336,21 +337,21 @@ class CheckpointManager:
         self._closed = True
         deadline = Deadline(timeout)
         try:
-            if timeout is None and not self._survival.has_left:
+            if timeout is None and not self._job.survival.has_left:
                 self._job.write_held()
-            elif self._saves.held_step is not None:
-                logger.warning("%s: step %d is in memory alone", self._folder.path, self._saves.held_step)
+            elif self._job.saves.held_step is not None:
+                logger.warning("%s: step %d is in memory alone", self._folder.path, self._job.saves.held_step)
         finally:
             self._signals.restore()
             self._writer.close(timeout)
-            self._saves.wait(deadline)
-            if self._saves.failures or self._saves.is_busy or self._saves.held_step is not None:
-                self._survival.leave(deadline)  # what is in memory is all that there is of the newest step
-            self._survival.end(deadline, has_saved=self._saves.has_saved)
+            self._job.saves.wait(deadline)
+            if self._job.saves.failures or self._job.saves.is_busy or self._job.saves.held_step is not None:
+                self._job.survival.leave(deadline)  # what is in memory is all that there is of the newest step
+            self._job.survival.end(deadline, has_saved=self._job.saves.has_saved)
         logger.info("%s: %s", self._folder.path, self.report())
-        self._retaining.wait(deadline)
+        self._job.retaining.wait(deadline)
         self._is_over = True  # not before: whoever was interrupted may close it once more
-        self._saves.tell()
+        self._job.saves.tell()
 
     # --- what each rank may call by itself --------------------------------------------------------------------------
 
@@ -372,9 +373,9 @@ class CheckpointManager:
 
         Raises as `steps` does, and `ValueError` without ``keep_best``.
         """
-        if self._rules.metric is None:
+        if self._retention.metric is None:
             raise ValueError("there is no best checkpoint without keep_best=")
-        best = self._rules.best(self._job_here().members())
+        best = self._retention.best(self._job_here().members())
         return None if best is None else best.number
 
     def path(self, step: int) -> str:
@@ -411,18 +412,7 @@ class CheckpointManager:
     def _job_here(self) -> Job:
         """The job; in a forked child one that reads by itself, over connections of its own, and stands where it did."""
         if self._is_new_copy:
-            alone, place = Agreement(None), self._job.place
-            folder = self._folder = self._open_folder()
-            survival = Survival(self._writer.saver, folder, self._names.template, alone, 0.0, 2)
-            owner = Ownership(_remote(folder), claim_file_name(self._names.shown))  # which a restore does not claim
-            steps = folder, self._names, Schedule(None, None), None
-            self._job = Job(*steps, alone, survival, owner, None, self._reader_options, is_alone=True)
-            self._saves = self._job.saves = Saves(self._writer, None, alone, self._clock, (), lambda saved: None)
-            self._job.place = place
+            self._folder = self._open_folder()
+            self._job = self._job.alone(self._folder)
             self._is_new_copy = False
         return self._job
-
-
-def _remote(folder: Storage) -> Storage:
-    """The storage of checkpoints in the end, whatever local folder mirrors it."""
-    return folder.remote if isinstance(folder, NearestStorage) else folder

@@ -29,7 +29,7 @@ from ._runtime.threads import Deadline
 from ._runtime.validation import check_callable, check_path, check_storage_options, check_timeout
 from ._saving.options import MAX_UNFLUSHED, SaveOptions, Staging, threads_of_save
 from ._saving.report import SaveReport
-from ._saving.saver import CopiedWriter, Saver
+from ._saving.saver import CopiedWriter, SaveDescription, Saver
 from ._saving.session import SaveSession
 from ._staging.staged_save import StagedSave, StagingFuture
 from ._storage.open import absolute_path, is_location
@@ -268,8 +268,11 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
         Raises:
             WriteError: on the coordinator, when ``max_consecutive_failures`` saves in a row were not committed.
         """
+        return self._stage(state_dict, SaveDescription())
+
+    def _stage(self, state_dict: dict[str, Any], save: SaveDescription) -> dict[str, Any] | StagingFuture:
         self._end_session()  # of a synchronous save that failed: it holds on to its directory
-        staged = self._saver.stage(state_dict)
+        staged = self._saver.stage(state_dict, save)
         return StagingFuture(staged) if self._options.overlap_staging else staged
 
     def synchronize_staging(self) -> None:
@@ -437,3 +440,34 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
         session: SaveSession | None = getattr(self._local, "session", None)
         if session is not None:
             session.end()
+
+
+class DescribedStager(AsyncStager):
+    """Stages for one save of a writer, and says what that is. To close it ends nothing.
+
+    Args:
+        writer: Stages.
+        save: What is staged for.
+    """
+
+    _synchronize_after_execute = TensorizerStorageWriter._synchronize_after_execute
+
+    def __init__(self, writer: TensorizerStorageWriter, save: SaveDescription) -> None:
+        self._writer = writer
+        self._save = save
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | StagingFuture:
+        """Stages as the writer does."""
+        return self._writer._stage(state_dict, self._save)
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """That of the writer."""
+        return self._writer.should_synchronize_after_execute
+
+    def synchronize_staging(self) -> None:
+        """Waits as the writer does."""
+        self._writer.synchronize_staging()
+
+    def close(self) -> None:
+        """Does nothing: the writer is closed by whoever has it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import Any
@@ -16,16 +16,20 @@ from .._runtime.forks import free_in_child
 from .._runtime.threads import Deadline, in_background
 from .._saving.flushing import Flushing
 from .._storage.base import Storage
-from .._storage.claim import Ownership
+from .._storage.claim import Ownership, claim_file_name
+from .._tiers.tiered_storage import NearestStorage
 from ..errors import CheckpointError, ReadError, WriteError, listed
+from ..writer import TensorizerStorageWriter
 from .agreement import Agreement
+from .goodput import GoodputClock
 from .lineage import Place, RestoreChoice, begin, choose, newest_of, read_members
-from .policy import Action, Decision, Schedule, Vote, decide
+from .policy import Action, Decision, SavePolicy, Vote, decide
 from .restart import Problem, Survival
 from .restore import Selection, load_first
 from .retention import Retention, retain
 from .saves import Saves
 from .step_folder import LATEST, Step, StepNames, leave, read_steps
+from .together import Together
 from .unflushed import settle
 
 logger = logging.getLogger("dcp_tensorizer")
@@ -37,56 +41,103 @@ class Job:
     Args:
         folder: Of the checkpoints.
         names: Of their directories.
-        schedule: When a save is due.
-        memory_schedule: When a step is to be held in memory, due or not; None: never.
+        writer: Writes all of them.
         agreement: Of all ranks.
-        survival: What is kept in memory.
-        owner: Says whether the folder is this job's.
-        flushing: Of the local folder, if there is one.
+        together: Keeps the ranks' saves and loads together; None without ranks.
+        policy: When a save is due.
+        retention: Which checkpoints stay.
+        must_change: Patterns of the keys of which some must differ from the save before.
+        max_failures: So many saves may fail in a row; None for any number.
+        survive: How long states are kept in memory when this process is gone; 0: not at all.
+        buffers: How many staging buffers there may be then.
+        clock: Takes the times of saves.
         reader_options: For readers.
-        is_alone: This process loads by itself, whatever ranks there are.
+        is_alone: This process loads by itself, whatever ranks there are, and saves nothing.
 
     Attributes:
         place: Where the job stands; None before its first save or restore.
-        saves: Runs the saves. To be set before anything is called.
+        saves: Runs the saves.
+        survival: What is kept in memory.
+        retaining: What comes after a commit.
     """
-
-    saves: Saves
 
     def __init__(
         self,
         folder: Storage,
         names: StepNames,
-        schedule: Schedule,
-        memory_schedule: Schedule | None,
+        writer: TensorizerStorageWriter,
         agreement: Agreement,
-        survival: Survival,
-        owner: Ownership,
-        flushing: Flushing | None,
-        reader_options: Mapping[str, Any],
         *,
+        policy: SavePolicy,
+        clock: GoodputClock,
+        reader_options: Mapping[str, Any],
+        together: Together | None = None,
+        retention: Retention | None = None,
+        must_change: Sequence[str] = (),
+        max_failures: int | None = None,
+        survive: float = 0.0,
+        buffers: int = 2,
         is_alone: bool = False,
     ) -> None:
+        remote = folder.remote if isinstance(folder, NearestStorage) else folder
         self.place: Place | None = None
         self._folder = folder
         self._names = names
-        self._schedule = schedule
-        self._memory_schedule = memory_schedule
+        self._writer = writer
         self._agreement = agreement
-        self._survival = survival
-        self._owner = owner
-        self._has_claimed = False
-        self._flushing = flushing
+        self._policy = policy
+        self._clock = clock
         self._reader_options = reader_options
         self._is_alone = is_alone
-        self._last_step = -1
+        self._flushing = None if is_alone else writer.saver.flushing
+        self._owner = Ownership(remote, claim_file_name(names.shown))  # a restore claims nothing
+        self._has_claimed = False
+        if not is_alone:
+            writer.saver.owner = self._owner
+        self.survival = Survival(writer.saver, folder, names.template, agreement, survive, buffers)
+        self.retaining = Retaining(
+            remote,
+            names,
+            retention if agreement.is_first else None,
+            self._owner,
+            self._flushing,
+            lambda: self.place,
+        )
+        self.saves = Saves(
+            writer,
+            agreement,
+            together=together,
+            clock=clock,
+            must_change=must_change,
+            max_failures=max_failures,
+            after=self.retaining.after,
+            omits_replicas=not survive,
+        )
+
+    def alone(self, folder: Storage) -> Job:
+        """The job in a forked child: it only restores, by itself, and stands where it did.
+
+        Args:
+            folder: The same, over connections of the child's own.
+        """
+        job = Job(
+            folder,
+            self._names,
+            self._writer,
+            Agreement(None),
+            policy=self._policy,
+            clock=self._clock,
+            reader_options=self._reader_options,
+            is_alone=True,
+        )
+        job.place = self.place
+        return job
 
     def step(
         self,
         step: int,
         state: Mapping[str, Any],
         metrics: dict[str, float],
-        max_failures: int | None,
         *,
         stop: bool,
         force: bool,
@@ -97,21 +148,20 @@ class Job:
         Raises:
             CheckpointError: see `CheckpointManager.save`.
         """
-        self._survival.begin()
+        self.survival.begin()
         self._claim()
         if self.place is None:
             settle(self._flushing, self._agreement)
             self.place = self._agreement.decided(lambda: begin(self._folder, self._names, step))
-        wishes = stop, force, must_write
-        decision = self._decide(step, *wishes)
+        decision = self._decide(step, stop=stop, force=force, must_write=must_write)
         if decision.is_lost:
             raise WriteError(self._agreement.decided(lambda: self._owner.lost))
-        if step < self._last_step:  # on all ranks: they have just compared
+        if step < self.place.step:  # on all ranks: they have just compared
             self._go_back(step)
-            decision = self._decide(step, *wishes)
-        self._last_step = step
-        self._survival.advance(has_failed=decision.has_failed, ends=decision.ends)
-        self.saves.check(decision.failures, max_failures)
+            decision = self._decide(step, stop=stop, force=force, must_write=must_write)
+        self.place.step = step
+        self.survival.advance(has_failed=decision.has_failed, ends=decision.ends)
+        self.saves.check(decision.failures)
         if decision.action in (Action.JOIN, Action.KEEP) and self._is_gone(step):
             decision = decision._replace(action=Action.SAVE)
         return decision, self._act(decision, step, state, metrics)
@@ -154,18 +204,29 @@ class Job:
         except CheckpointError as error:
             logger.warning("whether step %d is still there cannot be seen: %s", step, str(error))
             return None
-        return Place.at(self.place.branch, newest_of(steps, self.place.branch), steps)
+        return Place.at(self.place.branch, newest_of(steps, self.place.branch), steps, self.place.step)
 
-    def _decide(self, step: int, stop: bool, force: bool, must_write: bool) -> Decision:
+    def _decide(self, step: int, *, stop: bool, force: bool, must_write: bool) -> Decision:
         """Decides about a step on all ranks, from where the job stands."""
         assert self.place is not None
-        saves, is_there, is_due = self.saves, step in self.place.numbers, self._schedule.is_due(step)
-        has_failed, ends = self._survival.settle()
-        holds, of_memory = self._survival.holds, self._memory_schedule
-        is_due_in_memory = holds and of_memory is not None and of_memory.is_due(step)
-        memory = must_write, holds and saves.is_busy, is_due_in_memory, has_failed, ends
-        known, is_lost = (is_due, saves.is_last(step), is_there, saves.failures), bool(self._owner.lost)
-        return decide(self._agreement, Vote(step, stop, force, *known, *memory, is_lost=is_lost))
+        has_failed, ends = self.survival.settle()
+        holds = self.survival.holds
+        vote = Vote(
+            step=step,
+            stop=stop,
+            force=force,
+            is_due=self._policy.is_due(step),
+            is_last=self.saves.is_last(step),
+            is_there=step in self.place.numbers,
+            failures=self.saves.failures,
+            must_write=must_write,
+            is_busy=holds and self.saves.is_busy,
+            is_due_in_memory=holds and self._policy.is_due_in_memory(step),
+            has_failed=has_failed,
+            ends=ends,
+            is_lost=bool(self._owner.lost),
+        )
+        return decide(self._agreement, vote)
 
     def restore(self, state: dict[str, Any], selection: Selection, step: int | None, *, fallback: bool) -> int | None:
         """Loads the newest state, or the checkpoint of a step; returns the step, or None if there is nothing.
@@ -176,29 +237,34 @@ class Job:
         self.write_held()
         self.saves.wait()
         settle(self._flushing, self._agreement)
-        self._survival.begin()
-        self._survival.forget()
+        self.survival.begin()
+        self.survival.forget()
         found = self._agreement.decided(lambda: choose(self._folder, self._names, step, fallback=fallback))
-        kept = None if step is not None else self._survival.restore(state, selection, self._reader_options, found)
+        kept = None if step is not None else self.survival.restore(state, selection, self._reader_options, found)
         if isinstance(kept, SaveRecord):
-            place: tuple[Place, int] | None = (_place_of(kept, found), kept.step)
+            place: Place | None = _place_of(kept, found)
         else:
             place = self._restore_from_storage(state, selection, found, kept)
         if place is None:
             return None
-        self.place, self._last_step = place
-        self._stand_at(self._last_step)
-        return self._last_step
+        self.place = place
+        self._stand_at(place.step)
+        return place.step
 
     def write_held(self) -> None:
         """Begins the save of the newest step, if that is in memory alone."""
         if self.place is not None and self.saves.held_step is not None:
-            self.place.advance(self.saves.settled())
+            self._advance()
             self.saves.write_held()
 
     def members(self) -> list[Step]:
         """The checkpoints of the job's branch; raises what `read_members` does."""
         return read_members(self._folder, self._names, self.place)
+
+    @property
+    def template(self) -> str:
+        """The names of the checkpoints' directories, as the manager was given it."""
+        return self._names.template
 
     def path(self, step: int) -> str:
         """The path of the checkpoint of a step, also where there is none yet."""
@@ -212,15 +278,20 @@ class Job:
             "%s: the job has gone back from step %d to step %d, and not by restore: what it saves from here on is a "
             "branch of its own",
             self._folder.path,
-            self._last_step,
+            self.place.step,
             step,
         )
         self.write_held()
         self.saves.wait()
-        self.place.advance(self.saves.settled())
+        self._advance()
         self.place.begin_anew(self._agreement.decided(lambda: leave(None)))
-        self._survival.forget()
+        self.survival.forget()
         self._stand_at(max(0, step - 1))
+
+    def _advance(self) -> None:
+        """Waits for the last save: from then on the job goes on from that, if it was committed."""
+        assert self.place is not None
+        self.place.advance(self.saves.settled())
 
     def _stand_at(self, step: int) -> None:
         """The job goes on from a step, and not from its last save."""
@@ -228,9 +299,7 @@ class Job:
         self.saves.forget()
         if self._agreement.is_first:
             self.place.warn_of_others(self._folder.path)
-        for schedule in (self._schedule, self._memory_schedule):
-            if schedule is not None:
-                schedule.mark(step)
+        self._policy.stand_at(step)
 
     def _act(
         self, decision: Decision, step: int, state: Mapping[str, Any], metrics: dict[str, float]
@@ -247,25 +316,22 @@ class Job:
             future.set_result(self.path(step))
             return future
         if action is Action.SAVE or not self.saves.is_busy:
-            self.place.advance(self.saves.settled())  # staging would wait for that save, too
-        if decision.is_due:
-            self._schedule.mark(step)
-        if self._memory_schedule is not None:
-            self._memory_schedule.mark(step)
+            self._advance()  # staging would wait for that save, too
+        self._policy.begin(step, is_due=decision.is_due)
         name = self.place.name_of(step, self._names)
-        record = self.place.record(step, metrics, self._survival.run)
-        keep = self._survival.next_state(record, self.place.tip, self.place.left)
-        what = self._folder.child(name), name, state, record
+        record = self.place.record(step, metrics, self.survival.run)
+        keep = self.survival.next_state(record, self.place.tip, self.place.left)
+        storage = self._folder.child(name)
         if action is Action.SAVE:
-            return self.saves.start(*what, keep)
+            return self.saves.start(storage, name, state, record, keep)
         if keep is not None:
-            self.saves.hold(*what, keep, is_due=decision.is_due)
+            self.saves.hold(storage, name, state, record, keep, is_due=decision.is_due)
         return None
 
     def _restore_from_storage(
         self, state: dict[str, Any], selection: Selection, found: RestoreChoice, problem: Problem | None
-    ) -> tuple[Place, int] | None:
-        """Loads the first checkpoint that is not damaged; where the job stands then, and its step.
+    ) -> Place | None:
+        """Loads the first checkpoint that is not damaged; where the job stands then.
 
         What is in memory is given back when storage has been loaded, or memory is of no use: it may be all that there
         is.
@@ -286,7 +352,7 @@ class Job:
             is_alone=self._is_alone,
         )
         if number is not None or (problem is not None and problem.is_damage):
-            self._survival.discard()
+            self.survival.discard()
         if problem is not None and (number is None or (problem.has_touched and selection.tolerates)):
             raise ReadError(
                 f"{self._folder.path}: the state in memory could not be loaded, and storage does not have all of it. "
@@ -298,14 +364,17 @@ class Job:
         if self._agreement.is_first and step.recorded not in (None, step.number):
             logger.warning(
                 "%s/%s says that it is of step %d: it was renamed, or is a copy. It is restored as step %d",
-                *(self._folder.path, step.name, step.recorded, step.number),
+                self._folder.path,
+                step.name,
+                step.recorded,
+                step.number,
             )
-        return found.place(number), step.number
+        return found.place(number)
 
 
 def _place_of(record: SaveRecord, found: RestoreChoice) -> Place:
     """The place of a job that has loaded a state from memory."""
-    return Place.at(record.branch, newest_of(found.steps, record.branch), found.steps)
+    return Place.at(record.branch, newest_of(found.steps, record.branch), found.steps, record.step)
 
 
 # The file ``latest``: the name of the directory that holds the newest checkpoint, as plain text.
@@ -409,7 +478,11 @@ class Retaining:
         logger.warning(
             "%s: step %d was saved without the metric %r, which keep_best needs%s: pass metrics={%r: ...} to save. "
             "While no checkpoint has it, none is deleted",
-            *(self._folder.path, saved.number, metric, given, metric),
+            self._folder.path,
+            saved.number,
+            metric,
+            given,
+            metric,
         )
 
     def _after_arrival(self, done: Future[float], saved: Step) -> None:

@@ -29,6 +29,7 @@ class Place:
         names: Of the directories of all steps, whatever branch they are on.
         others: The names of those of other branches.
         left: The newest checkpoint, if the job has gone back to before it, and has saved nothing since.
+        step: The step that the job has come to: in `save` last, or by what it has restored; -1 before the first.
     """
 
     branch: Branch
@@ -37,15 +38,17 @@ class Place:
     names: dict[int, str]
     others: list[str]
     left: Step | None
+    step: int = -1
 
     @classmethod
-    def at(cls, branch: Branch, tip: Step | None, steps: Sequence[Step]) -> Place:
+    def at(cls, branch: Branch, tip: Step | None, steps: Sequence[Step], step: int = -1) -> Place:
         """On a branch, among all checkpoints of a folder."""
         newest = newest_of(steps)
         left = None if newest is None or belongs(newest, branch) else newest
-        numbers = {step.number for step in members(sound(steps), branch)}
-        others = [step.name for step in steps if step.number not in numbers]
-        return cls(branch, tip, numbers, {step.number: step.name for step in steps}, others, left)
+        numbers = {other.number for other in members(sound(steps), branch)}
+        others = [other.name for other in steps if other.number not in numbers]
+        names = {other.number: other.name for other in steps}
+        return cls(branch, tip, numbers, names, others, left, step)
 
     def begin_anew(self, branch: Branch) -> None:
         """The job goes on from something else than its last checkpoint, and nobody knows from what: on a new branch."""
@@ -135,7 +138,7 @@ class RestoreChoice(NamedTuple):
     def place(self, number: int) -> Place:
         """The place of the job when it has restored a candidate."""
         step, branch = self.candidates[number]
-        return Place.at(branch, step, self.steps)
+        return Place.at(branch, step, self.steps, step.number)
 
 
 def choose(folder: Storage, names: StepNames, number: int | None, *, fallback: bool) -> RestoreChoice:
@@ -190,7 +193,8 @@ def _look_around(folder: Storage, names: StepNames) -> None:
         logger.warning(
             "%s holds no committed checkpoint. But data lies in %s, without .metadata: a save never finished there, or "
             "is not finished yet, or a copy has left out hidden files, as `cp step/* ...` does: copy by `cp -r`",
-            *(folder.path, _listed(lost)),
+            folder.path,
+            _listed(lost),
         )
 
 

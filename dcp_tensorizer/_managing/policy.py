@@ -94,10 +94,22 @@ def decide(agreement: Agreement, vote: Vote) -> Decision:
         WriteError: a rank is gone.
     """
     first = agreement.is_first
-    known = (vote.is_due, vote.is_last, vote.is_there, vote.failures) if first else (0, 0, 0, 0)
-    memory = vote.must_write, vote.is_busy, vote.is_due_in_memory, vote.has_failed, vote.ends
-    wishes, lost = (vote.stop, vote.force, vote.step, -vote.step), int(first and vote.is_lost)
-    numbers = agreement.largest(*wishes, *known, *memory, lost)
+    numbers = agreement.largest(
+        vote.stop,
+        vote.force,
+        vote.step,
+        -vote.step,
+        first and vote.is_due,
+        first and vote.is_last,
+        first and vote.is_there,
+        first and vote.failures,
+        vote.must_write,
+        vote.is_busy,
+        vote.is_due_in_memory,
+        vote.has_failed,
+        vote.ends,
+        first and vote.is_lost,
+    )
     stop, force, highest, lowest, is_due, is_last, is_there, failures = numbers[:8]
     must_write, is_busy, is_due_in_memory, has_failed, ends, is_lost = numbers[8:]
     if highest != -lowest:
@@ -150,6 +162,38 @@ class Schedule:
             return True
         by_steps = self._every is not None and step // self._every > self._step // self._every
         return by_steps or (self._interval is not None and self._clock() - self._moment >= self._interval)
+
+
+class SavePolicy:
+    """Decides when a step is due: to be saved, and to be held in memory.
+
+    Args:
+        saves: When a save is due.
+        in_memory: When a step is to be held in memory, whether or not a save is due; None: never.
+    """
+
+    def __init__(self, saves: Schedule, in_memory: Schedule | None = None) -> None:
+        self._saves = saves
+        self._in_memory = in_memory
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether this step is to be saved."""
+        return self._saves.is_due(step)
+
+    def is_due_in_memory(self, step: int) -> bool:
+        """Returns whether this step is to be held in memory."""
+        return self._in_memory is not None and self._in_memory.is_due(step)
+
+    def begin(self, step: int, *, is_due: bool) -> None:
+        """A step is saved or held from now on; ``is_due``: a save of it was due."""
+        if is_due:
+            self._saves.mark(step)
+        if self._in_memory is not None:
+            self._in_memory.mark(step)
+
+    def stand_at(self, step: int) -> None:
+        """The job goes on from a step, and not from its last save: what is due is counted from there."""
+        self.begin(step, is_due=True)
 
 
 # The signals that ask a job to stop.

@@ -177,9 +177,17 @@ class Survival:
             return None
         self._count += 1
         number = self._newest = hashlib.blake2b(f"{self.run} {self._count}".encode(), digest_size=16).hexdigest()
-        where = self._agreement.rank, self._agreement.size
-        steps = None if parent is None else parent.number, (left.save_id or None) if left else None
-        head = KeptHead(number, self._count, self.run, *where, record, *steps, identity(self._folder.location))
+        head = KeptHead(
+            id=number,
+            number=self._count,
+            job=self.run,
+            rank=self._agreement.rank,
+            world_size=self._agreement.size,
+            record=record,
+            parent_step=None if parent is None else parent.number,
+            left=(left.save_id or None) if left else None,
+            folder=identity(self._folder.location),
+        )
 
         def keep(staged: StagedStateDict) -> None:
             if not staged.staged_save.abandoned:  # a save writes it
@@ -242,8 +250,9 @@ class Survival:
             assert buffer is not None and self._process is not None
             planner = SavePlanner(enable_plan_caching=False)
             planner.set_up_planner(dict(staged))  # not `items`, which ties it to a save
-            what = head, planner.create_local_plan(), planner, buffer, self._seconds
-            self._process.keep(described(*what, digests_follow=staged_save.on_written is not None), buffer)
+            plan, digests_follow = planner.create_local_plan(), staged_save.on_written is not None
+            message = described(head, plan, planner, buffer, self._seconds, digests_follow=digests_follow)
+            self._process.keep(message, buffer)
         except BaseException as error:
             if (buffer := staged_save.buffer) is not None:
                 if isinstance(error, KeeperDied) and self._process is not None:

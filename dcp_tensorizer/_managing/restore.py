@@ -230,7 +230,9 @@ class SelectivePlanner(LoadPlanner):
             StateMismatch: they do not go together; names the keys.
         """
         assert metadata is not None
-        optimizers = [OptimizerTarget(*item, state_dict.get(item[0])) for item in self._of_optimizers.items()]
+        optimizers = [
+            OptimizerTarget(key, optimizer, state_dict.get(key)) for key, optimizer in self._of_optimizers.items()
+        ]
         self._set_up(state_dict, metadata, is_coordinator)
         misfits = self._misfits()
         left = set(misfits) if self._selection.allow_shape_mismatch else set()
@@ -324,11 +326,9 @@ class SelectivePlanner(LoadPlanner):
             state = [key for key in left if key not in misfits]
             logger.warning(
                 "%s has other shapes, and these keys stay as they are (allow_shape_mismatch=True): %s%s",
-                *(
-                    self._path,
-                    shapes,
-                    f". So does the optimizer's state of them: {listed(sorted(state))}" if state else "",
-                ),
+                self._path,
+                shapes,
+                f". So does the optimizer's state of them: {listed(sorted(state))}" if state else "",
             )
         elif misfits:
             problems.append(f"shapes differ: {shapes}. With allow_shape_mismatch=True such keys stay as they are")

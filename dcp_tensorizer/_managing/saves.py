@@ -19,13 +19,13 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, asy
 from .._index.schema import SaveRecord
 from .._runtime.threads import NEVER, Deadline, Hung, in_background, in_time
 from .._saving.commit import WrittenFiles, is_uncommitted
-from .._saving.saver import NextSave
+from .._saving.saver import SaveDescription
 from .._staging.staged_save import StagedStateDict
 from .._staging.state_tree import fingerprint
 from .._storage.base import Storage
 from ..errors import CheckpointError, StagingError, WriteError, describe, unwrap
 from ..planner import SavePlanner
-from ..writer import TensorizerStorageWriter
+from ..writer import DescribedStager, TensorizerStorageWriter
 from .agreement import Agreement, is_of_ranks
 from .goodput import GoodputClock
 from .restart import OnStaged
@@ -72,14 +72,16 @@ class _Held(NamedTuple):
     """A step that is in memory alone.
 
     Attributes:
-        where: The checkpoint's directory, and its name.
+        storage: The checkpoint's directory.
+        name: Of that directory.
         staged: The staged copy; None if the state could not be collected.
         refusal: Why there is none.
         record: What the index would say of it.
         is_due: A save of it was due.
     """
 
-    where: tuple[Storage, str]
+    storage: Storage
+    name: str
     staged: StagedStateDict | None
     refusal: StagingError | None
     record: SaveRecord
@@ -91,10 +93,11 @@ class Saves:
 
     Args:
         writer: Writes all of them.
-        together: Their ranks, with a group for them alone; None without ranks.
         agreement: Of all ranks.
+        together: Keeps them together, on a group for them alone; None without ranks.
         clock: Takes their times.
         must_change: Patterns of the keys of which some must differ from the save before.
+        max_failures: So many saves may fail in a row; None for any number.
         after: Called with each checkpoint when it is committed, on a thread of its own.
         omits_replicas: What other ranks write need not be staged.
 
@@ -109,13 +112,14 @@ class Saves:
     def __init__(
         self,
         writer: TensorizerStorageWriter,
-        together: Together | None,
         agreement: Agreement,
+        *,
+        together: Together | None,
         clock: GoodputClock,
         must_change: Sequence[str],
+        max_failures: int | None,
         after: Callable[[Step], None],
-        *,
-        omits_replicas: bool = True,
+        omits_replicas: bool,
     ) -> None:
         self.failures = 0
         self.error: BaseException | None = None
@@ -126,7 +130,8 @@ class Saves:
         self._replicas = Replicas(self._planner, agreement) if omits_replicas else None
         self.together = together
         self._clock = clock
-        self._must_change = must_change
+        self._max_failures = max_failures
+        writer.saver.freshness.must_change = tuple(must_change)
         self._after = after
         self._is_warm = False
         self._last: _StepSave | None = None
@@ -158,18 +163,19 @@ class Saves:
             name: Of that directory.
             state: What to save.
             record: What the index will say of it.
-            on_staged: See `NextSave`.
+            on_staged: See `SaveDescription`.
         """
         since = self._clock.now()
         collected, error = _collected(state, self.part)
-        future = self._start((storage, name), collected, record, since, _refusal(error), on_staged)
+        future = self._start(storage, name, collected, record, since, _refusal(error), on_staged)
         if error is not None:
             raise error
         return future
 
     def _start(
         self,
-        where: tuple[Storage, str],
+        storage: Storage,
+        name: str,
         collected: dict[str, Any],
         record: SaveRecord,
         since: float,
@@ -177,17 +183,18 @@ class Saves:
         on_staged: OnStaged | None = None,
     ) -> Future[str]:
         """Saves what has been collected, or fails by ``refusal``, as the save does on the other ranks."""
-        (storage, name), before, self._is_warm, self._held = where, self._last, True, None
+        before, self._is_warm, self._held = self._last, True, None
         omitted = frozenset[str]()
         if self._replicas is not None:
             follows = before is not None and before.saved is not None
             omitted = self._replicas.omitted(None if refusal else collected, follows=follows)
         save = _StepSave(record.step, storage, name, record, since)
-        self._writer.saver.describe(NextSave(record, self._must_change, refusal, omitted, on_staged, save.files))
+        description = SaveDescription(record, refusal, omitted, on_staged, save.files)
         response = async_save(
             collected,
             checkpoint_id=storage.location,
             storage_writer=self._writer,
+            async_stager=DescribedStager(self._writer, description),
             planner=self._planner,
             process_group=None if self.together is None else self.together.group,
         )
@@ -209,13 +216,13 @@ class Saves:
         """Stages a state that is not written unless `write_held` is called; takes what `start` takes."""
 
         def keep(staged: StagedStateDict) -> None:
-            self._held = _Held((storage, name), staged, None, record, is_due)
+            self._held = _Held(storage, name, staged, None, record, is_due)
             on_staged(staged)
 
         is_due = is_due or (self._held is not None and self._held.is_due)  # it takes the place of that one
         collected, error = _collected(state, self.part)
         if error is not None:  # other ranks hold the step: if it is written, the save has to fail on all of them
-            self._held = _Held((storage, name), None, _refusal(error), record, is_due)
+            self._held = _Held(storage, name, None, _refusal(error), record, is_due)
             raise error
         self._writer.saver.hold(collected, keep)
 
@@ -231,7 +238,7 @@ class Saves:
                 state = dict(held.staged)  # not `items`, which ties it to a save
             except StagingError as error:
                 refusal = error
-        self._start(held.where, state, held.record, self._clock.now(), refusal)
+        self._start(held.storage, held.name, state, held.record, self._clock.now(), refusal)
 
     @property
     def held_step(self) -> int | None:
@@ -243,9 +250,9 @@ class Saves:
         """Returns whether the last save still runs."""
         return self._last is not None and not self._last.future.done()
 
-    def check(self, failures: int, limit: int | None) -> None:
+    def check(self, failures: int) -> None:
         """Raises `WriteError` if so many saves have failed in a row that training would go on without checkpoints."""
-        if limit is not None and failures >= limit:
+        if self._max_failures is not None and failures >= self._max_failures:
             raise WriteError(
                 f"{failures} saves in a row were not committed. The last error was: {self.last_error}. Mend the cause; "
                 f"SaveLimits(max_consecutive_failures=None) trains on without checkpoints."

@@ -93,8 +93,12 @@ def settle(flushing: Flushing | None, agreement: Agreement) -> None:
     held = {name for _, record in own for name in _whole(flushing, record)}
     parts = [
         UnflushedPart(
-            *(record.place, record.rank, record.files, None if record.commit is None else record.commit.files),
-            *(queue.is_confirmed(entry), queue.is_alive(record.writer)),
+            place=record.place,
+            rank=record.rank,
+            files=record.files,
+            commit=None if record.commit is None else record.commit.files,
+            is_confirmed=queue.is_confirmed(entry),
+            is_alive=queue.is_alive(record.writer),
         )
         for entry, record in own
     ]

@@ -45,13 +45,13 @@ class SaveContext:
         self.engine = engine_of_process(devices=devices)
         self.stager = Stager(
             self.engine.saves,
-            cache=options.cache_staged_state_dict,
-            threads=options.write.thread_count,
+            cache_staged_state_dict=options.cache_staged_state_dict,
+            thread_count=options.write.thread_count,
             in_place=options.staging == "shared",
             copy_from_devices=functools.partial(self.engine.client.snapshot, options.limits.timeout)
             if devices
             else None,
-            overlap=options.overlap_staging,
+            overlap_staging=options.overlap_staging,
         )
         self.flushing = None if options.target is None else self.engine.flushing(options.target)
         self.reports = Reports(on_report)

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,12 +38,11 @@ logger = logging.getLogger("dcp_tensorizer")
 _CLOSED = "the writer is closed: make a new one, or close it after the last save"
 
 
-class NextSave(NamedTuple):
-    """Facts about the save that is staged next.
+class SaveDescription(NamedTuple):
+    """The description of a save, by whoever stages it.
 
     Attributes:
         record: What the index will say of it; None for nothing.
-        must_change: Patterns of the keys of tensors that cannot all stay as they are.
         error: Why this rank has no state: the save fails on all of them, and says so.
         omitted: The keys of tensors that other ranks write, and this one need not stage.
         files: Takes what this rank writes: who sees the save fail removes it.
@@ -52,7 +51,6 @@ class NextSave(NamedTuple):
     """
 
     record: SaveRecord | None = None
-    must_change: Sequence[str] = ()
     error: StagingError | None = None
     omitted: frozenset[str] = frozenset()
     on_staged: Callable[[StagedStateDict], object] | None = None
@@ -81,7 +79,6 @@ class Saver(SaveContext):
         self._numbering = free_in_child(threading.RLock())
         self._ends_engine = False
         self._flushes = False
-        self._next_save = NextSave()
 
     @property
     def next_id(self) -> str:
@@ -121,12 +118,12 @@ class Saver(SaveContext):
         self.flushing.check()
         return is_over
 
-    def describe(self, save: NextSave) -> None:
-        """Says something of the save that is staged next."""
-        self._next_save, self.freshness.must_change = save, tuple(save.must_change)
-
-    def stage(self, state_dict: dict[str, Any]) -> StagedStateDict:
+    def stage(self, state_dict: dict[str, Any], save: SaveDescription) -> StagedStateDict:
         """Copies a state dict into the staging buffer, once the saves before are over.
+
+        Args:
+            state_dict: What to copy.
+            save: That it is staged for.
 
         Raises:
             WriteError: on the coordinator, when too many saves in a row were not committed.
@@ -135,7 +132,6 @@ class Saver(SaveContext):
         self.stager.wait_turn()
         self.engine.failures.end()
         self.engine.failures.check(self.options.limits.max_consecutive_failures)
-        save, self._next_save = self._next_save, NextSave()
         if self.closed or save.error is not None:
             return self.stager.refuse(save.error or StagingError(_CLOSED))
         self._ensure_process()

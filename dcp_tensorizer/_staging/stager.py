@@ -67,12 +67,13 @@ class Stager:
 
     Args:
         saves: What it stages, and into which buffers, shared with other stagers; None: its own.
-        cache: Keep the buffer after a save. Without it, memory is given back between saves, and each save allocates.
-        threads: How many copy on the host, where torch itself has only one (as ``torchrun`` sets it).
+        cache_staged_state_dict: Keep the buffer after a save. Without it, memory is given back between saves, and each
+            save allocates.
+        thread_count: How many threads copy on the host, where torch itself has only one (as ``torchrun`` sets it).
         in_place: Tensors that are in shared memory already are not copied. The save writes them from where they are,
             and the state is released when it has.
         copy_from_devices: Makes the copies from devices to a shared buffer in another way; False if it cannot.
-        overlap: `stage` returns before the staged state dict is there: see `StagedSave.wait_copied` and
+        overlap_staging: `stage` returns before the staged state dict is there: see `StagedSave.wait_copied` and
             `StagedSave.wait_released`.
         device: Where tensors may be, apart from host memory.
         limits: What is gathered on a device before it is copied to the host.
@@ -85,20 +86,20 @@ class Stager:
         self,
         saves: StagedSaves | None = None,
         *,
-        cache: bool = True,
-        threads: int = 1,
+        cache_staged_state_dict: bool = True,
+        thread_count: int = 1,
         in_place: bool = False,
         copy_from_devices: Callable[[SharedBuffer, Copies], bool] | None = None,
-        overlap: bool = False,
+        overlap_staging: bool = False,
         device: Device = CUDA,
         limits: GatherLimits = DEFAULT_LIMITS,
     ) -> None:
         self.saves = saves or StagedSaves()
-        self._cache = cache
-        self._threads = threads
+        self._keeps_buffer = cache_staged_state_dict
+        self._thread_count = thread_count
         self._in_place = in_place
         self._copy_from_devices = copy_from_devices
-        self._overlap = overlap
+        self._overlap_staging = overlap_staging
         self._device = device
         self._limits = limits
 
@@ -145,7 +146,7 @@ class Stager:
             if snapshot.devices:
                 self._device.side_streams.follow(snapshot.sources)
             settle_other_devices(snapshot.sources)
-            if self._overlap:
+            if self._overlap_staging:
                 if staged_save.shared is not None:  # its save may end without having written anything
                     threading.Thread(target=staged_save.wait_released, name="release", daemon=True).start()
                 copying = threading.Thread(target=self._copy, args=(snapshot, staged_save, staged), name="stage")
@@ -182,7 +183,7 @@ class Stager:
 
     def written(self, staged_save: StagedSave) -> None:
         """The save needs the buffer no more: without a cache its memory is given back when the save is over."""
-        if not self._cache and staged_save.buffer is not None:
+        if not self._keeps_buffer and staged_save.buffer is not None:
             staged_save.buffer.close()
 
     def wait_released(self) -> None:
@@ -197,7 +198,7 @@ class Stager:
 
     def _empty(self, *, is_kept: bool = False) -> StagedStateDict:
         """A staged state dict that nothing is in. No save of it is waited for, until that is one of the saves."""
-        staged_save = StagedSave(self, keeps_buffer=self._cache, is_kept=is_kept)
+        staged_save = StagedSave(self, keeps_buffer=self._keeps_buffer, is_kept=is_kept)
         return StagedStateDict({}, staged_save, self.wait_turn)
 
     @torch.no_grad()
@@ -225,11 +226,11 @@ class Stager:
             staged_save.reach(StagingState.QUEUED)
         except BaseException as error:
             staged_save.fail(error)
-            if not self._overlap and not isinstance(error, Exception):
+            if not self._overlap_staging and not isinstance(error, Exception):
                 raise
         finally:
             staged_save.finish()
-        if staged_save.error is not None and self._overlap:
+        if staged_save.error is not None and self._overlap_staging:
             logger.error("staging failed, and so will the save: %s", str(staged_save.error))
         elif staged_save.error is not None:
             staged.clear()
@@ -248,7 +249,7 @@ class Stager:
                 yield staged, source
 
         host_bytes = sum(source.nbytes for source in sources if is_on_host or index_of(source) is None)
-        return Copies(pairs(), self._device.side_streams, self._threads, self._limits, host_bytes)
+        return Copies(pairs(), self._device.side_streams, self._thread_count, self._limits, host_bytes)
 
     @collector_paused()
     @torch.no_grad()

@@ -190,7 +190,8 @@ def _save_replicas(rank, folder):
             state["model"]["of rank 0"] = torch.zeros(1000)
         save(5)
         manager.wait()
-        manager._saves._planner.written_elsewhere = frozenset({"model.layer1"})  # which one of the ranks has to write
+        # One of the ranks has to write it.
+        manager._job.saves._planner.written_elsewhere = frozenset({"model.layer1"})
         with pytest.raises(WriteError) as caught:
             manager.save(6, state, wait=True)
         save(7)

@@ -20,7 +20,7 @@ def _saves_and_dies(rank, folder, last, **options):
     manager.save(1, sharded_state(rank, 1), wait=True)
     for step in range(2, last + 1):
         manager.save(step, sharded_state(rank, step))
-    manager._survival.settle()
+    manager._job.survival.settle()
     torch.distributed.barrier()
     kill_self()
 
@@ -95,7 +95,7 @@ def _saves_and_waits(rank, folder):
     for step in (1, 2, 3):
         manager.save(step, sharded_state(rank, step), wait=True)
     manager.save(4, sharded_state(rank, 4))
-    manager._survival.settle()
+    manager._job.survival.settle()
     torch.distributed.barrier()
     kill_self()
 

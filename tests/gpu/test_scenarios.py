@@ -75,7 +75,7 @@ def test_a_graph_is_replayed_while_a_state_is_staged() -> None:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         weight.add_(step)
     weight.zero_()
-    stager = Stager(overlap=True)
+    stager = Stager(overlap_staging=True)
     for number in range(5):
         result = stager.stage({"w": weight})
         stager.hold_training()

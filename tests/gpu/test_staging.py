@@ -20,7 +20,7 @@ from .support import GPU, delay, random_state
 
 @pytest.fixture(params=[False, True], ids=["blocking", "overlapping"])
 def stager(request: pytest.FixtureRequest) -> Iterator[Stager]:
-    stager = Stager(overlap=request.param)
+    stager = Stager(overlap_staging=request.param)
     yield stager
     stager.saves.close()
 
@@ -30,7 +30,7 @@ def stager(request: pytest.FixtureRequest) -> Iterator[Stager]:
 @pytest.mark.parametrize("overlap", [False, True], ids=["blocking", "overlapping"])
 def test_every_dtype_and_layout_is_staged_bit_for_bit(dtype: torch.dtype, small: int, overlap: bool) -> None:
     """Contiguous and not, whole and in parts, in pieces of the gathering buffer."""
-    stager = Stager(overlap=overlap, limits=GatherLimits(buffer_bytes=1 << 20, small_bytes=small))
+    stager = Stager(overlap_staging=overlap, limits=GatherLimits(buffer_bytes=1 << 20, small_bytes=small))
     on_host = filled(dtype, (600, 700))  # up to 6.7 MB; its rows and columns are small ones
     base = on_host.view(torch.uint8).to(GPU).view(dtype)
     state, expected = (
@@ -84,7 +84,7 @@ def test_no_snapshot_is_torn_in_a_hundred(stager: Stager, own_stream: bool) -> N
 
 def test_overlapped_staging_returns_while_the_gpu_is_busy() -> None:
     """Neither `stage` nor holding training waits for what is queued."""
-    stager = Stager(overlap=True)
+    stager = Stager(overlap_staging=True)
     state = random_state(10, 1_000_000)
     stager.prewarm(state)
     stager.saves.wait_prewarmed()
@@ -169,7 +169,7 @@ def test_thousands_of_large_copies_are_queued_without_a_wait(stager: Stager) -> 
     queued = torch.cuda.Event()
     queued.record()
     result = stager.stage(state)
-    if stager._overlap:
+    if stager._overlap_staging:
         stager.hold_training()
         assert not queued.query()
     result.staged_save.wait_copied()
@@ -184,7 +184,7 @@ import torch
 from dcp_tensorizer._staging.stager import Stager
 count = torch.cuda.device_count()
 torch.cuda.set_device(count - 1)
-stager = Stager(overlap=True)
+stager = Stager(overlap_staging=True)
 state = {"a": torch.rand(1000, 1000, device="cuda"), "small": torch.rand(3, device="cuda")}
 result = stager.stage(state)
 result.staged_save.wait_copied()

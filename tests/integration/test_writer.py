@@ -25,8 +25,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_tensorizer import SaveLimits, StagingError, TensorizerStorageReader, TensorizerStorageWriter, WriteError
+from dcp_tensorizer._saving.saver import SaveDescription
 from dcp_tensorizer._saving.writer_client import WriterClient
 from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer.writer import DescribedStager
 
 from ..support import kill, memory_files, open_descriptors, writer_process
 from ..waiting import WAIT, Gate, HeldPlanner, save_thread
@@ -58,6 +60,21 @@ def test_checkpoint_id_holds_for_its_save_only(tmp_path):
         dcp.async_save(state_of(3), storage_writer=writer).result()
     assert loaded(tmp_path / "path") == (3.0, 3)
     assert loaded(tmp_path / "other") == (2.0, 2)
+
+
+def test_what_is_said_of_a_save_is_said_of_no_other(tmp_path):
+    """A save fails if its own description says why; one that was described and never staged leaves nothing behind."""
+    refused = SaveDescription(error=StagingError("the state could not be collected"))
+    with TensorizerStorageWriter(tmp_path) as writer:
+        stager = DescribedStager(writer, refused)
+        dcp.async_save(state_of(1), storage_writer=writer).result()
+        with pytest.raises(CheckpointException) as caught:
+            dcp.async_save(state_of(2), storage_writer=writer, async_stager=stager).result()
+        assert "the state could not be collected" in str(cause(caught))
+        assert loaded(tmp_path) == (1.0, 1)
+        stager.close()
+        dcp.async_save(state_of(3), storage_writer=writer).result()
+    assert loaded(tmp_path) == (3.0, 3)
 
 
 def test_what_torchs_storage_says_of_itself(tmp_path):

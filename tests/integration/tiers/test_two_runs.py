@@ -67,7 +67,7 @@ def test_an_older_run_is_told_by_its_flush(tmp_path: Path) -> None:
         older.save(2, state_of(20), wait=True)
         with pytest.raises(WriteError, match="now belongs to another run, which does not save to"):
             older.wait_remote(60)
-        older._retaining.wait(Deadline(WAIT))
+        older._job.retaining.wait(Deadline(WAIT))
         with pytest.raises(WriteError, match="as run 2; this is run 1"):
             older.save(3, state_of(30))
         newer.save(3, state_of(3), wait=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_tensorizer._managing.policy import Schedule
+from dcp_tensorizer._managing.policy import SavePolicy, Schedule
 
 
 class Clock:
@@ -49,3 +49,22 @@ def test_either_is_enough() -> None:
     clock.now = 10.0
     assert schedule.is_due(4)
     assert Schedule(None, None).is_due(0)
+
+
+def test_a_policy_counts_what_is_saved_and_what_is_held_apart() -> None:
+    """A step that is held was of memory alone: the save is still due. A restored step is both."""
+    policy = SavePolicy(Schedule(10, None), Schedule(3, None))
+    assert (policy.is_due(10), policy.is_due_in_memory(10)) == (True, True)
+    policy.begin(10, is_due=False)
+    assert (policy.is_due(11), policy.is_due_in_memory(11)) == (True, False)
+    policy.begin(11, is_due=True)
+    assert (policy.is_due(12), policy.is_due_in_memory(12)) == (False, True)
+    policy.stand_at(29)
+    assert [(policy.is_due(step), policy.is_due_in_memory(step)) for step in (29, 30)] == [(False, False), (True, True)]
+
+
+def test_without_a_schedule_for_memory_nothing_is_held_by_it() -> None:
+    """Whatever step it is."""
+    policy = SavePolicy(Schedule(None, None))
+    policy.stand_at(7)
+    assert (policy.is_due(8), policy.is_due_in_memory(8)) == (True, False)

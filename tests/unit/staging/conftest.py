@@ -19,6 +19,6 @@ def stager() -> Iterator[Stager]:
 @pytest.fixture
 def overlapping() -> Iterator[Stager]:
     """A stager that returns before it has copied."""
-    stager = Stager(overlap=True)
+    stager = Stager(overlap_staging=True)
     yield stager
     stager.saves.close()

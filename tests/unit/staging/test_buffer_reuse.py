@@ -73,7 +73,7 @@ def test_a_buffer_grows_with_the_state_dict(stager: Stager) -> None:
 
 def test_without_a_cache_memory_is_given_back_between_saves() -> None:
     """Each save allocates, and nothing is kept."""
-    stager, before = Stager(cache=False), len(memory_files())
+    stager, before = Stager(cache_staged_state_dict=False), len(memory_files())
     first = stager.stage({"a": torch.ones(10)})
     number = inode(first)
     in_thread(first.items).join(WAIT)

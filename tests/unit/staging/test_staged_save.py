@@ -135,7 +135,7 @@ def test_dropping_the_future_frees_everything(overlapping: Stager) -> None:
 
 def test_a_save_that_ends_without_writing_releases_what_it_took() -> None:
     """Its future is done when its thread has ended, though nobody but the staged save refers to it any more."""
-    stager = Stager(in_place=True, overlap=True)
+    stager = Stager(in_place=True, overlap_staging=True)
     shared = torch.ones(10).share_memory_()
     told = threading.Event()
     result = stager.stage({"a": shared})

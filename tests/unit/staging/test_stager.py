@@ -72,7 +72,7 @@ def test_an_interrupted_staging_leaves_nothing_behind(stager: Stager) -> None:
 @pytest.mark.parametrize("moment", ["begun", "thread", "refused"])
 def test_no_moment_of_an_interruption_keeps_others_waiting(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     """Just after the save is one of those that others wait for; while its thread starts; where it is refused."""
-    stager = Stager(overlap=True)
+    stager = Stager(overlap_staging=True)
     seen = []
 
     def interrupt(*arguments: object, **options: object) -> None:
@@ -240,7 +240,7 @@ def test_prewarming_names_what_cannot_be_saved(stager: Stager) -> None:
 def test_a_state_on_a_device_is_staged_through_pinned_memory(overlap: bool) -> None:
     """(Simulated device.) The buffer is registered, holds what was queued before, and training's next step waits."""
     device = SimulatedDevice()
-    stager = Stager(overlap=overlap, device=device)
+    stager = Stager(overlap_staging=overlap, device=device)
     weight, cpu = device.declare(torch.zeros(100_000)), torch.arange(3)
     device.queue(lambda: weight.fill_(1.0))
     result = stager.stage({"w": weight, "cpu": cpu})
@@ -261,7 +261,7 @@ def test_a_state_on_a_device_is_staged_through_pinned_memory(overlap: bool) -> N
 def test_what_training_has_queued_before_is_in_the_copies() -> None:
     """(Simulated device.) Even where the device does the copies' stream first."""
     device = SimulatedDevice(free_running=False)
-    stager = Stager(overlap=True, device=device)
+    stager = Stager(overlap_staging=True, device=device)
     weight = device.declare(torch.zeros(100_000))
     device.queue(lambda: weight.fill_(1.0))
     result = stager.stage({"w": weight})
@@ -277,7 +277,7 @@ def test_what_training_has_queued_before_is_in_the_copies() -> None:
 def test_shared_tensors_hold_training_beyond_the_copies_from_a_device() -> None:
     """(Simulated device.) A stream that waits for the copies is not enough: the save reads the shared ones later."""
     device = SimulatedDevice(free_running=False)
-    stager = Stager(overlap=True, in_place=True, device=device)
+    stager = Stager(overlap_staging=True, in_place=True, device=device)
     result = stager.stage({"w": device.declare(torch.ones(1000)), "shared": torch.ones(10).share_memory_()})
     training = in_thread(stager.hold_training)
     wait_until_inside(training, StagedSave.wait_released)
@@ -355,7 +355,7 @@ def test_copies_that_another_process_makes_are_waited_for(able: bool) -> None:
                 copied.copy_(source)
         return able
 
-    stager = Stager(overlap=True, copy_from_devices=copy_in_another_process, device=device)
+    stager = Stager(overlap_staging=True, copy_from_devices=copy_in_another_process, device=device)
     weight, host = device.declare(torch.ones(1000)), torch.ones(10)
     result = stager.stage({"w": weight, "host": host})
     changed = threading.Event()
