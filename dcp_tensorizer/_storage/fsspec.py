@@ -1,4 +1,4 @@
-"""Opens the storage that a URL names. Only this module imports fsspec."""
+"""Storages of fsspec's filesystems: S3 by code of its own, others as streams. Only this module imports fsspec."""
 
 from __future__ import annotations
 
@@ -23,50 +23,10 @@ from .remote import Ranges, RemoteStorage, is_transient, patience_of
 from .s3 import S3Storage
 
 _AZURE = ("az", "abfs", "abfss")
-_EXTRAS = (
-    dict.fromkeys(("s3", "s3a"), "s3")
-    | dict.fromkeys(("gs", "gcs"), "gcs")
-    | dict.fromkeys((*_AZURE, "adl"), "azure")
-    | dict.fromkeys(("sftp", "ssh"), "sftp")
-)
-"""What brings the library of a protocol: ``pip install 'dcp_tensorizer[s3]'``."""
 # Where Azure's library looks for keys, proxies and certificates. Not all variables: each change would cost memory.
 _AZURE_VARIABLES = re.compile("(AZURE|IDENTITY|MSI|IMDS|SSL|REQUESTS|CURL)_|.*_PROXY$|HOME$", re.IGNORECASE)
 _shared_filesystems: dict[str, Any] = {}
 _sharing = free_in_child(threading.Lock())
-
-
-def open_url(url: str, options: Mapping[str, Any], timeout: float) -> Storage | Path:
-    """The storage that a URL names, or the local path.
-
-    Filesystems are new ones, not from fsspec's cache: they use the credentials of now, and remember no listings.
-    Azure's are the exception: adlfs never frees one, and each has connections of its own.
-
-    Args:
-        url: Of the directory.
-        options: For the filesystem.
-        timeout: Seconds after which a request is given up. A connection that is silent for a tenth of that is
-            replaced, where the filesystem leaves that to us.
-
-    Raises:
-        WriteError: its protocol is unknown, its library is missing, or its server cannot be reached.
-    """
-    scrub = Scrubber(options)
-    try:
-        return _open(url, options, scrub, timeout)
-    except Exception as error:
-        if re.match("sftp://|ssh://", url):  # a password that is not percent-encoded may have slashes
-            url = re.sub("://.*@", "://", url)
-        extra = next((_EXTRAS[protocol] for protocol in protocols_of(url) if protocol in _EXTRAS), None)
-        if isinstance(error, ImportError) and extra is not None:
-            raise WriteError(
-                f"{scrub(f'cannot open {url}')}: its library cannot be imported ({error}): "
-                f"pip install 'dcp_tensorizer[{extra}]'"
-            ) from None
-        message = scrub(f"cannot open {url}: {type(error).__name__}: {error}")
-        raise WriteError(
-            f"{message} (is the package for this kind of URL installed, and are storage_options right?)"
-        ) from None
 
 
 def is_known(url: str) -> bool:
@@ -76,15 +36,23 @@ def is_known(url: str) -> bool:
     return {*fsspec.available_protocols(), *fsspec.registry}.issuperset(protocols_of(url))
 
 
-def _open(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: float) -> Storage | Path:
+def open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: float) -> Storage | Path:
+    """The storage that a URL names, or the local path; raises whatever its filesystem raises.
+
+    Filesystems are new ones, not from fsspec's cache: they use the credentials of now, and remember no listings.
+    Azure's are the exception: adlfs never frees one, and each has connections of its own.
+
+    Args:
+        url: Of the directory.
+        options: For the filesystem.
+        scrub: Removes credentials from a text.
+        timeout: Seconds after which a request is given up. A connection that is silent for a tenth of that is
+            replaced, where the filesystem leaves that to us.
+    """
     import fsspec.core
     from fsspec.implementations.local import LocalFileSystem
 
     protocol = fsspec.utils.get_protocol(url)
-    if protocol in ("sftp", "ssh"):
-        from .sftp import SftpStorage
-
-        return SftpStorage(url, options, scrub, timeout)
     check_names(protocol, fsspec.get_filesystem_class(protocol), options)
     options = {"skip_instance_cache": True} | _timeout_options(protocol, timeout) | dict(options)
     if protocol in _AZURE:

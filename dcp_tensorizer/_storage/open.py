@@ -1,7 +1,8 @@
 """Opens the storage that a path or a URL names.
 
-Of a URL, packages that have registered a storage for its protocol are asked first, and then fsspec. They register by an
-entry point of the group `STORAGES`: its name is the protocol, and its object is an `Opener`.
+A URL is opened by the package that has registered a storage for its protocol, by this package's own storages, or by
+fsspec, in this order. A package registers a storage by an entry point of the group `STORAGES`. Its name is the
+protocol, and its object is an `Opener`.
 """
 
 from __future__ import annotations
@@ -17,13 +18,21 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from ..errors import CheckpointError, WriteError
 from .base import TIMEOUT, Storage
 from .local import LocalStorage
-from .redact import Scrubber
+from .redact import Scrubber, protocols_of
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 STORAGES = "dcp_tensorizer.storages"
 """The group of entry points by which packages register storages."""
+
+_EXTRAS = (
+    dict.fromkeys(("s3", "s3a"), "s3")
+    | dict.fromkeys(("gs", "gcs"), "gcs")
+    | dict.fromkeys(("az", "abfs", "abfss", "adl"), "azure")
+    | dict.fromkeys(("sftp", "ssh"), "sftp")
+)
+"""What brings the library of a protocol: ``pip install 'dcp_tensorizer[s3]'``."""
 
 Opener: TypeAlias = Callable[[str, Mapping[str, Any], float], Storage]
 """What opens a registered storage. It takes the URL, the ``storage_options``, and the timeout in seconds.
@@ -51,9 +60,34 @@ def open_storage(
     url = re.sub(r"(?<=[^:/])/+$", "", resolved)  # a child's name follows one slash
     if points := _registered(url):
         return _open_registered(points, url, options or {}, timeout)
-    from .fsspec import open_url  # not for local paths: a writer process for each of a node's ranks would feel it
+    scrub = Scrubber(options)
+    try:
+        return _open_url(url, options or {}, scrub, timeout)
+    except Exception as error:
+        if re.match("sftp://|ssh://", url):  # a password that is not percent-encoded may have slashes
+            url = re.sub("://.*@", "://", url)
+        extra = next((_EXTRAS[protocol] for protocol in protocols_of(url) if protocol in _EXTRAS), None)
+        if isinstance(error, ImportError) and extra is not None:
+            raise WriteError(
+                f"{scrub(f'cannot open {url}')}: its library cannot be imported ({error}): "
+                f"pip install 'dcp_tensorizer[{extra}]'"
+            ) from None
+        message = scrub(f"cannot open {url}: {type(error).__name__}: {error}")
+        raise WriteError(
+            f"{message} (is the package for this kind of URL installed, and are storage_options right?)"
+        ) from None
 
-    opened = open_url(url, options or {}, timeout)
+
+def _open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: float) -> Storage:
+    """Opens a URL by the storages of this package; raises whatever their libraries raise."""
+    # Not for local paths: a writer process for each of a node's ranks would feel these imports.
+    if re.match("(sftp|ssh)(://|::)", url):
+        from .sftp import SftpStorage
+
+        return SftpStorage(url, options, scrub, timeout)
+    from .fsspec import open_url
+
+    opened = open_url(url, options, scrub, timeout)
     return LocalStorage(opened) if isinstance(opened, Path) else opened
 
 
