@@ -42,11 +42,14 @@ from .arguments import (
     read_split,
 )
 
-# How a command ends: its exit code, and how a failure is told.
+# --- exit codes and errors --------------------------------------------------------------------------------------------
 #
-# 0    fine; of ``diff``, the same 1    damaged; of ``diff``, different 2    not done: a mistake in the command, nothing
-# at the path, or no way to read or write 3    of a format or version that this release does not read; it may be whole
-# 130  interrupted by Ctrl-C; 129 and 143: ended by SIGHUP, by SIGTERM 141  the reader of the output has closed it
+#   0    fine; of ``diff``, the same
+#   1    damaged; of ``diff``, different
+#   2    not done: a mistake in the command, no checkpoint at the path, or a failed read or write
+#   3    of a format or version that this release does not read; it may be whole
+# 130    interrupted by Ctrl-C; 129 and 143: ended by SIGHUP, by SIGTERM
+# 141    the reader of the output has closed it
 
 OK = 0
 DAMAGED = DIFFERENT = 1

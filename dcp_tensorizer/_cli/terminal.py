@@ -175,7 +175,9 @@ def _plain(value: Any) -> Any:
     return value
 
 
-# Tables that fit a terminal: names stay whole, and other cells are broken after a dot, a slash or a space.
+# --- tables that fit a terminal ---------------------------------------------------------------------------------------
+#
+# Names stay whole, and other cells are broken after a dot, a slash or a space.
 
 _GAP = "  "
 _NAME = 12  # columns for the names in a table that is too wide

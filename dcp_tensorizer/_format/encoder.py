@@ -297,7 +297,7 @@ class _Encryption(NamedTuple):
         return cls(cipher, entry, data, nonce, iter(range(count)), [b""] * count, [b""] * count, fill)
 
 
-# The parts of a file: filled in memory by several threads, written by others as soon as they are complete.
+# --- the parts of a file, which several threads fill and others write -------------------------------------------------
 
 
 class PartSink(Protocol):

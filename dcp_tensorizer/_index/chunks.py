@@ -186,7 +186,7 @@ def _rows(numbers: Sequence[Sequence[int]], dims: int) -> np.ndarray:
     return flat.reshape(len(numbers), dims)
 
 
-# Regions of tensors: how they overlap, whether they fill a tensor, and how a run of elements is cut into them.
+# --- regions of tensors -----------------------------------------------------------------------------------------------
 
 Integers: TypeAlias = NDArray[np.int64]
 

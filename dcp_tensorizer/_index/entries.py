@@ -155,7 +155,7 @@ def _torch_name(value: torch.layout | torch.memory_format) -> str:
     return str(value).removeprefix("torch.")
 
 
-# The section of an index that says what is in the state dict, how tensors are cut, and which rank has which chunk.
+# --- writing the section of entries -----------------------------------------------------------------------------------
 
 _KEPT = 4  # a job may save its model and its optimizer in turn, each with something beside it
 
@@ -240,7 +240,7 @@ _NO_KINDS = np.zeros(0, dtype="u1")
 _OF_OBJECT = (encode_rows(None),)
 
 
-# The entries of an index: each value of the state dict, how tensors are cut, and who has which chunk.
+# --- reading entries --------------------------------------------------------------------------------------------------
 
 
 class TensorValue(NamedTuple):

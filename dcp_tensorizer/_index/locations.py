@@ -263,7 +263,7 @@ def _ends(sizes: bytes, content: bytes, count: int) -> np.ndarray:
     return ends
 
 
-# The places in an index: each rank's are read when something of it is wanted, and small values are there at once.
+# --- reading places: a rank's section only when it is needed ----------------------------------------------------------
 
 
 class IndexPlaces:

@@ -229,13 +229,13 @@ decode_inline = Decoder(Inline).decode
 decode_paths = Decoder(dict[str, tuple[str | int, ...]]).decode
 
 
-# The keys of a state dict in MessagePack: strings, and what else a key may be where nothing is flattened.
+# --- keys in MessagePack ----------------------------------------------------------------------------------------------
 #
-# A string is a string there. Anything else is an extension of MessagePack:
+# A string is a string. Any other key is an extension of MessagePack:
 #
 #     1    a string with lone surrogates, in UTF-8 that allows them
 #     2    a key of another type: the MessagePack of nil, a boolean, a number, a binary, or an array for a tuple of them
-#     3    an integer of more than 64 bits, inside of 2: its bytes in two's complement, the first one the lowest
+#     3    an integer of more than 64 bits, inside of 2: its bytes in two's complement, the lowest first
 
 ItemKey = tuple[Any, tuple[int, ...] | None]
 """The key of an item: its own, and the offset of its chunk."""

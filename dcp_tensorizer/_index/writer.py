@@ -119,6 +119,3 @@ def _are_paths(data: Any) -> bool:
         type(key) is str and type(path) is tuple and all(type(part) in (str, int) for part in path)
         for key, path in data.items()
     )
-
-
-# DCP's ``Metadata`` and the index that ``.metadata`` holds of it: one is made of the other.

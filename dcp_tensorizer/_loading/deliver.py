@@ -167,7 +167,7 @@ def _load(
     return nbytes
 
 
-# Objects: values that are no plain tensors, as ``torch.save`` stored them. They are read, checked, and delivered.
+# --- objects: read, checked and delivered -----------------------------------------------------------------------------
 
 
 def read_objects(
@@ -255,7 +255,7 @@ def copy_to_target(planner: LoadPlanner, read_item: ReadItem, tensor: torch.Tens
     planner.commit_tensor(read_item, target)
 
 
-# Tensors: the planner says where each one goes, it is read there, and the planner hears of it.
+# --- tensors: resolved by the planner, read, and committed ------------------------------------------------------------
 
 _Items = Sequence[tuple[ReadItem, Sequence[Piece]]]
 _DELIVERY = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")

@@ -351,7 +351,7 @@ def _digest(data: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(bytearray(xxhash.xxh3_64_digest(host_bytes(data))), dtype=torch.uint8)
 
 
-# The ranks that exchange what they read: their collectives, and how each hears of another one's error.
+# --- the group of an exchange, its collectives and its errors ---------------------------------------------------------
 
 _T = TypeVar("_T")
 _ID_BYTES = 16
@@ -532,11 +532,11 @@ def _portable(error: BaseException) -> CheckpointError:
     return kind(describe(error))
 
 
-# What the ranks of a group read for each other: pure planning, the same on each of them.
+# --- planning an exchange: without communication, the same on each rank -----------------------------------------------
 #
-# Wants:    the bytes of stored tensors that every rank needs, in the order of files and offsets Spans:    a consecutive
-# part of them for each rank to read, about as many bytes for each Windows:  what a rank reads of its span at once, into
-# one buffer
+# Wants:    the bytes of stored tensors that every rank needs, in the order of files and offsets
+# Spans:    a consecutive part of them for each rank to read, about as many bytes for each
+# Windows:  the bytes of its span that a rank reads at once, into one buffer
 
 _UNITS_PER_RANK = 16  # the fewer, the less even are the spans
 _MAX_UNIT = 4 << 20

@@ -312,7 +312,7 @@ def with_gaps(segments: Sequence[Segment], places: Sequence[memoryview]) -> list
     return buffers
 
 
-# Copies what was read into scratch memory to the tensors that want parts of it.
+# --- from scratch memory to the targets -------------------------------------------------------------------------------
 
 
 def scatter(segment: Segment, data: memoryview | torch.Tensor, slot: Slot | None = None) -> None:
@@ -375,12 +375,13 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-# The threads of a load: few while they are busy, more when they wait for the storage.
+# --- the threads of a load --------------------------------------------------------------------------------------------
 #
-# Bytes in the page cache keep a core busy: more threads than cores are only in each other's way. Disks and servers keep
-# threads waiting: they need many reads at once to reach their full speed. Which of the two a load will be is not known
-# before it begins. On 2 cores, a load from the page cache took 252 ms with 8 threads and 217 ms with few; a load from
-# the disk of the same machine reached 1.15 GB/s with 8 threads and 0.88 GB/s with few.
+# Bytes in the page cache keep a core busy: more threads than cores only hinder each other. Disks and servers keep
+# threads waiting: they need many reads at once to reach their full speed. A load does not know beforehand which of the
+# two it will be, so it begins with few threads, and starts more when these wait. On 2 cores, a load from the page cache
+# took 252 ms with 8 threads and 217 ms with few; a load from the disk of the same machine reached 1.15 GB/s with 8
+# threads and 0.88 GB/s with few.
 
 _T = TypeVar("_T")
 

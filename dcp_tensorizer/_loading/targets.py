@@ -218,11 +218,10 @@ def _memory(tensor: torch.Tensor) -> tuple[int, int, int]:
     return tensor.get_device(), first, first + elements * tensor.itemsize
 
 
-# A rank's load plan, whose items stay where they are used.
+# --- a load plan whose items stay on their rank -----------------------------------------------------------------------
 #
-# DCP sends the plans of all ranks to the coordinator and back. There a planner may change them, and nearly none does:
-# so the items go there in one piece, which is taken apart only if somebody looks at it, and come back only if somebody
-# did.
+# DCP sends the plans of all ranks to the coordinator and back. A planner may change them there, but nearly none does.
+# So the items travel as one piece. It is decoded only if a planner accesses it, and comes back only then.
 
 _at_home: WeakValueDictionary[str, RetainedPlan] = WeakValueDictionary()
 """The plans that ranks of this process have made and still have."""
@@ -288,7 +287,9 @@ def _back(token: str, storage_data: Any, planner_data: Any) -> RetainedPlan:
     return RetainedPlan(_at_home[token].items, storage_data, planner_data)
 
 
-# Where the items of a load plan are stored: found before anything is read, and asked for again when it is.
+# --- locations of the items of a load plan ----------------------------------------------------------------------------
+#
+# They are found before anything is read, and needed again for the reads.
 
 
 class Located:

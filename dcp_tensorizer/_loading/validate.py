@@ -231,7 +231,7 @@ def check_files(storage: Storage, sizes: Mapping[str, int], names: Iterable[str]
             )
 
 
-# What a directory holds, seen from its names and first bytes.
+# --- the format of a directory, by its names and first bytes ----------------------------------------------------------
 
 DirectoryFormat = Literal["dcp_tensorizer", "dcp", "safetensors"]
 """Of this package, of torch's own storage, or tensors in files of safetensors."""
@@ -310,7 +310,7 @@ def kind_of_file(head: bytes) -> str:
     return "of another kind, and checkpoints are directories. `dcp-tensorizer convert` reads more formats"
 
 
-# Reads a checkpoint's index from its storage.
+# --- reading the index ------------------------------------------------------------------------------------------------
 
 
 def read_index(storage: Storage, rank: int | None = None) -> Index | None:

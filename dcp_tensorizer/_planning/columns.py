@@ -230,7 +230,7 @@ def write_items(columns: Columns, hints: Integers) -> Iterator[WriteItem]:
         )
 
 
-# The paths of keys in nested state dicts, which plans and metadata carry in ``planner_data``.
+# --- paths of keys in nested state dicts (planner_data) ---------------------------------------------------------------
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(tuple[str | int, ...]).decode
@@ -308,7 +308,9 @@ def _is_path(entry: tuple[Any, Any]) -> bool:
     )
 
 
-# A state dict as rows of write items: what torch's planner makes of it, with few of its objects.
+# --- write items of a state dict as rows ------------------------------------------------------------------------------
+#
+# They are those that torch's planner makes, with few of its objects.
 
 _Part = tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -162,7 +162,7 @@ def _shown(problems: list[tuple[str, str, list[int]]]) -> str:
 _SHOWN = 3  # keys that an error tells of
 
 
-# The plans of all ranks as one: which rank writes what several have, and what the checkpoint then holds.
+# --- the global plan: removes duplicates, and describes the checkpoint ------------------------------------------------
 
 _Value = TypeVar("_Value", bound=Hashable)
 
@@ -321,10 +321,10 @@ def _hints(keys: list[str], key: Integers, kind: Integers) -> Integers:
     return hint
 
 
-# torch's ``Metadata``, made of rules and sent from rank to rank as such.
+# --- torch's Metadata, sent from rank to rank as rules ----------------------------------------------------------------
 #
-# DCP broadcasts the coordinator's at the end of each save, and most ranks never look at it. Its entries are made when
-# somebody looks.
+# DCP broadcasts the coordinator's at the end of each save, and most ranks never use it. So its entries are made on
+# first access.
 
 _FIELDS = [field.name for field in dataclasses.fields(Metadata)]
 _UNDERSTOOD = _FIELDS == ["state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"]

@@ -246,7 +246,9 @@ def _received(encoded: EncodedColumns, choice: WrittenItems | None, storage_data
 _FIELDS = [field.name for field in dataclasses.fields(SavePlan)]
 
 
-# What a planner remembers of the saves before: so that repeats need neither be sent nor planned again.
+# --- the memory of a planner ------------------------------------------------------------------------------------------
+#
+# Plans that repeat need neither be sent nor planned again.
 
 # A job that saves model and optimizer apart, each with something beside it, alternates between four plans. The
 # coordinator remembers more saves than the ranks, as some may have failed after it had planned them.

@@ -154,7 +154,9 @@ def _place(item: KeptItem, names: Sequence[str], content: KeptContent) -> Stored
     return StoredItem(file, item.name, extent.offset, extent.nbytes, item.dtype, item.kind, digests)
 
 
-# What a keeper is told of a staged state, and does not look into: which items it has, and where in memory each is.
+# --- the plan of a kept state -----------------------------------------------------------------------------------------
+#
+# The keeper passes it on without decoding it: the items, and where in memory each is.
 
 
 class KeptItem(NamedTuple):

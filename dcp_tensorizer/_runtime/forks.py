@@ -96,11 +96,10 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_let_go)
 
 
-# Descriptors that this process keeps for long, and that code it knows nothing of may close.
+# --- long-lived descriptors -------------------------------------------------------------------------------------------
 #
-# A daemon closes all descriptors that it can think of (``os.closerange``). The next file that somebody opens has the
-# number then. To send, read or close it would be to send, read or close somebody else's file. So the file behind a
-# number is looked at before the number is used.
+# A daemon may close all descriptors (``os.closerange``). The next file that is opened then gets the same number, and to
+# use it would be to use a foreign file. So the file behind a number is checked before each use.
 
 _LAST_STANDARD_STREAM = 2
 _OF_SAVE = 7  # at once, when the writer process is started: docs/failures.md counts them

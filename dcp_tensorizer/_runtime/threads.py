@@ -237,20 +237,20 @@ def _run(future: Future[_T], operation: Callable[[], _T]) -> None:
         del future  # or else the error's traceback would refer to it, and it to the error
 
 
-# How often Python's threads take turns: more often while a save and training both want the interpreter.
+# --- the switch interval during a save --------------------------------------------------------------------------------
 #
-# A thread that wants the interpreter waits until its holder lets it go, or until the switch interval is over: 5 ms, as
-# Python has it. A save wants it some hundred times, after each system call, and after many of torch's operations.
-# Beside a training loop that holds it, each time costs the save 5 ms. While the save plans, it is training that waits 5
-# ms after each of its operations.
+# A thread that needs the interpreter waits until its holder releases it, or until the switch interval is over: 5 ms by
+# default. A save needs it some hundred times, after each system call, and after many of torch's operations. Beside a
+# training loop that holds it, each time costs the save 5 ms. While the save plans, it is training that waits 5 ms after
+# each of its operations.
 #
-# With 0.5 ms, a save of 1,000 tensors beside a pure Python loop is durable after 0.19 s in place of 0.49 s, at the same
-# speed of the loop. Beside small matrix products the longest gap in a save of 5,000 tensors is 4 ms in place of 9 ms.
+# With 0.5 ms, a save of 1,000 tensors beside a pure Python loop is durable after 0.19 s instead of 0.49 s, at the same
+# speed of the loop. Beside small matrix products the longest gap in a save of 5,000 tensors is 4 ms instead of 9 ms.
 # With 0.1 ms such a loop loses a fifth of its speed to the switching.
 #
-# The interval is the whole process's, and so the trainer's. It is short while a save works on a thread of its own, and
-# is the trainer's again afterwards. One that somebody sets meanwhile stays. So does the short one where somebody reads
-# it meanwhile, and sets it again later.
+# The interval belongs to the whole process. It is short while a save works on a thread of its own, and is then set
+# back. If the program sets another one meanwhile, that one stays. So does the short one if the program reads it
+# meanwhile, and sets it again later.
 
 _SECONDS = 0.0005
 _FIRST_TURN = 0.0001  # for the other thread to wake up

@@ -285,7 +285,7 @@ def _no_future() -> StagingFuture | None:
     return None
 
 
-# When a state dict was staged, and what training waited for.
+# --- times of staging -------------------------------------------------------------------------------------------------
 
 
 class StageTimes(NamedTuple):
@@ -299,11 +299,11 @@ class StageTimes(NamedTuple):
     """How long it took."""
 
 
-# What a save gets of a staged state dict: all of it, or its error.
+# --- the staged state dict of a save, or its error --------------------------------------------------------------------
 #
-# DCP may give what was staged here to any storage writer. A writer of this package knows the `StagedSave`, and raises
-# its error in DCP's first hook. Others know nothing of it. So a save is given nothing before everything is copied, and
-# where that has failed, a value that raises when it is planned or pickled. Either way DCP hands the error to every
+# DCP may pass a staged state dict to any storage writer. A writer of this package knows the `StagedSave`, and raises
+# its error in DCP's first hook. Other writers do not. So a save gets nothing before everything is copied. If that has
+# failed, it gets a value that raises the error when it is planned or pickled. Either way DCP sends the error to every
 # rank.
 
 

@@ -222,7 +222,7 @@ def _rebuild_sharded(tensor: ShardedTensor, staged: Iterator[torch.Tensor]) -> S
     return rebuild_sharded_tensor(tensor, shards, metadata)
 
 
-# What a state dict is like, but for its values: two of the same fingerprint are planned in the same way.
+# --- fingerprints: equal ones are planned in the same way -------------------------------------------------------------
 
 
 def fingerprint(value: Any) -> int:

@@ -222,7 +222,7 @@ def _pieces_within(staged: torch.Tensor, source: torch.Tensor, nbytes: int) -> I
         yield staged[rows], source[rows]
 
 
-# Copying tensors in host memory to their staged tensors, with the cores that are free.
+# --- copying tensors of host memory with the free cores ---------------------------------------------------------------
 #
 # The tensors are divided among threads. A share that is complete is copied while the staged tensors of the next one are
 # still being made: for 5,000 tensors that takes a quarter as long as the copy.

@@ -23,7 +23,7 @@ from .._runtime.forks import free_in_child
 from ..errors import ReadError, WriteError
 from .redact import redact
 
-# How a storage is read at its full speed.
+# --- tuning of reads --------------------------------------------------------------------------------------------------
 
 UNLIMITED = sys.maxsize
 """No bound, where a number of bytes or threads is asked for."""
@@ -398,7 +398,7 @@ def temporary_file_name(name: str, save_id: str = "") -> str:
     return f"{name}.{save_id or uuid.uuid4().hex}.tmp"
 
 
-# Files, and ranges of files, that are in memory.
+# --- files in memory --------------------------------------------------------------------------------------------------
 
 
 class MemoryReader(RangeReader):

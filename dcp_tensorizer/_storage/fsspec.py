@@ -98,7 +98,7 @@ def _timeout_options(protocol: str, timeout: float) -> dict[str, float]:
     return {}
 
 
-# A checkpoint's directory behind any fsspec filesystem: files are written as streams and read by ranges.
+# --- a directory of any fsspec filesystem: streams to write, ranges to read -------------------------------------------
 
 _FOR_THREADS = {"memory", "hdfs", "arrow_hdfs"}
 """Protocols without an event loop that several threads may use at once."""

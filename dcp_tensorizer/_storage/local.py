@@ -413,12 +413,12 @@ def _sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-# Records that are valid in one directory alone: a copy of one, wherever it is, is none.
+# --- records of saves, valid in one directory only --------------------------------------------------------------------
 #
-# Programs that copy a directory bring a checkpoint's data first and its metadata last, and restore the times of files.
-# So neither what is missing nor how old a file is tells whether a save has died there. A record does: it names the boot
-# of the machine, and the directory and itself as the process that wrote it saw them. Inodes are used again, so it also
-# names the moment, which must be that of its last change: nobody can set that.
+# Programs that copy a directory copy a checkpoint's data first and its metadata last, and restore the times of files.
+# So neither missing files nor their age show whether a save has died there. A record does: it names the boot of the
+# machine, and the directory and itself as the process that wrote it saw them. Inodes are reused, so it also has a time,
+# which must be that of its last change: no program can set that. A copy of a record is never valid.
 
 _MAX_BYTES = 4096
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -473,10 +473,10 @@ def _places(path: Path, descriptor: int) -> str:
     return "".join(f"{state.st_dev} {state.st_ino}\n" for state in (os.stat(path.parent), os.fstat(descriptor)))
 
 
-# Hard links: one file of two checkpoints, so that the second one costs no space and no time.
+# --- hard links: one file of two checkpoints --------------------------------------------------------------------------
 #
-# A linked file is a part of several checkpoints. So it loses the permission to be written when it gets its second name,
-# and it is linked only if nobody has touched it since it was written.
+# A linked file is part of several checkpoints. So it loses its write permission when it gets its second name, and it is
+# linked only if it has not changed since it was written.
 
 _WRITABLE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 
@@ -543,7 +543,7 @@ def _is_linked(target: Path, identity: FileIdentity) -> bool:
     return False
 
 
-# What is in a local directory.
+# --- listings ---------------------------------------------------------------------------------------------------------
 
 
 def list_directory(folder: Path) -> tuple[list[FileInfo], list[str]]:
@@ -578,7 +578,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
         raise ReadError(f"cannot list {folder}: {error}") from error
 
 
-# Which file system a path is on, as the kernel lists the mounts of this process.
+# --- file systems and mounts ------------------------------------------------------------------------------------------
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _ESCAPE = re.compile(rb"\\([0-7]{3})")

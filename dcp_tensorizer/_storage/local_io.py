@@ -176,7 +176,7 @@ def read_into(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         pending = rest_of(pending, count)
 
 
-# Local files are written in aligned parts past the page cache, with O_DIRECT.
+# --- writing past the page cache --------------------------------------------------------------------------------------
 #
 # O_DIRECT takes a tenth of the CPU time of a buffered write, and leaves the page cache to the training data. Some file
 # systems refuse it (tmpfs before Linux 6.6, some network mounts). There, parts go through the page cache and are then
@@ -341,7 +341,7 @@ def _put(fd: int, data: memoryview, offset: int) -> None:
         data = data[count:]
 
 
-# Asks Linux what the page cache holds of a file, without changing it.
+# --- which pages of a file are cached ---------------------------------------------------------------------------------
 
 _RUN = 64 << 20  # pages come and go in long runs, and each question takes time
 _PROBES = 8  # single pages go at any time, and a run that is read past the cache does not come back to it

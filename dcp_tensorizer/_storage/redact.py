@@ -71,7 +71,9 @@ def _possible_secrets(value: Any) -> list[str]:
     return [text for text in (value, *parts, *map(unquote, parts)) if len(text) >= _SHORTEST_SECRET]
 
 
-# Checks the names of storage options: some libraries pass over what they do not know, and use other credentials.
+# --- checking the names of storage options ----------------------------------------------------------------------------
+#
+# Some libraries ignore unknown options, and use other credentials.
 
 # Of fsspec itself, for every filesystem.
 _COMMON = frozenset(("skip_instance_cache", "use_listings_cache", "listings_expiry_time", "max_paths", "batch_size"))
@@ -128,7 +130,7 @@ def refuse_unknown(options: Iterable[str], known: Iterable[str]) -> None:
     )
 
 
-# What the text of a URL says of the place, before anything is opened or imported.
+# --- checking a URL before anything is opened or imported -------------------------------------------------------------
 
 _READ_ONLY = frozenset(("data", "git", "github", "http", "https"))  # of fsspec
 

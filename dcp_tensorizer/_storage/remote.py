@@ -176,7 +176,7 @@ class Ranges(RangeReader):
             data = data[buffer.nbytes :]
 
 
-# Tries failed requests again: only those that may succeed later, a few times, and with growing waits.
+# --- retries: of requests that may succeed later, with growing waits --------------------------------------------------
 
 _ATTEMPTS = 6
 _LONGEST_WAIT = 10.0

@@ -30,7 +30,9 @@ from ..errors import ReadError
 from .base import TAKEN, FileIdentity, FileInfo, RangeReader, Refused, Sink, Storage, rest_of
 from .remote import RemoteStorage, is_transient, patience_of
 
-# Requests to S3 with botocore's client, its retries, and its errors as Python's. Only this module imports botocore.
+# --- the client: botocore's, with its errors as Python's --------------------------------------------------------------
+#
+# Only this module imports botocore.
 
 # Defaults for the user's config_kwargs.
 _CONFIG: dict[str, Any] = {

@@ -215,7 +215,9 @@ class _SftpSink(Sink):
         _try_to_remove(self._client, self._path)
 
 
-# A connection to an SFTP server, which is made again when it is lost. Only this module imports paramiko.
+# --- the connection: made again when it is lost -----------------------------------------------------------------------
+#
+# Only this module imports paramiko.
 
 LOST = (ConnectionError, TimeoutError)
 """Errors after which nobody knows what became of a request."""

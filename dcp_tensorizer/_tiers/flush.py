@@ -339,7 +339,7 @@ class Flusher:
         return below(self._root, place)
 
 
-# Copies a file from a local folder to the remote, so that it appears there when all of it is there.
+# --- copying a file to the remote, where it appears whole -------------------------------------------------------------
 
 _AT_ONCE = 4  # parts on their way: more than that takes memory from training, and is for those who wait
 
@@ -438,7 +438,7 @@ def _copy_parts(reader: _Source, sink: Sink, nbytes: int, gate: Callable[[], Non
             done.result()
 
 
-# What stays in a local folder: what is not on the remote yet, and the newest checkpoint that is.
+# --- removing local copies, except of the newest checkpoint -----------------------------------------------------------
 
 _FORGET_SECONDS = 60.0  # who follows a save looks when it arrived: its record stays so long
 
@@ -555,7 +555,7 @@ def _remove_written(queue: Queue, record: FlushRecord) -> None:
             lock.release()
 
 
-# The commit on the remote: ``.metadata`` appears there when every file of every rank is there with its size.
+# --- the commit on the remote, when every file of every rank is there -------------------------------------------------
 
 
 class Superseded(WriteError):
@@ -672,10 +672,10 @@ def _committed(remote: Storage, name: str) -> Head | None:
     return None if file is None else file.head
 
 
-# The thread that flushes, in the writer process, and only while no save needs that.
+# --- the thread that flushes, while no save needs the writer process --------------------------------------------------
 #
-# It has the priority of the process. With a lower one it would flush nothing on busy cores; and where it holds the
-# interpreter while it waits for a core, a save that comes meanwhile would wait, too.
+# It has the priority of the process. With a lower one it would flush nothing on busy cores. And if it held the
+# interpreter while it waits for a core, a new save would wait, too.
 
 _BUSY_SECONDS = 0.05
 _TROUBLE_SECONDS = 10.0

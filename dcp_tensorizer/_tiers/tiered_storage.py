@@ -168,7 +168,7 @@ class NearestStorage(Storage):
         return self.remote.scrub(text)
 
 
-# Opens what is loaded: from a path, or from the nearest copy where a local folder mirrors it.
+# --- opening a path or its nearest copy -------------------------------------------------------------------------------
 
 
 class Opener:

@@ -224,11 +224,13 @@ class _Inert(pickle._Unpickler):
 _HASHING = {"builtins.set", "builtins.frozenset", "collections.Counter", "collections.OrderedDict", "builtins.dict"}
 
 
-# What ``torch.save`` writes, looked at before ``torch.load`` is: an archive that is larger than it looks, or a pickle
-# that takes for ever, is refused in the time and the memory that its own bytes take.
+# --- checking a file of torch.save before torch.load ------------------------------------------------------------------
 #
-# Python and torch each have a reader of zip archives. They agree on what is in one only if it is laid out in the plain
-# way that torch writes, so nothing else is accepted.
+# An archive that is larger than it looks, or a pickle that takes very long, is refused in time and memory proportional
+# to its own bytes.
+#
+# Python and torch each have a reader of zip archives. They agree on the contents only if the archive has the plain
+# layout that torch writes, so nothing else is accepted.
 
 _END = struct.Struct("<4s4HIIH")
 _END_64 = struct.Struct("<4sQ2H2I4Q")

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-# Stand-ins for what a pickle would make: they know what a stream may still do to a value, and none of it is done.
+# --- stand-ins for the values of a pickle -----------------------------------------------------------------------------
 #
-# Whatever is not here is itself: numbers, strings, booleans, None, and lists.
+# They know what a pickle may still do to a value, and do none of it. Numbers, strings, booleans, None and lists need no
+# stand-in.
 
 _MAX_COST = 10_000  # Python hashes nested tuples by recursion, which no limit of its own stops
 
@@ -403,11 +404,12 @@ PASSIVE = _FACTORIES | {"builtins.Ellipsis", "builtins.NotImplemented", "builtin
 """What a stream may name, and not call."""
 
 
-# How NumPy's arrays, scalars and dtypes pickle themselves.
+# --- NumPy's arrays, scalars and dtypes -------------------------------------------------------------------------------
 #
-# NumPy believes what it unpickles: a dtype whose fields lie outside of its items reads foreign memory, and one with an
-# object where its flags deny that follows any pointer. So a dtype is made here by NumPy's constructor, which checks
-# what it is given, and must be the one that the stream describes. Arrays must have as many bytes as their shape says.
+# NumPy trusts what it unpickles: a dtype whose fields lie outside of its items reads foreign memory, and one with an
+# object where its flags deny that follows any pointer. So NumPy's constructor makes a dtype here, which checks its
+# arguments, and the result must be the dtype that the pickle describes. Arrays must have as many bytes as their shape
+# says.
 
 _MAX_NESTED = 32  # dtypes in dtypes; NumPy compares and shows them by recursion
 _MAX_EMPTY = 1 << 20  # elements of an array whose items have no bytes

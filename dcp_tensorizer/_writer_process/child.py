@@ -124,11 +124,11 @@ def said_by(output: Descriptor) -> str:
     return f"; the end of its output:\n{said}" if said else ""
 
 
-# How the interpreter of the writer process is started: with the trainer's modules, and none of its surprises.
+# --- starting the interpreter, with the trainer's modules -------------------------------------------------------------
 #
 # It finds the modules that the trainer finds, because its messages are pickles, and a storage may need a plugin. But a
-# ``queue.py`` among the trainer's scripts must not take the place of the standard library's. So nothing of the
-# trainer's ``sys.path`` is in front of the standard library, whatever is in PYTHONPATH or the working directory.
+# ``queue.py`` among the trainer's scripts must not replace the standard library's. So nothing of the trainer's
+# ``sys.path`` comes before the standard library, whatever is in PYTHONPATH or the working directory.
 
 _PATH = "DCP_TENSORIZER_PATH"
 _GPUS = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "")  # no context, no GPU memory

@@ -234,7 +234,7 @@ Request = WriteRequest | DigestRequest | SnapshotRequest | DetachRequest | Flush
 Answer = WriteDone | DigestResult | SnapshotTaken | Detached | FlushBegun | WriteFailed
 
 
-# Whole messages, with descriptors, over a socket between a trainer and its writer process.
+# --- the channel: messages and descriptors over a socket --------------------------------------------------------------
 #
 # Both ends are the same installation on the same machine, so messages travel as plain pickles.
 

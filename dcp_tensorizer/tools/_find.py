@@ -323,10 +323,10 @@ def _naturally(path: str) -> list[tuple[int, str]]:
     return [(-int(number or 0), text) for number, text in re.findall(r"(\d*)(\D*)", path)]
 
 
-# What the directories of checkpoints are: steps of a job, or the parts of one checkpoint.
+# --- telling steps from parts of one checkpoint -----------------------------------------------------------------------
 #
-# Ranks and models have numbers as steps have, often with the same keys. So no number is taken for a step by itself: the
-# name must say so more strongly than the directory around it does. What says it no more strongly may be a part of it.
+# Ranks and models have numbers like steps, often with the same keys. So a number alone is not a step: the name must
+# look more like a step than the directory around it. Otherwise it may be a part of that.
 
 _NUMBER = re.compile(r"\d+")
 _STEP = re.compile(r"(?:step|iter|iteration|epoch|checkpoint|ckpt)[-_=. ]*\d", re.IGNORECASE)

@@ -287,7 +287,7 @@ class _Check:
         return self._buffers.memory  # type: ignore[no-any-return]
 
 
-# The sections of a data file, each with what it should hold: the blocks of tensors, or everything in the file.
+# --- sections of a data file, and what each should hold ---------------------------------------------------------------
 #
 # Each block has a digest in the metadata. The rest of a file follows from the metadata and the hashes of the data.
 

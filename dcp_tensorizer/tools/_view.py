@@ -277,7 +277,7 @@ def recorded_path(planner_data: Any, key: str) -> Path:
     return path if ".".join(map(str, path)) == key else (key,)
 
 
-# Regions of stored tensors: put together from the chunks that they touch, however a tensor was cut or laid out.
+# --- joining chunks into regions --------------------------------------------------------------------------------------
 
 _KEPT_BY_MALLOC = 1 << 20  # bytes
 _PIECE = 32 << 20  # bytes of a file in which elements are that lie apart
@@ -406,11 +406,11 @@ def _gather(
     _gather(target.narrow(dim, half, target.shape[dim] - half), strides, first + half * strides[dim], read_line)
 
 
-# The values of a checkpoint of this package: of all ranks, or put together from what each rank saved for itself.
+# --- values of this package's checkpoints -----------------------------------------------------------------------------
 #
 # With ``use_collectives=False`` no rank knows what the others save. Chunks of one tensor at several places are that
-# tensor, and equal values are one value. If ranks have saved different ones by the same key, all are there: each by a
-# key that begins with its rank, as in ``rank1.generator``.
+# tensor, and equal values are one value. If ranks have saved different values under the same key, all are there, under
+# keys that begin with the rank, as in ``rank1.generator``.
 
 _OF_SUBCLASS = "is a tensor of a subclass, which only its own class can take apart"
 

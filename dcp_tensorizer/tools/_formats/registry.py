@@ -199,7 +199,7 @@ def _is_directory(storage: Storage, name: str) -> bool:
     return False
 
 
-# The names of the formats, and of what is meant by a misspelt one; known without an import of torch.
+# --- names of formats, known without an import of torch ---------------------------------------------------------------
 
 FORMATS = ("dcp_tensorizer", "tensorizer", "safetensors", "torch", "dcp")
 
@@ -210,7 +210,7 @@ def did_you_mean(given: str, choices: Iterable[str]) -> str:
     return f": did you mean {close[0]!r}?" if close else ""
 
 
-# The keys that a conversion gives: without a prefix, under new names, behind another prefix, in this order.
+# --- renaming keys: strip a prefix, rename, add a prefix --------------------------------------------------------------
 
 
 def key_of(path: Path) -> str:

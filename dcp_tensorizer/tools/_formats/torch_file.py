@@ -241,7 +241,7 @@ def _write_archive(records: Mapping[str, bytes | StoredTensor], output: _Output,
                 entry.file_size = entry.compress_size = content.nbytes
 
 
-# What ``torch.save`` wrote, loaded without the elements of its tensors: fake ones say where in the file those lie.
+# --- loading with fake tensors, which know their place in the file ----------------------------------------------------
 
 
 def load_fake(file: FileRange, nbytes: int, path: str) -> Any:
@@ -350,7 +350,7 @@ def tensors_in(value: Any) -> Sequence[Any]:
     return finder.tensors
 
 
-# Nested state dicts and the keys of their values: what DCP flattens is nested again, and checked for both ways.
+# --- nesting flat keys, checked in both directions --------------------------------------------------------------------
 
 _MAX_VALUES = 10_000_000
 

@@ -48,11 +48,11 @@ def _name(view: CheckpointView) -> str:
     return view.path.rstrip("/").rpartition("/")[2]
 
 
-# A report as one HTML page that needs nothing else: its data, styles and scripts are inside, and no request is made.
+# --- the HTML page ----------------------------------------------------------------------------------------------------
 #
-# The page's own files lie beside this one. Names come from checkpoints, so nothing of them becomes HTML: they are in a
-# JSON document, in which no tag can end, and the scripts show them as text. A policy in the page's head lets only these
-# scripts run, by their digests.
+# Data, styles and scripts are inside, and the page makes no request. Names come from checkpoints, so they never become
+# HTML: they are in a JSON document, in which no tag can end, and the scripts show them as text. A policy in the page's
+# head lets only these scripts run, by their digests.
 
 _SCRIPTS = ("data.js", "draw.js", "treemap.js", "charts.js", "table.js", "detail.js", "main.js")
 _DIGITS = 5
