@@ -89,10 +89,10 @@ def flushed(code: int) -> int:
 
 
 def unwritten(error: OSError) -> int:
-    """Tells that the output could not be written, unless nobody wants it; returns the exit code."""
+    """Reports that the output could not be written, unless its pipe is closed; returns the exit code."""
     # What is left in the buffer goes nowhere: else the interpreter fails with it at its end.
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    with suppress(OSError, ValueError, AttributeError):  # somebody has replaced the stream, or there is none
+    with suppress(OSError, ValueError, AttributeError):  # the stream was replaced, or there is none
         os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
     if isinstance(error, BrokenPipeError):

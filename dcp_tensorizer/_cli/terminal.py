@@ -200,7 +200,7 @@ def folded(text: str, room: int, pieces: re.Pattern[str] = _WORD) -> list[str]:
 def lay_out(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
     """The lines of a table, its head first; they are as wide as they must be where no break helps.
 
-    What stands first in a row is its name, to be copied: one that is too long has a line of its own above the others.
+    The first cell of a row is its name, to be copied: one that is too long has a line of its own above the others.
 
     Args:
         columns: Their names; one that begins with ``>`` is of numbers, and stays in one piece.

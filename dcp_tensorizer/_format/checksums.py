@@ -73,7 +73,7 @@ class TensorHashes:
         self._digester = digester
 
     def update(self, piece: memoryview, *, sha256: bool = True) -> None:
-        """Takes a piece; without ``sha256`` whoever called sees to that one."""
+        """Takes a piece; without ``sha256`` the caller computes that one."""
         self.crc32 = crc32(piece, self.crc32)
         self._digester.update(piece)
         if sha256 and self.sha256 is not None:

@@ -354,7 +354,7 @@ class PartMemory:
                 self._keep(buffer)
 
     def clear(self) -> None:
-        """Drops what nobody has, and later what is given back, but for what is kept."""
+        """Drops the parts that are not in use, and later those that are returned, except for the kept ones."""
         self.allow(self._part_bytes, self._kept_bytes // max(1, self._part_bytes))
 
     def take(self) -> np.ndarray | None:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from tensorizer import EncryptionParams as EncryptionParams
 
 
-_CHECK_BYTES = 16  # of zeros: whoever has another key cannot open them
-_MOST_OPERATIONS = 1024  # libsodium's "sensitive" is 4; nobody may make a reader compute for days
+_CHECK_BYTES = 16  # of zeros: another key cannot open them
+_MOST_OPERATIONS = 1024  # libsodium's "sensitive" is 4; a file must not make a reader compute for days
 
 
 @dataclass(frozen=True, slots=True)

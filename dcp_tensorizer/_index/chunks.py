@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from .schema import Layout, Run, encode_rows
 
 _MOST = 1 << 26
-"""Numbers in all runs of an index: half a gibibyte. A file of a few bytes must not make anybody ask for more."""
+"""Numbers in all runs of an index: half a gibibyte. A file of a few bytes must not make a reader allocate more."""
 
 
 def runs_of(numbers: np.ndarray) -> list[Run]:

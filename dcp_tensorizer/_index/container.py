@@ -168,7 +168,7 @@ def find_index(source: IndexSource, name: str) -> IndexFile | None:
     path, size = f"{source.path}/{name}", (source.head(name) or 0) if len(data) == FIRST_BYTES else len(data)
 
     def read(offset: int, nbytes: int) -> bytes:
-        if offset + nbytes > size:  # also so that nobody asks for memory for what is not there
+        if offset + nbytes > size:  # also so that no memory is allocated for missing bytes
             raise _damaged(path, f"it has {size:,} bytes instead of {offset + nbytes:,}")
         return source.read_range(name, offset, nbytes)
 
@@ -202,11 +202,6 @@ def _at_least(nbytes: int, data: bytes, read: Callable[[int, int], bytes]) -> by
 
 def read_head(data: bytes, path: str, *, whole: bool = True) -> Head:
     """The head of an index, checked.
-
-    Args:
-        data: The file, or its first bytes.
-        path: For messages.
-        whole: It is the file.
 
     Raises:
         MetadataError: it is damaged, of another version, or something else; says what it is.

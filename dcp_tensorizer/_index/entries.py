@@ -59,7 +59,7 @@ class StateRules:
         return cls(list(described), numbers, maker.properties, maker.layouts)
 
     def described(self) -> dict[Any, Any]:
-        """DCP's entries, new ones: whoever gets them may change them."""
+        """DCP's entries, made at each call, so that the caller may change them."""
         lists = [layout.chunks() for layout in self.layouts]
         entries: dict[Any, Any] = {}
         for key, (properties, layout) in zip(self.keys, self.rows.tolist(), strict=True):
@@ -258,7 +258,7 @@ class TensorValue(NamedTuple):
     properties: Properties
 
     def places(self) -> Iterator[tuple[tuple[int, ...], int]]:
-        """The offset of each chunk, and who has it."""
+        """The offset of each chunk, and its owner."""
         return zip((region.start for region in self.layout.regions), self.owners.tolist(), strict=True)
 
     def chunks_in(self, offset: tuple[int, ...], region: Region) -> list[int]:
@@ -280,10 +280,6 @@ Value = TensorValue | int
 
 def values_of(rows: Entries, part_count: int) -> dict[Any, Value]:
     """Each value of the state dict by its key.
-
-    Args:
-        rows: The section.
-        part_count: How many sections of places there are.
 
     Raises:
         ValueError, LookupError: the section makes no sense.

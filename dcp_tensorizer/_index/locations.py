@@ -208,7 +208,7 @@ class PlaceTable:
         seal = self._rows.seals[self._places[row - 1][6] if row else 0 : seal_end]
         item = StoredItem(self._files[file][0], name, offset, nbytes, dtype_name, kind_name, digests, seal)
         sealed = NONCE_BYTES + -(-nbytes // item.block) * MAC_BYTES if nbytes and self._is_encrypted else 0
-        if len(seal) != sealed:  # what somebody put there is not believed
+        if len(seal) != sealed:  # it may come from an attacker
             raise ValueError(f"the data of {key!r} is not encrypted as the checkpoint is")
         return item
 

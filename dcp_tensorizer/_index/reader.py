@@ -126,9 +126,6 @@ class Index:
     def read_places(self, wanted: Iterable[_Wanted]) -> None:
         """Reads the places of all ranks that have something of what is wanted.
 
-        Args:
-            wanted: What `pieces` will be asked.
-
         Raises:
             MetadataError: they are damaged, or make no sense.
             ReadError: they cannot be read.

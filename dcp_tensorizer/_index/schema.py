@@ -90,9 +90,9 @@ class Head(Struct, gc=False):
         rank: Whose own it is, where each rank saved for itself; None: all ranks'.
         save_id, load_id, checkpoint_id, modules, metadata_version: Of DCP's ``Metadata`` and ``StorageMeta``.
         has_storage_meta: Whether there was a ``StorageMeta``.
-        encryption: What is said of the key; None if nothing is encrypted.
+        encryption: The record of the key; None if nothing is encrypted.
         sections: In the order in which they follow; those of places come last.
-        record: What a manager says of the save; None if none made it.
+        record: A manager's record of the save; None without a manager.
     """
 
     release: str

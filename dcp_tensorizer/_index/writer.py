@@ -42,7 +42,7 @@ def encode(
         rank: Whose own it is, where each rank saves for itself.
         cipher: The key of an encrypted checkpoint.
         entries: Of the saves before: what did not change is not made again.
-        record: What a manager says of the save.
+        record: A manager's record of the save.
 
     Raises:
         WriteError: no reader could read it; names the key.

@@ -53,7 +53,7 @@ class LoadSource:
         storage: The checkpoint's directory.
         index: The checkpoint's.
         located: Where the items of the plan are.
-        metadata: What DCP was shown of it.
+        metadata: As DCP has seen it.
         cipher: For items that are encrypted.
         is_own: Each rank saved for itself.
         group: The ranks that exchange what they read; None for none.

@@ -435,10 +435,6 @@ class Told(Exception):
 class ExchangeGroup:
     """A process group, whose ranks all call the same methods in the same order.
 
-    Args:
-        group: The ranks.
-        path: Of the checkpoint, for messages.
-
     Attributes:
         size: How many ranks there are.
         rank: This one's number in the group.
@@ -476,7 +472,7 @@ class ExchangeGroup:
         return votes
 
     def tell(self, vote: ExchangeVote) -> list[Any]:
-        """Takes part in `votes`, and raises nobody's error."""
+        """Takes part in `votes`, without raising an error."""
         votes: list[Any] = [None] * self.size
         self._call(lambda: dist.all_gather_object(votes, vote, group=self._group))
         return votes

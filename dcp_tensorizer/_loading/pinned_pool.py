@@ -2,7 +2,7 @@
 
 With as much host memory as the model has, a model that only the GPUs can hold could not be loaded. So there are a few
 slots, each of one read's size. A thread takes a slot, reads into it, checks it, queues its copies on a stream beside
-training's, and gives the slot back. Whoever takes it next waits for those copies.
+training's, and returns the slot. Its next user waits for those copies.
 """
 
 from __future__ import annotations
@@ -26,9 +26,6 @@ class PinnedPools:
     """The slots of a load, which may consist of many reads: a planner may want one tensor after the other.
 
     To register memory takes longer than to read as much. So what a read has used is kept for the next ones.
-
-    Args:
-        device: The kind of GPU.
     """
 
     def __init__(self, device: Device) -> None:
@@ -126,12 +123,6 @@ class Slot:
 class PinnedPool:
     """Pinned slots for loads to one or more devices.
 
-    Args:
-        device: The kind of device.
-        indices: Which devices.
-        count: How many slots.
-        nbytes: Bytes of each slot.
-
     Raises:
         ReadError: there is no memory for the slots.
     """
@@ -164,7 +155,7 @@ class PinnedPool:
 
     @contextmanager
     def slot(self) -> Iterator[Slot]:
-        """The slot that was given back first; its copies have arrived."""
+        """The slot that was returned first; its copies have arrived."""
         memory, copies = self._slots.get()
         slot = Slot(memory, self)
         try:

@@ -94,7 +94,7 @@ class LoadProgress:
     Args:
         path: What is loaded.
         callback: Called with the bytes that are done and the bytes in all.
-        log_seconds: How often the log is told.
+        log_seconds: Seconds between two messages of the log.
     """
 
     def __init__(self, path: str, callback: Callable[[int, int], object] | None, log_seconds: float = 10.0) -> None:

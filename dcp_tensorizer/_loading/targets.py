@@ -254,7 +254,7 @@ class RetainedPlan(LoadPlan):
         if self._items is None:
             self._items = pickle.loads(zlib.decompress(self._packed))
         if _at_home.get(self._token) is not self:
-            self._token = ""  # whoever has them may change them: so these count from now on
+            self._token = ""  # the caller may change them: so these count from now on
         return self._items
 
     @items.setter

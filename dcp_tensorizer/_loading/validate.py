@@ -44,12 +44,8 @@ class ReadFrom(NamedTuple):
 def check_one_save(path: str, carried: Sequence[object]) -> None:
     """Checks that the plans of all ranks are for one save.
 
-    Args:
-        path: The checkpoint's, for messages.
-        carried: The ``storage_data`` of each rank's plan.
-
     Raises:
-        MetadataError: they are for several, or nobody can tell.
+        MetadataError: they are for several, or that is not known.
     """
     if len(carried) < 2:
         return
@@ -296,11 +292,7 @@ def _instead(storage: Storage) -> str:
 
 
 def kind_of_file(head: bytes) -> str:
-    """Describes a file that was given for a checkpoint, and what to do with it.
-
-    Args:
-        head: Its first bytes.
-    """
+    """Describes a file that was given for a checkpoint, and what to do with it."""
     if head.startswith(b"PK\3\4") or looks_like_pickle(head):
         return "of torch.save: load it by torch.load, or make a checkpoint of it by `dcp-tensorizer convert`"
     if head.startswith(MAGIC) or is_index(head):
@@ -347,7 +339,7 @@ def read_metadata(storage: Storage, rank: int | None = None) -> Metadata | None:
 
 
 def unreadable(error: CheckpointError, meta: StorageMeta | None = None) -> Metadata:
-    """The metadata of a checkpoint that cannot be read: whoever looks into it is told why.
+    """The metadata of a checkpoint that cannot be read: any access raises the reason.
 
     DCP shows it to the planner, before it lets the storage raise the error.
     """

@@ -249,7 +249,7 @@ class PackedPaths(NamedTuple):
 
 
 class Pickled(NamedTuple):
-    """The data of a planner of the user's, in the place of paths."""
+    """The data of a planner of the user's, instead of paths."""
 
     data: bytes
 

@@ -57,7 +57,7 @@ class GlobalPlan:
     planner_data: Any
 
     def metadata(self) -> RuleMetadata:
-        """DCP's, a new one: whoever gets it may change it."""
+        """DCP's, made at each call, so that the caller may change it."""
         return RuleMetadata.of(self.rules, None if self.planner_data is None else dict(self.planner_data))
 
 
@@ -338,7 +338,7 @@ class RuleMetadata(Metadata):
 
     @classmethod
     def of(cls, rules: StateRules, planner_data: Any) -> RuleMetadata:
-        """Metadata whose entries are made when somebody looks at them."""
+        """Metadata whose entries are made on first access."""
         metadata = cls.__new__(cls)
         metadata.__dict__.update(
             _rules=rules, planner_data=planner_data, storage_data=None, storage_meta=None, version=None
@@ -347,7 +347,7 @@ class RuleMetadata(Metadata):
 
     @property
     def rules(self) -> StateRules | None:
-        """The rules of the entries; None when somebody has looked at them, and may have changed them."""
+        """The rules of the entries; None after an access, which may have changed the entries."""
         return None if "state_dict_metadata" in self.__dict__ else self._rules
 
     @functools.cached_property

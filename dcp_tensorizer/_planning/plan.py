@@ -40,7 +40,7 @@ class WrittenItems(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The coordinator's, in the place of items that the rank knows: which of them it is to write."""
+    """The coordinator's plan instead of items that the rank knows: which of them it is to write."""
 
     reference: Reference
     choice: WrittenItems
@@ -289,7 +289,7 @@ class History:
     # --- as a rank ----------------------------------------------------------------------------------------------
 
     def sending(self, columns: Columns, digest: bytes) -> Reference | None:
-        """The reference to send in the place of these columns; None: send the columns."""
+        """The reference to send instead of these columns; None: send the columns."""
         self._sent, self._is_answered = (columns, digest), False
         return next((reference for reference in self._known if reference.digest == digest), None)
 

@@ -25,11 +25,6 @@ def has_older_keys(metadata: Metadata, state_dict: Mapping[str, Any], nested: Ma
     members.
 
     Before torch 2.4, those without tensors were saved so, and torch's planner looks for them.
-
-    Args:
-        metadata: The checkpoint's.
-        state_dict: Flattened.
-        nested: As it was before.
     """
     more = metadata.state_dict_metadata.keys() - state_dict.keys()
     return bool(more) and any(key in more for key in _containers(nested, ""))

@@ -102,11 +102,9 @@ class KeptCheckpoint(Storage):
 
 
 class _Buffer(RangeReader):
-    """A staging buffer of another process. It is read as a file: to map it first takes as long as to copy it.
+    """A staging buffer of another process, whose descriptor is closed with this object.
 
-    Args:
-        fd: Its descriptor, which is closed with this object.
-        nbytes: Its size.
+    It is read as a file: mapping it first takes as long as copying it.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
@@ -176,12 +174,7 @@ class KeptItem(NamedTuple):
 
 
 class KeptItems(NamedTuple):
-    """The items of a kept state.
-
-    Attributes:
-        items: All of them.
-        planner_data: As in the rank's ``SavePlan``.
-    """
+    """The items of a kept state."""
 
     items: Sequence[KeptItem]
     planner_data: Any

@@ -134,7 +134,7 @@ class KeeperProcess:
     def leave(self, deadline: Deadline = NEVER) -> None:
         """Leaves it to a successor, as this process's death would; from then on, one finds it. Idempotent."""
         self._is_left = True
-        self._popen.returncode = 0  # nobody waits for it: it outlives this process
+        self._popen.returncode = 0  # it is not waited for: it outlives this process
         self._channel.hang_up(deadline.within(_END_SECONDS))
         self._close()
 
@@ -143,7 +143,7 @@ class KeeperProcess:
         self._output.close()
 
     def _ask(self, request: Request, fds: Sequence[int] = ()) -> None:
-        if not self._lock.acquire(timeout=_ANSWER_SECONDS):  # a signal's handler has interrupted whoever has it
+        if not self._lock.acquire(timeout=_ANSWER_SECONDS):  # a signal's handler has interrupted its holder
             raise WriteError(f"the keeper (pid {self._popen.pid}) is busy")
         try:
             try:
@@ -168,9 +168,6 @@ class KeeperProcess:
 class Visit:
     """A connection to a keeper of a job that ran before.
 
-    Args:
-        connection: To it.
-
     Attributes:
         found: What it had when it was looked at.
 
@@ -183,7 +180,7 @@ class Visit:
     def __init__(self, connection: socket.socket) -> None:
         self._channel = Channel(connection)
         try:
-            self._channel.send(Look())  # it fits into the socket: this waits for nobody
+            self._channel.send(Look())  # it fits into the socket: this does not block
         except BaseException:
             self._channel.close()
             raise

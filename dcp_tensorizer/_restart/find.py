@@ -161,7 +161,7 @@ class Loaded:
         self._sizes[head.id] = nbytes
 
     def release(self) -> None:
-        """Gives their memory back: nobody needs it any more."""
+        """Frees their memory, which is no longer needed."""
         numbers = set(self._sizes)
         self._sizes.clear()
         for visit in _orphans(lambda head: head.id in numbers) if numbers else ():

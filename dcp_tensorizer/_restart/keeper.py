@@ -44,7 +44,7 @@ from .protocol import (
 )
 from .runtime_directory import is_own_peer, listen, remove, touch
 
-_NICENESS = 10  # below the writer process: nobody waits for its digests
+_NICENESS = 10  # below the writer process: its digests are not waited for
 _SLICE = 1 << 20  # what is read is hashed while it is in the processor's cache
 _TOUCH_SECONDS = 6 * 3600.0  # systemd removes from /tmp what is 10 days old; a connection changes no times
 _NONE: Mapping[tuple[int, int], bytes] = MappingProxyType({})
@@ -94,7 +94,7 @@ class _KeptState:
         return digester.digests()
 
     def forget(self) -> None:
-        """Gives the state to nobody any more, and takes no more digests."""
+        """Refuses the state to everyone from now on, and takes no more digests."""
         self.is_forgotten = True
         self.digests.cancel()
 
@@ -149,11 +149,7 @@ class Keeper:
                     self._digest(kept)
 
     def wait_for_end(self, path: Path) -> None:
-        """Returns when it has been told to end, or nobody has come in time; meanwhile its socket stays in use.
-
-        Args:
-            path: Of the socket.
-        """
+        """Returns when a message ends it, or no restart has come in time; keeps its socket in use meanwhile."""
         with self._changed:
             while not self._is_over:
                 left = _TOUCH_SECONDS if self._deadline is None else self._deadline - time.monotonic()

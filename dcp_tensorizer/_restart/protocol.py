@@ -67,7 +67,7 @@ class Keep:
         head: What it is.
         nbytes: Of the buffer.
         extents: Of all that is in it, for their digests.
-        description: What is where, for whoever loads it. A keeper does not look into it.
+        description: The layout, for a load. A keeper does not decode it.
         inline: The bytes of what is not in the buffer.
         seconds: How long it is kept when the trainer is gone.
         digests_follow: A save writes it, and takes its digests: they come when it is written.
@@ -104,7 +104,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Say which states are there: from anybody."""
+    """Say which states are there: from any process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class ClaimRequest:
-    """Wait for nobody but me, as long as this connection is open: from a successor."""
+    """Refuse all others as long as this connection is open: from a successor."""
 
     job: str
 
@@ -155,7 +155,7 @@ class KeptContent:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """End, for nobody needs you any more: from the trainer or a successor."""
+    """End, because the states are no longer needed: from the trainer or a successor."""
 
 
 @dataclass(frozen=True, slots=True)

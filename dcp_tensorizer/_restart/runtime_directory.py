@@ -95,7 +95,9 @@ def listen(path: Path) -> socket.socket:
             with _reached(path.parent) as folder:
                 listener.bind(f"{folder}/.{path.name}")
                 listener.listen(_BACKLOG)
-                os.rename(f"{folder}/.{path.name}", f"{folder}/{path.name}")  # nobody finds it before somebody listens
+                os.rename(
+                    f"{folder}/.{path.name}", f"{folder}/{path.name}"
+                )  # so it cannot be found before it is listened on
         except FileNotFoundError:
             listener.close()
             if attempt + 1 == _ATTEMPTS:

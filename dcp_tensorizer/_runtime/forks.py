@@ -46,7 +46,7 @@ def in_child(owner: _T, let_go: Callable[[_T], object]) -> None:
 
 
 def free_in_child(lock: _T) -> _T:
-    """Returns a lock, or a condition, that nobody holds in a forked child but the thread that has forked it."""
+    """Returns a lock, or a condition, that only the forking thread can still hold in a forked child."""
     in_child(lock, _free)
     return lock
 
@@ -140,7 +140,7 @@ class Descriptor:
         return self._fd
 
     def close(self) -> None:
-        """Closes the file, unless somebody else has. Idempotent."""
+        """Closes the file, unless other code has closed it. Idempotent."""
         self._close()
 
 

@@ -24,7 +24,7 @@ _FROZEN_BY_PYTHON = 1000 if sys.version_info[:2] == (3, 12) else 0
 
 
 class _Collector:
-    """Pauses the collector as long as somebody uses the pause, on whatever thread."""
+    """Pauses the collector as long as any thread uses the pause."""
 
     def __init__(self) -> None:
         # Taken twice by one thread where the handler of a signal has interrupted it, and saves.
@@ -64,7 +64,7 @@ class _Collector:
                     self._age()
             finally:
                 thresholds, self._thresholds = self._thresholds, None
-                if gc.get_threshold() == (0, *thresholds[1:]):  # else somebody has set others, and they stay
+                if gc.get_threshold() == (0, *thresholds[1:]):  # otherwise the program has set others, and they stay
                     gc.set_threshold(*thresholds)
 
     def _age(self) -> None:

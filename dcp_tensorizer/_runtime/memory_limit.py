@@ -10,10 +10,6 @@ from ..errors import StagingError
 def check_headroom(nbytes: int, *, allocated: int = 0) -> None:
     """Fails while a shortage is still an error: past a cgroup's limit the kernel kills the process.
 
-    Args:
-        nbytes: What is needed.
-        allocated: How much of it there is already.
-
     Raises:
         StagingError: the rest is not available.
     """

@@ -102,7 +102,7 @@ class Workers(ThreadPoolExecutor):
             if self._is_shut or not str(error).startswith("cannot schedule"):
                 work.drop()  # the system has no more threads, but one that there is may have it
                 raise
-        except BaseException:  # of a signal's handler: nobody knows whether a thread has it
+        except BaseException:  # of a signal's handler: whether a thread has it is not known
             work.drop()
             raise
         inline: Future[_T] = Future()
@@ -258,7 +258,7 @@ _RESOLUTION = 2e-6  # Python keeps whole microseconds
 
 
 class _Interval:
-    """The interpreter's switch interval: short as long as somebody uses the short one, on whatever thread."""
+    """The interpreter's switch interval: short as long as any thread uses the short one."""
 
     def __init__(self) -> None:
         # Taken twice by one thread where a signal's handler, or the collector, has interrupted it.
@@ -289,7 +289,7 @@ class _Interval:
 
     def _restore(self) -> None:
         before, self._before = self._before, None
-        is_ours = abs(sys.getswitchinterval() - _SECONDS) < _RESOLUTION  # else somebody has set another one
+        is_ours = abs(sys.getswitchinterval() - _SECONDS) < _RESOLUTION  # otherwise the program has set another one
         if before is not None and is_ours:
             sys.setswitchinterval(before)
 

@@ -18,7 +18,7 @@ from .shared_memory import SharedBuffer
 from .staged_save import StagedSave, name_of_group
 
 # The save's thread starts when `async_save` returns and takes its staged state dict first of all: a second is a
-# thousand times what that takes, and bounds what a staged state dict that nobody saves can cost.
+# thousand times what that takes, and limits the cost of a staged state dict that is never saved.
 _TAKE_SECONDS = 1.0
 # In PROCESS mode the save before may not have been taken because torch is still starting its process. Only a save's
 # own thread waits so long for it, and only once.
@@ -46,7 +46,7 @@ class StagedSaves:
         self._idle: list[SharedBuffer] = []
         self._kept: list[SharedBuffer] = []  # no save uses them, and what is in them may be asked for
         self._prewarming: Future[SharedBuffer] | None = None
-        # A signal's handler may interrupt whoever holds it, and close the writer. Nothing is waited for inside.
+        # A signal's handler may interrupt its holder, and close the writer. Nothing is waited for inside.
         self._lock = free_in_child(threading.RLock())
 
     def of(self, owner: object) -> list[StagedSave]:
@@ -105,7 +105,7 @@ class StagedSaves:
         for staged_save in self.of(owner):
             if staged_save.is_interrupted or not staged_save.wait_built(deadline.left):
                 return False
-            if staged_save.abandoned and staged_save.thread is None:  # nobody saves it
+            if staged_save.abandoned and staged_save.thread is None:  # it is not saved
                 continue
             taken = staged_save.wait_taken(deadline.within(self.take_seconds)) and staged_save.thread is not None
             if taken and not staged_save.wait_over(deadline):
@@ -173,7 +173,7 @@ class StagedSaves:
             for staged_save in [staged_save for staged_save in self._saves if staged_save.over()]:
                 self._saves.remove(staged_save)
                 buffer = staged_save.buffer
-                if buffer is None or not buffer.is_kept:  # whoever keeps it may still look for it there
+                if buffer is None or not buffer.is_kept:  # the keeper may still read it
                     staged_save.buffer = None
                 if buffer is not None:
                     is_wanted = staged_save.keeps_buffer or buffer.is_kept
@@ -188,7 +188,7 @@ class StagedSaves:
             buffer.close()
 
     def close(self, deadline: Deadline = NEVER, owner: object = None) -> None:
-        """Gives the buffers back; those that a save still uses follow when it lets go of its state dict.
+        """Frees the buffers; those of a running save follow when it drops its state dict.
 
         So does one to which something is still copied at the deadline.
 

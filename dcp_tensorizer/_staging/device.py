@@ -290,7 +290,7 @@ class Cuda:
 
     def __init__(self) -> None:
         self.side_streams = SideStreams(self)
-        self._borders: tuple[int, ...] = ()  # replaced as a whole: whoever copies looks without a lock
+        self._borders: tuple[int, ...] = ()  # replaced as a whole: copies read it without a lock
         self._registering = free_in_child(threading.Lock())
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
@@ -304,7 +304,7 @@ class Cuda:
         registered: list[int] = []
 
         def undo() -> None:
-            # After a fault on the GPU every call fails. What has failed says so, and here is nothing left to undo.
+            # After a fault on the GPU every call fails. What has failed says so, and there is nothing left to undo.
             with suppress(RuntimeError), torch.cuda.device(index):
                 while registered:
                     start = registered.pop()

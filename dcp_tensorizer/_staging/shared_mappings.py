@@ -78,12 +78,7 @@ class SharedMappings:
 
 
 class SharedTensors:
-    """Tensors whose memory others can read, and where that is; they are kept alive, and so are their mappings.
-
-    Args:
-        mappings: That they are in.
-        tensors: Located in these.
-    """
+    """Tensors whose memory others can read, and where that is; they are kept alive, and so are their mappings."""
 
     def __init__(self, mappings: SharedMappings, tensors: Iterable[torch.Tensor]) -> None:
         self._mappings = mappings

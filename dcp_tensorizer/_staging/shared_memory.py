@@ -124,7 +124,7 @@ class SharedBuffer:
                 warnings.warn(str(error), RuntimeWarning, stacklevel=2)
 
     def at_close(self, undo: Callable[[], None]) -> None:
-        """Registers what to do before the memory is given back."""
+        """Registers a function to call before the memory is freed."""
         self._undo.append(undo)
 
     def reset(self) -> None:
@@ -268,7 +268,7 @@ def _advise(address: int, nbytes: int, advice: int) -> None:
 
 
 def _fix_size(fd: int) -> None:
-    """Keeps whoever else has a descriptor from making the file shorter: to read past its end ends a process."""
+    """Keeps other holders of a descriptor from truncating the file: reading past its end kills a process."""
     if hasattr(fcntl, "F_ADD_SEALS"):
         with suppress(OSError):  # no memory file
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)

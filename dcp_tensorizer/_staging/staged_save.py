@@ -24,7 +24,7 @@ from .shared_memory import SharedBuffer
 from .tensor_copy import Copies
 
 _STEP_SECONDS = 0.02  # between two looks at a save
-_END_SECONDS = 0.005  # and at its thread, whose end wakes nobody
+_END_SECONDS = 0.005  # and at its thread, whose end sends no notice
 
 
 class StagingState(enum.IntEnum):
@@ -70,8 +70,8 @@ class StagedSave:
         stager: The thread that copies.
         context: What the process had when staging began. Relative paths of the save are relative to its directory.
         times: When it was staged.
-        record: What the checkpoint's index will say of the save; None for nothing.
-        files: Takes what a rank has written for the save; None where nobody asks.
+        record: The manager's record for the checkpoint's index; None without a manager.
+        files: Takes what a rank has written for the save; None if they are not needed.
         omitted: The keys of tensors that are not staged, because other ranks write them.
         on_written: Called when the save has written it, with the digests of what it wrote, by offset and size in the
             buffer. Empty where files have other digests: those of encrypted tensors.

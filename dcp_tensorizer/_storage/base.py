@@ -402,12 +402,7 @@ def temporary_file_name(name: str, save_id: str = "") -> str:
 
 
 class MemoryReader(RangeReader):
-    """A file, or a range of one, that is in memory.
-
-    Args:
-        data: Its bytes.
-        offset: Of the first of them in the file.
-    """
+    """A file, or a range of one, that is in memory."""
 
     def __init__(self, data: memoryview | bytes, offset: int = 0) -> None:
         self._data = np.frombuffer(data, dtype=np.uint8)

@@ -64,10 +64,6 @@ def _decoded(data: bytes | None) -> Claim | None:
 class Ownership:
     """A run's knowledge of its claim to a folder. Several threads may ask.
 
-    Args:
-        folder: Of the checkpoints.
-        name: Of the file that claims are in.
-
     Attributes:
         id: Of the run.
         name: Of the file that claims are in.

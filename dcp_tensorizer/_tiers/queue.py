@@ -111,9 +111,6 @@ class FlushEntry(NamedTuple):
 class Queue:
     """The records of a local folder. Several processes may use it at once.
 
-    Args:
-        root: The local folder.
-
     Attributes:
         is_writable: Whether the last change of a record could be written to the folder, as far as that is not full.
     """
@@ -178,12 +175,7 @@ class Queue:
     def records(
         self, states: Container[str] = _ORDER, remote: str | None = None
     ) -> list[tuple[FlushEntry, FlushRecord]]:
-        """The records in some states, and what is in them, in the order of their saves.
-
-        Args:
-            states: Which ones.
-            remote: Only those that go there.
-        """
+        """The records in some states, and what is in them, in the order of their saves."""
         found = [(entry, self.record(entry)) for entry in self.entries() if entry.state in states]
         return [(e, r) for e, r in found if r is not None and remote in (None, r.remote)]
 
@@ -336,7 +328,7 @@ class Queue:
 
     @contextmanager
     def claimed(self, entry: FlushEntry) -> Iterator[bool]:
-        """Returns whether nobody else works on a record; nobody else will then, until the block ends."""
+        """Locks a record until the block ends, and returns whether that succeeded."""
         # The one in the folder is locked, also if a later state is aside: it is the same file for all.
         names = [f"{entry.stem}.{state}" for state in _ORDER[: _ORDER.index(entry.state) + 1]]
         name = next((name for name in reversed(names) if (self.folder / name).exists()), entry.name)
@@ -497,10 +489,6 @@ def _progress(entry: FlushEntry) -> tuple[int, float]:
 class Life:
     """Says in a folder of records that a writer is alive: as long as this object does, and until it is ended.
 
-    Args:
-        queue: Of the folder.
-        writer: The id of the writer.
-
     Raises:
         CheckpointError, OSError: it cannot be written there.
     """
@@ -508,7 +496,7 @@ class Life:
     def __init__(self, queue: Queue, writer: str) -> None:
         queue._storage.make_directory()
         path = queue.folder / f"{writer}{_LIFE}"
-        while True:  # until nobody has taken it for that of a dead writer before it was locked
+        while True:  # until no other process has removed it as a dead writer's before it was locked
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if path.exists():
@@ -562,7 +550,7 @@ class Writing:
         entry = self.entry._replace(state=UNFLUSHED)
         if commit is not None:
             self.queue._put_index(entry, index, sync=sync)
-        self._is_handed_over = True  # before it is: whoever interrupts this must not have the files removed
+        self._is_handed_over = True  # set first, so that an interruption does not remove the files
         try:
             self.queue._put(entry, record, sync=sync)
         except Exception:

@@ -74,10 +74,6 @@ def below(root: Storage, place: str) -> Storage:
 def place_of(root: str | os.PathLike[str], path: str | os.PathLike[str]) -> str | None:
     """The place of a path below a root, with slashes between names: empty for the root itself; None if it is not below
     it.
-
-    Args:
-        root: An absolute path, or a URL.
-        path: Likewise.
     """
     above, below = (os.fspath(end).rstrip("/") for end in (root, path))
     if above == below:
@@ -92,11 +88,6 @@ def target_of(
     path: str | os.PathLike[str] | None, local: object, options: Mapping[str, Any], timeout: float
 ) -> FlushTarget:
     """The target of a writer or a reader with a local folder.
-
-    Args:
-        path: Of the remote.
-        local: Of the local folder.
-        options, timeout: For the remote.
 
     Raises:
         TypeError: the local folder is no path.

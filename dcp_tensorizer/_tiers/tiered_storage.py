@@ -43,9 +43,6 @@ class NearestStorage(Storage):
         target: The local folder and the remote one.
         remote: The storage on the remote.
         place: Of the checkpoint below them.
-
-    Attributes:
-        remote: The storage on the remote.
     """
 
     def __init__(self, target: FlushTarget, remote: Storage, place: str) -> None:

@@ -114,7 +114,7 @@ class _Inert(pickle._Unpickler):
             raise pickle.UnpicklingError("it calls a value that is not callable")
         made = Made(what, arguments)
         self._on_call(made)
-        for argument in arguments:  # a set of a list, a dict of pairs: whoever makes it hashes what is in there
+        for argument in arguments:  # a set of a list, a dict of pairs: making it hashes the items
             if type(argument) in (list, tuple) and str(what) in _HASHING:
                 for member in argument:  # of a dict, pairs of a key and a value
                     is_pair = what.name in ("OrderedDict", "dict") and type(member) in (list, tuple) and member
@@ -249,10 +249,6 @@ def is_archive(data: bytes) -> bool:
 
 def check_archive(file: IO[bytes], nbytes: int) -> zipfile.ZipFile:
     """Opens an archive whose records lie in it as they are, each at a place of its own.
-
-    Args:
-        file: The archive, from its first byte.
-        nbytes: Its size.
 
     Raises:
         ValueError: it is none, or has records that are compressed, or larger than the archive.

@@ -1,4 +1,4 @@
-"""A process of this package's own beside the trainer: how it is started and killed, and what it has said."""
+"""A process of this package beside the trainer: starts and kills it, and reads its output."""
 
 from __future__ import annotations
 

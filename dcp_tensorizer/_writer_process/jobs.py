@@ -191,13 +191,7 @@ _PIECE = 16 << 20  # after each, there has been progress
 
 
 class DigestJob:
-    """Takes the XXH3-128 of tensors: of so many bits that equality can rest on it.
-
-    Args:
-        tensors: Whose.
-        contents: Gives the bytes that a source describes.
-        thread_count: How many tensors at once.
-    """
+    """Takes the XXH3-128 of tensors: of so many bits that equality can rest on it."""
 
     def __init__(
         self, tensors: Sequence[TensorSource], contents: Callable[[TensorSource], memoryview], *, thread_count: int

@@ -127,11 +127,7 @@ class WriteRequest:
 
 @dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
 class FlushRequest:
-    """Flush a local folder to a remote one, from now on, while nothing else is asked for.
-
-    Attributes:
-        context: As in a `WriteRequest`.
-    """
+    """Flush a local folder to a remote one, from now on, while nothing else is asked for."""
 
     target: FlushTarget
     context: ProcessContext | None = None
@@ -262,7 +258,7 @@ class Channel:
     def is_ours(self) -> bool:
         """Returns whether this end is open, and the number still stands for the socket: see `Descriptor`."""
         if self._sock.fileno() >= 0 and identity(self._sock.fileno()) != self._file:
-            self._sock.detach()  # it would close somebody else's file in the end
+            self._sock.detach()  # otherwise it would close a foreign file in the end
         return self._sock.fileno() >= 0
 
     def fileno(self) -> int:
@@ -351,7 +347,7 @@ class Channel:
         return buffer
 
     def shut_down(self) -> None:
-        """Ends the conversation for both ends, and for whoever waits in `receive`."""
+        """Shuts the socket down for both ends, and for a thread that waits in `receive`."""
         if self.is_ours:
             with suppress(OSError):
                 # Closing alone would not tell the other end, while a forked child holds a copy of the descriptor.
@@ -371,7 +367,7 @@ class Channel:
         self._close_here()
 
     def _close_here(self) -> None:
-        """The conversation goes on for whoever else has a copy of the socket."""
+        """Closes this copy of the socket; other copies stay open."""
         if self.is_ours:
             self._sock.close()
 

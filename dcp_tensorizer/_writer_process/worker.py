@@ -65,7 +65,7 @@ _MIN_SAMPLES = 3  # in a row: where two trainers keep two cores busy, one sample
 _PROGRESS_SECONDS = 1.0
 # Of the memory for parts, between saves: that is all that two threads and a local disk need. Saves get 3-15% faster.
 _KEPT_BYTES = 64 << 20
-_ABANDON_SECONDS = 20.0  # for removing what was written, while a whole staged state is kept in memory for nobody
+_ABANDON_SECONDS = 20.0  # for removing the files, while a whole staged state is kept in memory for no use
 
 
 class SpareCores:
@@ -132,7 +132,7 @@ class _Worker:
             self._send(answer)
 
     def abandon(self) -> None:
-        """Removes the files of an unfinished request: nobody is left who could commit them."""
+        """Removes the files of an unfinished request, which no trainer can commit any more."""
         job = self._job
         if isinstance(job, FileJob):
             job.abandon()
@@ -154,7 +154,7 @@ class _Worker:
                 return Detached()
 
     def _attach(self, buffers: Sequence[BufferInfo], fds: list[int]) -> None:
-        """Maps the buffers that are new, and lets go of those that are not there any more."""
+        """Maps new buffers, and unmaps those that no longer exist."""
         attached = {info.id for info in buffers if info.attached}
         if self._snapshots is not None:
             self._snapshots.keep(attached)

@@ -56,7 +56,7 @@ def new_directory(path: str, options: Mapping[str, Any], files: str) -> Iterator
         path: Its path, or URL.
         options: For the fsspec filesystem of a URL.
         files: A pattern, as in a shell, of the names that will be written, without the one that completes the result.
-            After a failure, only files of such names are removed: others are somebody else's.
+            After a failure, only files of such names are removed: all others are foreign.
 
     Raises:
         ConversionError: there is something at the path, or a file system begins there.

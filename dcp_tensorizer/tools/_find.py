@@ -132,7 +132,7 @@ def step_of(name: str) -> int | None:
 
 
 def where_below(storage: Storage) -> str:
-    """A hint for somebody who named a directory that holds no checkpoint itself; empty if there are none below it."""
+    """A hint about the checkpoints below a directory that is not one itself; empty if there are none."""
     try:
         found = list(itertools.islice(_checkpoints_below(storage, _MAX_DEPTH), _MAX_NAMED + 1))
     except CheckpointError:
@@ -385,7 +385,7 @@ class Group:
 
 
 def arrange(top: Folder) -> list[Group]:
-    """The checkpoints below a directory that somebody has named, directory by directory."""
+    """The checkpoints below a given directory, directory by directory."""
     return _arrange(top, None)[1]
 
 

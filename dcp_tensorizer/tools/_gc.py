@@ -176,7 +176,7 @@ def _with_shared(removals: Sequence[Removal]) -> Iterator[Removal]:
 
 
 def _leftovers(folder: Folder, listed: Listed, older_than: float | None) -> Iterator[Removal]:
-    """Selects the leftovers in a directory that go at once; and, apart from it, those that may be somebody's."""
+    """Selects the leftovers in a directory to remove at once, and separately those that may be in use."""
     others = tuple(file for file in listed.leftovers if file not in listed.dead)
     are_old = _are_old(others, older_than)
     if files := listed.leftovers if are_old else listed.dead:

@@ -58,7 +58,7 @@ class ObjectInfo:
 
     Attributes:
         type: The name of its type; ``?`` if that is not known without running code, or without a key.
-        text: What can be shown of it in 80 characters.
+        text: It, in 80 characters at most.
         value: Itself, if it is a bool, a number or a str; None for all else.
         nbytes: Stored bytes.
         rank, file, file_offset: As of `ChunkInfo`.

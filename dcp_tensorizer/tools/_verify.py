@@ -271,7 +271,7 @@ class _Check:
             self._count(end - max(begin, run.start))
 
     def _check_damage(self, file: str, error: Exception) -> None:
-        """Raises `ReadError` if nobody knows whether the file is damaged."""
+        """Raises `ReadError` if the error does not show whether the file is damaged."""
         if not _is_damage(self._storage, error):
             said = f"cannot read {self._storage.path}/{file}: {type(error).__name__}: {error}"
             raise ReadError(self._storage.scrub(said)) from self._storage.cause(error)

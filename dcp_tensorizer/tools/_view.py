@@ -41,11 +41,7 @@ Path = tuple[str | int, ...]
 
 
 class NonStringKey(str):
-    """The name of a dict's key that is no string: DCP's formats have only the name, ``torch.save`` files have the key.
-
-    Attributes:
-        value: The key.
-    """
+    """The name of a dict's key that is not a string: DCP's formats only have the name, ``torch.save`` files the key."""
 
     value: Any
 
@@ -232,7 +228,7 @@ def plain_tensor(
 
 
 def refused(source: str, path: Path, fault: str) -> StoredObject:
-    """A value of a file that cannot be read: whoever leaves it out can convert the others.
+    """A value of a file that cannot be read. The others can be converted without it.
 
     Args:
         source: The file, for messages.

@@ -71,11 +71,6 @@ _OF_ONE_FORMAT = {
 def check_options(options: Options, to: str, path: str) -> None:
     """Fails for options that make no sense, or would change nothing of what is written.
 
-    Args:
-        options: How to convert.
-        to: The format that is written.
-        path: Where it is written.
-
     Raises:
         ConversionError: names the option.
     """
@@ -133,7 +128,7 @@ class FileRange(io.RawIOBase):
         return self._position
 
     def read(self, size: int = -1) -> bytes:
-        """Reads exactly ``size`` bytes: a damaged length must not make anybody ask for that much memory."""
+        """Reads exactly ``size`` bytes: a damaged length must not allocate that much memory."""
         left = max(0, self._nbytes - self._position)
         if size > left:
             raise EOFError(f"{size:,} bytes should follow, and there are {left:,}")

@@ -42,10 +42,6 @@ from .torch_file import check_lists, check_names, check_paths, load_fake, locate
 def read(storage: Storage, pickled: bytes) -> CheckpointView:
     """The contents of a checkpoint that torch's own writer made.
 
-    Args:
-        storage: Its directory.
-        pickled: Its ``.metadata``.
-
     Raises:
         MetadataError: that is damaged, or describes what this cannot read, or no file holds.
         UntrustedObject: it would need code to run.

@@ -221,11 +221,6 @@ def key_of(path: Path) -> str:
 def new_paths(paths: Mapping[str, Path], options: Options, source: str) -> dict[str, Path]:
     """The path of each value in the new nested state dict, by its old key.
 
-    Args:
-        paths: Where they are.
-        options: The prefixes and the new names.
-        source: The checkpoint, for messages.
-
     Raises:
         ConversionError: two keys would be the same, nothing would be left of one, or a prefix or a pattern is of none.
     """

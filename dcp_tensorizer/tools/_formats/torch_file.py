@@ -247,11 +247,6 @@ def _write_archive(records: Mapping[str, bytes | StoredTensor], output: _Output,
 def load_fake(file: FileRange, nbytes: int, path: str) -> Any:
     """Loads what ``torch.save`` wrote, with a fake tensor for each tensor; `is_located` says which have their place.
 
-    Args:
-        file: What was written, from its first byte.
-        nbytes: How much that is.
-        path: For messages.
-
     Raises:
         UntrustedObject: it would need code to run.
         ConversionError: it cannot be read.

@@ -105,7 +105,7 @@ def _statistics_row(of_one: Statistics) -> list[Any]:
 
 
 def _short(number: float | None) -> float | None:
-    """Rounds to as many digits as anybody reads."""
+    """Rounds to the digits that are shown."""
     return float(f"{number:.{_DIGITS}g}") if number is not None and math.isfinite(number) else None
 
 
