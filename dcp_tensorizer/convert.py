@@ -25,7 +25,8 @@ from ._index.chunks import Region
 from ._runtime.forks import free_in_child
 from .errors import ConversionError, ReadError, WriteError
 from .tools._formats.common import Options, check_options
-from .tools._formats.registry import FORMATS, TARGETS, did_you_mean, key_of, new_paths, open_checkpoint
+from .tools._formats.names import FORMATS, did_you_mean
+from .tools._formats.registry import TARGETS, key_of, new_paths, open_checkpoint
 from .tools._view import CheckpointView, StoredTensor, StoredValue
 
 if TYPE_CHECKING:

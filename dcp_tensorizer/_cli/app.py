@@ -25,7 +25,7 @@ from ..errors import (
     UnsupportedFormat,
     UntrustedObject,
 )
-from ..tools._formats.registry import FORMATS
+from ..tools._formats.names import FORMATS
 from .arguments import (
     Checkpoint,
     Json,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ConversionError, DecryptionError
-from ..tools._formats.registry import did_you_mean
+from ..tools._formats.names import did_you_mean
 
 if TYPE_CHECKING:
     import torch

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +21,7 @@ from .._find import where_below
 from .._view import CheckpointView, Path, data_files, read_parts, unlock_parts, view_checkpoint
 from . import dcp, dcp_tensorizer, safetensors, tensorizer, torch_file
 from .common import Options, open_file, read_range
+from .names import FORMATS
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -197,17 +197,6 @@ def _is_directory(storage: Storage, name: str) -> bool:
         files, folders = storage.child(name).listing()
         return bool(folders) or [file.name for file in files] != [name]  # fsspec lists a file as itself
     return False
-
-
-# --- names of formats, known without an import of torch ---------------------------------------------------------------
-
-FORMATS = ("dcp_tensorizer", "tensorizer", "safetensors", "torch", "dcp")
-
-
-def did_you_mean(given: str, choices: Iterable[str]) -> str:
-    """The end of a message about a name that is none of the choices: the closest one; empty if none is close."""
-    close = difflib.get_close_matches(given, list(choices), n=1, cutoff=0.5)
-    return f": did you mean {close[0]!r}?" if close else ""
 
 
 # --- renaming keys: strip a prefix, rename, add a prefix --------------------------------------------------------------

@@ -111,8 +111,8 @@ def test_nothing_is_kept_of_many_owners_that_are_gone() -> None:
 
     for _ in range(5000):
         free_in_child(threading.Lock())
-    gone = [reference for reference, _ in forks._owners.values() if reference() is None]
-    assert len(gone) <= max(forks._FEW, len(forks._owners) // 2 + 1)
+    # What lived when those that are gone were looked for last may be gone by now: twice that is the bound.
+    assert len(forks._owners) <= forks._most < 1000
 
 
 def test_locks_and_finalizers_are_made_for_forks() -> None:
