@@ -161,7 +161,7 @@ class KeptItem(NamedTuple):
     """An item of a kept state.
 
     Attributes:
-        plan: What a planner makes of it.
+        plan: As the planner made it.
         name, kind, dtype: As in a `StoredItem`.
         extent: The number of its bytes among the extents; None if it has none.
     """
@@ -185,6 +185,6 @@ class KeptItems(NamedTuple):
 
 
 def kept_plan(state: Keep) -> KeptItems:
-    """Reads the items of a kept state. A process of this user kept it, or else nobody would have connected to it."""
+    """Reads the items of a kept state. A process of this user kept it: connections to others are refused."""
     plan: KeptItems = pickle.loads(state.description)
     return plan

@@ -169,7 +169,7 @@ class Visit:
     """A connection to a keeper of a job that ran before.
 
     Attributes:
-        found: What it had when it was looked at.
+        found: Its states at the last look.
 
     Raises:
         EOFError, OSError: it has ended.

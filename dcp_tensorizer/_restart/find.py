@@ -96,7 +96,7 @@ def find_orphan(path: str | Path, storage: Storage, rank: int, world_size: int) 
 
     Args:
         path: Of the checkpoint; absolute.
-        storage: What is there now.
+        storage: Its current contents.
         rank: That loads, one of ``world_size``.
 
     Returns:
@@ -173,7 +173,7 @@ loaded = Loaded()
 
 
 def committed_id(storage: Storage) -> str | None:
-    """The id of the save that is committed; None if there is none, and empty if that cannot be told."""
+    """The id of the save that is committed; None if there is none, and empty if that is not known."""
     try:
         index = find_index(storage, metadata_file_name())
     except CheckpointError:

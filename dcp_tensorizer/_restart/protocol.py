@@ -32,7 +32,7 @@ class KeptHead(NamedTuple):
         job: The run of a job that kept it: another one after each restart.
         rank: Whose state it is.
         world_size: How many ranks the job had.
-        record: What the index would say of the save; None for nothing.
+        record: The manager's record for the index; None without a manager.
         parent_step: The step of the checkpoint that it goes on from; None if there is none.
         left: The id of the checkpoint that was the newest when the job went back to before it; None if it did not.
         folder: The device and the inode of the job's folder; None where it has none, or had not been made yet.

@@ -133,7 +133,7 @@ def sockets_of(directory: Path, job: str) -> list[Path]:
 
 
 def connect(path: Path) -> socket.socket | None:
-    """A connection to a keeper; None if nobody is there any more, or somebody who is not this user.
+    """A connection to a keeper; None if its process is gone, or belongs to another user.
 
     Raises:
         TimeoutError: it is there, and takes no more connections: it is stopped.

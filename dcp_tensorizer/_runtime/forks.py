@@ -6,7 +6,7 @@ are not there. So each object that stands for such a thing says here, when it is
 
 - a lock is free there (`free_in_child`),
 - what is to be ended with an object is not ended there (`Finalizer`),
-- anything else lets go by a function of its own (`in_child`): a descriptor is closed, a writer begins anew,
+- anything else has a function of its own for that (`in_child`): a descriptor is closed, a writer starts again,
 - and an object that others ask may ask whether it is still in the process that made it (`Home`).
 """
 
@@ -84,7 +84,7 @@ class Home:
 
 
 def _let_go() -> None:
-    # All are kept until the last one has let go: to let go may free others, whose finalizers would end what they have.
+    # All are kept until the last function has run: each may free other owners, whose finalizers would end things.
     owners = [(reference(), let_go) for reference, let_go in list(_owners.values())]
     for owner, let_go in owners:
         if owner is not None:

@@ -1,6 +1,6 @@
 """Python's garbage collector, paused while only live objects are made.
 
-What it is for: without the pause, a save of 20,000 small tensors makes 4 full collections, and 3 with `SavePlanner`.
+Without the pause, a save of 20,000 small tensors makes 4 full collections, and 3 with `SavePlanner`.
 One of them comes while training waits. With the pause and `SavePlanner` there are none.
 
 The collector is the whole process's, and so the trainer's. Its switch (``gc.disable``), its thresholds and what is

@@ -91,7 +91,7 @@ def current_umask() -> int | None:
     """The umask, read without setting it; None where the system does not say.
 
     Libraries read it by setting another one, and that back. Where a thread does so just now, looks differ, or show a
-    umask that nobody wants for files. Then the one that is seen most of some further looks is the process's own.
+    umask that is not meant for files. Then the one that is seen most of some further looks is the process's own.
     """
     looks = [_look(), _look()]
     if looks[0] is None or (looks[0] == looks[1] and not looks[0] & _OF_OWNER):

@@ -47,7 +47,7 @@ NEVER = Deadline(None)
 class Patience:
     """The time that something may be waited for without progress, for a caller that looks now and then.
 
-    Time in which nobody looked counts for little. A job that was suspended has not waited, nor has what it waits for
+    Time between looks counts for little. A job that was suspended has not waited, nor has what it waits for
     had any time.
 
     Args:
@@ -205,7 +205,7 @@ def in_time(operation: Callable[[], _T], timeout: float) -> _T:
     A signal's handler that raises something meanwhile is heard when it is over, or given up.
 
     Raises:
-        Hung: it has taken so many seconds. What it does afterwards, nobody waits for.
+        Hung: it has taken so many seconds. It goes on, and is not waited for.
     """
     doing, end = in_background(operation, name="in-time", daemon=True), Deadline(timeout)
     _surely(lambda: wait_for([doing], end.left))

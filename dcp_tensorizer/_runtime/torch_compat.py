@@ -1,6 +1,6 @@
 """torch's private names, each with the reason why there is no public one. Only this module imports or touches them.
 
-What few need is imported when it is asked for: for conversion it takes half a second.
+Names that few need are imported on first use: those for conversion take half a second.
 """
 
 from __future__ import annotations

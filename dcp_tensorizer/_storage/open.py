@@ -156,7 +156,7 @@ def _absolute(path: str, directory: str | None) -> str:
             raise ValueError("it holds a NUL")
         joined = path if os.path.isabs(path) else os.path.join(directory or os.getcwd(), path)
         plain = os.path.normpath(joined)
-        # `link/..` is the parent of what the link leads to, as the system, torch and everybody else has it.
+        # `link/..` is the parent of what the link leads to, as for the system and for torch.
         leads_elsewhere = os.pardir in joined.split(os.sep) and os.path.realpath(joined) != os.path.realpath(plain)
         return os.path.realpath(joined) if leads_elsewhere else plain
     except ValueError as error:

@@ -14,7 +14,7 @@ from ..errors import WriteError
 
 _SHORTEST_SECRET = 6  # shorter options occur in messages by chance
 _PUBLIC_OPTIONS = re.compile("endpoint|region")  # addresses of servers, which help the reader of a message
-# Whoever has such a value of a URL's query can use the URL. It ends before the punctuation of the sentence around it.
+# With such a value of a URL's query anyone can use the URL. It ends before the punctuation of the sentence around it.
 _SIGNED = re.compile(r"([?&;](?:sig|[\w-]*(?:signature|token|credential))=)(?!\*\*\*)[^&\s'\"<>]+\b", re.IGNORECASE)
 
 
@@ -98,7 +98,7 @@ def check_names(protocol: str, kind: type, options: Mapping[str, Any]) -> None:
     """Raises `ValueError` for an option of an object store that its filesystem does not know.
 
     Args:
-        protocol: Of the URL. The options of others than S3, Google's and Azure's are not looked at.
+        protocol: Of the URL. Only the options of S3, Google and Azure are checked.
         kind: The filesystem's class. Its constructor, and those of its bases, name what it knows.
         options: By name, as the user gave them.
     """

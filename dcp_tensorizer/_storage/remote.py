@@ -91,7 +91,7 @@ class RemoteStorage(Storage):
             FileExistsError: there is one, and ``replace`` is False. Of several jobs that put at once one succeeds, as
                 far as the server can tell. Before this it was looked that there is none.
             FileNotFoundError, PermissionError: the file will not appear (see `_is_refusal`).
-            Exception: nobody knows whether it will.
+            Exception: whether it will is not known.
         """
         raise NotImplementedError(f"{type(self).__name__} defines neither _put_file nor put")
 

@@ -387,7 +387,7 @@ class S3Storage(RemoteStorage):
         in_threads(lambda name: self.call("delete_object", name), names)
 
     def discard(self, *names: str) -> None:
-        """Removes objects, and aborts uploads to their keys, which nobody else may know of."""
+        """Removes objects, and aborts uploads to their keys, even unknown ones."""
         for name in names:
             self.abort_uploads(name)
         self.remove(*names)
@@ -601,7 +601,7 @@ class _S3Sink(Sink):
         return {"UploadId": self._upload.result()["UploadId"]}
 
     def _abort_others(self, upload: Future[dict[str, Any]]) -> None:
-        """A retry may have begun a second upload: the lost answer named one that nobody else knows of."""
+        """A retry may have begun a second upload: the lost answer named one that is not known otherwise."""
         is_repeated = self._beginnings > 1 or upload.exception()
         if is_repeated or upload.result()["ResponseMetadata"].get("RetryAttempts", 0) > 0:
             self._storage.abort_uploads(self._name)

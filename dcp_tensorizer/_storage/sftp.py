@@ -145,7 +145,7 @@ class SftpStorage(RemoteStorage):
 
 
 def _make_directory(channel: Any, path: str) -> None:
-    """Makes a directory unless somebody else has; servers only say that it failed."""
+    """Makes a directory unless it exists; servers only say that it failed."""
     try:
         channel.mkdir(path)
     except OSError:
@@ -172,7 +172,7 @@ def _rename_to_new(channel: Any, source: str, target: str) -> None:
 
 
 def _try_to_remove(client: SftpClient, path: str) -> None:
-    """Removes a file that nobody needs, if one attempt is enough for it."""
+    """Tries once to remove a file that is not needed."""
     with suppress(Exception):
         client.attempt(lambda channel: channel.remove(path))
 
@@ -220,12 +220,12 @@ class _SftpSink(Sink):
 # Only this module imports paramiko.
 
 LOST = (ConnectionError, TimeoutError)
-"""Errors after which nobody knows what became of a request."""
+"""Errors after which the outcome of a request is unknown."""
 
 _T = TypeVar("_T")
 
 _KEEPALIVE = 20
-_CHANNELS = 8  # OpenSSH allows 10 a connection, unless it is told otherwise (MaxSessions)
+_CHANNELS = 8  # OpenSSH allows 10 a connection, by default (MaxSessions)
 _FOR_FSSPEC = {"skip_instance_cache", "use_listings_cache", "temppath"}
 _FSYNC = "fsync@openssh.com"
 _REQUESTS = 256  # to read, under way at a time: 8 MiB
@@ -325,7 +325,7 @@ class SftpClient:
 
     @contextmanager
     def _channel(self, known: OSError | None) -> Iterator[Any]:
-        """A channel that nobody else uses. After a failure it is not used again."""
+        """A channel for one user at a time. After a failure it is not used again."""
         with self._lock:
             connection = self._connected(known)
             channel = self._idle.pop() if self._idle else None

@@ -1,6 +1,6 @@
 """Brings what lies in a local folder to the remote: files first, in the order of the saves, and then their metadata.
 
-It keeps nothing in memory that it could not find out again: whoever goes on after a death begins with the records.
+It keeps nothing in memory that the records do not have: after a death another process continues from them.
 """
 
 from __future__ import annotations
@@ -111,11 +111,11 @@ class Flusher:
         committed = self._committed_here(record)
         if committed is not None:
             return committed[0].state in OPEN
-        # Who commits it is on another node: nobody says here that he has given it up.
+        # Its coordinator is on another node, and does not report here that it has given it up.
         return self._queue.is_confirmed(entry) and time.time() - entry.changed <= self.target.timeout
 
     def _tried(self, entry: FlushEntry, operation: Callable[[], object]) -> None:
-        """Does something with a record, if nobody else does. What fails is noted, and tried again later."""
+        """Takes the next step with a record, unless another process does. Failures are noted, and retried later."""
         with self._queue.claimed(entry) as is_free:
             if not is_free:
                 return
@@ -232,7 +232,7 @@ class Flusher:
         except Superseded as error:
             self._give_up(entry, record, str(error))
             return
-        if replaced is None:  # somebody died here, after that
+        if replaced is None:  # a process died here, after that
             replaced = self._replaced_before(entry, record.place, commit.name) - set(commit.files)
         with suppress(OSError):  # what stays only costs space
             remote.remove(*replaced)
@@ -286,7 +286,7 @@ class Flusher:
             named = named_files(self._remote(record.place), metadata_file_name())
             if not named & set(record.files):
                 if later:
-                    # Of another writer's saves nobody here knows the order: its files on the remote may be needed yet.
+                    # The order of another writer's saves is not known here: its files on the remote may be needed yet.
                     if record.writer and any(other.writer == record.writer for other in later):
                         discard(self._remote(record.place), *record.files)
                     drop(self._queue, entry, record)
@@ -446,7 +446,7 @@ _FORGET_SECONDS = 60.0  # who follows a save looks when it arrived: its record s
 def arrive(queue: Queue, entry: FlushEntry, record: FlushRecord, named: set[str]) -> None:
     """Removes local copies when a checkpoint is on the remote: all that are there, but those of the newest.
 
-    Its record says that it is there when this is done: so whoever has waited for it finds nothing half removed.
+    Its record says that it is there when this is done: so a process that has waited for it finds nothing half removed.
 
     Args:
         queue: Of the local folder.
@@ -486,7 +486,7 @@ def _is_here(queue: Queue, record: FlushRecord) -> bool:
 
 
 def drop(queue: Queue, entry: FlushEntry, record: FlushRecord, *, forget: bool = True) -> bool:
-    """Removes a rank's local files, and then the record of them; whether it did. Not while somebody loads them."""
+    """Removes a rank's local files, and then the record of them; whether it did. Not while they are being loaded."""
     folder = queue.root / record.place
     local = LocalStorage(folder)
     if not folder.is_dir():
@@ -538,7 +538,7 @@ def undo(writing: Writing) -> None:
     """
     if writing.is_unfinished:
         _remove_written(writing.queue, writing.record)
-        writing.abort()  # last: whoever comes after a death knows where to look
+        writing.abort()  # last: after a death the next process knows where to look
 
 
 def _remove_written(queue: Queue, record: FlushRecord) -> None:
@@ -559,7 +559,7 @@ def _remove_written(queue: Queue, record: FlushRecord) -> None:
 
 
 class Superseded(WriteError):
-    """A checkpoint will never be on the remote: somebody has saved there since."""
+    """A checkpoint will never be on the remote: another one was saved there since."""
 
 
 def missing_files(remote: Storage, names: Iterable[str], sizes: Mapping[str, int]) -> set[str]:

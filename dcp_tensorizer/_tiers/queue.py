@@ -159,7 +159,7 @@ class Queue:
     def record(self, entry: FlushEntry) -> FlushRecord | None:
         """Reads a record, also if it is renamed meanwhile.
 
-        None if it is gone, or nobody of this package wrote it.
+        None if it is gone, or was not written by this package.
         """
         known = self._records.get(entry.name)
         names = [f"{entry.stem}.{state}" for state in _ORDER[_ORDER.index(entry.state) :]]
@@ -197,7 +197,7 @@ class Queue:
         return data
 
     def begin(self, record: FlushRecord) -> Writing:
-        """Begins a record, before the first byte of a save is written: whoever finds it knows what to clean up.
+        """Begins a record, before the first byte of a save is written: so leftovers are known.
 
         Raises:
             CheckpointError, OSError: it cannot be written.
