@@ -5,30 +5,38 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test quick unit-integration e2e storage-docs browser hosts check docs bench compat gpu gpu-parcel gpu-rehearsal frameworks clouds soak clean
+SUITES := e2e-first e2e-last integration-wings storage-docs unit-integration
+
+.PHONY: demo test quick $(SUITES) browser hosts check docs bench compat gpu gpu-parcel gpu-rehearsal frameworks clouds soak clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo
 
-# Three suites at once: most of their time they wait for processes that start.
+# Four suites at once: most of their time they wait for processes that start.
 test: $(READY) check
-	$(MAKE) --jobs=3 --output-sync=target unit-integration e2e storage-docs
+	$(MAKE) --jobs=4 --output-sync=target $(SUITES)
 
 # While you work: what needs no process and no server.
 quick: $(READY)
 	$(BIN)/python -m pytest tests/unit
 
 unit-integration: $(READY)
-	$(BIN)/python -m pytest tests/unit tests/integration --ignore=tests/integration/storage
+	$(BIN)/python -m pytest tests/unit $(wildcard tests/integration/test_*.py)
 
-# Some of the end-to-end tests are here, so that the three suites take about as long.
+integration-wings: $(READY)
+	$(BIN)/python -m pytest $(filter-out tests/integration/storage/,$(wildcard tests/integration/*/))
+
+# Some of the end-to-end tests are here, so that the suites take about as long.
 APART := tests/e2e/test_survival.py tests/e2e/test_kept_saves.py
 
 storage-docs: $(READY)
 	$(BIN)/python -m pytest tests/integration/storage tests/docs $(APART)
 
-e2e: $(READY)
-	$(BIN)/python -m pytest tests/e2e $(APART:%=--ignore=%)
+e2e-first: $(READY)
+	$(BIN)/python -m pytest $(filter-out $(APART),$(wildcard tests/e2e/test_[a-l]*.py))
+
+e2e-last: $(READY)
+	$(BIN)/python -m pytest $(filter-out $(APART),$(wildcard tests/e2e/test_[m-z]*.py))
 
 # As root: disks that are full, broken or frozen, and several hosts made of namespaces. It needs iproute2, util-linux and
 # e2fsprogs, and says so.

@@ -25,13 +25,12 @@ from safetensors.torch import load_file
 from tensorizer import EncryptionParams
 
 import dcp_tensorizer
-from dcp_tensorizer import tools
 from dcp_tensorizer._cli import app
 from dcp_tensorizer._format import encryption
 from dcp_tensorizer._format.encryption import encryption_cipher
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.local import LocalStorage
-from dcp_tensorizer.tools import _gc
+from dcp_tensorizer.tools import _gc, _verbs
 from dcp_tensorizer.tools._gc import Removal
 from dcp_tensorizer.tools._view import read_parts
 
@@ -115,7 +114,7 @@ def test_verifying_what_is_saved_meanwhile(checkpoint: Path, monkeypatch: pytest
         make_checkpoint(checkpoint, {"w": torch.ones(2)})
         return parts
 
-    monkeypatch.setattr(tools, "read_parts", saved_again)
+    monkeypatch.setattr(_verbs, "read_parts", saved_again)
     code, _, err = run("verify", checkpoint)
     assert (code, "verify it again" in err) == (2, True)
     assert run("verify", checkpoint)[0] == 0
@@ -164,7 +163,7 @@ def test_gc(checkpoint: Path) -> None:
         (["ls", "nowhere"], "no directory"),
         (["ls", "nonsense://x"], "nonsense"),
         (["convert", "nowhere", "x", "--to", "torch"], "does not exist"),
-        (["convert", "{checkpoint}", "x", "--to", "zip"], "none of the formats"),
+        (["convert", "{checkpoint}", "x", "--to", "zip"], "not one of the formats"),
         (["convert", "{checkpoint}", "x", "--to", "safetensors"], "'optim.lr'"),
         (["convert", "{checkpoint}", "x", "--to", "torch", "--from", "dcp"], "is of the format dcp_tensorizer"),
         (["convert", "{checkpoint}", "x", "--to", "torch", "--include", "modle.*"], "modle.*"),

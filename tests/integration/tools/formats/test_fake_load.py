@@ -42,7 +42,7 @@ def test_what_cannot_be_read_can_be_left_out(tmp_path: Path, kind: str, to: str)
     assert str(torch.load(tmp_path / "c.pt")) == str({"w": torch.arange(3.0), "n": 5})
 
 
-@pytest.mark.parametrize("how", ["compressed", "big-endian", "packed again"])
+@pytest.mark.parametrize("how", ["compressed", "big-endian", "repacked"])
 def test_torch_files_that_do_not_hold_the_elements_as_they_are(tmp_path: Path, how: str) -> None:
     """An archive that somebody compressed or packed again, or that is of the other byte order, is no source."""
     torch.save({"x": filled(torch.float32, (1000,))}, tmp_path / "stock.pt")
@@ -50,6 +50,6 @@ def test_torch_files_that_do_not_hold_the_elements_as_they_are(tmp_path: Path, h
     with zipfile.ZipFile(tmp_path / "stock.pt") as stock, zipfile.ZipFile(tmp_path / "a.pt", "w", form) as out:
         for name in stock.namelist():
             out.writestr(name, b"big" if name.endswith("byteorder") and how == "big-endian" else stock.read(name))
-    with pytest.raises(ConversionError, match=rf"a\.pt cannot be read: it is .*{how}"):
+    with pytest.raises(ConversionError, match=rf"a\.pt cannot be read: it (?:is|was) .*{how}"):
         convert(tmp_path / "a.pt", tmp_path / "b", "safetensors")
     assert not (tmp_path / "b").exists()
