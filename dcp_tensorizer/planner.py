@@ -182,7 +182,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 SavePlanner.plans_as_torch = SavePlanner
-"""What it plans it describes, unless a subclass plans otherwise; see `_saving.write_items`."""
+"""What it plans it describes, unless a subclass plans otherwise; see `_saving.write_plan`."""
 
 _OF_A_SAVE = {"state_dict", "plan", "global_plan", "metadata"}
 
@@ -259,4 +259,4 @@ def _own_key(container: Any, part: Any) -> Any:
 
 
 LoadPlanner.delivers_as_torch = LoadPlanner
-"""It gives tensors as torch's planner does, unless a subclass gives others; see `_loading.tensors`."""
+"""It gives tensors as torch's planner does, unless a subclass gives others; see `_loading.deliver`."""
