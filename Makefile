@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-SUITES := e2e-first e2e-last integration-wings storage-docs unit-integration
+SUITES := unit-integration e2e-last storage-docs integration-wings e2e-first  # the longest first
 
 .PHONY: demo test quick $(SUITES) browser hosts check docs bench compat gpu gpu-parcel gpu-rehearsal frameworks clouds soak clean
 
