@@ -5,38 +5,30 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-SUITES := unit-integration e2e-last storage-docs integration-wings e2e-first  # the longest first
-
-.PHONY: demo test quick $(SUITES) browser hosts check docs bench compat gpu gpu-parcel gpu-rehearsal frameworks clouds soak clean
+.PHONY: demo test quick unit-integration e2e storage-docs browser hosts check docs bench compat gpu gpu-parcel gpu-rehearsal frameworks clouds soak clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo
 
-# Four suites at once: most of their time they wait for processes that start.
+# Three suites at once: most of their time they wait for processes that start.
 test: $(READY) check
-	$(MAKE) --jobs=4 --output-sync=target $(SUITES)
+	$(MAKE) --jobs=3 --output-sync=target unit-integration e2e storage-docs
 
 # While you work: what needs no process and no server.
 quick: $(READY)
 	$(BIN)/python -m pytest tests/unit
 
 unit-integration: $(READY)
-	$(BIN)/python -m pytest tests/unit $(wildcard tests/integration/test_*.py)
+	$(BIN)/python -m pytest tests/unit tests/integration --ignore=tests/integration/storage
 
-integration-wings: $(READY)
-	$(BIN)/python -m pytest $(filter-out tests/integration/storage/,$(wildcard tests/integration/*/))
-
-# Some of the end-to-end tests are here, so that the suites take about as long.
+# Some of the end-to-end tests are here, so that the three suites take about as long.
 APART := tests/e2e/test_survival.py tests/e2e/test_kept_saves.py
 
 storage-docs: $(READY)
 	$(BIN)/python -m pytest tests/integration/storage tests/docs $(APART)
 
-e2e-first: $(READY)
-	$(BIN)/python -m pytest $(filter-out $(APART),$(wildcard tests/e2e/test_[a-l]*.py))
-
-e2e-last: $(READY)
-	$(BIN)/python -m pytest $(filter-out $(APART),$(wildcard tests/e2e/test_[m-z]*.py))
+e2e: $(READY)
+	$(BIN)/python -m pytest tests/e2e $(APART:%=--ignore=%)
 
 # As root: disks that are full, broken or frozen, and several hosts made of namespaces. It needs iproute2, util-linux and
 # e2fsprogs, and says so.
