@@ -35,11 +35,12 @@ _BENCHMARKS = ("benchmarks/__init__.py", "benchmarks/harness.py", "benchmarks/li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--rehearse", metavar="PYTHON", help="run it all on the CPU, by this interpreter")
+    parser.add_argument("--rehearse", metavar="PYTHON", type=Path, help="run it all on the CPU, by this interpreter")
     options = parser.parse_args()
     make(options.folder)
     if options.rehearse:
-        rehearse(options.folder, options.rehearse)
+        # Made absolute, because the calls run in the parcel. Not resolved: behind its link is not the environment's Python.
+        rehearse(options.folder, options.rehearse.absolute())
 
 
 def make(folder: Path) -> None:
@@ -68,7 +69,7 @@ def make(folder: Path) -> None:
         sys.exit(f"that is more than {MOST_BYTES >> 20} MiB")
 
 
-def rehearse(folder: Path, python: str) -> None:
+def rehearse(folder: Path, python: Path) -> None:
     """Runs all calls of a parcel in an empty environment; ends with an error if a step was left out or failed."""
     with tempfile.TemporaryDirectory() as top:
         parcel, out = Path(top) / "parcel", Path(top) / "out"
