@@ -23,9 +23,10 @@ import torch
 from ._format.encryption import check_decryption
 from ._index.chunks import Region
 from ._runtime.forks import free_in_child
+from ._runtime.validation import did_you_mean
 from .errors import ConversionError, ReadError, WriteError
 from .tools._formats.common import Options, check_options
-from .tools._formats.names import FORMATS, did_you_mean
+from .tools._formats.names import FORMATS
 from .tools._formats.registry import TARGETS, key_of, new_paths, open_checkpoint
 from .tools._view import CheckpointView, StoredTensor, StoredValue
 
@@ -93,7 +94,7 @@ def convert(
     for name in filter(None, (to, options.source_format)):
         if name not in FORMATS:
             raise ConversionError(
-                f"{name!r} is not one of the formats {', '.join(FORMATS)}{did_you_mean(name, FORMATS)}"
+                f"{name!r} is not one of the formats {', '.join(FORMATS)}{did_you_mean([name], FORMATS)}"
             )
     check_options(options, to, os.fspath(target))
     if encryption is not None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .._runtime.validation import did_you_mean
 from ..errors import ConversionError, DecryptionError
-from ..tools._formats.names import did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +95,7 @@ def read_dtype(name: str | None) -> torch.dtype | None:
     dtypes = {key: value for key, value in vars(torch).items() if isinstance(value, torch.dtype)}
     floats = {key: value for key, value in dtypes.items() if value.is_floating_point}
     if name is not None and name not in floats:
-        meant = did_you_mean(name, floats)
+        meant = did_you_mean([name], floats)
         raise typer.BadParameter(f"{name!r} is not a floating-point dtype of torch{meant}", param_hint="--dtype")
     return floats[name] if name else None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from .._format.encryption import decryption_key
-from .._runtime.validation import check_count, check_type
+from .._runtime.validation import check_count, check_type, did_you_mean
 from .._saving.options import check_survival as check_survival_of_writer
 from .._writer_process.write_options import SaveLimits
 from ..writer import TensorizerStorageWriter
@@ -87,8 +86,7 @@ def split_limits(writer_options: dict[str, Any], own: Iterable[str] = ()) -> tup
     """
     known = inspect.signature(TensorizerStorageWriter).parameters.keys() - {"path"}
     if unknown := sorted(writer_options.keys() - known):
-        near = difflib.get_close_matches(unknown[0], [*own, *known], n=1)
-        hint = f": did you mean {near[0]!r}?" if near else "."
+        hint = did_you_mean(unknown[:1], [*own, *known]) or "."
         raise TypeError(
             f"CheckpointManager has no option {unknown[0]!r}{hint} Besides its own it takes those of "
             f"TensorizerStorageWriter"

@@ -5,9 +5,10 @@ A value that may be a secret, or hold one, is named by its type alone.
 
 from __future__ import annotations
 
+import difflib
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 
 
@@ -77,6 +78,13 @@ def check_type(name: str, value: object, kind: type) -> None:
     """Raises `TypeError` unless it is of a type."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be {kind.__name__}, and is {_type(value)}")
+
+
+def did_you_mean(names: Iterable[str], choices: Iterable[str]) -> str:
+    """Returns the end of a message about names that are none of the choices: the closest, where some are close."""
+    choices = list(choices)
+    close = [match for name in names for match in difflib.get_close_matches(name, choices, n=1, cutoff=0.5)]
+    return f": did you mean {' and '.join(map(repr, close))}?" if close else ""
 
 
 def _type(value: object) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 import re
@@ -10,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from .._runtime.validation import did_you_mean
 from ..errors import WriteError
 
 _SHORTEST_SECRET = 6  # shorter options occur in messages by chance
@@ -122,8 +122,7 @@ def refuse_unknown(options: Iterable[str], known: Iterable[str]) -> None:
     unknown = sorted(map(str, set(options) - set(known)))
     if not unknown:
         return
-    near = [match for name in unknown for match in difflib.get_close_matches(name, known, n=1)]
-    hint = f"; did you mean {' and '.join(map(repr, near))}?" if near else "."
+    hint = did_you_mean(unknown, known) or "."
     raise ValueError(
         f"unknown storage option{'s' * (len(unknown) > 1)} {', '.join(map(repr, unknown))}{hint} "
         f"The options are {', '.join(sorted(known))}"

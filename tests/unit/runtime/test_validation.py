@@ -20,6 +20,7 @@ from dcp_tensorizer._runtime.validation import (
     check_thread_count,
     check_timeout,
     check_type,
+    did_you_mean,
 )
 
 
@@ -133,3 +134,10 @@ def test_types() -> None:
     check_type("limits", 5, int)
     with pytest.raises(TypeError, match=r"^limits must be int, and is str$"):
         check_type("limits", "5", int)
+
+
+def test_the_nearest_names_are_a_guess() -> None:
+    """One for each name that has one; nothing where none is near."""
+    assert did_you_mean(["fp16"], ["float16", "float64"]) == ": did you mean 'float16'?"
+    assert did_you_mean(["tokne", "kye"], {"token": 1, "key": 2}) == ": did you mean 'token' and 'key'?"
+    assert did_you_mean(["colour"], ["token"]) == ""

@@ -26,7 +26,7 @@ def test_names_of_the_class_and_its_bases_are_known(protocol: str) -> None:
     """So are those of fsspec; anything else is an error with the known ones, and with the nearest of them."""
     check_names(protocol, FileSystem, {"token": "", "endpoint_url": "", "skip_instance_cache": True})
     with pytest.raises(
-        ValueError, match=r"unknown storage option 'tokne'; did you mean 'token'\? .*endpoint_url.*token"
+        ValueError, match=r"unknown storage option 'tokne': did you mean 'token'\? .*endpoint_url.*token"
     ):
         check_names(protocol, FileSystem, {"tokne": "secret-7"})
     with pytest.raises(ValueError, match="options '1', 'tokne'"):
@@ -49,7 +49,7 @@ def test_other_filesystems_are_left_alone() -> None:
 @pytest.mark.parametrize("url", ["s3://bucket/x", "sftp://127.0.0.1/x"])
 def test_a_wrong_name_is_an_error_before_anything_is_sent(url: str) -> None:
     """It names the option, and does not show its value."""
-    with pytest.raises(WriteError, match="unknown storage option 'pasword'; did you mean 'password'") as caught:
+    with pytest.raises(WriteError, match="unknown storage option 'pasword': did you mean 'password'") as caught:
         open_storage(url, {"pasword": "hunter2-hunter2"})
     assert "hunter2" not in str(caught.value)
 
