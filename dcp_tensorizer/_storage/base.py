@@ -51,7 +51,7 @@ TIMEOUT = 600.0
 TAKEN = "it exists already, and must not be replaced"
 
 FileIdentity = tuple[int | str, ...]
-"""What a file is known again by: another one, or the same one with other contents, has another."""
+"""Identifies a file and its contents: another file, or other contents, have another identity."""
 
 
 class Refused(WriteError):
@@ -126,7 +126,7 @@ class RangeReader(abc.ABC):
         """Fills ``buffers``, one after the other, from ``offset`` on; raises `EOFError` or `OSError`."""
 
     def once(self, offset: int, nbytes: int) -> RangeReader:
-        """The fastest reader of a range that this thread reads in parts and that no other process reads.
+        """Returns the fastest reader for a range that is read once, in parts, by this thread.
 
         It is valid until this thread's next call. Raises `OSError`.
         """
@@ -137,7 +137,7 @@ class RangeReader(abc.ABC):
 
 
 class Shared(NamedTuple):
-    """A file with several names, which takes space once: the same in each of them."""
+    """A file with several names (hard links). It takes space once, and the record is the same under each name."""
 
     device: int
     inode: int
@@ -152,7 +152,7 @@ class FileInfo(NamedTuple):
     modified: float | None
     """When it was last written, in seconds since the epoch; None where that is unknown. Copies may have it restored."""
     changed: float | None
-    """When it came here, was changed, or got or lost another name (hard link) last. Nobody can set that back."""
+    """When it was last created, changed, linked or unlinked here (ctime). No program can set it back."""
     shared: Shared | None = None
 
 
@@ -175,18 +175,17 @@ class Storage(abc.ABC):
     """A checkpoint's directory.
 
     Attributes:
-        path: For messages and metadata, without credentials.
-        location: What `open_storage` takes to open the same directory in another process.
+        path: The directory without credentials, for messages and metadata.
+        location: The argument with which `open_storage` opens the same directory in another process.
         in_process: The data lives in this process's memory, so that no other process can write it.
         reads: How to read at full speed.
         max_file_bytes: The size that a file should not exceed, unless a single tensor does.
         locks_are_visible: Everybody who could save here sees a lock.
-        may_hang: Calls may never return: the kernel waits for a disk or a server as long as that takes. Others have
-            timeouts of their own.
+        may_hang: Calls may never return, because the kernel waits for a disk or a server without a timeout.
         adopts: `adopt` may work here, for files of ``max_adopted_bytes`` at most.
-        connection: Storages opened with the same options share it as long as somebody keeps a reference. To keep it
-            from one save to the next saves making a new one.
-        umask: Of the save that is written here, where files have modes; None for the process's own.
+        connection: Storages opened with the same options share it while somebody holds a reference. Who holds one from
+            one save to the next saves the time to connect.
+        umask: The umask of the save that is written here, where files have modes; None for the process's own.
     """
 
     path: str
@@ -221,9 +220,10 @@ class Storage(abc.ABC):
         return []
 
     def uploads(self) -> list[FileInfo]:
-        """Files that somebody has begun to write here or below, and that no listing shows; raises `ReadError`.
+        """Files that are being uploaded here or below, and that no listing shows; raises `ReadError`.
 
-        By their paths from here, with size 0, and ``modified`` says when they were begun. `discard` there removes them.
+        Their names are paths from here, their size is 0, and ``modified`` is when the upload began. `discard` removes
+        them.
         """
         return []
 
@@ -242,12 +242,12 @@ class Storage(abc.ABC):
         """Writes a small file that appears as a whole.
 
         Args:
-            name: Of the file.
+            name: Name of the file.
             data: Its contents.
             sync: Make the contents durable.
             replace: Replace an old file. Otherwise an old file is an error, also if another job has just put it there,
                 as far as the storage can tell.
-            save_id: Of the save that it belongs to, if any: for the name that it has until it is whole.
+            save_id: The save that the file belongs to, if any. It is part of the temporary file's name.
 
         Raises:
             Refused: the file is not there, and will not appear later.
@@ -255,14 +255,14 @@ class Storage(abc.ABC):
         """
 
     def put_if(self, name: str, expected: bytes | None, data: bytes, *, sync: bool = True, save_id: str = "") -> bool:
-        """Puts a small file in the place of one with known contents; returns whether it did, or left all as it is.
+        """Replaces a small file if it has the expected contents; returns whether it did.
 
-        Of several that expect the same contents one succeeds, as far as the storage can tell: on local disks, in this
-        process's memory and on S3 servers with conditional writes for certain. Elsewhere two may succeed that meet, and
-        then the later one's file stays.
+        If several writers expect the same contents, one succeeds. That is certain on local disks, in this process's
+        memory, and on S3 servers with conditional writes. Elsewhere two that write at the same moment may both succeed,
+        and the later file stays.
 
         Args:
-            name: Of the file.
+            name: Name of the file.
             expected: Its contents now; None: there is no such file.
             data: Its new contents.
             sync, save_id: As for `put`.
@@ -286,7 +286,7 @@ class Storage(abc.ABC):
         """A small file's contents, ``most`` bytes of them at most; None if it does not exist; raises `ReadError`."""
 
     def read_range(self, name: str, offset: int, nbytes: int) -> bytes:
-        """So many bytes of a file; raises `ReadError`."""
+        """Reads ``nbytes`` bytes of a file from ``offset`` on; raises `ReadError`."""
         content = bytearray(nbytes)
         try:
             file = self.open(name)
@@ -310,27 +310,27 @@ class Storage(abc.ABC):
     def adopt(
         self, source: Storage, source_name: str, identity: FileIdentity, name: str, *, sync: bool
     ) -> FileIdentity | None:
-        """Makes a new file here of one that is elsewhere, where its bytes need not pass through this process.
+        """Makes a new file of one that is elsewhere, without passing its bytes through this process.
 
-        A later attempt to write this file must write the same bytes: a server may still carry out what it was asked.
+        A later attempt to write this file must write the same bytes: a server may still carry out an earlier request.
 
         Args:
-            source: The directory that it is in.
+            source: The directory of the existing file.
             source_name: Its name there.
-            identity: What it must be known by, or else it is not what the caller takes it for.
-            name: The new file's.
+            identity: Its expected identity. A file with another identity is not adopted.
+            name: The new file's name.
             sync: Make its data durable, whoever wrote it. The name is durable after `sync_directory`.
 
         Returns:
-            The new file's identity. None, if it cannot be done for any reason: there is no new file then.
+            The new file's identity; None if it cannot be done for any reason, and then there is no new file.
         """
         return None
 
     def put_record(self, name: str) -> None:  # noqa: B027
-        """Writes a small file that `is_record` knows again in this very directory, and in no copy of it.
+        """Writes a small file that `is_record` recognises in this very directory, and in no copy of it.
 
-        Whoever sees a lock can prove by it which files a dead save has left. Elsewhere nothing is written, nor where it
-        cannot be.
+        It proves which files a dead save has left, to processes that see its lock. Storages without visible locks write
+        nothing, and a record that cannot be written is left out.
         """
 
     def is_record(self, name: str) -> bool:
@@ -338,15 +338,15 @@ class Storage(abc.ABC):
         return False
 
     def give_up(self) -> None:  # noqa: B027
-        """Keeps a `put` that hangs now from putting anything, if it goes on one day: nobody waits for it any more."""
+        """Keeps a `put` that hangs now from taking effect if it ever goes on."""
 
     def links(self) -> list[str]:
-        """The `real_path` of whatever the links in the directory lead to."""
+        """The `real_path` of each target of a link in the directory."""
         return []
 
     @property
     def real_path(self) -> str:
-        """The directory, by the one name that it has whatever links lead to it."""
+        """The directory with all links resolved, so that it has one name."""
         return self.location
 
     def lock_directory(self) -> DirectoryLock:

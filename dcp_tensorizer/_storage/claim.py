@@ -1,8 +1,8 @@
-"""The run that a folder of checkpoints belongs to: the last one that has claimed it.
+"""A run's claim to its folder of checkpoints: the folder belongs to the run that claimed it last.
 
-A run claims a folder with its first save. From then on it looks whether the claim is still its own, right before it
-commits or deletes anything there. So a run that a network or a stopped process has cut off, and that comes back when
-another one has taken its place, changes nothing any more, and is told.
+A run claims its folder with its first save. From then on it checks the claim right before it commits or deletes
+anything there. A run may be cut off by a network, or stopped, while another takes its place. When it comes back, it
+changes nothing more, and its next save raises.
 """
 
 from __future__ import annotations
@@ -24,28 +24,17 @@ _TRIES = 10  # against runs that claim the same folder at the same moment
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """A run's claim, as it stands in the folder, in JSON. Later releases may add fields.
+    """A run's claim, stored in the folder as JSON. Later releases may add fields."""
 
-    Attributes:
-        epoch: Counts the runs: each has one more than the run before.
-        id: Of the run.
-        host, process: Where its first rank runs.
-        claimed_at: When, in UTC.
-    """
-
-    epoch: int
+    epoch: int  # counts the runs: one more than the run before
     id: str
-    host: str
+    host: str  # of the run's first rank, as is the process id
     process: int
-    claimed_at: str
+    claimed_at: str  # in UTC
 
 
 def claim_file_name(names: str) -> str:
-    """The name of the file that a claim is in.
-
-    Args:
-        names: The name of a step's directory, with ``N`` for the number. Jobs with other names may share a folder.
-    """
+    """The name of the claim's file. Jobs with other ``names`` of step directories (with ``N``) may share a folder."""
     return f".{names}.claim"
 
 
@@ -57,17 +46,14 @@ def read_claim(folder: Storage, name: str) -> Claim | None:
 def _decoded(data: bytes | None) -> Claim | None:
     try:
         return None if data is None else msgspec.json.decode(data, type=Claim)
-    except msgspec.MsgspecError:  # nobody's
+    except msgspec.MsgspecError:  # not a claim
         return None
 
 
 class Ownership:
-    """A run's knowledge of its claim to a folder. Several threads may ask.
+    """A run's claim to a folder, and whether it still holds. Several threads may use it.
 
-    Attributes:
-        id: Of the run.
-        name: Of the file that claims are in.
-        lost: Why the folder is not this run's any more; empty if that is not known.
+    ``lost`` says why the folder is no longer this run's; it is empty while no such reason is known.
     """
 
     def __init__(self, folder: Storage, name: str) -> None:
@@ -78,7 +64,7 @@ class Ownership:
         self._own: Claim | None = None
 
     def claim(self) -> None:
-        """Claims the folder, if it can be done now. Otherwise the log says so, and the first `check` does it."""
+        """Claims the folder. If that fails now, it is logged, and the first `check` tries again."""
         try:
             self.check()
         except CheckpointError as error:
@@ -86,10 +72,9 @@ class Ownership:
                 logger.warning("%s; this is tried again before anything is committed", str(error))
 
     def check(self) -> None:
-        """Looks whether the folder is still this run's; claims it if that has not been done.
+        """Checks that the folder is still this run's, and claims it if that has not been done.
 
-        Raises:
-            Refused: another run has claimed it since, or nobody can tell.
+        Raises `Refused` if another run has claimed it since, or if that cannot be found out.
         """
         if self.lost:
             raise Refused(self.lost)
@@ -107,12 +92,12 @@ class Ownership:
             raise Refused(self.lost)
 
     def _claimed(self) -> Claim:
-        """Puts this run's claim in the place of the one before. Two threads may do so at once."""
+        """Replaces the claim of the run before. Two threads may do so at once."""
         self._folder.make_directory()
         for _ in range(_TRIES):
             data = self._folder.read(self.name)
             before = _decoded(data)
-            if before is not None and before.id == self.id:  # it is there, and the answer was lost
+            if before is not None and before.id == self.id:  # an earlier try has written it, and its answer was lost
                 return before
             now = datetime.now(timezone.utc).isoformat(timespec="seconds")
             own = Claim((before.epoch if before else 0) + 1, self.id, socket.gethostname(), os.getpid(), now)

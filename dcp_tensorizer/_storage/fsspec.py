@@ -23,7 +23,8 @@ from .remote import Ranges, RemoteStorage, is_transient, patience_of
 from .s3 import S3Storage
 
 _AZURE = ("az", "abfs", "abfss")
-# Where Azure's library looks for keys, proxies and certificates. Not all variables: each change would cost memory.
+# Azure's library looks here for keys, proxies and certificates. Other variables are left out: a filesystem is made, and
+# never freed, for each combination of values.
 _AZURE_VARIABLES = re.compile("(AZURE|IDENTITY|MSI|IMDS|SSL|REQUESTS|CURL)_|.*_PROXY$|HOME$", re.IGNORECASE)
 _shared_filesystems: dict[str, Any] = {}
 _sharing = free_in_child(threading.Lock())
@@ -39,15 +40,10 @@ def is_known(url: str) -> bool:
 def open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: float) -> Storage | Path:
     """The storage that a URL names, or the local path; raises whatever its filesystem raises.
 
-    Filesystems are new ones, not from fsspec's cache: they use the credentials of now, and remember no listings.
-    Azure's are the exception: adlfs never frees one, and each has connections of its own.
-
-    Args:
-        url: Of the directory.
-        options: For the filesystem.
-        scrub: Removes credentials from a text.
-        timeout: Seconds after which a request is given up. A connection that is silent for a tenth of that is
-            replaced, where the filesystem leaves that to us.
+    Filesystems are new ones, not from fsspec's cache, so that they use today's credentials and remember no listings.
+    Azure's are the exception: adlfs never frees one, and each has connections of its own. A request is given up after
+    ``timeout`` seconds. A connection that is silent for a tenth of that is replaced, if the filesystem leaves that to
+    us.
     """
     import fsspec.core
     from fsspec.implementations.local import LocalFileSystem
@@ -67,7 +63,7 @@ def open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: flo
 
 
 def _new_ones_of_chain(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that keep fsspec from using again, behind the first of a chain of filesystems, what it has once made."""
+    """Options that make fsspec create new filesystems also behind the first one of a chain."""
     behind = protocols_of(url)[1:] if "::" in url else []
     return {name: {"skip_instance_cache": name not in _AZURE} | dict(options.get(name) or {}) for name in behind}
 
@@ -112,20 +108,13 @@ class StreamStorage(RemoteStorage):
 
     Google Cloud Storage and Azure show an object when its stream is closed. Others may show a data file while it is
     written. That does no harm: nobody reads it before ``.metadata`` names it.
-
-    Args:
-        filesystem: fsspec's.
-        root: The directory, as the filesystem names it.
-        url: The directory, as the user named it.
-        scrub: Removes credentials from a text.
-        timeout: Seconds after which a request is not tried again.
     """
 
     def __init__(self, filesystem: Any, root: str, url: str, scrub: Callable[[str], str], timeout: float) -> None:
         super().__init__(url, root, scrub, timeout)
         protocol = filesystem.protocol
         self.filesystem = filesystem
-        self._environment = environment()  # of the moment when it was made
+        self._environment = environment()  # when it was made
         protocols = {protocol} if isinstance(protocol, str) else set(protocol)
         self.in_process = is_in_process(url)
         self._turn: AbstractContextManager[Any] = nullcontext()
@@ -185,11 +174,11 @@ class StreamStorage(RemoteStorage):
         return bytes(self._call("cat_file", self._full(name), **limits))
 
     def _head(self, name: str) -> int:
-        self.filesystem.invalidate_cache(self._root)  # some look into a listing, which is older than the file
+        self.filesystem.invalidate_cache(self._root)  # some answer from a cached listing
         return int(self._call("info", self._full(name))["size"])
 
     def _is_refusal(self, error: Exception) -> bool:
-        return False  # filesystems repeat requests by themselves: an attempt whose answer was lost may be behind it
+        return False  # filesystems repeat requests: an earlier attempt, whose answer was lost, may have succeeded
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return self._retried(lambda: getattr(self.filesystem, method)(*args, **kwargs))
@@ -202,9 +191,8 @@ class StreamStorage(RemoteStorage):
         return self.retries.call(in_turn, self._may_succeed, self._renew)
 
     def _may_succeed(self, error: Exception) -> bool:
-        """Returns whether what has failed may succeed with a fresh filesystem.
-
-        It has other keys if the environment has.
+        """Returns whether a failed request may succeed with a fresh filesystem, which has other keys if the environment
+        has.
         """
         is_outdated = not isinstance(error, FileNotFoundError | FileExistsError) and environment() != self._environment
         return is_outdated or is_transient(error)
@@ -216,13 +204,13 @@ class StreamStorage(RemoteStorage):
 
 
 def _is_taken(error: OSError) -> bool:
-    """Returns whether another job's file met the condition of a put. s3fs only says that an argument is invalid."""
+    """Returns whether a conditional put met another job's file. s3fs only says that an argument is invalid."""
     answer = getattr(error.__cause__, "response", None) or {}
     return answer.get("Error", {}).get("Code") in ("PreconditionFailed", "ConditionalRequestConflict")
 
 
 def _modified(entry: Mapping[str, Any]) -> float | None:
-    """The time at which a file was last written; each file system has a key and a type of its own for it."""
+    """The time of a file's last write. Each filesystem has its own key and type for it."""
     for key in ("LastModified", "last_modified", "mtime", "updated", "modified", "created"):
         value = entry.get(key)
         with suppress(ValueError):

@@ -35,21 +35,16 @@ _T = TypeVar("_T")
 # Every process that can reach a directory on one of these sees a lock on it. On network file systems a lock may be
 # visible to one machine only.
 _LOCAL_TYPES = frozenset({"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
-_LOCK_SECONDS = 10.0  # that a small file may be locked for: to replace it takes milliseconds
-# Errors of a mount whose server has not said what became of a request.
+_LOCK_SECONDS = 10.0  # to wait for the lock of a small file; replacing the file takes milliseconds
+# Errors of network mounts that leave the outcome of a request unknown.
 _UNANSWERED = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ENOTCONN, errno.EHOSTUNREACH}
 
 
-_HEAD_BYTES = 64  # of a file, from which one tells what it is
+_HEAD_BYTES = 64  # enough of a file to recognise its format
 
 
 class LocalStorage(Storage):
-    """A directory on a file system.
-
-    Args:
-        root: The directory.
-        local_types: File systems that only this machine uses.
-    """
+    """A directory on a file system."""
 
     adopts = True
     may_hang = True
@@ -62,8 +57,8 @@ class LocalStorage(Storage):
         self.path = self.location = str(root)
         self.reads = ReadTuning(
             max_threads=min(8, 4 * cores()),
-            min_threads=min(8, cores()),  # enough for what is in the page cache, and more would share fewer caches
-            slice_bytes=1 << 20,  # a second-level cache
+            min_threads=min(8, cores()),  # more would share fewer caches, and read cached files no faster
+            slice_bytes=1 << 20,  # the size of a second-level cache
         )
 
     @property
@@ -142,13 +137,13 @@ class LocalStorage(Storage):
             raise ReadError(f"cannot read {self._root / name}: {error}") from error
         with file:
             _lock_file(file.fileno(), self._root / name)
-            # Whoever had the lock before has put another file there: the one that is open here is not there any more.
+            # The holder of the lock before has replaced the file, so the one that is open here is an old one.
             return super().put_if(name, expected, data, sync=sync, save_id=save_id)
 
     def _rename(self, temporary: Path, name: str, data: bytes, replace: bool) -> None:
-        """Gives a file its name.
+        """Renames a temporary file to its final name.
 
-        A network mount may report a failure after it has renamed the file: an answer was lost, and its own retry met
+        A network mount may report a failure after it has renamed the file: the answer was lost, and its own retry met
         the result of its first attempt.
         """
         try:
@@ -179,9 +174,9 @@ class LocalStorage(Storage):
             raise ReadError(f"cannot read {path}: {error}") from error
 
     def _looked_for(self, look: Callable[[], _T]) -> _T:
-        """Looks at the directory. On a network mount it looks once more if it is not there.
+        """Calls ``look``. On a network mount it tries once more if the file is not there.
 
-        NFS remembers for half a minute that a name was not there. It asks the server anew when the directory is opened.
+        NFS remembers for half a minute that a name was missing. It asks the server again when the directory is opened.
         """
         try:
             return look()
@@ -243,7 +238,7 @@ class LocalStorage(Storage):
         return _FileLock(self._root, is_visible=self.locks_are_visible)
 
     def remove(self, *names: str) -> None:
-        if self.locks_are_visible:  # as fast as several at once: 10,000 files took 0.1 s either way
+        if self.locks_are_visible:  # threads are no faster: 10,000 files took 0.1 s either way
             for name in names:
                 self._unlink(name)
         else:  # each waits for a server
@@ -261,10 +256,9 @@ class LocalStorage(Storage):
 
     @property
     def _is_local(self) -> bool:
-        """Returns whether only this machine uses the file system. The list of mounts is long, and a save asks nine
-        times.
+        """Returns whether only this machine uses the file system. Remembered, because a save asks nine times.
 
-        Not a cached property: up to Python 3.11 a lock is held meanwhile, by which all would wait for a hung mount.
+        Not a cached property: up to Python 3.11 that holds a lock, and all threads would wait for a hung mount.
         """
         if self._is_local_known is None:
             self._is_local_known = file_system(self._root) in self._local_types
@@ -274,7 +268,7 @@ class LocalStorage(Storage):
 class _FileLock(DirectoryLock):
     """A lock on the directory: exclusive if no other save is there, and shared while the save lasts.
 
-    The kernel drops it when the process ends, however it ends. It also ends with this object.
+    It ends with this object, and with the process, however that ends.
     """
 
     def __init__(self, root: Path, *, is_visible: bool) -> None:
@@ -299,7 +293,7 @@ class _FileLock(DirectoryLock):
         self._release()
 
     def _open(self) -> None:
-        """Opens the directory, and makes it again if somebody has removed it."""
+        """Opens the directory, and creates it again if it was removed."""
         try:
             with suppress(FileExistsError):
                 self._root.mkdir()
@@ -325,7 +319,9 @@ class _FileLock(DirectoryLock):
             time.sleep(0.01)
 
     def _lock(self, operation: int) -> bool:
-        """Returns whether this process has the lock now. Where a file system has no locks, it has only shared ones."""
+        """Returns whether this process has the lock now. Where a file system has no locks, only shared ones are
+        granted.
+        """
         try:
             fcntl.flock(self._directory.number, operation | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -336,7 +332,7 @@ class _FileLock(DirectoryLock):
 
 
 def _unlock(directory: Descriptor) -> None:
-    with suppress(OSError):  # a child that knows nothing of us may have a copy, with which the lock would last
+    with suppress(OSError):  # a child process may have inherited the descriptor, and would keep the lock
         fcntl.flock(directory.number, fcntl.LOCK_UN)
     directory.close()
 
@@ -348,10 +344,9 @@ def _read(most: int | None, path: Path) -> bytes:
 
 
 def _check_kind(path: Path, *, or_directory: bool = False) -> os.stat_result:
-    """Looks that there is a file, before it is opened: that waits for ever for the other end of a FIFO.
+    """Checks that a path is a regular file before it is opened: opening a FIFO waits for ever for its other end.
 
-    Raises:
-        OSError: there is none, or it is something else.
+    Raises `OSError` if there is none, or if it is something else.
     """
     status = path.stat()
     kind = stat.S_IFMT(status.st_mode)
@@ -386,8 +381,7 @@ def _open_to_lock(path: Path) -> BinaryIO:
 def _lock_file(descriptor: int, path: Path) -> None:
     """Locks a file until it is closed. Where a file system has no locks, it does nothing.
 
-    Raises:
-        WriteError: somebody else has had the lock for seconds.
+    Raises `WriteError` if another process has held the lock for seconds.
     """
     deadline = time.monotonic() + _LOCK_SECONDS
     while True:
@@ -415,14 +409,14 @@ def _sync_directory(path: Path) -> None:
 
 # --- records of saves, valid in one directory only --------------------------------------------------------------------
 #
-# Programs that copy a directory copy a checkpoint's data first and its metadata last, and restore the times of files.
-# So neither missing files nor their age show whether a save has died there. A record does: it names the boot of the
-# machine, and the directory and itself as the process that wrote it saw them. Inodes are reused, so it also has a time,
-# which must be that of its last change: no program can set that. A copy of a record is never valid.
+# A directory without metadata may be a copy under way: programs copy data first, metadata last, and restore the times
+# of files. So neither missing files nor their age show that a save has died there. A record shows it. It names the boot
+# of the machine, and the inodes of the directory and of itself. Inodes are reused, so it also names the time of its own
+# last change (ctime), which no program can set. So a copy of a record is never valid.
 
 _MAX_BYTES = 4096
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# A file system's clock may be a tick of the kernel behind: at most 10 ms.
+# A file system's clock may be one tick of the kernel (10 ms at most) behind.
 _TOLERANCE = 0.05
 _ATTEMPTS = 20  # the process may lose its core between two lines
 
@@ -489,28 +483,21 @@ def identity_of(status: os.stat_result) -> FileIdentity | None:
 
 
 def link_file(source: Path, identity: FileIdentity, target: Path, *, sync: bool) -> bool:
-    """Gives a file a second name; the directory of that has to be fsynced.
+    """Gives a file a second name, if it has the expected identity; returns whether it did.
 
-    Nothing is raised: there may be no file, or another one (ENOENT), it may be on another file system (EXDEV), have too
-    many names (EMLINK), belong to somebody else or be on a file system without links (EPERM), and more.
-
-    Args:
-        source: The file.
-        identity: What it must be.
-        target: Its second name, which must be free.
-        sync: Make its data durable: who wrote it may not have.
-
-    Returns:
-        Whether it has its second name.
+    The new name's directory must be fsynced afterwards. With ``sync`` the data is made durable, because its writer may
+    not have done that. Nothing is raised: the file may be missing or another one (ENOENT), on another file system
+    (EXDEV), have too many names (EMLINK), belong to another user or be on a file system without links (EPERM), and
+    more.
     """
     with suppress(OSError):
         descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if identity_of(os.fstat(descriptor)) != identity:
                 return False
-            with suppress(OSError):  # of a network mount that asks twice, although it was done: what is there counts
+            with suppress(OSError):  # a network mount may report the failure of its own retry; the result counts
                 os.link(source, target, follow_symlinks=False)
-            # What cannot be linked stays as it is, and nobody waits for its disk.
+            # A file that cannot be linked is left as it is, and its data is not synced.
             return _is_linked(target, identity) and _is_settled(descriptor, target, sync=sync)
         finally:
             os.close(descriptor)
@@ -518,7 +505,9 @@ def link_file(source: Path, identity: FileIdentity, target: Path, *, sync: bool)
 
 
 def _is_settled(descriptor: int, target: Path, *, sync: bool) -> bool:
-    """Takes the permission to write from a file that has its second name, and makes it durable; or takes that back."""
+    """Removes the write permission of a file that has its second name, and syncs it; removes the second name on
+    failure.
+    """
     try:
         mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
         if mode & _WRITABLE:
@@ -532,9 +521,9 @@ def _is_settled(descriptor: int, target: Path, *, sync: bool) -> bool:
 
 
 def _is_linked(target: Path, identity: FileIdentity) -> bool:
-    """Returns whether a name is of the file that was meant. Somebody may have put another one in its place meanwhile.
+    """Returns whether the new name belongs to the expected file. The source may have been replaced meanwhile.
 
-    If it is not, or cannot be seen to be, it is removed: the file that is written then must find it free.
+    If it does not, or that cannot be found out, the name is removed, so that the file can be written there.
     """
     with suppress(OSError):
         if identity_of(os.lstat(target)) == identity:
@@ -599,5 +588,5 @@ def file_system(path: Path, mounts: Path = _MOUNTS) -> str:
 
 
 def _unescaped(field: bytes) -> str:
-    """A path of the list. What would end a field is escaped there; all else is as it is, in any encoding."""
+    """A path of the list of mounts. Characters that would end a field are escaped there."""
     return os.fsdecode(_ESCAPE.sub(lambda found: bytes([int(found[1], 8) & 0xFF]), field))

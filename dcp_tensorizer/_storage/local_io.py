@@ -25,11 +25,7 @@ _LEAST_UNCACHED = 1 << 20  # smaller reads are not worth a look at the cache
 
 
 class LocalFile(RangeReader):
-    """A local file whose ranges any number of threads read: through the page cache, or past it with `once`.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """A local file whose ranges any number of threads read: through the page cache, or past it with `once`."""
 
     def __init__(self, path: Path) -> None:
         self._fds = [os.open(path, os.O_RDONLY | os.O_CLOEXEC)]
@@ -42,7 +38,7 @@ class LocalFile(RangeReader):
         read_into(self._descriptor(), buffers, offset)
 
     def once(self, offset: int, nbytes: int) -> RangeReader:
-        """A range that the page cache does not hold is read past it, into this thread's bounce buffer."""
+        """Reads a range past the page cache, into this thread's bounce buffer, unless the cache holds it."""
         if nbytes < _LEAST_UNCACHED:
             return self
         return (self._uncached or self._look()).read(offset, nbytes) or self
@@ -59,10 +55,10 @@ class LocalFile(RangeReader):
             return self._uncached
 
     def _descriptor(self) -> int:
-        """This thread's own descriptor of the same file, whatever has become of the file's name.
+        """This thread's own descriptor of the same open file, even if its name now belongs to another file.
 
-        If threads share one, their reads look random to the kernel, and it reads less ahead: 0.85 instead of 1.4 GB/s
-        from a cold disk.
+        If threads share a descriptor, their reads look random to the kernel, and it reads less ahead: 0.85 instead of
+        1.4 GB/s from a cold disk.
         """
         try:
             return self._own.fd  # type: ignore[no-any-return]
@@ -75,11 +71,11 @@ class LocalFile(RangeReader):
 
 
 class _Uncached:
-    """Reads past the page cache what the cache does not hold.
+    """Reads ranges that the page cache does not hold past it.
 
     The kernel takes 0.8 s of CPU time to bring 2.1 GB into the cache, and 3.3 s if a hypervisor must provide the pages
-    first. A read past the cache takes 0.2 s, and the copy from the bounce buffer 0.3 s. But the next reader of the
-    file does not find it in the cache.
+    first. A read past the cache takes 0.2 s, and the copy from the bounce buffer 0.3 s. But the next reader of the file
+    does not find it in the cache.
     """
 
     def __init__(self, fd: int) -> None:
@@ -123,11 +119,8 @@ def _bounce_buffer(nbytes: int) -> memoryview:
 class UncachedFile(LocalFile):
     """A local file that is read past the page cache, to see what the disk holds.
 
-    That works where offset and memory lie on blocks. The rest of a read goes through the cache, and so does all of it
-    where O_DIRECT is refused.
-
-    Raises:
-        OSError: it cannot be opened.
+    That works for whole blocks whose offset and memory are aligned. The rest of a read goes through the cache, and so
+    does all of it where O_DIRECT is refused.
     """
 
     def __init__(self, path: Path) -> None:
@@ -159,11 +152,8 @@ class UncachedFile(LocalFile):
 
 
 def read_into(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-    """Fills ``buffers``, one after the other, from ``offset`` on.
-
-    Raises:
-        EOFError: the file ends before that.
-        OSError: it cannot be read.
+    """Fills ``buffers``, one after the other, from ``offset`` on; raises `EOFError` if the file ends before, or
+    `OSError`.
     """
     if len(buffers) <= _IOV_MAX and os.preadv(fd, buffers, offset) == sum(map(len, buffers)):
         return
@@ -189,22 +179,14 @@ _OF_OWNER = 0o600
 
 
 class LocalSink(Sink):
-    """A new local file of known size.
+    """A new local file of known size, which must not exist; raises `OSError`.
 
-    Args:
-        path: Where to create it; it must not exist.
-        nbytes: Its size.
-        sync: Make the data durable in `complete`.
-        preallocate: Reserve the space first, so that a full disk is an error before the work begins. Many network
-            mounts cannot do that, and then glibc imitates it by writing zeros.
-        umask: Of the file; None for the process's own.
-
-    Raises:
-        OSError: the file cannot be created or written.
+    ``preallocate`` reserves the space first, so that a full disk is an error before the work begins. Many network
+    mounts cannot do that, and glibc would imitate it by writing zeros.
     """
 
-    part_bytes = 4 << 20  # 1 to 8 MiB are equally fast; a larger one costs less Python a byte, and more memory
-    concurrency = 6  # 4,000 files of 215 kB in one: 10% faster than with 2, as with 8
+    part_bytes = 4 << 20  # 1 to 8 MiB are equally fast; larger parts take less Python time per byte, and more memory
+    concurrency = 6  # 4,000 tensors of 215 kB in one file: 10% faster than with 2; 8 gain no more
 
     def __init__(
         self, path: Path, nbytes: int, *, sync: bool, preallocate: bool = True, umask: int | None = None
@@ -246,7 +228,7 @@ class LocalSink(Sink):
             self.path.unlink(missing_ok=True)
 
     def _close_descriptors(self) -> None:
-        """Closes all, once: a number is free also where its close fails, and may be another thread's file by then."""
+        """Closes each descriptor once: its number may be another file's afterwards, even if closing it failed."""
         numbers, self._to_close = self._to_close, []
         with ExitStack() as closing:
             for number in numbers:
@@ -254,7 +236,7 @@ class LocalSink(Sink):
 
 
 def new_file(path: Path, umask: int | None = None) -> int:
-    """A descriptor of a new file, with the mode that any program's would have: see `give_mode`."""
+    """A descriptor of a new file, with the mode that any program's would have (`give_mode`)."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -265,7 +247,7 @@ def new_file(path: Path, umask: int | None = None) -> int:
 
 
 def explained(error: OSError) -> OSError:
-    """An error of the system's, which says why, where that is to be seen, and what to do."""
+    """Adds to a permission error whose folder it is, and what to do, as far as that can be seen."""
     if error.errno == errno.EFBIG:
         return OSError(error.errno, f"{os.strerror(error.errno)}: {too_large()}")
     if (words := too_many(error)) is not None:
@@ -273,7 +255,7 @@ def explained(error: OSError) -> OSError:
     if not isinstance(error, PermissionError) or not error.filename:
         return error
     path = Path(os.fsdecode(error.filename))
-    for folder in (path, *path.parents):  # whatever can be looked at is where the way ends
+    for folder in (path, *path.parents):  # the first that can be examined is the one that refused
         with suppress(OSError):
             status = folder.stat()
             whose = f"{folder} belongs to {_name(status.st_uid)} (mode {stat.S_IMODE(status.st_mode):o})"
@@ -290,16 +272,11 @@ def _name(user: int) -> str:
 
 
 def give_mode(made: int | Path, full: int, umask: int | None) -> None:
-    """Gives a file or directory that was just made the mode that it would have with a umask.
+    """Gives a new file or directory the mode ``full`` less a umask; None: the process's own umask.
 
-    The process may have set another umask since its save began. And a thread that reads it by setting another one, and
-    that back, may have done so just now: what its own maker cannot open again is never meant. Where a directory has
-    default access rights, no umask counts, and nothing is changed.
-
-    Args:
-        made: Its descriptor or path.
-        full: The mode without a umask.
-        umask: Of the save; None for the process's own.
+    The process may have changed its umask since the save began. A thread that reads the umask must set another for a
+    moment, so a file may have been made with that one; a mode that its own maker cannot open is never meant. Where a
+    directory has default access rights, umasks do not count, and nothing is changed.
     """
     with suppress(OSError):  # the file system has modes of its own
         mode = stat.S_IMODE(os.stat(made).st_mode)
@@ -343,8 +320,8 @@ def _put(fd: int, data: memoryview, offset: int) -> None:
 
 # --- which pages of a file are cached ---------------------------------------------------------------------------------
 
-_RUN = 64 << 20  # pages come and go in long runs, and each question takes time
-_PROBES = 8  # single pages go at any time, and a run that is read past the cache does not come back to it
+_RUN = 64 << 20  # pages are cached and dropped in long runs, and each query takes time
+_PROBES = 8  # pages of a run to ask about: single pages may be dropped at any time
 
 
 class Residency:
@@ -352,10 +329,6 @@ class Residency:
 
     It calls mincore. A read with RWF_NOWAIT would tell as well, but then the kernel reads missing pages ahead, and
     they come from the disk twice. If this process may not write to the file, the kernel says that all of it is cached.
-
-    Raises:
-        OSError: the file cannot be mapped.
-        ValueError: it is empty.
     """
 
     def __init__(self, descriptor: int) -> None:

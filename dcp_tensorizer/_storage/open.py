@@ -32,10 +32,10 @@ _EXTRAS = (
     | dict.fromkeys(("az", "abfs", "abfss", "adl"), "azure")
     | dict.fromkeys(("sftp", "ssh"), "sftp")
 )
-"""What brings the library of a protocol: ``pip install 'dcp_tensorizer[s3]'``."""
+"""The extra that installs the library of a protocol: ``pip install 'dcp_tensorizer[s3]'``."""
 
 Opener: TypeAlias = Callable[[str, Mapping[str, Any], float], Storage]
-"""What opens a registered storage. It takes the URL, the ``storage_options``, and the timeout in seconds.
+"""Opens a registered storage. It takes the URL, the ``storage_options``, and the timeout in seconds.
 
 It may raise anything. It is called in the trainer and in its writer process, for each save and each load.
 """
@@ -44,7 +44,7 @@ It may raise anything. It is called in the trainer and in its writer process, fo
 def open_storage(
     path: str | os.PathLike[str], options: Mapping[str, Any] | None = None, timeout: float = TIMEOUT
 ) -> Storage:
-    """The storage that ``path`` names: a local path, a URL of a registered protocol, or any URL that fsspec opens.
+    """Opens ``path``: a local path, a URL of a registered protocol, or any URL that fsspec opens.
 
     Args:
         path: Local path (``str`` or path-like, taken literally) or URL.
@@ -80,7 +80,7 @@ def open_storage(
 
 def _open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: float) -> Storage:
     """Opens a URL by the storages of this package; raises whatever their libraries raise."""
-    # Not for local paths: a writer process for each of a node's ranks would feel these imports.
+    # Imported only for URLs: these imports take time in the writer process of every rank.
     if re.match("(sftp|ssh)(://|::)", url):
         from .sftp import SftpStorage
 
@@ -101,10 +101,8 @@ def _registered(url: str) -> list[EntryPoint]:
 
 @lru_cache(maxsize=2)
 def _entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """The registered storages, of which each search reads a file of every installed package.
-
-    Args:
-        path: The interpreter's, of now: with another one, others may be found.
+    """The registered storages. They are cached by ``path`` (``sys.path``), because a search reads a file of every
+    package.
     """
     from importlib.metadata import entry_points  # not for local paths
 
@@ -132,12 +130,8 @@ def _open_registered(points: list[EntryPoint], url: str, options: Mapping[str, A
 def absolute_path(path: str | os.PathLike[str], directory: str | None = None) -> str | Path:
     """An absolute path, which names the same place in another working directory, or the URL as it is.
 
-    Args:
-        path: As for `open_storage`. A ``~`` is a name as any other.
-        directory: What a relative path is relative to; by default the working directory.
-
-    Raises:
-        WriteError: it cannot be the name of a file, or is relative, and there is no working directory.
+    A relative path is relative to ``directory``, by default the working directory. A ``~`` is not expanded. Raises
+    `WriteError` if it cannot be the name of a file, or is relative and there is no working directory.
     """
     text = os.fspath(path)
     if _is_local(path):
@@ -166,11 +160,9 @@ def _absolute(path: str, directory: str | None) -> str:
 
 
 def is_location(path: object) -> bool:
-    """Returns whether `open_storage` can make something of it: a local path, or a URL of a protocol that is known.
+    """Returns whether ``path`` is a local path, or a URL of a protocol that a package has registered or fsspec knows.
 
-    A protocol is known if a package has registered it, or fsspec knows it.
-
-    Nothing is looked for there. Whether the protocol's library is installed shows when the URL is opened.
+    Nothing is opened. Whether the protocol's library is installed shows when the URL is opened.
     """
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         return False

@@ -14,7 +14,7 @@ from ..errors import WriteError
 
 _SHORTEST_SECRET = 6  # shorter options occur in messages by chance
 _PUBLIC_OPTIONS = re.compile("endpoint|region")  # addresses of servers, which help the reader of a message
-# With such a value of a URL's query anyone can use the URL. It ends before the punctuation of the sentence around it.
+# A value in a URL's query that lets anyone use the URL. It ends before the punctuation of the sentence around it.
 _SIGNED = re.compile(r"([?&;](?:sig|[\w-]*(?:signature|token|credential))=)(?!\*\*\*)[^&\s'\"<>]+\b", re.IGNORECASE)
 
 
@@ -24,7 +24,9 @@ def redact(text: str) -> str:
 
 
 def _without_users(text: str) -> str:
-    """Also if there are spaces in a password. Of SFTP's, one that is not percent-encoded may have slashes."""
+    """Removes ``user:password@``. A password may have spaces; an SFTP password that is not percent-encoded may have
+    slashes.
+    """
     text = re.sub(r"\b((?:sftp|ssh)://)[^\s/@]*:(?!\d+/)[^\s/@]*/\S*@", r"\1", text)
     return re.sub(r"([A-Za-z][A-Za-z0-9+.-]*://)[^/\n]*@", r"\1", text)
 
@@ -41,7 +43,7 @@ class Scrubber:
 
     def __call__(self, text: str) -> str:
         text = _without_users(text)
-        for secret in self._secrets:  # a signed URL among them goes as a whole, before its signature does
+        for secret in self._secrets:  # a signed URL is removed as a whole, before its signature is
             text = text.replace(secret, "***")
         return _without_signatures(text)
 
@@ -49,14 +51,14 @@ class Scrubber:
 def shown(
     owner: object, path: str | os.PathLike[str] | None, options: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> str:
-    """The ``repr`` of a writer or a reader: its path without credentials, and of its storage options the names."""
+    """The ``repr`` of a writer or a reader: its path without credentials, and only the names of its storage options."""
     place = None if path is None else Scrubber(options)(os.fspath(path))
     listed = {"storage_options": sorted(options), **arguments}
     return f"{type(owner).__name__}({place!r}, {', '.join(f'{name}={value!r}' for name, value in listed.items())})"
 
 
 def _possible_secrets(value: Any) -> list[str]:
-    """The strings in options, but for addresses of servers, which are known by the option's name."""
+    """The strings in options, except addresses of servers, which are known by the option's name."""
     if isinstance(value, Mapping):
         secret = (item for name, item in value.items() if not _PUBLIC_OPTIONS.search(str(name)))
         return [text for item in secret for text in _possible_secrets(item)]
@@ -95,12 +97,9 @@ _PASSED_ON: Mapping[str, frozenset[str]] = {
 
 
 def check_names(protocol: str, kind: type, options: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for an option of an object store that its filesystem does not know.
+    """Raises `ValueError` for an option that the filesystem class ``kind`` does not know, for S3, Google and Azure.
 
-    Args:
-        protocol: Of the URL. Only the options of S3, Google and Azure are checked.
-        kind: The filesystem's class. Its constructor, and those of its bases, name what it knows.
-        options: By name, as the user gave them.
+    The constructors of the class and its bases name the known options.
     """
     if protocol in _PASSED_ON:
         constructors = [base.__dict__["__init__"] for base in kind.__mro__ if "__init__" in base.__dict__]
@@ -137,7 +136,7 @@ _READ_ONLY = frozenset(("data", "git", "github", "http", "https"))  # of fsspec
 def protocols_of(url: str) -> list[str]:
     """The protocols of a URL: one, or several that are chained by ``::``. A path has none.
 
-    As fsspec has it, a word in a chain is a protocol, and a single letter is a drive of Windows, never a protocol.
+    As in fsspec, a word in a chain is a protocol, and a single letter is a Windows drive.
     """
     parts = url.split("::")
     words = [part for part in parts if len(parts) > 1 and re.fullmatch("[a-z]{2,}", part)]
@@ -145,14 +144,14 @@ def protocols_of(url: str) -> list[str]:
 
 
 def is_in_process(url: str) -> bool:
-    """Returns whether it is the memory of one process, which no other can reach, also behind a cache."""
+    """Returns whether a URL names the memory of this process, which no other can reach, also behind a cache."""
     return "memory" in protocols_of(url)
 
 
 def check_writable(url: str) -> None:
-    """Raises `WriteError` if fsspec only reads what a URL names; does nothing for paths."""
+    """Raises `WriteError` if fsspec can only read a URL; does nothing for paths."""
     if read_only := _READ_ONLY.intersection(protocols_of(url)):
         raise WriteError(
-            f"nothing can be written to {redact(url)}, because {' and '.join(sorted(read_only))} is only read: save to "
-            f"a local path, or to a URL as of s3:// or sftp://"
+            f"nothing can be written to {redact(url)}, because {' and '.join(sorted(read_only))} is read-only: save to "
+            f"a local path, or to a URL such as s3:// or sftp://"
         )

@@ -1,4 +1,4 @@
-"""The base of storages behind a URL: their errors as the package's own, without credentials.
+"""The base of storages behind a URL: translates their errors, and removes credentials from them.
 
 A storage defines `_read`, `_head`, `_list` and `_put_file`, which raise whatever their library raises, and `create`,
 `open` and `remove`. All else has a default.
@@ -88,8 +88,8 @@ class RemoteStorage(Storage):
         """Writes a small file that appears as a whole, for `put`. A storage that defines `put` itself needs none.
 
         Raises:
-            FileExistsError: there is one, and ``replace`` is False. Of several jobs that put at once one succeeds, as
-                far as the server can tell. Before this it was looked that there is none.
+            FileExistsError: there is one, and ``replace`` is False. `put` has checked before that there is none. If
+                several jobs put at once, one succeeds, as far as the server can tell.
             FileNotFoundError, PermissionError: the file will not appear (see `_is_refusal`).
             Exception: whether it will is not known.
         """
@@ -120,12 +120,8 @@ class RemoteStorage(Storage):
     def _putting(self, name: str, data: bytes, *, is_new: bool = False) -> Iterator[Callable[[], None]]:
         """Translates the errors of a block that puts a file in place. The block announces each attempt with a call.
 
-        The server may still carry out an attempt whose answer was lost, whatever happens to the next one.
-
-        Args:
-            name: Of the file.
-            data: Its contents.
-            is_new: Check first that there is no such file, for servers that ignore the condition of a put.
+        The server may still carry out an attempt whose answer was lost, whatever happens to the next one. ``is_new``
+        checks first that there is no such file, for servers that ignore the condition of a put.
         """
         attempts = 0
 
@@ -139,7 +135,7 @@ class RemoteStorage(Storage):
                     raise FileExistsError
                 yield begin
             except FileExistsError:
-                # An attempt may have met the file of the one before it, whose answer was lost.
+                # The file may be that of an earlier attempt, whose answer was lost.
                 if not attempts or self.read(name) != data:
                     raise FileExistsError(TAKEN) from None
         except Exception as error:
@@ -148,7 +144,7 @@ class RemoteStorage(Storage):
             raise self._error(kind, f"cannot write {self.path}/{name}", error) from None
 
     def _is_refusal(self, error: Exception) -> bool:
-        """Returns whether the server answered that it does not do what it was asked."""
+        """Returns whether the server has refused the request for good."""
         return isinstance(error, FileNotFoundError | PermissionError)
 
     def _error(self, kind: type[CheckpointError], what: str, error: Exception) -> CheckpointError:
@@ -180,7 +176,7 @@ class Ranges(RangeReader):
 
 _ATTEMPTS = 6
 _LONGEST_WAIT = 10.0
-_SILENCES = 10  # a timeout's worth: enough for several attempts at a silent server, with waits between them
+_SILENCES = 10  # an attempt ends after a tenth of the timeout, so that several fit in it
 
 _STATUS = {401, 408, 425, 429, 500, 502, 503, 504}  # 401: a token has expired, and a fresh filesystem gets a fresh one
 _ERRNO = {
@@ -227,11 +223,8 @@ def is_transient(error: Exception) -> bool:
 class Retries:
     """The schedule by which failed attempts are repeated.
 
-    Attributes:
-        timeout: Seconds after which there are no more attempts.
-        attempts: How many there are at most.
-        first_wait: Seconds before the second attempt, at most. Each further wait is twice as long.
-        clock, sleep: Of the `time` module, or a test's.
+    No attempt begins after ``timeout`` seconds. ``first_wait`` is the longest wait in seconds before the second
+    attempt, and doubles from attempt to attempt.
     """
 
     timeout: float
@@ -246,15 +239,10 @@ class Retries:
         transient: Callable[[Exception], bool] = is_transient,
         recover: Callable[[], object] = lambda: None,
     ) -> _T:
-        """The result of an operation, which is repeated while it fails and may succeed later.
+        """Calls ``operation`` until it succeeds, and returns its result; raises what the last attempt raised.
 
-        Args:
-            operation: What to do.
-            transient: Whether the operation may succeed after this failure.
-            recover: What to do before another attempt.
-
-        Raises:
-            Exception: what the last attempt raised.
+        It is repeated if ``transient`` says that it may succeed after that failure. ``recover`` is called before each
+        repetition.
         """
         waits = self.waits()
         while True:

@@ -37,8 +37,8 @@ from .remote import RemoteStorage, is_transient, patience_of
 # Defaults for the user's config_kwargs.
 _CONFIG: dict[str, Any] = {
     "max_pool_connections": 300,
-    # Off by default over https. Over http, to hash each part once more would cost as much as the save's own hashes,
-    # and nothing that is read back is signed either. Parts have a CRC-32 in any case.
+    # botocore's default over https. Over http, signing would hash each part once more, which costs as much as the
+    # save's own hashes, and reads are not signed either. Parts have a CRC-32 in any case.
     "s3": {"payload_signing_enabled": False},
 }
 _PIECE = 1 << 20  # at most this much is lost when a body breaks off
@@ -64,15 +64,11 @@ def shared_client(filesystem: Any, timeout: float) -> S3Client:
 
 
 class S3Client:
-    """botocore's client, made from the options of an s3fs filesystem.
+    """botocore's client, made from the options of an s3fs filesystem that is not connected.
 
     botocore repeats requests that may succeed later (5xx, slow-down, resets, timeouts), with growing waits, and
     refreshes credentials that it can refresh. If a token has expired all the same, or the environment has changed since
-    and the server denies, a request looks for credentials once more, with a new client.
-
-    Args:
-        filesystem: s3fs's, which is not connected.
-        timeout: Seconds after which a request that is not answered is given up.
+    and the server denies access, a request looks for credentials once more, with a new client.
     """
 
     def __init__(self, filesystem: Any, timeout: float) -> None:
@@ -89,7 +85,7 @@ class S3Client:
         """The server has, to any request."""
         self._lock = free_in_child(threading.Lock())
         self._botocore: Any = None
-        self._environment: Mapping[str, str] = {}  # of the moment when it was made
+        self._environment: Mapping[str, str] = {}  # when it was made
 
     def call(self, operation: str, **arguments: Any) -> Any:
         import botocore.exceptions
@@ -128,7 +124,7 @@ class S3Client:
         return {"ChecksumCRC32": base64.b64encode(crc32(data).to_bytes(4, "big")).decode()}
 
     def names_of_part(self) -> list[str]:
-        """The fields that completing an upload needs of a part: its tag, and a checksum of the user's own algorithm."""
+        """The fields of a part that completing an upload needs: its tag, and a checksum of the user's own algorithm."""
         chosen = self._filesystem.s3_additional_kwargs.get("ChecksumAlgorithm")
         return ["ETag"] if chosen is None else ["ETag", f"Checksum{chosen}"]
 
@@ -140,7 +136,7 @@ class S3Client:
                     del _shared_clients[key]
 
     def _connected(self, expired: Any) -> Any:
-        """The client. Makes one if there is none yet, or if the one there is has expired."""
+        """The client. Makes one if there is none yet, or if it is the ``expired`` one."""
         with self._lock:
             if self._botocore is expired:
                 self._environment = environment()
@@ -174,7 +170,7 @@ class S3Client:
         return client
 
     def _extra(self, client: Any, operation: str) -> dict[str, Any]:
-        """The user's arguments for every request (encryption, requester pays), as far as this operation takes them."""
+        """The user's arguments for every request (encryption, requester pays) that this operation accepts."""
         given = dict(self._filesystem.s3_additional_kwargs) | dict(self._filesystem.req_kw)
         if not given:
             return {}
@@ -183,7 +179,9 @@ class S3Client:
 
 
 def _attempts(timeout: float) -> int:
-    """The number of attempts that end in time, up to six: botocore waits up to 1, 2, 4, ... seconds between them."""
+    """The number of attempts, up to six, that fit in the timeout: botocore waits up to 1, 2, 4, ... seconds between
+    them.
+    """
     return max([1] + [n for n in range(2, 7) if n * patience_of(timeout) + 2 ** (n - 1) - 1 <= timeout])
 
 
@@ -229,12 +227,9 @@ def _repeats(error: Any) -> int:
 
 
 def _translated(error: Any, arguments: Mapping[str, Any], repeats: int) -> OSError:
-    """An error of botocore's as one of Python's, with the server's message.
+    """Translates an error of botocore's to one of Python's, with the server's message.
 
-    Args:
-        error: The last one.
-        arguments: Of the request.
-        repeats: How often the request was repeated before botocore began anew with it.
+    ``repeats`` counts the retries of botocore's rounds before the last one.
     """
     if getattr(error, "response", None) is None:
         return (ConnectionError if _is_of_connection(error) else OSError)(f"{type(error).__name__}: {error}")
@@ -245,7 +240,7 @@ def _translated(error: Any, arguments: Mapping[str, Any], repeats: int) -> OSErr
     often = "once" if tries == 1 else f"{tries} times"
     said = f"{code}: {error.response.get('Error', {}).get('Message', '')} ({error.operation_name}, tried {often})"
     if tries > 1 and "Body" in arguments:
-        # Whatever this answer says: an attempt before it, whose answer was lost, may have put the object.
+        # Not a refusal, whatever this answer says: an earlier attempt, whose answer was lost, may have put the object.
         return _answered(error, said)
     if code == "NoSuchBucket":
         return FileNotFoundError(f"the bucket {arguments['Bucket']!r} does not exist")
@@ -279,7 +274,7 @@ class NoSuchObject(FileNotFoundError):
 
 
 class PastEnd(OSError, EOFError):
-    """A range begins, or ends, where the file has ended. To ask again does not help."""
+    """A range begins or ends behind the end of the file. Asking again does not help."""
 
     status = 416
 
@@ -293,15 +288,7 @@ _NOT_IMPLEMENTED = 501
 
 
 class S3Storage(RemoteStorage):
-    """Objects below a prefix of a bucket. The bucket must exist.
-
-    Args:
-        filesystem: s3fs's, which is not connected.
-        root: Bucket and prefix.
-        url: The directory, as the user named it.
-        scrub: Removes credentials from a text.
-        timeout: Seconds after which a request is given up.
-    """
+    """Objects below a prefix of a bucket. The bucket must exist."""
 
     # Each request costs as much as a few MiB.
     reads = dataclasses.replace(RemoteStorage.reads, max_threads=32, max_coalesced_bytes=16 << 20)
@@ -360,8 +347,8 @@ class S3Storage(RemoteStorage):
         return copied if copied is not None and copied[0] == identity[0] else None
 
     def _put_file(self, name: str, data: bytes, *, sync: bool, replace: bool) -> None:
-        # Not patiently: an attempt whose answer was lost may have put the object, and another job may have replaced
-        # it since. A late attempt would bring back a checkpoint whose files that job has removed.
+        # Not repeated until the timeout: an attempt whose answer was lost may have put the object, and another job may
+        # have replaced it since. A late attempt would bring back a checkpoint whose files that job has removed.
         self._put(name, data, {} if replace else {"IfNoneMatch": "*"})
 
     def put_if(self, name: str, expected: bytes | None, data: bytes, *, sync: bool = True, save_id: str = "") -> bool:
@@ -405,20 +392,19 @@ class S3Storage(RemoteStorage):
                     self.call("abort_multipart_upload", name, UploadId=upload["UploadId"])
 
     def call(self, operation: str, name: str, **arguments: Any) -> Any:
-        """One request about an object.
+        """Sends one request about an object.
 
-        Raises:
-            FileNotFoundError: it does not exist (`NoSuchObject`), or its bucket does not.
-            OSError: anything else that the server answers, or that happens on the way to it.
+        Raises `FileNotFoundError` if it (`NoSuchObject`) or its bucket does not exist, and `OSError` for all other
+        errors.
         """
         return self._client.call(operation, Bucket=self.bucket, Key=self._full(name), **arguments)
 
     def patiently(self, request: Callable[[], _T]) -> _T:
         """The result of a request for a data file, repeated until the timeout: botocore gives up after some seconds.
 
-        Six attempts are soon over where their random waits are short: of eight parts under way one would fail, and
-        the save with it, in half of all outages of 8 s. What the user says of ``retries`` holds as it is: then only
-        bodies that break off are asked for again. A server that has never answered has a wrong address, most likely.
+        Six attempts may end early, because their waits are random: of eight parts under way one would fail, and the
+        save with it, in half of all outages of 8 s. If the user sets ``retries``, only bodies that break off are
+        requested again. A server that has never answered most likely has a wrong address, and is not tried again.
         """
         if self._client.retries_are_chosen:
             return self.retries.call(request, lambda error: isinstance(error, _BrokenOff))
@@ -434,7 +420,7 @@ class S3Storage(RemoteStorage):
         return {name: answer[name] for name in self._client.names_of_part() if name in answer}
 
     def _put(self, name: str, data: bytes, condition: Mapping[str, str]) -> None:
-        """Puts an object on a condition, or without it on a server that says that it has no conditional writes."""
+        """Puts an object under a condition; without it if the server says that it has no conditional writes."""
         try:
             self.call("put_object", name, Body=data, **condition)
         except OSError as error:
@@ -452,7 +438,7 @@ class S3Storage(RemoteStorage):
         return f"{self._root}/{name}" if self._root else name
 
     def _described(self, error: Exception) -> str:
-        return str(error)  # it begins with botocore's class, or with the server's code
+        return str(error)  # begins with botocore's class or the server's code
 
     def _uploads(self, start: str) -> Iterator[dict[str, Any]]:
         """The server's description of each upload to a name that begins like this."""
@@ -601,7 +587,7 @@ class _S3Sink(Sink):
         return {"UploadId": self._upload.result()["UploadId"]}
 
     def _abort_others(self, upload: Future[dict[str, Any]]) -> None:
-        """A retry may have begun a second upload: the lost answer named one that is not known otherwise."""
+        """Aborts a second upload that a retry may have begun after a lost answer, and whose id is not known."""
         is_repeated = self._beginnings > 1 or upload.exception()
         if is_repeated or upload.result()["ResponseMetadata"].get("RetryAttempts", 0) > 0:
             self._storage.abort_uploads(self._name)
