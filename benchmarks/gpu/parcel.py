@@ -39,7 +39,7 @@ def main() -> None:
     options = parser.parse_args()
     make(options.folder)
     if options.rehearse:
-        # Made absolute, because the calls run in the parcel. Not resolved: behind its link is not the environment's Python.
+        # Absolute, because the calls run in the parcel; not resolved, because its link leads out of the environment.
         rehearse(options.folder, options.rehearse.absolute())
 
 
