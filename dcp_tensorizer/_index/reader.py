@@ -105,7 +105,8 @@ class Index:
         """DCP's metadata with all chunks as they are stored.
 
         Its ``storage_data`` is a dict: ``files``, the bytes in each data file by name; ``items``, a `StoredItem` for
-        each `item_key`; ``rank``; ``encryption``, where there is any; and ``release``, ``torch`` and ``saved_at``.
+        each `item_key`; ``rank``; ``encryption``, where there is any; ``release``, ``torch`` and ``saved_at``; and
+        ``record``, a manager's (`SaveRecord`) or None.
 
         Raises:
             MetadataError: the places are damaged, or make no sense.
@@ -241,6 +242,7 @@ class Index:
                     "release": head.release,
                     "torch": head.torch,
                     "saved_at": head.saved_at,
+                    "record": head.record,
                 },
                 storage_meta=meta if head.has_storage_meta else None,
                 version=_maybe(head.metadata_version),

@@ -28,7 +28,7 @@ from .._storage.base import FileInfo, Storage
 from .._storage.local import LocalStorage
 from .._tiers import queue
 from ..errors import CheckpointError, NotCommitted, UnsupportedFormat
-from ._view import data_files, read_parts, saved_at, view_checkpoint
+from ._view import data_files, read_parts, record_of, saved_at, view_checkpoint
 
 State = Literal["committed", "unfinished", "unflushed", "flushed", "incomplete", "torch", "unreadable"]
 
@@ -49,7 +49,7 @@ class Listed:
             copy under way; ``unfinished``; ``unflushed``: in a local folder, and not on the remote yet; ``flushed``:
             the local copy of what is there; ``torch``: written by torch's own FileSystemWriter; or ``unreadable``:
             damaged, or of another format.
-        step: See `step_of`.
+        step: That a manager has recorded, if the name has that number; otherwise see `step_of`.
         saved: When it was saved, in seconds since the epoch: by its own record, which copies keep; without one, when a
             file in it was last written.
         files: All files in it.
@@ -59,6 +59,7 @@ class Listed:
         dead: Those of them that are of dead saves, unless a save is under way there.
         unknown: Why there may be leftovers beyond those; empty if there are none.
         contents: The same for checkpoints of the same keys; None if it is not committed.
+        is_recorded: A manager has recorded it as this step.
     """
 
     storage: Storage
@@ -75,6 +76,7 @@ class Listed:
     dead: tuple[FileInfo, ...] = ()
     unknown: str = ""
     contents: int | None = None
+    is_recorded: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -254,8 +256,10 @@ def _look_at(
     except CheckpointError as error:
         torchs = isinstance(error, UnsupportedFormat) and _is_torchs(storage, files)
         return replace(listed, state="torch" if torchs else "unreadable", leftovers=(), dead=(), unknown="")
-    named = data_files(parts)
+    named, record = data_files(parts), record_of(parts)
     listed = replace(listed, saved=saved_at(parts))
+    if record is not None and record.step in map(int, _NUMBER.findall(_name(storage))):
+        listed = replace(listed, step=record.step, is_recorded=True)
     if not named.items() <= {(file.name, file.nbytes) for file in files}:
         return replace(listed, state="incomplete", leftovers=(), dead=(), unknown="")
     return replace(
@@ -325,10 +329,10 @@ def _naturally(path: str) -> list[tuple[int, str]]:
 
 # --- telling steps from parts of one checkpoint -----------------------------------------------------------------------
 #
-# Ranks and models have numbers like steps, often with the same keys. So a number alone is not a step: the name must
-# look more like a step than the directory around it. Otherwise it may be a part of that.
+# A manager records the step of each checkpoint. Without records the names decide. Ranks and models have numbers like
+# steps, often with the same keys. So a number alone is not a step: the name must look more like a step than the
+# directory around it. Otherwise it may be a part of that.
 
-_NUMBER = re.compile(r"\d+")
 _STEP = re.compile(r"(?:step|iter|iteration|epoch|checkpoint|ckpt)[-_=. ]*\d", re.IGNORECASE)
 _PART = re.compile(
     r"(?:^|[^a-z])(?:rank|shard|part|worker|node|host|gpu|device|process|replica|stage|expert|layer)[-_=. ]*\d",
@@ -338,9 +342,14 @@ _PART = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A directory that is one checkpoint: it holds one, or the parts of one."""
+    """A directory that is one checkpoint: it holds one, or the parts of one.
+
+    Attributes:
+        step: Its own; None if its name has no number.
+    """
 
     folder: Folder
+    step: int | None
 
     @property
     def name(self) -> str:
@@ -367,14 +376,6 @@ class Unit:
         """The number of ranks that have committed, where each saves for itself."""
         return min(part.parts for part in self.parts)
 
-    @property
-    def has_number(self) -> bool:
-        return bool(_numbers(self.name))
-
-    @property
-    def step(self) -> int:
-        return int(_numbers(self.name)[-1])
-
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -397,7 +398,7 @@ def _arrange(folder: Folder, outer: int | None) -> tuple[Unit | None, list[Group
         outer: How strongly those around it say that they are steps; None for the one that was named.
     """
     if folder.listed is not None:
-        return Unit(folder), []
+        return Unit(folder, folder.listed.step), []
     own = _claim(folder.name)
     around = max(0, own - 1) if outer is None else max(own, outer)  # who names it says that it holds steps
     units: list[Unit] = []
@@ -406,11 +407,38 @@ def _arrange(folder: Folder, outer: int | None) -> tuple[Unit | None, list[Group
         unit, below = _arrange(child, around)
         units += [] if unit is None else [unit]
         groups += below
+    jobs, units = _jobs(units)
+    groups += [Group(steps, "") for steps in jobs]
+    if not units:
+        return None, groups
     arrangement = _arrangement(units, around)
     if arrangement == "parts" and outer is not None and not groups:
-        return Unit(folder), []
+        return Unit(folder, step_of(folder.name)), []
     objection = "" if arrangement == "steps" else f"{folder.storage.path} may hold the parts of one checkpoint"
-    return None, [*groups, Group(units, objection)] if units else groups
+    return None, [*groups, Group(units, objection)]
+
+
+def _jobs(units: Sequence[Unit]) -> tuple[list[list[Unit]], list[Unit]]:
+    """Tells the steps that managers have recorded, by job, from other checkpoints in a directory.
+
+    The names of a job's steps differ by the step alone. What was saved under such a name without a manager is a step
+    of that job, too, as it is for the manager.
+    """
+    jobs: dict[str, list[Unit]] = defaultdict(list)  # by a pattern of their names
+    unrecorded: list[Unit] = []
+    for unit in units:
+        if unit.folder.listed is None or not unit.folder.listed.is_recorded:
+            unrecorded.append(unit)
+            continue
+        *_, number = (number for number in _NUMBER.finditer(unit.name) if int(number[0]) == unit.step)
+        before, after = unit.name[: number.start()], unit.name[number.end() :]
+        jobs[rf"{re.escape(before)}(\d+){re.escape(after)}"].append(unit)
+    others: list[Unit] = []
+    for unit in unrecorded:
+        matches = ((re.fullmatch(names, unit.name), steps) for names, steps in jobs.items())
+        step, steps = next(((int(match[1]), steps) for match, steps in matches if match), (unit.step, others))
+        steps.append(replace(unit, step=step))
+    return list(jobs.values()), others
 
 
 def _arrangement(units: Sequence[Unit], around: int) -> Literal["steps", "parts", "unknown"]:

@@ -222,11 +222,11 @@ def _files_below(folder: Folder, prefix: str = "") -> Iterator[FileInfo]:
 
 def _beyond(units: Sequence[Unit], keep: int) -> list[Unit]:
     """The steps that are neither among the newest nor among the highest."""
-    steps = [unit for unit in units if unit.committed and unit.has_number]
-    most = max((unit.ranks for unit in steps), default=0)
-    steps = [unit for unit in steps if unit.ranks in (0, most)]
+    steps = [(unit.step, unit) for unit in units if unit.committed and unit.step is not None]
+    most = max((unit.ranks for _, unit in steps), default=0)
+    steps = [(step, unit) for step, unit in steps if unit.ranks in (0, most)]
     # A job that went back to an earlier step has newer checkpoints with lower steps.
-    by_time = sorted(steps, key=lambda unit: (unit.saved, unit.step), reverse=True)
-    by_step = sorted(steps, key=lambda unit: (unit.step, unit.saved), reverse=True)
+    by_time = [unit for _, unit in sorted(steps, key=lambda pair: (pair[1].saved, pair[0]), reverse=True)]
+    by_step = [unit for _, unit in sorted(steps, key=lambda pair: (pair[0], pair[1].saved), reverse=True)]
     safe = {unit.folder.storage.path for order in (by_time, by_step) for unit in order[:keep]}
     return [unit for unit in by_time if unit.folder.storage.path not in safe]

@@ -31,6 +31,7 @@ from ..errors import ConversionError, DecryptionError, MetadataError
 
 if TYPE_CHECKING:
     from .._format.encryption import DecryptionParams
+    from .._index.schema import SaveRecord
 
 
 BLOCK = 32 << 20
@@ -183,6 +184,11 @@ def data_files(parts: Mapping[int | None, Metadata]) -> dict[str, int]:
 def saved_at(parts: Mapping[int | None, Metadata]) -> float:
     """The time of a save, by the checkpoint's own record: seconds since the epoch (see `read_parts`)."""
     return float(max(part.storage_data["saved_at"] for part in parts.values())) / 1e9
+
+
+def record_of(parts: Mapping[int | None, Metadata]) -> SaveRecord | None:
+    """A manager's record of a save; None where it was saved without a manager (see `read_parts`)."""
+    return next((part.storage_data["record"] for part in parts.values()), None)
 
 
 def unlock_parts(

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
 from dcp_tensorizer._format.names import data_file_name, metadata_file_name, save_id_in
+from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._saving.commit import begin, put_records
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.open import open_storage
@@ -590,6 +591,29 @@ def test_a_part_that_is_not_committed(tmp_path: Path) -> None:
     run(tmp_path, keep=1)
     assert names(tmp_path / "checkpoint-10") >= {"pytorch_model_fsdp_0", "optimizer_0"}
     assert names(tmp_path / "checkpoint-20") == {"pytorch_model_fsdp_0"}
+
+
+def make_recorded(folder: Path, step: int, age: float) -> Path:
+    """A checkpoint that a manager has saved."""
+    make(folder, age)
+    record = SaveRecord(step, None, (("run", 0),), {})
+    edit_index(folder / ".metadata", "head", lambda head: setattr(head, "record", record))
+    return folder
+
+
+def test_recorded_steps_need_no_guess(tmp_path: Path) -> None:
+    """A manager's steps count under any name, each job's by themselves; a copy under another name stays."""
+    for step in (10, 20, 30):
+        for name in (f"run-1/model-{step}", f"run-1/optim-{step}-v2", f"epoch-1/step-{step}"):
+            make_recorded(tmp_path / name, step, 100 - step)
+    make_recorded(tmp_path / "run-1/best-7", 10, 90)
+    make_recorded(tmp_path / "run-1/model-10-copy", 10, 90)
+    make(tmp_path / "run-1/model-5", 95)
+    found = {listed.path.rpartition("/")[2]: listed.step for listed in find(open_storage(tmp_path))}
+    assert (found["optim-20-v2"], found["model-20"], found["best-7"]) == (20, 20, 7)
+    assert {removal.kept for removal in run(tmp_path, keep=1)} == {""}
+    kept = {"model-30", "optim-30-v2", "best-7", "model-10-copy"}
+    assert all_below(tmp_path) == {f"run-1/{name}" for name in kept} | {"epoch-1/step-30"}
 
 
 def test_names_without_steps_stay(tmp_path: Path) -> None:
