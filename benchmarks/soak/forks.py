@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from dcp_tensorizer import CheckpointManager, WriteError
+from dcp_tensorizer._restart import keeper
 from tests.support import quietly
 
 from .checks import left_over, same, state
@@ -146,7 +147,7 @@ def _processes() -> list[psutil.Process]:
 
 def _is_keeper(process: psutil.Process) -> bool:
     try:
-        return any("_survival.keeper" in argument for argument in process.cmdline())
+        return any(keeper.__name__ in argument for argument in process.cmdline())
     except psutil.Error:
         return False
 

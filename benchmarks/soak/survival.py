@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_tensorizer import CheckpointManager
+from dcp_tensorizer._restart import keeper
+from dcp_tensorizer._writer_process import worker
 
 from .tally import HANG, Part, Tally
 
@@ -31,7 +33,7 @@ _SURVIVE = 60.0
 _LONGEST = 0.5  # seconds until a kill, from when a run has restored
 _KINDS = ("all trainers", "one trainer, then the others", "writer processes, then trainers", "keepers", "everything")
 _WORLDS = (2, 2, 2, 1, 3)
-_PROCESSES = {"writer": "_writer_process.worker", "keeper": "_survival.keeper"}
+_PROCESSES = {"writer": worker.__name__, "keeper": keeper.__name__}
 
 
 def _values(step: int) -> torch.Tensor:
@@ -92,7 +94,7 @@ def run(rounds: int, seed: int, folder: Path) -> Tally:
             began = _wait_for(lambda: _says(store, world, "begin"), ranks)  # noqa: B023
             if kind and began:
                 time.sleep(chance.uniform(0.0, _LONGEST))
-                _kill(kind, ranks, chance)
+                tally.count("keepers killed", _kill(kind, ranks, chance))
             if not _ended(ranks):
                 tally.blame("hung", f"round {number} ({kind or 'the last run'}, {world} ranks)")
             _judge(tally, number, kind, _logs(store, world), newest)
@@ -142,7 +144,9 @@ def _judge(tally: Tally, number: int, kind: str, logs: Sequence[list[tuple[str, 
         newest.kept = saved - 1
 
 
-def _kill(kind: str, ranks: Sequence[ForkServerProcess], chance: random.Random) -> None:
+def _kill(kind: str, ranks: Sequence[ForkServerProcess], chance: random.Random) -> int:
+    """Kills what belongs to a kind of death; returns how many keepers were among it."""
+    keepers = list[int]()
     pids = [rank.pid for rank in ranks if rank.pid is not None]
     if kind == "one trainer, then the others":
         first = chance.choice(pids)
@@ -152,10 +156,12 @@ def _kill(kind: str, ranks: Sequence[ForkServerProcess], chance: random.Random) 
         _signal(_others("writer", *pids))
         time.sleep(chance.uniform(0.0, 0.2))
     elif kind in ("keepers", "everything"):
-        _signal(_others("keeper", *pids))
+        keepers = _others("keeper", *pids)
+        _signal(keepers)
         if kind == "keepers":
             time.sleep(chance.uniform(0.0, 0.2))
     _signal(pids)
+    return len(keepers)
 
 
 def _others(kind: str, *parents: int) -> list[int]:
