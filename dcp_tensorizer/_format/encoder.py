@@ -1,12 +1,12 @@
-"""Encoding: tensors become the parts of a tensorizer file, hashed on the way, in one pass over memory.
+"""Encodes tensors as the parts of a tensorizer file, and hashes them on the way, in one pass over memory.
 
-Hashing sets the pace of a save to a fast disk. It is up to twice as fast on data that is in the core's own cache. So
-each thread takes a tensor, goes through it in pieces that stay in that cache, and does everything to a piece at once:
-digests, CRC-32, SHA-256 if asked for, and the copy into the part it belongs to. Complete parts go to the sink on
-threads of their own while hashing goes on.
+Hashing limits the speed of a save to a fast disk. It is up to twice as fast on data that is in the core's own cache. So
+each thread takes a tensor, goes through it in pieces that fit in that cache, and does everything to a piece at once:
+digests, CRC-32, SHA-256 if asked for, and the copy into its part of the file. Other threads pass complete parts to the
+sink while hashing goes on.
 
-With encryption a tensor goes through block by block: from where it is, encrypted, into a buffer of a block's size,
-digested there, and copied into its part. Its own memory is only read.
+With encryption each block of a tensor is encrypted into a buffer of a block's size, digested there, and copied into its
+part. The tensor's own memory is only read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 BUFFER_BYTES = 256 << 20
 
-# Half or a quarter of a core's second-level cache. From there CRC-32 and XXH3 run at twice their speed from memory.
+# Half or a quarter of a core's second-level cache, where CRC-32 and XXH3 run twice as fast as from memory.
 _PIECE = 512 << 10
 
 _SMALL = _PIECE  # bytes of a tensor
@@ -40,12 +40,12 @@ _MIN_PARTS = 6  # five that one thread fills, and one that is being written
 
 
 class EncodedFile(NamedTuple):
-    """A file that is encoded, whose last parts may still be on their way to the sink."""
+    """An encoded file, whose last parts may still be on their way to the sink."""
 
     items: list[StoredItem]
     """Its tensors as they are stored, in file order."""
     parts: Parts
-    """To be finished before the sink is completed."""
+    """The parts on their way: call `Parts.finish` before completing the sink."""
 
 
 def encode(
@@ -58,7 +58,7 @@ def encode(
     file: str = "",
     piece_bytes: int = _PIECE,
 ) -> list[StoredItem]:
-    """Writes a complete tensorizer file, closes the sink, and returns what is in it: see `encode_ahead`."""
+    """Writes a complete tensorizer file, closes the sink, and returns the file's items; see `encode_ahead`."""
     items, parts = encode_ahead(layout, contents, sink, threads, buffer_bytes, file=file, piece_bytes=piece_bytes)
     try:
         parts.finish()
@@ -83,24 +83,15 @@ def encode_ahead(
 ) -> EncodedFile:
     """Encodes a tensorizer file, and returns while its last parts are on their way to the sink.
 
-    Holds ``3 * threads + sink.concurrency + 2`` parts in memory at most, a block a thread if it encrypts, and what is
-    asked of ``contents``: one tensor's bytes a thread. A sink that takes parts in their order only costs another pass
-    over memory: a tensor's hashes precede its bytes in the file. Encrypted tensors are then encrypted twice, because
-    their MACs precede them too.
+    ``contents`` returns a tensor's bytes. The sink is aborted when anything fails, and `OSError` is raised if it
+    failed. ``threads`` threads hash, ``piece_bytes`` at a time. ``buffer_bytes`` bounds the memory for parts, with a
+    minimum of six: if it is short, fewer threads hash, and fewer parts are written at once. ``memory`` may be shared
+    with the next file.
 
-    Args:
-        layout: Of the file.
-        contents: Gives a tensor's bytes.
-        sink: Where to; aborted when anything fails.
-        threads: Hashing threads.
-        buffer_bytes: Memory for parts, of which six are the least. Where more do not fit, fewer threads hash, and
-            fewer parts are written at once.
-        memory: That of the parts, which the next file may share.
-        file: The file's name, for the items.
-        piece_bytes: Bytes that are hashed and copied at once.
-
-    Raises:
-        OSError: the sink failed.
+    At most ``3 * threads + sink.concurrency + 2`` parts are in memory, a block per encrypting thread, and one result of
+    ``contents`` per thread. A sink that takes parts only in order costs another pass over memory, because a tensor's
+    hashes precede its bytes in the file. Encrypted tensors are then encrypted twice, because their MACs precede them
+    too.
     """
     room = max(_MIN_PARTS, buffer_bytes // sink.part_bytes)
     threads = max(1, min(threads, (room - 3) // 3))
@@ -136,29 +127,31 @@ class _Encoding(Generic[T]):
         self._file = file
         self._piece_bytes = piece_bytes
         self._items: list[StoredItem | None] = [None] * len(layout.entries)
-        # Threads that would have nothing to do, with fewer tensors than threads. Each tensor's SHA-256, its slowest
-        # hash, gets one to itself, and the blocks of an encrypted tensor are spread over all of them.
+        # Threads without a tensor of their own, if there are fewer tensors than threads. They compute SHA-256, the
+        # slowest hash, or encrypt blocks of the tensors of others.
         self._helpers: Workers | None = None
 
     def run(self) -> list[StoredItem]:
-        """Hashes or encrypts with all threads, each of which fills parts on the way."""
+        """Hashes or encrypts with all threads, which fill parts on the way."""
         entries = self._layout.entries
         self._parts.fill(0, np.frombuffer(self._layout.head, dtype=np.uint8))
         numbers = iter(range(len(entries)))
-        # What is small is encoded in short calls. Between them threads take turns for the interpreter: two of them took
-        # as long as one for 5,000 tensors of 215 kB, and half as much CPU time again.
+        # One thread for all small tensors: their calls are short, and threads would wait for the interpreter between
+        # them. For 5,000 tensors of 215 kB, two threads took as long as one, and half as much CPU time again.
         at_once = sum(not self._is_small(entry) for entry in entries) + 1
         with Workers(self._threads, thread_name_prefix="hash") as pool:
             if len(entries) < self._threads:
                 self._helpers = pool
-            # Each takes the next tensor when it has done one: in file order, so that few parts are incomplete.
+            # Each takes the next tensor in file order, so that few parts are incomplete.
             workers = [pool.submit(self._work, numbers) for _ in range(min(self._threads, at_once, len(entries)))]
             for worker in workers:
                 worker.result()
         return self._end()
 
     def run_in_order(self) -> list[StoredItem]:
-        """Hashes or encrypts ahead, with all threads, and fills the parts from first to last, with this one."""
+        """Hashes or encrypts all tensors ahead with all threads, while this thread fills the parts from first to
+        last.
+        """
         entries = self._layout.entries
         self._parts.fill(0, np.frombuffer(self._layout.head, dtype=np.uint8))
         with Workers(self._threads, thread_name_prefix="hash") as pool:
@@ -195,7 +188,7 @@ class _Encoding(Generic[T]):
         return entry.length <= _SMALL and not entry.has_sha256 and self._layout.cipher is None
 
     def _encode_small(self, number: int, entry: Entry[T]) -> None:
-        """Hashes a tensor at once, and fills its parts: thousands of them must not cost much more than bytes."""
+        """Hashes a small tensor in one call, and fills its parts: with thousands of them, each call counts."""
         data = self._contents(entry.tensor)
         assert data.nbytes == entry.length
         self._items[number] = self._item(entry, digests_of(data))
@@ -203,7 +196,7 @@ class _Encoding(Generic[T]):
         self._parts.fill_both(entry.header_offset, header, np.frombuffer(data, dtype=np.uint8))
 
     def _encode(self, number: int, *, fill: bool) -> np.ndarray:
-        """Hashes or encrypts a tensor, into its parts if they are to be filled on the way; returns its header."""
+        """Hashes or encrypts a tensor, and returns its header. With ``fill`` it fills the tensor's parts on the way."""
         entry = self._layout.entries[number]
         data = self._contents(entry.tensor)
         assert data.nbytes == entry.length
@@ -215,19 +208,21 @@ class _Encoding(Generic[T]):
         return np.frombuffer(header, dtype=np.uint8)
 
     def _fill_data(self, number: int) -> None:
-        """Fills a tensor's parts from first to last, when it has been hashed, or encrypted, ahead."""
+        """Fills a tensor's parts from first to last, after it was hashed or encrypted ahead."""
         entry, item = self._layout.entries[number], self._items[number]
         data = self._contents(entry.tensor)
         if self._layout.cipher is None:
             self._parts.fill(entry.offset, np.frombuffer(data, dtype=np.uint8))
         else:
-            # The same bytes once more, because it is the same nonce.
+            # With the same nonce the second encryption gives the same bytes.
             assert item is not None
             nonce = item.nonce_and_macs[:NONCE_BYTES]
             self._encrypt_blocks(_Encryption.of(self._layout.cipher, entry, data, nonce, fill=True))
 
     def _hash(self, number: int, data: memoryview, *, fill: bool) -> bytes:
-        """Hashes one tensor and keeps its item; returns its header. Its bytes go into their parts with ``fill``."""
+        """Hashes one tensor, keeps its item, and returns its header. With ``fill`` it copies the bytes into their
+        parts.
+        """
         entry = self._layout.entries[number]
         digester = Digester(block_size(data.nbytes))
         hashes = TensorHashes(entry.header, digester, sha256=entry.has_sha256)
@@ -280,7 +275,7 @@ class _Encoding(Generic[T]):
 
 
 class _Encryption(NamedTuple):
-    """One tensor that is being encrypted: its blocks' numbers, which threads share, and what is known of them."""
+    """A tensor that is being encrypted. Threads share ``numbers``, the numbers of its blocks still to do."""
 
     cipher: Cipher
     entry: Entry[Any]
@@ -301,7 +296,7 @@ class _Encryption(NamedTuple):
 
 
 class PartSink(Protocol):
-    """Takes a file's parts; sinks of storages know more (``_storage.base.Sink``)."""
+    """Takes a file's parts. Storages have more capable sinks (``_storage.base.Sink``)."""
 
     @property
     def part_bytes(self) -> int:
@@ -309,11 +304,11 @@ class PartSink(Protocol):
 
     @property
     def concurrency(self) -> int:
-        """Parts that are worth writing at once."""
+        """How many parts to write at once."""
 
     @property
     def in_order(self) -> bool:
-        """True if it takes the parts in their order only, one at a time."""
+        """True if the sink takes the parts one at a time, in order."""
 
     def put_part(self, number: int, data: memoryview) -> None:
         """Takes a part; ``data`` begins on a page. Raises `OSError`."""
@@ -326,15 +321,10 @@ class PartSink(Protocol):
 
 
 class PartMemory:
-    """Memory for the parts of one file after the other: what a part leaves when it is written, another one gets.
+    """Memory for the parts of one file after the other. A written part returns its memory for the next.
 
-    Fresh memory costs as much as a copy of its size, and several times that where a hypervisor must provide it.
-
-    Args:
-        kept_bytes: How much of it `clear` keeps, for the next file.
-
-    Attributes:
-        changed: Held to take memory, and told when some comes back.
+    Fresh memory costs as much as a copy of its size, and several times that if a hypervisor must provide it. So `clear`
+    keeps ``kept_bytes`` for the next file. Who takes memory holds ``changed``, which is notified when some is returned.
     """
 
     def __init__(self, kept_bytes: int = 0) -> None:
@@ -346,7 +336,9 @@ class PartMemory:
         self._made = 0
 
     def allow(self, part_bytes: int, count: int) -> None:
-        """Sets the size of the parts that ``take`` gives, and how many at once; frees parts of another size."""
+        """Sets the size of the parts that ``take`` returns, and how many there may be at once; frees parts of another
+        size.
+        """
         with self.changed:
             self._part_bytes, self._allowed = part_bytes, part_bytes * count
             free, self._free = self._free, []
@@ -354,11 +346,11 @@ class PartMemory:
                 self._keep(buffer)
 
     def clear(self) -> None:
-        """Drops the parts that are not in use, and later those that are returned, except for the kept ones."""
+        """Drops the parts that are not in use, and later those that are returned, except those to keep."""
         self.allow(self._part_bytes, self._kept_bytes // max(1, self._part_bytes))
 
     def take(self) -> np.ndarray | None:
-        """Memory of a part, for who holds ``changed``; None while others have all of it."""
+        """Returns memory for a part, or None while all of it is in use. The caller holds ``changed``."""
         if self._free:
             return self._free.pop()
         if self._made + self._part_bytes > self._allowed:
@@ -368,7 +360,7 @@ class PartMemory:
         return buffer
 
     def give_back(self, buffer: np.ndarray) -> None:
-        """Lets others have it."""
+        """Returns the memory of a part."""
         with self.changed:
             self._keep(buffer)
             self.changed.notify_all()
@@ -381,17 +373,11 @@ class PartMemory:
 
 
 class Parts:
-    """The parts of a file that are being filled, by several threads and in any order.
+    """The parts of a file that several threads fill, in any order.
 
-    The memory is bounded, and filling waits for it. It cannot wait for ever as long as tensors are begun in file
-    order: a part that is incomplete is one that a tensor in hand begins, ends or has got to, or the last one begun.
-
-    Args:
-        nbytes: Of the file.
-        sink: Takes the parts.
-        filling: How many are filled at once, at most.
-        writing: How many are written at once, at most.
-        memory: Theirs, which other files may share.
+    The memory is bounded, and filling waits for it. It never waits for ever if tensors are begun in file order: then
+    every incomplete part belongs to a tensor that a thread is working on, or to the last one begun. At most ``filling``
+    parts are filled and ``writing`` parts written at once. Other files may share ``memory``.
     """
 
     def __init__(
@@ -409,7 +395,7 @@ class Parts:
         self._changed = self._memory.changed
 
     def fill(self, offset: int, data: np.ndarray) -> None:
-        """Copies bytes to their place in the file; whatever part they complete leaves for the sink."""
+        """Copies bytes to their place in the file. Each part that they complete is sent to the sink."""
         size = self._sink.part_bytes
         while data.nbytes:
             number, begin = divmod(offset, size)
@@ -420,7 +406,7 @@ class Parts:
             data = data[count:]
 
     def fill_both(self, offset: int, head: np.ndarray, data: np.ndarray) -> None:
-        """The same for two runs of bytes, one behind the other: small ones share a part, and cost little more."""
+        """Fills two runs of bytes, one behind the other, in one call: small ones mostly share a part."""
         middle = offset + head.nbytes
         number, begin = divmod(offset, self._sink.part_bytes)
         end = begin + head.nbytes + data.nbytes
@@ -439,35 +425,36 @@ class Parts:
             if self._missing[number]:
                 return
             del self._missing[number]
-        # Without the lock: what a signal's handler raises here comes out when the part is written. That takes the lock.
+        # Not under the lock: an exception of a signal handler may end up in the part's future, whose write takes the
+        # lock.
         self._io.submit(self._put, number)
         with self._changed:
             self._left -= 1
             if not self._left:
-                self._io.shutdown(wait=False)  # its threads end with the last part, whenever it is finished
+                self._io.shutdown(wait=False)  # its threads end after the last part
 
     def finish(self) -> None:
-        """Waits until the sink has every part; raises what kept it from getting one."""
+        """Waits until the sink has every part; raises the error that kept it from getting one."""
         self._io.shutdown()
         if self._error is not None:
             raise self._error
         assert not self._filling, "a part was never completed"
 
     def abandon(self, error: BaseException) -> None:
-        """Returns when the sink gets no more parts, for who fills no more either: the file is lost."""
+        """Gives the file up; returns when the sink gets no more parts. The caller must not fill any more."""
         self.fail(error)
         self._io.shutdown()
         while self._filling:
             self._memory.give_back(self._filling.popitem()[1])
 
     def fail(self, error: BaseException) -> None:
-        """Stops every thread that fills: the file is lost."""
+        """Stops all threads that fill, because the file is lost."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def _part(self, number: int) -> np.ndarray:
-        """The memory of a part, which may be another thread's to begin. It stays there until all of it is filled."""
+        """The memory of a part until all of it is filled. Another thread may have begun it."""
         part = self._filling.get(number)
         if part is not None and self._error is None:
             return part

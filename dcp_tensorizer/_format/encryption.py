@@ -1,11 +1,10 @@
-"""Encryption at rest: tensorizer's keys, and libsodium's secretbox, which tensorizer's files are encrypted with.
+"""Encryption at rest: tensorizer's keys, and libsodium's secretbox, with which tensorizer's files are encrypted.
 
-It imports tensorizer for its classes of parameters, and libnacl, through which it finds libsodium; both only where
-there is a key.
+tensorizer, for its parameter classes, and libnacl, which finds libsodium, are imported only if there is a key.
 
 Each block of an item is encrypted by itself, with XSalsa20, and authenticated with Poly1305. tensorizer encrypts
-tensors where they are and decrypts them afterwards; here blocks are encrypted into a buffer, so that nobody ever finds
-a tensor, or a staging buffer, encrypted.
+tensors in place and decrypts them afterwards. Here blocks are encrypted into a buffer, so that nobody ever finds a
+tensor, or a staging buffer, encrypted.
 """
 
 from __future__ import annotations
@@ -29,33 +28,24 @@ if TYPE_CHECKING:
     from tensorizer import EncryptionParams as EncryptionParams
 
 
-_CHECK_BYTES = 16  # of zeros: another key cannot open them
+_CHECK_BYTES = 16  # zeros, encrypted: only the same key opens them
 _MOST_OPERATIONS = 1024  # libsodium's "sensitive" is 4; a file must not make a reader compute for days
 
 
 @dataclass(frozen=True, slots=True)
 class Cipher:
-    """A key, and what it was derived from. It is in no ``repr``.
-
-    Attributes:
-        key: For libsodium's secretbox.
-        derivation: How it was made from a passphrase; None if it was not.
+    """A key for libsodium's secretbox, and how it was derived from a passphrase, if it was. Its ``repr`` hides the
+    key.
     """
 
     key: bytes = field(repr=False)
     derivation: Derivation | None = None
 
     def encrypt(self, source: memoryview, target: memoryview, nonce: bytes, number: int) -> bytes:
-        """Encrypts a block into ``target``, of the same size, which may be ``source`` itself.
+        """Encrypts a non-empty block into ``target``, of the same size, which may be ``source`` itself; returns its
+        MAC.
 
-        Args:
-            source: The block; not empty.
-            target: Where it goes.
-            nonce: Of the item's first block.
-            number: The block's, in the item.
-
-        Returns:
-            Its MAC.
+        ``nonce`` is that of the item's first block, and ``number`` the block's number in the item.
         """
         assert target.nbytes == source.nbytes
         mac = bytearray(MAC_BYTES)
@@ -67,17 +57,11 @@ class Cipher:
 
     @staticmethod
     def new_nonce() -> bytes:
-        """Makes a nonce for an item; no two are the same."""
+        """Makes a random nonce for an item, different each time."""
         return os.urandom(NONCE_BYTES)
 
     def decrypt(self, data: memoryview, nonce_and_macs: bytes, number: int) -> bool:
-        """Decrypts a block where it is, unless it is not what was encrypted: then it stays, and this is False.
-
-        Args:
-            data: The block.
-            nonce_and_macs: The item's (`StoredItem.nonce_and_macs`).
-            number: The block's, in the item.
-        """
+        """Decrypts block ``number`` of an item in place; False, and no change, if it does not match its MAC."""
         nonce, mac = nonce_and_macs[:NONCE_BYTES], nonce_and_macs[NONCE_BYTES + number * MAC_BYTES :][:MAC_BYTES]
         if len(mac) < MAC_BYTES:
             return False
@@ -86,7 +70,7 @@ class Cipher:
         return decrypt(address, address, _address(mac), data.nbytes, _counted(nonce, number), self.key) == 0
 
     def check_value(self) -> bytes:
-        """Makes a value that tells this key from others (see `opens`), and says nothing else; no two are the same."""
+        """Makes a value that `opens` recognises with this key, and that reveals nothing else; different each time."""
         nonce, block = self.new_nonce(), memoryview(bytearray(_CHECK_BYTES))
         return nonce + self.encrypt(block, block, nonce, 0) + bytes(block)
 
@@ -95,7 +79,7 @@ class Cipher:
         return {"derivation": self.derivation and tuple(self.derivation), "check": self.check_value()}
 
     def sign(self, fingerprint: bytes) -> bytes:
-        """The MAC of an index's fingerprint: keyed BLAKE2b, with a key for this alone that is made of this one."""
+        """The MAC of an index's fingerprint: keyed BLAKE2b, with a key derived from this one only for that."""
         key = hashlib.blake2b(key=self.key, person=b"dcptzr.index.key").digest()
         return hashlib.blake2b(fingerprint, key=key, digest_size=32).digest()
 
@@ -108,10 +92,8 @@ class Cipher:
 def encryption_cipher(params: EncryptionParams) -> Cipher:
     """The cipher of a writer's key.
 
-    Raises:
-        TypeError: it is something else.
-        ValueError: no reader would make the key again, because that takes too long.
-        WriteError: there is no libsodium.
+    Raises `TypeError` for other arguments, `ValueError` if no reader would derive the key again because that takes too
+    long, and `WriteError` without libsodium.
     """
     from tensorizer import EncryptionParams
 
@@ -130,9 +112,8 @@ def encryption_cipher(params: EncryptionParams) -> Cipher:
 def decryption_key(*, key: bytes | None = None, passphrase: str | None = None) -> DecryptionParams:
     """Parameters for a reader, made of a key or a passphrase.
 
-    Raises:
-        ValueError: the key is not of 32 bytes, or there is not one of the two.
-        DecryptionError: there is no libsodium.
+    Raises `ValueError` unless there is exactly one of the two and the key has 32 bytes, and `DecryptionError` without
+    libsodium.
     """
     from tensorizer import DecryptionParams
 
@@ -143,12 +124,7 @@ def decryption_key(*, key: bytes | None = None, passphrase: str | None = None) -
 
 
 def check_decryption(params: DecryptionParams) -> None:
-    """Checks the key or passphrase of a reader.
-
-    Raises:
-        TypeError: it is something else.
-        DecryptionError: there is no libsodium.
-    """
+    """Checks a reader's parameters; raises `TypeError` for others, and `DecryptionError` without libsodium."""
     from tensorizer import DecryptionParams
 
     if not isinstance(params, DecryptionParams):
@@ -159,10 +135,9 @@ def check_decryption(params: DecryptionParams) -> None:
 
 
 def _decryption_cipher(params: DecryptionParams, derivation: Derivation | None) -> Cipher:
-    """A reader's key for a checkpoint. Deriving it from a passphrase takes the time and memory that were chosen then.
+    """A reader's key for a checkpoint. Deriving it from a passphrase takes the time and memory that the writer chose.
 
-    Raises:
-        DecryptionError: there is a passphrase, and the checkpoint was not encrypted with one.
+    Raises `DecryptionError` for a passphrase if the checkpoint was not encrypted with one.
     """
     from tensorizer import EncryptionParams
 
@@ -172,13 +147,13 @@ def _decryption_cipher(params: DecryptionParams, derivation: Derivation | None) 
         raise DecryptionError(
             "was encrypted with a key and not with a passphrase: use tensorizer.DecryptionParams.from_key"
         )
-    if derivation.opslimit > _MOST_OPERATIONS:  # nothing in the metadata is known to be true before there is a key
+    if derivation.opslimit > _MOST_OPERATIONS:  # the metadata cannot be trusted before there is a key
         raise DecryptionError(f"claims to need {derivation.opslimit:,} passes to make a key: it is damaged")
     try:
         made = EncryptionParams.from_string(
             params.source, opslimit=derivation.opslimit, memlimit=derivation.memlimit, salt=derivation.salt
         )
-    except Exception as error:  # memory is short, or its metadata asks for what libsodium does not do
+    except Exception as error:  # too little memory, or costs that libsodium refuses
         raise DecryptionError(
             f"was encrypted with a passphrase, of which no key can be made here ({derivation.memlimit:,} bytes of "
             f"memory are needed for it): {type(error).__name__}: {error}"
@@ -189,16 +164,11 @@ def _decryption_cipher(params: DecryptionParams, derivation: Derivation | None) 
 def unlock(
     params: DecryptionParams | None, record: Mapping[str, Any] | None, path: str, known: Cipher | None = None
 ) -> Cipher | None:
-    """The key of a checkpoint, found to be the right one; None for one that is not encrypted.
+    """Returns the checkpoint's key after checking that it is the right one; None if the checkpoint is not encrypted.
 
-    Args:
-        params: What the user gave.
-        record: What the checkpoint's ``.metadata`` says of its key.
-        path: The checkpoint's, for messages.
-        known: A key that was found before; if it is the right one, none is derived, which takes long.
-
-    Raises:
-        DecryptionError: there is no key, a wrong one, or one too many; or the metadata is not what was saved.
+    ``record`` is the description of the key in ``.metadata``. A ``known`` key is tried first, because deriving one
+    takes long. Raises `DecryptionError` if the key is missing, wrong, or given for an unencrypted checkpoint, and if
+    the metadata is not what was saved.
     """
     if known is not None and record is not None and known.opens(record["check"]):
         _check_seal(known, record["seal"], path)
@@ -234,7 +204,9 @@ def _check_seal(cipher: Cipher, seal: Seal, path: str) -> None:
 
 
 def find_other_key(cipher: Cipher | None, checks: Iterable[tuple[int, bytes]]) -> int | None:
-    """The first rank whose check value is of another key than ``cipher``'s, or of none where there is one."""
+    """The first rank whose check value does not match ``cipher``; None if all do. Without a cipher, any check value
+    differs.
+    """
     for rank, check in checks:
         is_same = not check if cipher is None else cipher.opens(check)
         if not is_same:

@@ -9,27 +9,28 @@ from typing import NamedTuple
 # (``TensorSerializer.__init__``, ``metadata_size``).
 INDEX_CAPACITY = 256 * 1024
 
-# Digests are per block, so that a partial read can be verified too. 64 blocks a tensor bound the metadata to
-# 520 bytes a tensor, and what a row slice reads beyond its need to two blocks; below 64 KiB a block costs more to
-# request than to read. Beyond 8 MiB a block would not fit into a reader's buffers; one more for each 8 MiB is nothing.
+# Digests are per block, so that a partial read can be verified too. With at most 64 blocks, a tensor has at most 520
+# bytes of metadata, and a slice of rows reads at most two blocks more than it needs. A block of less than 64 KiB would
+# take longer to request than to read. One of more than 8 MiB would not fit into a reader's buffers, so tensors of more
+# than 512 MiB have more blocks.
 _MAX_BLOCKS = 64
 _MIN_BLOCK = 64 * 1024
 _MAX_BLOCK = 8 << 20
-# Blocks start at a multiple of the largest element (complex128), so that no element straddles two of them.
+# Blocks start at a multiple of the largest element (complex128), so that no element is in two of them.
 _BLOCK_ALIGNMENT = 16
-# In an encrypted item each block is encrypted by itself, so it must fit into a small buffer; the size and the alignment
-# are those that tensorizer has for what it encrypts at once. That makes 24 bytes of metadata for each 2 MiB.
+# In an encrypted item each block is encrypted by itself, so it must fit into a small buffer. Size and alignment are
+# those of tensorizer's own encrypted chunks. That makes 24 bytes of metadata for each 2 MiB.
 _MAX_ENCRYPTED_BLOCK = 2 << 20
 _ENCRYPTED_ALIGNMENT = 64
 
 NONCE_BYTES, MAC_BYTES = 24, 16  # of libsodium's secretbox
 
 # Small values that are not sharded, such as an optimizer's step, are spread over the files of all ranks. A load would
-# open each of these for a few bytes: so they also stand in the index, which it reads in any case.
+# open each file for a few bytes. So they are stored in the index as well, which it reads in any case.
 INLINE_BYTES = 4 << 10
-"""The most bytes of an item that stands in the index."""
+"""The largest item, in bytes, that is stored in the index as well."""
 MAX_INLINE_BYTES = 1 << 20
-"""Of all of them."""
+"""The total of these items, in bytes."""
 
 _DATA_FILE = re.compile(r"__\d+_\d+_[0-9a-f]{32}\.tensors")
 _METADATA_FILE = re.compile(r"(__\d+)?\.metadata")
@@ -55,14 +56,14 @@ class StoredItem(NamedTuple):
     """``tensor``: C-contiguous elements; ``object``: what ``torch.save`` made of a value; ``wrapper``: what it
     made of a tensor subclass that has no bytes of its own."""
     digests: bytes
-    """XXH3-64 of each block as it is stored, 8 bytes each, big-endian, in order (see `block_size`); of more than one
-    that are not encrypted, then of them all: who reads the whole needs one digest and not 64."""
+    """XXH3-64 of each block as it is stored, 8 bytes each, big-endian, in order (see `block_size`). Several blocks that
+    are not encrypted are followed by the digest of the whole item, for readers that read all of it."""
     nonce_and_macs: bytes = b""
     """Of an encrypted item: the nonce of its first block (it counts up from there), then each block's MAC."""
 
     @classmethod
     def empty(cls, dtype: str, kind: str = "tensor") -> StoredItem:
-        """An item without bytes, which is in no file."""
+        """An item without bytes, which needs no file."""
         return cls("", "", 0, 0, dtype, kind, b"")
 
     @property
@@ -72,7 +73,7 @@ class StoredItem(NamedTuple):
 
 
 class Derivation(NamedTuple):
-    """The derivation of a key from a passphrase: the input of libsodium's ``crypto_pwhash`` beside it."""
+    """The parameters of libsodium's ``crypto_pwhash``, with which a key is derived from a passphrase."""
 
     opslimit: int
     memlimit: int
@@ -81,15 +82,10 @@ class Derivation(NamedTuple):
 
 
 class Seal(NamedTuple):
-    """The proof that an encrypted checkpoint's index is the one that was saved.
+    """The proof that an encrypted checkpoint's index is the one that was saved."""
 
-    Attributes:
-        fingerprint: BLAKE2b-256 of everything in the index.
-        mac: Of that, with the checkpoint's key (`Cipher.sign`).
-    """
-
-    fingerprint: bytes
-    mac: bytes
+    fingerprint: bytes  # BLAKE2b-256 of everything in the index
+    mac: bytes  # of the fingerprint, with the checkpoint's key (`Cipher.sign`)
 
 
 def block_size(nbytes: int, *, encrypted: bool = False) -> int:
@@ -101,7 +97,7 @@ def block_size(nbytes: int, *, encrypted: bool = False) -> int:
 
 
 def metadata_file_name(rank: int | None = None) -> str:
-    """``.metadata``, or one rank's own where ranks save without collectives."""
+    """``.metadata``, or the name of one rank's own if ranks save without collectives."""
     return ".metadata" if rank is None else f"__{rank}.metadata"
 
 
@@ -121,15 +117,15 @@ def data_file_name(rank: int, number: int, save_id: str) -> str:
 
 
 def is_data_file_name(name: str) -> bool:
-    """Returns whether ``name`` is one that `data_file_name` makes, and so cannot lead out of the checkpoint's
-    directory.
-    """
+    """Returns whether `data_file_name` makes ``name``. Such a name cannot lead out of the checkpoint's directory."""
     return _DATA_FILE.fullmatch(name) is not None
 
 
 def record_file_name(save_id: str) -> str:
-    """Name of the record of a save: as long as it is there, what this save has written is not part of a checkpoint, or
-    is named by its metadata."""
+    """Name of the record of a save.
+
+    While a record exists, the files of its save are not part of a checkpoint, unless the metadata names them.
+    """
     return f"__{save_id}.saving"
 
 
@@ -146,7 +142,7 @@ def save_id_in(name: str) -> str:
 
 
 def is_ours(name: str) -> bool:
-    """Returns whether ``name`` is of a file that this package makes in a checkpoint's directory."""
+    """Returns whether this package makes files with such a name in a checkpoint's directory."""
     patterns = (_DATA_FILE, _METADATA_FILE, _TEMPORARY_FILE, _RECORD_FILE)
     return any(pattern.fullmatch(name) for pattern in patterns)
 

@@ -17,21 +17,20 @@ _SUB_BYTE = {
     if isinstance(dtype := getattr(torch, name, None), torch.dtype)
 }
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # the classes of nearly all tensors; both have a storage of their own
+_PLAIN = (
+    torch.Tensor,
+    torch.nn.Parameter,
+)  # nearly all tensors are of these classes, which have a storage of their own
 
 
 def check_supported(key: str, tensor: torch.Tensor) -> None:
-    """Checks that the elements of a tensor are plain bytes.
-
-    Raises:
-        StagingError: they are not; names the key and the kind of tensor.
-    """
+    """Raises `StagingError`, naming the key and the kind of tensor, unless the elements of a tensor are plain bytes."""
     if (fault := _fault(tensor)) is not None:
         raise StagingError(f"{key!r} is a tensor {fault}, or leave it out of the state dict.")
 
 
 def _fault(tensor: torch.Tensor) -> str | None:
-    """Why a tensor cannot be saved, and what to do, as the end of a sentence; None if it can."""
+    """Why a tensor cannot be saved, and what to do instead, as the end of a sentence; None if it can be saved."""
     if tensor.is_nested:
         return f"of nested tensors (layout {tensor.layout}), which cannot be saved. Save the result of its unbind()"
     if tensor.layout is not torch.strided:
@@ -70,17 +69,19 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor is a subclass that has no storage of its own but is made of other tensors."""
+    """Returns whether a tensor is of a subclass without a storage of its own, which wraps other tensors."""
     return type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__")
 
 
 def copyable(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes in a dtype that torch copies in any layout: it does not copy pairs of 4-bit floats."""
+    """A view of a tensor in a dtype that torch copies in any layout. It does not copy pairs of 4-bit floats."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.float4_e2m1fn_x2 else tensor
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor in C order, in host memory: its own memory if they lie there in that order, else a copy."""
+    """The bytes of a tensor in C order, in host memory: its own memory if they lie there in that order, otherwise a
+    copy.
+    """
     plain = copyable(tensor.detach())
     if not plain.is_cpu or plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg().cpu()
@@ -90,9 +91,8 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor in host memory, in a fifth of the time that `host_bytes` takes.
-
-    It does not keep the tensor alive.
+    """The memory of a contiguous tensor on the host. Five times as fast as `host_bytes`; it does not keep the tensor
+    alive.
     """
     if type(tensor) is not torch.Tensor or not tensor.nbytes:
         return host_bytes(tensor)
@@ -107,11 +107,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @functools.cache
 def named_dtype(name: str) -> torch.dtype:
-    """The dtype whose `dtype_name` is ``name``.
-
-    Raises:
-        TypeError: torch has no such dtype.
-    """
+    """The dtype whose `dtype_name` is ``name``; raises `TypeError` if torch has none."""
     dtype = vars(torch).get(name)  # not getattr: torch imports modules for some names
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"torch has no dtype {name!r}")

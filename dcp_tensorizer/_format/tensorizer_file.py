@@ -1,10 +1,10 @@
-"""The tensorizer file format: where everything goes, the headers, block digests.
+"""The tensorizer file format: the layout of files and headers.
 
 A file's layout follows from the names, dtypes and shapes of its tensors alone, so it is known before a byte has been
 hashed: parts of a file can be made in any order and by several threads. The files are byte for byte those that
 ``tensorizer.TensorSerializer`` writes (the tests compare them), with one difference: headers are padded, so that the
-data is aligned. That class hashes each tensor in two passes over memory, with several queued tasks a tensor. Here every
-byte is fetched from memory once (see `encoder`).
+data is aligned. That class hashes each tensor in two passes over memory, with several queued tasks per tensor. Here
+every byte is fetched from memory once (see `encoder`).
 
     head      magic, version, flags, bytes and number of tensors, then an index in a region of 256 KiB
     entries   for each tensor a header (name, dtype, shape, the hashes of header and data, padding), then the data
@@ -13,9 +13,9 @@ byte is fetched from memory once (see `encoder`).
 A header may hold any number of hashes. There is always a CRC-32, which costs a fifteenth of the CPU time of a SHA-256,
 and a SHA-256 where that is asked for.
 
-In an encrypted file a header says how its tensor is encrypted, with a MAC for each block, and holds no hashes: those
-that ``TensorSerializer`` puts there are of the tensor as it was, which shows whether two are the same, and what is in a
-small one.
+In an encrypted file a header says how its tensor is encrypted, with a MAC for each block. It holds no hashes.
+``TensorSerializer`` puts hashes of the unencrypted tensor there, which reveal whether two tensors are equal, and the
+contents of small ones.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _PASSPHRASE = struct.Struct("<HHQQiH")  # two tags; costs and algorithm of the d
 _DERIVED, _BY_PWHASH = 1, 1
 _BLOCKS = struct.Struct(f"<HQ{NONCE_BYTES}sQ")  # tag, bytes in a block, nonce of the first, number of MACs that follow
 _XSALSA20 = 2
-# torch's dtypes that numpy has too, and of those that it has not, all that are known not to be of one byte.
-# It takes two seconds to import, and the writer process does without it.
+# torch's dtypes that numpy has too, and the item sizes of the others that are not of one byte. They are listed because
+# the writer process does without torch, whose import takes two seconds.
 _NUMPY = {"bool", *(f"{kind}int{bits}" for kind in ("", "u") for bits in (8, 16, 32, 64))}
 _NUMPY |= {"float16", "float32", "float64", "complex64", "complex128"}
 _ITEMSIZE = {"bfloat16": 2, "bits16": 2, "bcomplex32": 4, "complex32": 4}
@@ -63,8 +63,8 @@ _KINDS = {"parameter": 0, "buffer": 1}
 _STATE_DICT = 2
 END = bytes(8)
 
-# The least data version that can hold a file: plain, with dtypes that numpy lacks, encrypted, with dimensions of over
-# 32 bits.
+# The lowest data version for each kind of file: plain, with dtypes that numpy lacks, encrypted, with dimensions of more
+# than 32 bits.
 _PLAIN, _OPAQUE, ENCRYPTED, LONG = 1, 2, 3, 5
 # Feature flags, from version 4 on. Versioned index: a version precedes each of its entries.
 ENCRYPTED_FLAG, VERSIONED_INDEX = 1, 2
@@ -91,28 +91,16 @@ T = TypeVar("T", bound=TensorLayout)
 
 @dataclass(frozen=True, slots=True)
 class Entry(Generic[T]):
-    """One tensor in a file.
-
-    Attributes:
-        tensor: The tensor, as `lay_out` was given it.
-        header_offset: First byte of its header in the file.
-        header: The header as it is hashed: with zeros in place of the hashes.
-        padding: Zeros in it before the length of the data.
-        hashes_offset: Of the hashes in the header, and in an encrypted file of what is there instead.
-        offset: First byte of the data in the file.
-        length: Bytes of data.
-        block: Bytes of data that are encrypted at once; 0 in a plain file.
-        has_sha256: There is a SHA-256 in the header.
-    """
+    """One tensor in a file. Offsets are from the start of the file, lengths in bytes."""
 
     tensor: T
     header_offset: int
-    header: bytes
-    hashes_offset: int
-    offset: int
+    header: bytes  # with zeros in place of the hashes, as it is hashed
+    hashes_offset: int  # of the hashes in the header; in an encrypted file, of the encryption record
+    offset: int  # of the data
     length: int
-    padding: int
-    block: int = 0
+    padding: int  # zeros in the header before the length of the data
+    block: int = 0  # bytes that are encrypted at once; 0 in a plain file
     has_sha256: bool = False
 
     def with_hashes(self, crc32: int, sha256: bytes = b"") -> bytes:
@@ -149,17 +137,12 @@ def lay_out(
     capacity: int = INDEX_CAPACITY,
     alignment: int = ALIGNMENT,
 ) -> FileLayout[T]:
-    """Lays out the file of some tensors.
+    """Lays out the file of some tensors, in file order.
 
-    Args:
-        tensors: In file order; names are unique, and in an encrypted file none has zero bytes.
-        cipher: Of an encrypted file; its headers say what the key was derived from, and hold no hashes.
-        sha256: Put a SHA-256 into the headers, beside the CRC-32.
-        capacity: Bytes for the index; every release of tensorizer reads more than it writes.
-        alignment: Of the data in the file. ``TensorSerializer`` has none, that is 1: the tests compare files with it.
-
-    Raises:
-        ValueError: the index does not hold so many names.
+    Names are unique, and in an encrypted file no tensor has zero bytes. With a ``cipher`` the headers describe the
+    encryption and hold no hashes. ``capacity`` is the size of the index in bytes; every release of tensorizer reads
+    larger ones than it writes. ``alignment`` is that of the data; ``TensorSerializer`` has 1, which the tests use to
+    compare files. Raises `ValueError` if the names do not fit into the index.
     """
     position = len(MAGIC) + HEAD.size + capacity
     index: list[tuple[_Description, Entry[T]]] = []
@@ -188,7 +171,7 @@ def _describe(tensor: TensorLayout) -> _Description:
     return _Description(tensor.name.encode(), _KINDS.get(tensor.kind, _STATE_DICT), dtype, shape, version)
 
 
-@functools.lru_cache(4096)  # of thousands of tensors most are alike
+@functools.lru_cache(4096)  # most of thousands of tensors have the same dtype and shape
 def _describe_elements(dtype: str, shape: tuple[int, ...], nbytes: int) -> tuple[bytes, bytes, int]:
     is_long = any(extent >> 32 for extent in shape)
     packed = struct.pack(f"<B{len(shape)}{'Q' if is_long else 'I'}", len(shape), *shape)
@@ -198,9 +181,9 @@ def _describe_elements(dtype: str, shape: tuple[int, ...], nbytes: int) -> tuple
 def _entry(
     tensor: T, description: _Description, position: int, cipher: Cipher | None, alignment: int, *, sha256: bool
 ) -> Entry[T]:
-    """A tensor whose header begins at a position.
+    """A tensor whose header begins at ``position``.
 
-    Readers find the length of the data at the header's end, so that there may be anything before it.
+    Readers find the length of the data at the end of the header, so that padding may precede it.
     """
     name, kind, dtype, shape, _ = description
     described = name + bytes((len(dtype),)) + dtype + shape
@@ -242,7 +225,9 @@ _NO_CRC32 = _hashes(0, b"")
 
 
 def _crypt_info(derivation: Derivation | None, nbytes: int, block: int) -> bytes:
-    """The encryption record of a tensor, with zeros in place of nonce and MACs: sections, each after its length."""
+    """The encryption record of a tensor, with zeros in place of nonce and MACs: sections, each preceded by its
+    length.
+    """
     macs = -(-nbytes // block)
     sections = [_BLOCKS.pack(_XSALSA20, block, b"", macs) + bytes(MAC_BYTES * macs)]
     if derivation is not None:
@@ -269,9 +254,9 @@ def _index_entry(description: _Description, entry: Entry[T], is_versioned: bool)
 
 
 def _dtype_name(name: str, shape: tuple[int, ...], nbytes: int) -> bytes:
-    """A dtype as tensorizer stores it: numpy's name, or an opaque one with torch's where numpy has none.
+    """A dtype as tensorizer stores it: numpy's name, or an opaque one with torch's name if numpy has none.
 
-    torch may have dtypes that are not known here. The size of their elements is the tensor's own.
+    For dtypes that are not listed here, the element size follows from the tensor's own size.
     """
     count = math.prod(shape)
     if name in _NUMPY:

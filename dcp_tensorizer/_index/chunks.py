@@ -1,7 +1,7 @@
 """Layouts of tensors of one shape in chunks, and the chunks that a region touches.
 
-However many ranks have saved, a layout is a few numbers if the tensors were sharded evenly, and tensors of the same
-shape have the same layout.
+If tensors were sharded evenly, a layout is a few numbers for any number of ranks. Tensors of the same shape mostly
+share a layout.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from .schema import Layout, Run, encode_rows
 
 _MOST = 1 << 26
-"""Numbers in all runs of an index: half a gibibyte. A file of a few bytes must not make a reader allocate more."""
+"""The most numbers in all runs of an index: half a gibibyte, so that a tiny file cannot make a reader allocate more."""
 
 
 def runs_of(numbers: np.ndarray) -> list[Run]:
-    """Numbers as runs of equal distances."""
+    """Encodes numbers as runs of equal distances."""
     steps = np.diff(numbers)
     turns = [*(np.flatnonzero(steps[1:] != steps[:-1]) + 1).tolist(), len(steps)]
     runs: list[Run] = []
     start = 0
-    for turn in turns:  # the steps before it, from `start` on, are equal
+    for turn in turns:  # all steps from `start` to it are equal
         if turn > start:
             runs.append((int(numbers[start]), int(steps[start]), turn - start + 1))
             start = turn + 1
@@ -62,10 +62,8 @@ _NONE = np.zeros(0, dtype="i8")
 class ChunkLayout:
     """The chunks of tensors of one shape.
 
-    Args:
-        shape: The tensors'.
-        starts, sizes: Of the chunks: arrays of a row for each chunk, with an entry for each dimension. None: there is
-            one chunk, the whole.
+    ``starts`` and ``sizes`` have a row for each chunk and a column for each dimension. None: one chunk, the whole
+    tensor.
     """
 
     def __init__(self, shape: tuple[int, ...], starts: np.ndarray | None, sizes: np.ndarray | None) -> None:
@@ -77,10 +75,8 @@ class ChunkLayout:
 
     @classmethod
     def of(cls, shape: Sequence[int], chunks: Iterable[tuple[Sequence[int], Sequence[int]]]) -> ChunkLayout:
-        """Makes a layout from the offset and the size of each chunk.
-
-        Raises:
-            ValueError: a chunk has other dimensions than the tensor.
+        """Makes a layout from the offset and size of each chunk; raises `ValueError` if a chunk does not fit the
+        shape.
         """
         dims = tuple(shape)
         pairs = list(chunks)
@@ -102,7 +98,7 @@ class ChunkLayout:
 
     @classmethod
     def from_row(cls, row: Layout) -> ChunkLayout:
-        """Makes a layout from its row in an index; raises `ValueError` where that makes no sense."""
+        """Makes a layout from its row in an index; raises `ValueError` if it makes no sense."""
         dims = len(row.shape)
         if row.offsets is None or row.sizes is None:
             return cls(row.shape, None, None)
@@ -135,7 +131,7 @@ class ChunkLayout:
 
     @functools.cached_property
     def identity(self) -> bytes:
-        """Equal ones are of equal layouts."""
+        """Bytes that are equal for equal layouts."""
         numbers = None if self.is_one else self.starts.tobytes() + self.sizes.tobytes()
         return encode_rows((self.shape, numbers))
 
@@ -151,12 +147,12 @@ class ChunkLayout:
 
     @functools.cached_property
     def is_covered(self) -> bool:
-        """Returns whether the chunks hold each element once."""
+        """Returns whether the chunks hold each element exactly once."""
         return self.is_one or covers(self.shape, self.regions)
 
     def touched_by(self, region: Region) -> list[int]:
-        """The numbers of the chunks that have elements of a region; they are found by bisection."""
-        if region not in self._found:  # the tensors that share a layout are asked for the same regions
+        """The numbers of the chunks that have elements of a region, found by bisection."""
+        if region not in self._found:  # tensors that share a layout are read by the same regions
             self._found[region] = self._touched_by(region)
         return self._found[region]
 
@@ -173,8 +169,9 @@ class ChunkLayout:
 
     @functools.cached_property
     def _sorted(self) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-        """The dimension that tells most chunks apart, the chunks in its order, where they start, and where the
-        furthest one up to each of them stops."""
+        """The dimension in which most chunks differ, and the chunks sorted by it: their numbers, their starts, and the
+        furthest stop up to each of them.
+        """
         dim = max(range(len(self.shape)), key=lambda d: len(set(self.starts[:, d].tolist())))
         order = np.argsort(self.starts[:, dim], kind="stable")
         starts = self.starts[order, dim]
@@ -190,7 +187,7 @@ def _rows(numbers: Sequence[Sequence[int]], dims: int) -> np.ndarray:
 
 Integers: TypeAlias = NDArray[np.int64]
 
-_MAX_ROUNDS = 8  # of cuts along all dimensions: sharding needs one or two, and what is left is swept
+_MAX_ROUNDS = 8  # of cuts along all dimensions: sharding needs one or two; remaining groups are swept
 
 
 class Region(NamedTuple):
@@ -209,11 +206,11 @@ class Region(NamedTuple):
         return Region(start, size) if all(extent > 0 for extent in size) else None
 
     def moved(self, offset: Sequence[int]) -> Region:
-        """The region of the same size that starts further on."""
+        """The region of the same size, ``offset`` further on."""
         return Region(tuple(map(sum, zip(self.start, offset, strict=True))), self.size)
 
     def within(self, outer: Region) -> Region:
-        """The same elements, counted from where ``outer`` starts."""
+        """The same elements, with coordinates relative to the start of ``outer``."""
         return Region(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.size)
 
 
@@ -224,7 +221,7 @@ def covers(shape: Sequence[int], chunks: Sequence[Region]) -> bool:
     if sum(math.prod(chunk.size) for chunk in chunks) != math.prod(shape):
         return False
     filled = [chunk for chunk in chunks if math.prod(chunk.size)]
-    # They have as many elements as the tensor. So they hold each of them once if no two chunks overlap.
+    # The chunks have as many elements as the tensor, so they hold each one once if no two chunks overlap.
     return _lie_within(shape, filled) and _are_disjoint(shape, filled)
 
 
@@ -237,7 +234,7 @@ def _lie_within(shape: Sequence[int], chunks: Sequence[Region]) -> bool:
 
 
 def _are_disjoint(shape: Sequence[int], chunks: Sequence[Region]) -> bool:
-    if _is_grid(shape, chunks):  # as sharding makes it: two cells overlap only if they are the same cell
+    if _is_grid(shape, chunks):  # the usual sharding: two cells overlap only if they are the same cell
         return len({chunk.start for chunk in chunks}) == len(chunks)
     starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
     stops = starts + np.array([chunk.size for chunk in chunks], dtype=np.int64)  # they lie within: no overflow
@@ -255,14 +252,12 @@ def _is_grid(shape: Sequence[int], chunks: Sequence[Region]) -> bool:
 
 
 def overlapping_pair(starts: Integers, stops: Integers) -> tuple[int, int] | None:
-    """The numbers of two chunks that overlap; None if there are none.
+    """The numbers of two chunks that overlap; None if no two do. The arrays have a row per chunk, a column per
+    dimension.
 
-    Chunks that sharding makes can be cut apart: a cut along a dimension goes through no chunk and has some on either
-    side. That takes O(n log n), and so does what cannot be cut apart in two dimensions. As DCP sees it, a chunk
-    without elements overlaps another one if it lies strictly inside.
-
-    Args:
-        starts, stops: A row for each chunk, and a column for each dimension.
+    Chunks that sharding makes can be cut apart: a cut along a dimension goes through no chunk, and has some on either
+    side. That takes O(n log n), and so does sweeping the rest in two dimensions. As in DCP, a chunk without elements
+    overlaps another one if it lies strictly inside.
     """
     if len(starts) < 2:
         return None
@@ -277,7 +272,9 @@ def overlapping_pair(starts: Integers, stops: Integers) -> tuple[int, int] | Non
 
 
 def _numbered(starts: Integers, stops: Integers) -> tuple[Integers, Integers]:
-    """Replaces coordinates by their numbers in order, dimension by dimension: they are less than twice the chunks."""
+    """Replaces coordinates by their ranks, dimension by dimension, so that they are less than twice the number of
+    chunks.
+    """
     both = np.concatenate([starts, stops])
     columns = [np.unique(column, return_inverse=True)[1].reshape(-1) for column in both.T]
     numbers = np.stack(columns, axis=1)
@@ -285,9 +282,9 @@ def _numbered(starts: Integers, stops: Integers) -> tuple[Integers, Integers]:
 
 
 def _cut_apart(low: Integers, high: Integers) -> list[list[int]]:
-    """The groups of two chunks or more that no cut divides further. All groups are cut at once."""
+    """The groups of two or more chunks that no cut divides further. All groups are cut in one pass."""
     dims = low.shape[1]
-    width = 2 * len(low)  # more than any coordinate: behind it begins the next group
+    width = 2 * len(low)  # more than any coordinate, so that groups do not touch
     rows, groups, count, vain = np.arange(len(low)), np.zeros(len(low), dtype=np.int64), 1, 0
     for dim in itertools.islice(itertools.cycle(range(dims)), _MAX_ROUNDS * dims):
         order = np.lexsort((high[rows, dim], low[rows, dim], groups))
@@ -307,7 +304,7 @@ def _cut_apart(low: Integers, high: Integers) -> list[list[int]]:
 
 
 def _sweep(group: list[int], low: Integers, high: Integers) -> tuple[int, int] | None:
-    """Two chunks of a group that overlap. A dimension in which all have a point in common tells nothing."""
+    """Finds two chunks of a group that overlap. Dimensions in which all chunks share a point are ignored."""
     some_low, some_high = low[group], high[group]
     dims = np.flatnonzero(some_low.max(axis=0) >= some_high.min(axis=0)).tolist()
     if not dims:
@@ -319,9 +316,9 @@ def _sweep(group: list[int], low: Integers, high: Integers) -> tuple[int, int] |
 
 
 def _sweep_two(boxes: list[tuple[int, int, int, int, int]]) -> tuple[int, int] | None:
-    """Sweeps boxes (start and stop in one dimension, and in the other, and their number), sorted.
+    """Sweeps sorted boxes: start and stop in one dimension, start and stop in the other, and their number.
 
-    The active ones lie side by side in the other dimension, so that only neighbours need to be compared.
+    The active boxes lie side by side in the other dimension, so that only neighbours need to be compared.
     """
     active: list[tuple[int, int, int]] = []
     ends: list[tuple[int, tuple[int, int, int]]] = []
@@ -340,7 +337,7 @@ def _sweep_two(boxes: list[tuple[int, int, int, int, int]]) -> tuple[int, int] |
 
 
 def _sweep_many(group: list[int], low: Integers, high: Integers) -> tuple[int, int] | None:
-    """Sweeps along the first dimension, and compares each chunk with all active ones: sharding makes no such groups."""
+    """Sweeps along the first dimension, and compares each chunk with all active ones. Sharding makes no such groups."""
     active = np.zeros(0, dtype=np.int64)
     for row in np.lexsort((high[:, 0], low[:, 0])):
         active = active[high[active, 0] > low[row, 0]]
@@ -352,9 +349,8 @@ def _sweep_many(group: list[int], low: Integers, high: Integers) -> tuple[int, i
 
 
 def regions_of_range(start: int, stop: int, shape: Sequence[int]) -> Iterator[Region]:
-    """Cuts the elements ``start`` to ``stop`` of a C-ordered array into regions.
-
-    There are at most two for each dimension, less one.
+    """Cuts the elements ``start`` to ``stop`` of a C-ordered array into regions: at most two per dimension, less
+    one.
     """
     if start >= stop:
         return

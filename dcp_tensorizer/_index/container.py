@@ -1,13 +1,13 @@
-"""The index of a checkpoint: the container that ``.metadata`` is.
+"""The container of a checkpoint's index, which is stored as ``.metadata``.
 
     start     80 bytes: magic, version, the lengths of head and file, a digest of start and head, a MAC
-    head      MessagePack: what was saved when and by what, the data files, and where each section is
-    sections  MessagePack, one after the other: the entries of the state dict, what the planner recorded, small values
-              themselves, and for each rank the places of what it wrote
+    head      MessagePack: when and by which versions it was saved, the data files, and where each section is
+    sections  MessagePack, one after the other: the entries of the state dict, the planner's data, small values,
+              and for each rank the places of what it wrote
 
-Each section has its digest in the head, so that it can be read, checked and decoded by itself: a rank of a load reads
-the places of those whose data it needs. Nothing in the file is
-code. `index_rows` has the types of what is in it, and ``docs/reference/format.md`` describes it for other programs.
+The head has a digest of each section, so that a section can be read, checked and decoded by itself. A rank of a load
+reads only the places of the ranks whose data it needs. Nothing in the file is code. `schema` has the types of the
+contents, and ``docs/reference/format.md`` describes them for other programs.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from .schema import DataFile, Head, Section, SectionKind, decode_head, encode_ro
 INDEX_VERSION = 1
 
 FIRST_BYTES = 1 << 20
-"""What to read of an index first. Up to a hundred ranks that is all of it, and more takes another request."""
+"""How much of an index to read first. Up to a hundred ranks that is all of it; the rest takes another request."""
 
 _Rows = TypeVar("_Rows")
 
 _MAGIC = b"\x89DCPTZR\n"
-# Magic, version, bytes of the head, bytes of the file. This much, the digest and the MAC stand here in every version.
+# Magic, version, bytes of the head, bytes of the file. These, the digest and the MAC are the same in every version.
 _FIXED = struct.Struct("<8sQQQ")
 _DIGEST = 16
 _MAC = 32
 _START = _FIXED.size + _DIGEST + _MAC
 _PICKLE = b"\x80"  # the first byte of any pickle since protocol 2
-_OLD_TRAILER = b"\x00DCPTZR1"  # behind the pickle that this package wrote before its first release
+_OLD_TRAILER = b"\x00DCPTZR1"  # the end of the pickles that this package wrote before its first release
 
 
 class Part(NamedTuple):
-    """A section that is to be packed; ``files`` are those that its places are in."""
+    """A section to be packed; ``files`` are the data files that its places refer to."""
 
     kind: SectionKind
     rank: int | None
@@ -51,31 +51,21 @@ class Part(NamedTuple):
 
 
 class IndexFile(NamedTuple):
-    """An index, as far as it has been read.
-
-    Attributes:
-        path: For messages.
-        head: The head.
-        data: The file's first bytes.
-        read: Gives so many bytes from an offset on, where ``data`` is not the whole file. Raises `ReadError`.
-    """
+    """An index, as far as it has been read."""
 
     path: str
     head: Head
-    data: bytes
-    read: Callable[[int, int], bytes] | None = None
+    data: bytes  # the first bytes of the file
+    read: Callable[[int, int], bytes] | None = None  # reads bytes from an offset on; None if ``data`` is the whole file
 
     @property
     def seal(self) -> Seal:
-        """The proof that it was made with the checkpoint's key."""
+        """The proof that the index was made with the checkpoint's key."""
         return read_seal(self.data)
 
     def section(self, section: Section) -> bytes | memoryview:
-        """The bytes of a section, checked.
-
-        Raises:
-            MetadataError: they are damaged.
-            ReadError: they cannot be read.
+        """The bytes of a section. Raises `MetadataError` if they are damaged, and `ReadError` if they cannot be
+        read.
         """
         start = head_end(self.data) + section.offset
         if self.read is None or start + section.nbytes <= len(self.data):
@@ -89,12 +79,8 @@ class IndexFile(NamedTuple):
 
 
 def pack(head: Head, parts: Iterable[Part], sign: Callable[[bytes], bytes] | None = None) -> bytes:
-    """The index.
-
-    Args:
-        head: All of it but the sections, which are filled in.
-        parts: What the sections hold.
-        sign: Gives the MAC of a fingerprint, in an encrypted checkpoint.
+    """Packs the index. The sections are filled into ``head``. ``sign`` makes the MAC of a fingerprint, if it is
+    encrypted.
     """
     contents = []
     offset = 0
@@ -129,14 +115,12 @@ def _strong(*pieces: bytes | memoryview) -> bytes:
 
 
 def is_index(data: bytes) -> bool:
-    """Returns whether some bytes begin as an index does, or as the metadata of this package did before its first
-    release.
-    """
+    """Returns whether bytes begin like an index, or like this package's metadata before its first release."""
     return data.startswith(_MAGIC) or data[-24:-16] == _OLD_TRAILER
 
 
 def looks_like_pickle(data: bytes) -> bool:
-    """Returns whether some bytes begin as a pickle does, which torch's ``.metadata`` is."""
+    """Returns whether bytes begin like a pickle, such as torch's ``.metadata``."""
     return data.startswith(_PICKLE)
 
 
@@ -146,7 +130,7 @@ def head_end(data: bytes) -> int:
 
 
 class IndexSource(Protocol):
-    """A checkpoint's directory, wherever it is (``_storage.base.Storage``)."""
+    """The directory of a checkpoint on any storage (``_storage.base.Storage``)."""
 
     path: str
 
@@ -154,21 +138,21 @@ class IndexSource(Protocol):
         """The first bytes of a file; None if there is none. Raises `ReadError`."""
 
     def read_range(self, name: str, offset: int, nbytes: int) -> bytes:
-        """So many bytes from an offset on. Raises `ReadError`."""
+        """Reads bytes from an offset on. Raises `ReadError`."""
 
     def head(self, name: str) -> int | None:
-        """The bytes in a file; None if there is none. Raises `ReadError`."""
+        """The size of a file; None if there is none. Raises `ReadError`."""
 
 
 def find_index(source: IndexSource, name: str) -> IndexFile | None:
-    """The index in a directory; None if there is none. Raises what `open_index` does."""
+    """Opens the index in a directory; None if there is none. Raises what `open_index` raises."""
     data = source.read(name, FIRST_BYTES)
     if data is None:
         return None
     path, size = f"{source.path}/{name}", (source.head(name) or 0) if len(data) == FIRST_BYTES else len(data)
 
     def read(offset: int, nbytes: int) -> bytes:
-        if offset + nbytes > size:  # also so that no memory is allocated for missing bytes
+        if offset + nbytes > size:  # before memory is allocated for missing bytes
             raise _damaged(path, f"it has {size:,} bytes instead of {offset + nbytes:,}")
         return source.read_range(name, offset, nbytes)
 
@@ -176,22 +160,16 @@ def find_index(source: IndexSource, name: str) -> IndexFile | None:
 
 
 def open_index(path: str, data: bytes, read: Callable[[int, int], bytes]) -> IndexFile:
-    """An index of which the first bytes have been read.
+    """Opens an index whose first bytes, `FIRST_BYTES` or all of it, have been read.
 
-    Args:
-        path: For messages.
-        data: `FIRST_BYTES` of the file, or all of it, if it has fewer.
-        read: Gives so many bytes from an offset on. Raises `ReadError`.
-
-    Raises:
-        MetadataError: it is damaged, of another version, or something else; says what it is.
-        ReadError: it cannot be read.
+    ``read`` reads bytes from an offset on. Raises `MetadataError` if it is damaged, of another version, or something
+    else, and `ReadError` if it cannot be read.
     """
     if len(data) < FIRST_BYTES or not data.startswith(_MAGIC):
         return IndexFile(path, read_head(data, path), data)
     data = _at_least(head_end(data), data, read)
     head = read_head(data, path, whole=False)
-    # Every load needs all but the places: one request more, and none for each of them.
+    # Every load needs all sections but the places: one more request reads them all.
     sections = max((s.offset + s.nbytes for s in head.sections if s.kind != "places"), default=0)
     return IndexFile(path, head, _at_least(head_end(data) + sections, data, read), read)
 
@@ -201,11 +179,7 @@ def _at_least(nbytes: int, data: bytes, read: Callable[[int, int], bytes]) -> by
 
 
 def read_head(data: bytes, path: str, *, whole: bool = True) -> Head:
-    """The head of an index, checked.
-
-    Raises:
-        MetadataError: it is damaged, of another version, or something else; says what it is.
-    """
+    """Checks and decodes the head; raises `MetadataError` if it is damaged, of another version, or something else."""
     if not data.startswith(_MAGIC):
         raise _not_an_index(path, data)
     if len(data) < _START:
@@ -230,18 +204,14 @@ def read_head(data: bytes, path: str, *, whole: bool = True) -> Head:
 
 
 def read_seal(data: bytes) -> Seal:
-    """The seal of an index whose head has been read."""
+    """The seal of an index whose head has been checked."""
     _, _, head_nbytes, _ = _FIXED.unpack_from(data)
     fixed, _, mac, packed = _start_of(memoryview(data), head_nbytes)
     return Seal(_strong(fixed, packed), bytes(mac))
 
 
 def check_section(content: bytes | memoryview, section: Section, path: str) -> bytes | memoryview:
-    """The bytes of a section, if they are those that were written.
-
-    Raises:
-        MetadataError: they are not.
-    """
+    """Returns the bytes of a section after checking its digests; raises `MetadataError` if they do not match."""
     if xxhash.xxh3_128_digest(content) != section.digest:
         raise _damaged(path, "its checksum does not match, or it was overwritten while it was read")
     if section.strong is not None and _strong(content) != section.strong:
@@ -250,16 +220,12 @@ def check_section(content: bytes | memoryview, section: Section, path: str) -> b
 
 
 def data_files(head: Head) -> dict[str, int]:
-    """The data files that an index names, and the bytes in each."""
+    """The data files that an index names, and their sizes."""
     return {file.name: file.nbytes for section in head.sections for file in section.files}
 
 
 def decoded(decode: Callable[[bytes | memoryview], _Rows], content: bytes | memoryview, path: str) -> _Rows:
-    """Decodes some bytes; raises `MetadataError` naming the path.
-
-    Raises:
-        MetadataError: they are not what the decoder is for.
-    """
+    """Decodes bytes; raises `MetadataError`, naming the path, if they are not of the expected type."""
     try:
         return decode(content)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -267,12 +233,12 @@ def decoded(decode: Callable[[bytes | memoryview], _Rows], content: bytes | memo
 
 
 def nonsense(path: str, what: str) -> MetadataError:
-    """The error for an index with right digests that no writer would write."""
+    """The error for an index whose digests match, but that no writer would write."""
     return MetadataError(f"{path} is not an index that dcp_tensorizer writes: {what}")
 
 
 def _start_of(view: memoryview, head_nbytes: int) -> tuple[memoryview, memoryview, memoryview, memoryview]:
-    """Fixed fields, digest, MAC, and the head."""
+    """The fixed fields, the digest, the MAC and the head."""
     mac_offset = _FIXED.size + _DIGEST
     return (
         view[: _FIXED.size],
@@ -283,7 +249,7 @@ def _start_of(view: memoryview, head_nbytes: int) -> tuple[memoryview, memoryvie
 
 
 def _check_head(head: Head, nbytes: int, path: str) -> None:
-    """Checks that sections fill the bytes behind the head, and that data files lie beside the index."""
+    """Checks that the sections fill the bytes behind the head, and that data files lie beside the index."""
     end = 0
     for section in head.sections:
         if section.offset != end or (section.strong is None) != (head.encryption is None):
@@ -306,7 +272,7 @@ def _check_head(head: Head, nbytes: int, path: str) -> None:
 
 
 def _not_an_index(path: str, data: bytes) -> MetadataError:
-    """The error for a file that does not begin as an index does: says what it is."""
+    """The error for a file that does not begin like an index; it says what the file is, if that is known."""
     if data[-24:-16] == _OLD_TRAILER:
         return UnsupportedFormat(
             f"{path} is a pickle of dcp_tensorizer from before its first release, which is no longer read: load the "

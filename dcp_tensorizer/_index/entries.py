@@ -1,7 +1,7 @@
-"""DCP's ``state_dict_metadata`` as rules: which of a few layouts, and of a few properties, each tensor has.
+"""DCP's ``state_dict_metadata`` as rules: which of a few layouts and properties each tensor has.
 
-Tensors of one shape are mostly sharded in the same way. So rules stay small over however many ranks, where DCP has an
-object for each chunk. The index of a checkpoint is made of them, and `SavePlanner` makes and sends them.
+Tensors of one shape are mostly sharded in the same way. So rules stay small for any number of ranks, where DCP has an
+object for each chunk. The index of a checkpoint consists of rules, and `SavePlanner` makes and sends them.
 """
 
 from __future__ import annotations
@@ -32,34 +32,23 @@ from .schema import Entries, ObjectEntry, Properties, Run, TensorEntry, decode_p
 
 @dataclass(frozen=True, eq=False)
 class StateRules:
-    """The entries of a state dict.
-
-    Attributes:
-        keys: In their order.
-        rows: For each key, the numbers of its properties and of its layout; both -1: it is an object.
-        properties: DCP's; they are not changed.
-        layouts: With the tensors' shapes.
-    """
+    """The entries of a state dict. The properties are DCP's own objects, and are not changed."""
 
     keys: list[Any]
-    rows: NDArray[np.int64]
+    rows: NDArray[np.int64]  # for each key, the numbers of its properties and its layout; both -1 for an object
     properties: list[TensorProperties]
     layouts: list[ChunkLayout]
 
     @classmethod
     def of(cls, described: Mapping[Any, Any]) -> StateRules:
-        """Makes the rules from DCP's entries.
-
-        Raises:
-            WriteError: one of them is none of DCP's, or makes no sense; names its key.
-        """
+        """Makes the rules from DCP's entries; raises `WriteError`, naming the key, if an entry makes no sense."""
         maker = _Maker()
         rows = [maker.row_of(key, entry) for key, entry in described.items()]
         numbers = np.array(rows, dtype=np.int64).reshape(-1, 2)
         return cls(list(described), numbers, maker.properties, maker.layouts)
 
     def described(self) -> dict[Any, Any]:
-        """DCP's entries, made at each call, so that the caller may change them."""
+        """DCP's entries. They are made anew at each call, so that the caller may change them."""
         lists = [layout.chunks() for layout in self.layouts]
         entries: dict[Any, Any] = {}
         for key, (properties, layout) in zip(self.keys, self.rows.tolist(), strict=True):
@@ -112,12 +101,12 @@ class _Maker:
     def _number_of_properties(self, properties: TensorProperties) -> int:
         number = self._known_properties.setdefault(tuple(vars(properties).values()), len(self.properties))
         if number == len(self.properties):
-            _row(properties)  # now, while the key is known
+            _row(properties)  # checked here, where an error can name the key
             self.properties.append(properties)
         return number
 
     def _number_of_layout(self, entry: TensorStorageMetadata) -> int:
-        # To compare tuples takes a tenth of the time that it takes to make arrays of them.
+        # Comparing tuples takes a tenth of the time of making arrays of them.
         chunks = entry.chunks
         same = (tuple(entry.size), *[tuple(c.offsets) for c in chunks], *[tuple(c.sizes) for c in chunks])
         number = self._known_chunks.get(same)
@@ -157,24 +146,19 @@ def _torch_name(value: torch.layout | torch.memory_format) -> str:
 
 # --- writing the section of entries -----------------------------------------------------------------------------------
 
-_KEPT = 4  # a job may save its model and its optimizer in turn, each with something beside it
+_KEPT = 4  # sections: a job may save its model and its optimizer in turn, and other states between them
 
 
 class EntryWriter:
-    """Makes sections of entries. Those of the last saves are kept, and found by the contents that they are made of."""
+    """Makes sections of entries. Keeps those of the last saves, and uses them again for the same contents."""
 
     def __init__(self) -> None:
         self._kept: deque[tuple[tuple[bytes, ...], bytes]] = deque(maxlen=_KEPT)
 
     def section(self, rules: StateRules, parts: Sequence[RankPlaces]) -> bytes:
-        """The section.
+        """The section of a state dict's entries; raises `WriteError`, naming the key, if a key cannot be stored.
 
-        Args:
-            rules: The state dict.
-            parts: What each rank has written. Of a chunk that several have written, the last one's is used.
-
-        Raises:
-            WriteError: a key cannot be stored; names it.
+        ``parts`` are the ranks' reports of what they wrote. If several ranks wrote a chunk, the last one's is used.
         """
         name = (rules.digest, *(part.table_digest for part in parts))
         section = next((section for known, section in tuple(self._kept) if known == name), None)
@@ -185,14 +169,14 @@ class EntryWriter:
 
 
 class _Owners:
-    """Finds out who has which chunk."""
+    """Finds out which rank wrote which chunk."""
 
     def __init__(self, parts: Sequence[RankPlaces]) -> None:
         rows = [decode_places(part.places) for part in parts]
         hashes = [np.frombuffer(row.hashes, dtype="<u8") for row in rows]
         owners = np.repeat(np.arange(len(rows)), [len(of) for of in hashes])
         hashed = np.concatenate([*hashes, np.zeros(0, dtype="<u8")])
-        order = np.argsort(hashed, kind="stable")  # of equal ones, the last rank's stays the last
+        order = np.argsort(hashed, kind="stable")  # stable, so that the last rank's comes last among equal ones
         self._hashes, self._owners = hashed[order], owners[order]
         self._is_tensor = (
             np.concatenate([*(np.frombuffer(row.kinds, dtype="u1") for row in rows), _NO_KINDS])[order] == 0
@@ -221,7 +205,7 @@ class _Owners:
         return Entries(rules.property_rows, rows, [runs for _, runs in self._runs.values()], entries)
 
     def _find(self, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Finds the owner of each item (-1: none), and whether it is stored as a tensor's elements."""
+        """The owner of each item (-1: none), and whether it is stored as a tensor's elements."""
         if not len(self._hashes):
             return np.full(len(wanted), -1), np.zeros(len(wanted), dtype=bool)
         rows = np.maximum(np.searchsorted(self._hashes, wanted, side="right") - 1, 0)
@@ -229,7 +213,7 @@ class _Owners:
         return np.where(is_there, self._owners[rows], -1), is_there & self._is_tensor[rows]
 
     def _run(self, owners: np.ndarray) -> int:
-        """The row of some owners, made if there is none."""
+        """The row of some owners, which is made if there is none yet."""
         name = owners.tobytes()
         if name not in self._runs:
             self._runs[name] = len(self._runs), runs_of(owners)
@@ -244,17 +228,11 @@ _OF_OBJECT = (encode_rows(None),)
 
 
 class TensorValue(NamedTuple):
-    """A tensor.
-
-    Attributes:
-        layout: How it is cut into chunks.
-        owners: For each chunk the number of the section of places that has it; -1: none.
-        is_whole: The chunks hold each element once, and all are stored.
-    """
+    """A tensor of the index."""
 
     layout: ChunkLayout
-    owners: np.ndarray
-    is_whole: bool
+    owners: np.ndarray  # for each chunk, the number of the section of places that has it; -1: none
+    is_whole: bool  # the chunks hold each element once, and all are stored
     properties: Properties
 
     def places(self) -> Iterator[tuple[tuple[int, ...], int]]:
@@ -262,12 +240,7 @@ class TensorValue(NamedTuple):
         return zip((region.start for region in self.layout.regions), self.owners.tolist(), strict=True)
 
     def chunks_in(self, offset: tuple[int, ...], region: Region) -> list[int]:
-        """The numbers of the chunks to read for a region.
-
-        Args:
-            offset: Of the chunk that a load was shown, of which it wants a part.
-            region: Which part of that.
-        """
+        """The numbers of the chunks to read for a ``region`` of the chunk at ``offset`` that the load was shown."""
         if self.is_whole:
             return self.layout.touched_by(region.moved(offset))
         same = np.flatnonzero((self.layout.starts == np.array(offset, dtype="i8")).all(axis=1))
@@ -279,11 +252,7 @@ Value = TensorValue | int
 
 
 def values_of(rows: Entries, part_count: int) -> dict[Any, Value]:
-    """Each value of the state dict by its key.
-
-    Raises:
-        ValueError, LookupError: the section makes no sense.
-    """
+    """Each value of the state dict by its key; raises `ValueError` or `LookupError` if the section makes no sense."""
     check_numbers(rows.layouts, rows.owners)
     layouts = [ChunkLayout.from_row(row) for row in rows.layouts]
     owners = [expand(runs) for runs in rows.owners]

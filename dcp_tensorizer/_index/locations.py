@@ -24,26 +24,25 @@ _KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 
 
 def hash_of(key: Any, offset: Sequence[int] | None) -> int:
-    """The hash that an item is found by: XXH3-64 of the MessagePack of its key and the offset of its chunk.
+    """The hash by which an item is found: XXH3-64 of the MessagePack of its key and its chunk's offset.
 
-    Raises:
-        TypeError, OverflowError: no key can be like that.
+    Raises `TypeError` or `OverflowError` for values that cannot be keys.
     """
     return xxhash.xxh3_64_intdigest(_PAIR + encode_rows(to_key(key)) + encode_rows(offset))
 
 
 def hashes_of(packed_key: bytes, packed_offsets: Iterable[bytes]) -> list[int]:
-    """The same of several chunks of a tensor; its key and their offsets are MessagePack already."""
+    """`hash_of` for several chunks of a tensor, whose key and offsets are packed already."""
     start = _PAIR + packed_key
     return [xxhash.xxh3_64_intdigest(start + offset) for offset in packed_offsets]
 
 
 class InlineItem(NamedTuple):
-    """A small item with its bytes; builtin types, for DCP to carry to the coordinator."""
+    """A small item with its bytes; of builtin types, so that DCP can carry it to the coordinator."""
 
     hash: int
     name: str | None
-    """None if it is the key."""
+    """None if it equals the key."""
     dtype: str
     kind: str
     digests: bytes
@@ -52,21 +51,21 @@ class InlineItem(NamedTuple):
 
 
 class RankPlaces(NamedTuple):
-    """A rank's report to the coordinator of what it has written; builtin types, for DCP to carry."""
+    """A rank's report to the coordinator of what it has written; of builtin types, so that DCP can carry it."""
 
     rank: int
     files: tuple[tuple[str, int], ...]
-    """The data files, and the bytes in each."""
+    """The data files and their sizes."""
     table: bytes
-    """Where each item is: the section of places up to its digests. Empty, if ``table_digest`` stands for it."""
+    """The section of places up to its digests; empty if the coordinator knows it by ``table_digest``."""
     table_digest: bytes
-    """XXH3-128 of it. The same items in files of the same layout have the same."""
+    """XXH3-128 of the table. The same items in files of the same layout have the same one."""
     digests: bytes
     seals: bytes
     """The rest of the section."""
     inline: tuple[InlineItem, ...] = ()
     check: bytes = b""
-    """Of the encryption key (`Cipher.check_value`)."""
+    """The check value of the encryption key (`Cipher.check_value`)."""
     unchanged: tuple[str, ...] | None = None
     """What `Freshness.compare` has found."""
 
@@ -80,13 +79,9 @@ class RankPlaces(NamedTuple):
         inline: Sequence[InlineItem] = (),
         check: bytes = b"",
     ) -> RankPlaces:
-        """Makes the places of items by their keys.
+        """Makes the report from items by their keys; raises `WriteError`, naming the key, if a key cannot be stored.
 
-        Args:
-            named: Those whose keys stand in the index, because the state dict may not name them.
-
-        Raises:
-            WriteError: a key cannot be stored; names it.
+        The keys of ``named`` items are stored in the index, because the state dict may not name them.
         """
         numbers = {name: number for number, name in enumerate(files)} | {"": -1}
         rows = _table(
@@ -104,12 +99,12 @@ class RankPlaces(NamedTuple):
 
     @property
     def places(self) -> bytes:
-        """The section of the index that says where each item is."""
+        """The section of the index that locates each item."""
         return b"".join((self.table, encode_rows(self.digests), encode_rows(self.seals)))
 
 
 def inline_rows(items: Iterable[InlineItem]) -> Inline:
-    """The section of small items; of several with one hash, the last one."""
+    """The section of small items. If several have the same hash, the last one is used."""
     chosen = list({item.hash: item for item in items}.values())
     ends = list(itertools.accumulate((len(item.content) for item in chosen), initial=0))
     stored = [
@@ -147,7 +142,7 @@ def _table(
 
 
 def checked_hash(key: Any, offset: Sequence[int] | None) -> int:
-    """The same as `hash_of`, of what is to be saved; raises `WriteError`, which names the key."""
+    """`hash_of` for an item that is to be saved; raises `WriteError`, which names the key."""
     try:
         return hash_of(key, offset)
     except (TypeError, OverflowError) as error:
@@ -159,19 +154,11 @@ def _column(numbers: Sequence[int], dtype: str) -> bytes:
 
 
 class PlaceTable:
-    """The items of a rank.
-
-    Args:
-        rows: The table.
-        files: The data files that they are in, and the bytes in each.
-
-    Raises:
-        ValueError: the table makes no sense.
-    """
+    """The locations of a rank's items in its data files; raises `ValueError` if the table makes no sense."""
 
     def __init__(self, rows: Places, files: Sequence[tuple[str, int]], *, is_encrypted: bool) -> None:
         self._rows = rows
-        self._files = [*files, ("", 0)]  # the last one for items without bytes
+        self._files = [*files, ("", 0)]  # the last one is for items without bytes
         self._is_encrypted = is_encrypted
         self.hashes = np.frombuffer(rows.hashes, dtype="<u8")
         self.kinds = np.frombuffer(rows.kinds, dtype="u1")
@@ -192,11 +179,7 @@ class PlaceTable:
         return self._row_numbers.get(item_hash)
 
     def item(self, row: int, key: Any) -> StoredItem:
-        """The location of an item.
-
-        Raises:
-            ValueError: that makes no sense.
-        """
+        """The location of an item; raises `ValueError` if it makes no sense."""
         file, offset, nbytes, dtype, kind, digest_end, seal_end = self._places[row]
         dtype_name, kind_name = self._rows.dtypes[dtype], KINDS[kind]
         if file < 0:
@@ -208,12 +191,12 @@ class PlaceTable:
         seal = self._rows.seals[self._places[row - 1][6] if row else 0 : seal_end]
         item = StoredItem(self._files[file][0], name, offset, nbytes, dtype_name, kind_name, digests, seal)
         sealed = NONCE_BYTES + -(-nbytes // item.block) * MAC_BYTES if nbytes and self._is_encrypted else 0
-        if len(seal) != sealed:  # it may come from an attacker
+        if len(seal) != sealed:  # the file may come from an attacker
             raise ValueError(f"the data of {key!r} is not encrypted as the checkpoint is")
         return item
 
     def named(self) -> Iterator[tuple[int, ItemKey]]:
-        """The numbers of the items whose keys stand in the table, and those."""
+        """The items whose keys are stored in the table: their numbers and keys."""
         for row, (key, offset) in self._rows.keys.items():
             yield row, (from_key(key), offset)
 
@@ -223,19 +206,19 @@ class PlaceTable:
 
     @functools.cached_property
     def _places(self) -> list[tuple[int, ...]]:
-        """The columns as rows of Python's own numbers, which are faster one by one."""
+        """The columns as rows of Python numbers, which are faster to use one by one."""
         columns = self._file_numbers, self._offsets, self._sizes, self._dtype_numbers, self.kinds
         return list(zip(*(column.tolist() for column in (*columns, self._digest_ends, self._seal_ends)), strict=True))
 
     def _check(self, count: int) -> None:
-        hashes = np.sort(self.hashes)  # `np.unique` imports modules, in as long as a small load takes
+        hashes = np.sort(self.hashes)  # not `np.unique`, whose imports take as long as a small load
         if len(self.kinds) != count or len(hashes) != count or np.any(hashes[1:] == hashes[:-1]):
             raise ValueError("a table of places has columns of several lengths, or an item twice")
         if not count:
             return
         file_sizes = np.array([nbytes for _, nbytes in self._files], dtype="i8")
         if self._file_numbers.min() < -1 or self._file_numbers.max() >= len(file_sizes) - 1:
-            raise ValueError("a table of places names a file that is not there")
+            raise ValueError("a table of places refers to a file that it does not have")
         room = file_sizes[self._file_numbers]
         if self._offsets.min() < 0 or self._sizes.min() < 0 or not np.all(self._sizes <= room - self._offsets):
             raise ValueError("an item with data names no file")
@@ -245,7 +228,7 @@ class PlaceTable:
         if any(self._rows.dtypes[number] != "uint8" for number in others):
             raise ValueError("an object has another dtype than uint8")
         if max((*self._rows.names, *self._rows.keys), default=0) >= count:
-            raise ValueError("a table of places names an item that is not there")
+            raise ValueError("a table of places refers to an item that it does not have")
 
 
 def _numbers(column: bytes, dtype: str, count: int) -> np.ndarray:
@@ -256,7 +239,7 @@ def _numbers(column: bytes, dtype: str, count: int) -> np.ndarray:
 
 
 def _ends(sizes: bytes, content: bytes, count: int) -> np.ndarray:
-    """The end of each item's bytes in those of all."""
+    """The end of each item's bytes in the bytes of all."""
     ends = np.cumsum(_numbers(sizes, "<u4", count), dtype="i8")
     if (int(ends[-1]) if count else 0) != len(content):
         raise ValueError("a table of places has more or fewer digests than items")
@@ -267,16 +250,10 @@ def _ends(sizes: bytes, content: bytes, count: int) -> np.ndarray:
 
 
 class IndexPlaces:
-    """Finds where items are.
+    """Locates items. Raises `MetadataError` if the index is damaged, and `ValueError` if it makes no sense.
 
-    Attributes:
-        count: Of the sections of places.
-        inline_file: The file that small values are in, as their places say.
-        inline_content: What is in that.
-
-    Raises:
-        MetadataError: the index is damaged.
-        ValueError: it makes no sense.
+    ``count`` is the number of sections of places. Small values are located in a file that exists only in the index:
+    ``inline_file`` is its name, and ``inline_content`` its content.
     """
 
     def __init__(self, file: IndexFile) -> None:
@@ -293,31 +270,27 @@ class IndexPlaces:
                 self._inline = self._read_inline(section)
 
     def load(self, numbers: Iterable[int]) -> None:
-        """Reads the sections with these numbers, if they have not been.
+        """Reads the sections with these numbers, unless they have been read.
 
-        Raises:
-            MetadataError, ValueError: they are damaged, or make no sense.
-            ReadError: they cannot be read.
+        Raises `MetadataError` or `ValueError` if they are damaged or make no sense, and `ReadError` if they cannot be
+        read.
         """
         missing = sorted({number for number in numbers if number >= 0} - self._tables.keys())
         sections = [self._sections[number] for number in missing]
-        # In memory a section is there at once, and threads would only cost time.
+        # Threads help only if sections must be requested.
         get_all = map if self._file.read is None else in_threads
         for number, section, content in zip(missing, sections, get_all(self._file.section, sections), strict=True):
             files = [(file.name, file.nbytes) for file in section.files]
             self._tables[number] = self._table(decoded(decode_places, content, self._file.path), files)
 
     def is_inline(self, key: Any, offset: tuple[int, ...] | None) -> bool:
-        """Returns whether an item stands in the index itself."""
+        """Returns whether an item is stored in the index itself."""
         return self._inline is not None and self._inline.row_of(hash_of(key, offset)) is not None
 
     def find(self, key: Any, offset: tuple[int, ...] | None, owner: int) -> StoredItem | None:
-        """The location that an item is best read from; None if there is none.
+        """The location from which an item is best read; None if it is not stored.
 
-        Args:
-            key: Its key.
-            offset: Of its chunk; None for an object.
-            owner: The number of the section that has it; -1: none.
+        ``offset`` is that of its chunk, or None for an object; ``owner`` the number of the section that has it, or -1.
         """
         item_hash = hash_of(key, offset)
         if self._inline is not None and (row := self._inline.row_of(item_hash)) is not None:
@@ -335,7 +308,7 @@ class IndexPlaces:
         return None if row is None else self._tables[owner].item(row, key)
 
     def named(self) -> Iterator[tuple[ItemKey, StoredItem]]:
-        """The items of all ranks whose keys stand beside their places."""
+        """The items of all ranks whose keys are stored with their places."""
         self.load(range(self.count))
         for table in self._tables.values():
             for row, key in table.named():
@@ -358,5 +331,5 @@ def known_dtype(name: str, path: str) -> torch.dtype:
         return named_dtype(name)
     except TypeError:
         raise MetadataError(
-            f"{path} has tensors of dtype {name!r}, which torch {torch.__version__} has not: install a newer one"
+            f"{path} has tensors of dtype {name!r}, which torch {torch.__version__} does not have: install a newer one"
         ) from None

@@ -1,4 +1,4 @@
-"""Reads the index that ``.metadata`` holds: to DCP's ``Metadata``, and to the places that a load asks for."""
+"""Reads the index that ``.metadata`` holds: to DCP's ``Metadata``, and to the places that a load needs."""
 
 from __future__ import annotations
 
@@ -29,52 +29,39 @@ from .entries import TensorValue, Value, values_of
 from .locations import IndexPlaces, known_dtype
 from .schema import ItemKey, Properties, Section, SectionKind, decode_entries, decode_paths, from_text
 
-# A release of torch may have more of these fields, or fewer: only the dtype is not deprecated.
+# Releases of torch may have more or fewer of these fields: all but the dtype are deprecated.
 _FIELDS = {field.name for field in dataclasses.fields(TensorProperties)}
 
 
 def decode(data: bytes, path: str) -> Metadata:
-    """Checks and reads what `encode` made, all of it; ``path`` is for messages.
-
-    Raises:
-        MetadataError: it is damaged, of another version or format, or makes no sense.
+    """Decodes all of what `encode` made. Raises `MetadataError`, naming ``path``, if it is damaged or of another
+    version.
     """
     return Index(IndexFile(path, read_head(data, path), data)).stored_metadata()
 
 
 _Wanted = tuple[Any, tuple[int, ...] | None, Region | None]
-"""A key, the offset of the chunk that a load was shown, and which region of that; both None for an object."""
+"""A key, the offset of the chunk that a load was shown, and a region of that chunk; both None for an object."""
 
 
 class Piece(NamedTuple):
-    """The part of one stored chunk that is to be read.
-
-    Attributes:
-        item: Where the chunk is.
-        shape: The chunk's.
-        region: Which elements of the chunk.
-        part: Where they are in what was asked for.
-    """
+    """The part of one stored chunk that is to be read."""
 
     item: StoredItem
-    shape: tuple[int, ...]
-    region: Region
-    part: Region
+    shape: tuple[int, ...]  # of the chunk
+    region: Region  # in the chunk
+    part: Region  # in the region that was asked for
 
 
 class Index:
-    """A checkpoint's index, of which the places are read when they are wanted.
-
-    Raises:
-        MetadataError: it is damaged, or makes no sense.
-    """
+    """A checkpoint's index. Places are read when they are needed. Raises `MetadataError` if it is damaged."""
 
     def __init__(self, file: IndexFile) -> None:
         self.path = file.path
         self.head = file.head
         self.files = data_files(file.head)
         self._file = file
-        self._known_properties: dict[Properties, dict[str, Any]] = {}  # a few, of all tensors
+        self._known_properties: dict[Properties, dict[str, Any]] = {}  # tensors share a few
         with self._sensible(), collector_paused():
             self._places = IndexPlaces(file)
             section = self._section("entries")
@@ -91,13 +78,14 @@ class Index:
 
     @property
     def in_memory(self) -> dict[str, bytes]:
-        """The file that small values are in, as their places say, and its content."""
+        """The name and content of the file in which small values are located, and which exists only in the index."""
         return {self._places.inline_file: self._places.inline_content}
 
     def metadata(self) -> Metadata:
-        """DCP's metadata for a load: a tensor is one chunk, wherever its parts are, if they make it up.
+        """DCP's metadata for a load, in which a tensor is one chunk if its stored chunks make up the whole.
 
-        DCP's planners look at each chunk of each tensor on each rank. `pieces` finds those that a rank needs.
+        DCP's planners look at each chunk of each tensor on each rank. `pieces` finds the stored chunks that a rank
+        needs.
         """
         return self._metadata(whole=True)
 
@@ -107,10 +95,6 @@ class Index:
         Its ``storage_data`` is a dict: ``files``, the bytes in each data file by name; ``items``, a `StoredItem` for
         each `item_key`; ``rank``; ``encryption``, where there is any; ``release``, ``torch`` and ``saved_at``; and
         ``record``, a manager's (`SaveRecord`) or None.
-
-        Raises:
-            MetadataError: the places are damaged, or make no sense.
-            ReadError: they cannot be read.
         """
         metadata = self._metadata(whole=False)
         with self._sensible(), collector_paused():
@@ -120,22 +104,22 @@ class Index:
         return metadata
 
     def incomplete_layout(self, key: Any) -> ChunkLayout | None:
-        """The layout of a tensor whose chunks `metadata` shows as they are stored; None for any other value."""
+        """The layout of a tensor whose stored chunks do not make up the whole, and so are shown by `metadata`;
+        otherwise None.
+        """
         value = self._values.get(key)
         return value.layout if isinstance(value, TensorValue) and not value.is_whole else None
 
     def read_places(self, wanted: Iterable[_Wanted]) -> None:
-        """Reads the places of all ranks that have something of what is wanted.
+        """Reads the places of all ranks that stored some of what is wanted.
 
-        Raises:
-            MetadataError: they are damaged, or make no sense.
-            ReadError: they cannot be read.
+        Raises `MetadataError` if they are damaged or make no sense, and `ReadError` if they cannot be read.
         """
         needed: set[int] = set()
         with self._sensible():
             for key, offset, region in wanted:
                 value = self._values.get(key)
-                if value is None:  # of no entry: it may be anywhere
+                if value is None:  # there is no entry: any rank may have stored it
                     needed.update(range(self._places.count))
                 elif self._places.is_inline(key, offset):
                     pass
@@ -148,21 +132,17 @@ class Index:
             self._places.load(needed)
 
     def pieces(self, key: Any, offset: tuple[int, ...] | None, region: Region | None) -> list[Piece]:
-        """The stored chunks that have elements of a region.
+        """The stored chunks that have elements of a region; raises `MetadataError`, naming the key, if some are
+        missing.
 
-        Args:
-            key: The tensor's, or an object's.
-            offset: Of the chunk that `metadata` shows; None for an object.
-            region: Of that chunk; None for an object.
-
-        Raises:
-            MetadataError: they are not there; names the key.
+        ``offset`` is that of the chunk that `metadata` shows, and ``region`` is relative to it. Both are None for an
+        object.
         """
         with self._sensible():
             return self._pieces(key, offset, region)
 
     def locate(self, wanted: Sequence[_Wanted]) -> list[list[Piece]]:
-        """The `pieces` of each thing that is wanted, after `read_places`."""
+        """The `pieces` of each wanted item, after `read_places`."""
         self.read_places(wanted)
         with self._sensible():
             return [self._pieces(*of_one) for of_one in wanted]
@@ -173,7 +153,7 @@ class Index:
             return [self._object(key, offset, value)]
         if not math.prod(region.size):
             return []
-        if value.layout.is_one and region.size == value.layout.shape:  # most values: no more to find out
+        if value.layout.is_one and region.size == value.layout.shape:  # most values: nothing more to find
             item = self._places.find(key, region.start, int(value.owners[0]))
             if item is None:
                 raise self._nowhere(key, offset)
@@ -193,8 +173,8 @@ class Index:
             raise self._nowhere(key, offset)
         if found != elements:
             raise MetadataError(
-                f"{self.path}: {found:,} of {elements:,} elements of {key!r} are stored where they are to be loaded "
-                f"from: a rank's part is missing or there twice"
+                f"{self.path}: {found:,} of {elements:,} elements of {key!r} are stored in the region to be loaded: a "
+                f"rank's part is missing or stored twice"
             )
         return pieces
 
@@ -210,7 +190,7 @@ class Index:
         return MetadataError(f"{self.path} has no data for {key!r} at offset {offset}")
 
     def _items(self) -> dict[ItemKey, StoredItem]:
-        """The place of everything that is stored."""
+        """The location of everything that is stored."""
         items: dict[ItemKey, StoredItem] = {}
         self._places.load(range(self._places.count))
         for key, value in self._values.items():
@@ -293,7 +273,7 @@ class Index:
 
 
 class _Sensible:
-    """Says of whatever fails inside that the index makes no sense."""
+    """Raises any error inside the block as a `MetadataError`: the index makes no sense."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -307,7 +287,7 @@ class _Sensible:
 
 @functools.cache
 def _origin(dimensions: int) -> torch.Size:
-    """The origin of a tensor."""
+    """The offset of a tensor's first element."""
     return torch.Size([0] * dimensions)
 
 

@@ -1,7 +1,7 @@
-"""The rows of an index, as they stand in MessagePack: types that msgspec encodes and decodes, and no class of torch.
+"""The rows of an index in MessagePack: types that msgspec encodes and decodes, without classes of torch.
 
-msgspec refuses what is not of these types. Each row takes at least a byte for each of its fields, so that a file cannot
-ask for much more memory than it has bytes, and none of them can hold itself.
+msgspec refuses other types. Each row takes at least one byte per field, so that a file cannot ask for much more memory
+than its size, and no row can contain itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _MAX_DIMENSIONS = 255  # as in a tensorizer file
 KINDS = ("tensor", "object", "wrapper")
-"""What `Places.kinds` numbers; see `StoredItem.kind`."""
+"""The names of the numbers in `Places.kinds`; see `StoredItem.kind`."""
 
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Reference = Annotated[int, Meta(ge=-1, le=2**63 - 1)]
@@ -30,7 +30,7 @@ Key = str | Ext  # see `keys.to_key`
 
 
 class DataFile(Struct, array_like=True, gc=False, frozen=True):
-    """A data file, and the bytes in it."""
+    """A data file and its size."""
 
     name: str
     nbytes: _Count
@@ -44,61 +44,35 @@ class KeyRecord(Struct, array_like=True, gc=False):
 
 
 class Section(Struct, array_like=True, gc=False):
-    """The location of a section.
-
-    Attributes:
-        rank: Whose places are in it; None in sections of another kind.
-        offset: Of its first byte behind the head.
-        digest: XXH3-128.
-        strong: In an encrypted checkpoint: BLAKE2b-256.
-        files: The data files that its places are in.
-    """
+    """The location of a section."""
 
     kind: SectionKind
-    rank: _Count | None
-    offset: _Count
+    rank: _Count | None  # whose places they are; None in other sections
+    offset: _Count  # relative to the end of the head
     nbytes: _Count
-    digest: bytes
-    strong: bytes | None
-    files: list[DataFile]
+    digest: bytes  # XXH3-128
+    strong: bytes | None  # BLAKE2b-256, only in an encrypted checkpoint
+    files: list[DataFile]  # the data files that its places refer to
 
 
 class SaveRecord(Struct, array_like=True, gc=False, frozen=True):
-    """A manager's record of a save.
-
-    Attributes:
-        step: Of training.
-        parent: The id of the save that training went on from; None if there was none.
-        branch: The branches that led here: the name of each, and the step at which it left the one before.
-        metrics: Of training, by name.
-        job: The run of the job that saved, where states are kept in memory (``survive``); otherwise empty.
-    """
+    """A manager's record of a save."""
 
     step: _Count
-    parent: str | None
+    parent: str | None  # the id of the save that training went on from
+    # the branches that led here: name, and the step at which it left the one before
     branch: tuple[tuple[str, _Count], ...]
     metrics: dict[str, float]
-    job: str = ""
+    job: str = ""  # the run of the job, if it keeps states in memory (``survive``)
 
 
 class Head(Struct, gc=False):
-    """The head.
+    """The head. ``save_id`` to ``metadata_version`` are from DCP's ``StorageMeta`` and ``Metadata``."""
 
-    Attributes:
-        release, torch: The versions that wrote it.
-        saved_at: Nanoseconds since the epoch.
-        rank: Whose own it is, where each rank saved for itself; None: all ranks'.
-        save_id, load_id, checkpoint_id, modules, metadata_version: Of DCP's ``Metadata`` and ``StorageMeta``.
-        has_storage_meta: Whether there was a ``StorageMeta``.
-        encryption: The record of the key; None if nothing is encrypted.
-        sections: In the order in which they follow; those of places come last.
-        record: A manager's record of the save; None without a manager.
-    """
-
-    release: str
+    release: str  # of this package
     torch: str
-    saved_at: _Count
-    rank: _Count | None
+    saved_at: _Count  # nanoseconds since the epoch
+    rank: _Count | None  # the rank that saved for itself; None: all ranks together
     has_storage_meta: bool
     save_id: Text | None
     load_id: Text | None
@@ -106,16 +80,12 @@ class Head(Struct, gc=False):
     modules: list[Text]
     metadata_version: Text | None
     encryption: KeyRecord | None
-    sections: list[Section]
-    record: SaveRecord | None = None
+    sections: list[Section]  # in file order; those of places come last
+    record: SaveRecord | None = None  # None without a manager
 
 
 class Properties(Struct, array_like=True, gc=False, frozen=True):
-    """DCP's ``TensorProperties``, by torch's names.
-
-    Attributes:
-        strides: In elements; None: the torch that saved did not say them, as releases before 2.15.
-    """
+    """DCP's ``TensorProperties``, by torch's names. Strides are in elements; torch before 2.15 does not record them."""
 
     dtype: str
     layout: str
@@ -128,34 +98,28 @@ class Properties(Struct, array_like=True, gc=False, frozen=True):
 class Layout(Struct, array_like=True, gc=False):
     """The layout of tensors of one shape in chunks.
 
-    Attributes:
-        count: Of the chunks.
-        offsets, sizes: Of all chunks: for each dimension the numbers, as runs. None: there is one chunk, the whole.
+    ``offsets`` and ``sizes`` have the numbers of all chunks as runs, for each dimension. None: one chunk, the whole
+    tensor.
     """
 
     shape: _Dims
-    count: _Count
+    count: _Count  # of the chunks
     offsets: list[list[Run]] | None
     sizes: list[list[Run]] | None
 
 
 class TensorEntry(Struct, array_like=True, tag=0, gc=False):
-    """A tensor of the state dict.
-
-    Attributes:
-        properties, layout, owners: Rows of `Entries`.
-        is_whole: Its chunks hold each of its elements once, and all are stored.
-    """
+    """A tensor of the state dict; ``properties``, ``layout`` and ``owners`` are numbers of rows in `Entries`."""
 
     key: Key
     properties: _Count
     layout: _Count
     owners: _Count
-    is_whole: bool
+    is_whole: bool  # its chunks hold each element once, and all are stored
 
 
 class ObjectEntry(Struct, array_like=True, tag=1, gc=False):
-    """An object of the state dict; ``owner``: as one of `Entries.owners`."""
+    """An object of the state dict; ``owner`` as in `Entries.owners`."""
 
     key: Key
     owner: _Reference
@@ -164,9 +128,8 @@ class ObjectEntry(Struct, array_like=True, tag=1, gc=False):
 class Entries(Struct, array_like=True, gc=False):
     """The state dict, in its order.
 
-    Attributes:
-        owners: For each chunk of a layout, the number of the section of places that says where it is, counted among
-            those; -1: it is not stored. As runs.
+    For each chunk of a layout, ``owners`` has the number of the section of places that locates it, counting only those
+    sections; -1: it is not stored. The numbers are stored as runs.
     """
 
     properties: list[Properties]
@@ -176,45 +139,30 @@ class Entries(Struct, array_like=True, gc=False):
 
 
 class Places(Struct, array_like=True, gc=False):
-    """The locations of a rank's items (`StoredItem`), in columns: little-endian numbers, one for each item.
+    """The locations of a rank's items (`StoredItem`) in columns: little-endian numbers, one for each item.
 
-    Attributes:
-        dtypes: Names, which ``dtype_numbers`` refers to.
-        hashes: uint64: of the items' keys (`places.hash_of`).
-        files: int32: in the section's files; -1: it has no bytes.
-        offsets, sizes: int64: in the file.
-        dtype_numbers: uint8.
-        kinds: uint8; see `KINDS`.
-        digest_sizes: uint32: how many bytes of ``digests`` are of each.
-        seal_sizes: uint32: the same of ``seals``; empty if nothing is encrypted.
-        names: In the file, by the number of the item, where that is not its key.
-        keys: Key and offset, by the number of the item, of what the state dict may not name.
-        digests: Of all items, one after the other.
-        seals: Nonces and MACs of all items; empty if nothing is encrypted.
-
-    What stands before the digests is the same in each save of the same items.
+    The fields before the digests are the same in each save of the same items.
     """
 
-    dtypes: list[str]
-    hashes: bytes
-    files: bytes
-    offsets: bytes
-    sizes: bytes
-    dtype_numbers: bytes
-    kinds: bytes
-    digest_sizes: bytes
-    seal_sizes: bytes
-    names: dict[_Count, str]
+    dtypes: list[str]  # names, by their numbers in ``dtype_numbers``
+    hashes: bytes  # uint64: of the items' keys (`locations.hash_of`)
+    files: bytes  # int32: number in the section's files; -1: no bytes
+    offsets: bytes  # int64, in the file
+    sizes: bytes  # int64, in bytes
+    dtype_numbers: bytes  # uint8
+    kinds: bytes  # uint8; see `KINDS`
+    digest_sizes: bytes  # uint32: bytes of each item in ``digests``
+    seal_sizes: bytes  # uint32: bytes of each item in ``seals``; empty if nothing is encrypted
+    names: dict[_Count, str]  # name in the file, by the item's number, if it is not the key
+    # key and offset, by the item's number, if the state dict may not name it
     keys: dict[_Count, tuple[Key, _Dims | None]]
-    digests: bytes
-    seals: bytes
+    digests: bytes  # of all items, one after the other
+    seals: bytes  # nonces and MACs of all items
 
 
 class Inline(Struct, array_like=True, gc=False):
-    """Small items, with their bytes: those are also in a data file.
-
-    Attributes:
-        places: As of a rank whose only file is ``content``.
+    """Small items with their bytes, which are also in a data file. ``places`` refer to one file, which is
+    ``content``.
     """
 
     places: Places
@@ -246,21 +194,21 @@ _MAX_LARGE = 128  # bytes
 
 
 def item_key(index: MetadataIndex) -> ItemKey:
-    """The key of an item in ``storage_data["items"]``: builtin types only."""
+    """The key of an item in ``storage_data["items"]``, of builtin types only."""
     return index.fqn, None if index.offset is None else tuple(index.offset)
 
 
 def to_text(text: str) -> str | Ext:
-    """A string for MessagePack, which has only such as are valid Unicode."""
+    """A string for MessagePack, whose strings must be valid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError:
         return Ext(_SURROGATES, text.encode("utf-8", "surrogatepass"))
-    return str.__str__(text)  # of a member of an Enum of strings, its value
+    return str.__str__(text)  # the value, if it is a member of an Enum of strings
 
 
 def from_text(text: str | Ext) -> str:
-    """The string that `to_text` was given; raises `ValueError` for anything else."""
+    """The string that was passed to `to_text`; raises `ValueError` for other values."""
     if isinstance(text, str):
         return text
     if text.code != _SURROGATES:
@@ -269,11 +217,7 @@ def from_text(text: str | Ext) -> str:
 
 
 def to_key(key: Any) -> str | Ext:
-    """A key for MessagePack.
-
-    Raises:
-        TypeError: it is none of strings, bytes, numbers, None, and tuples of them.
-    """
+    """A key for MessagePack; raises `TypeError` unless it is a string, bytes, a number, None, or a tuple of them."""
     if type(key) is str and key.isascii():
         return key
     if isinstance(key, str):
@@ -282,7 +226,7 @@ def to_key(key: Any) -> str | Ext:
 
 
 def from_key(key: str | Ext) -> Any:
-    """A key that equals the one that `to_key` was given; raises `ValueError` for anything else."""
+    """A key that equals the one passed to `to_key`; raises `ValueError` for other values."""
     if isinstance(key, str):
         return key
     if key.code != _OTHER:

@@ -1,6 +1,6 @@
-"""The ``.metadata`` of torch's ``FileSystemWriter``: a pickle, read without reaching a class, and then made anew.
+"""Reads the ``.metadata`` of torch's ``FileSystemWriter``, a pickle, without importing any class that it names.
 
-Only DCP's own records, and plain values in them, are made of it. Each of their fields is checked for its type.
+Only DCP's own records, and plain values in them, are built from it. The type of each of their fields is checked.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ..errors import CheckpointError, MetadataError, UntrustedObject
 
 _CLASSES = "torch.distributed.checkpoint.metadata"
 _MAX_DIMENSIONS = 255
-_MAX_KEY = 1000  # values in one that is a tuple
+_MAX_KEY = 1000  # values in a key that is a tuple
 _MAX_PATH = 1 << 16  # characters
-_MAX_DEPTH = 64  # of values in values; torch's own are less than 10 deep
-_WORK_PER_BYTE = 16  # values, each as often as it is referred to; what torch writes needs less than 2
+_MAX_DEPTH = 64  # of nested values; torch's own are less than 10 deep
+_WORK_PER_BYTE = 16  # values, counted at each reference; torch's own files have less than 2
 
 _T = TypeVar("_T")
 
@@ -40,9 +40,8 @@ _T = TypeVar("_T")
 def read_pickled(pickled: bytes, path: str) -> Metadata:
     """Reads ``.metadata``; ``path`` is for messages.
 
-    Raises:
-        MetadataError: it is damaged, or something else.
-        UntrustedObject: it names something that a checkpoint's metadata has no use for.
+    Raises `MetadataError` if it is damaged or something else, and `UntrustedObject` if it names something that does not
+    belong in a checkpoint's metadata.
     """
 
     def check_name(named: Named) -> None:
@@ -50,7 +49,7 @@ def read_pickled(pickled: bytes, path: str) -> Metadata:
             raise _untrusted(named)
 
     def check_call(made: Made) -> None:
-        if made.what == _GETATTR:  # of a memory format, as Python 3.11.0 to 3.11.3 write it, and of nothing else
+        if made.what == _GETATTR:  # only of a memory format, as Python 3.11.0 to 3.11.3 write it
             if len(made.arguments) != 2 or made.arguments[0] not in _ENCODINGS:
                 raise _untrusted(made.what)
         elif made.what not in _MAKERS and made.what not in _ENCODINGS:
@@ -74,16 +73,16 @@ def _untrusted(named: Named) -> UntrustedObject:
 
 
 class _Values:
-    """Makes values of what `load_inert` gives; each once, however often the pickle refers to it."""
+    """Builds values from those of `load_inert`, each one once, however often the pickle refers to it."""
 
     def __init__(self, nbytes: int) -> None:
         self._made: dict[int, tuple[Any, int]] = {}  # by identity: the pickle's own values live as long as this
         self._depth = 0
-        self._count = 0  # of values, each as often as it is referred to: so often do others look at it
+        self._count = 0  # of values, counted at each reference, as every reader of the tree will visit them
         self._most = 1000 + _WORK_PER_BYTE * nbytes
 
     def of(self, value: Any) -> Any:
-        """The value itself, if it is plain; else a container, or what its maker gives."""
+        """The value itself if it is plain; otherwise a container, or what its maker builds."""
         kind = type(value)
         self._count += 1
         if kind in _PLAIN:
@@ -122,7 +121,7 @@ class _Values:
         if made.arguments or made.members:
             raise ValueError(f"it makes a {made.what} as no writer does")
         state = made.state
-        parts = state if type(state) is tuple and len(state) == 2 else (state,)  # what is in slots comes last
+        parts = state if type(state) is tuple and len(state) == 2 else (state,)  # the values of slots come last
         return {
             name: self.of(value) for part in parts if part is not None for name, value in _typed(part, dict).items()
         }
@@ -189,7 +188,7 @@ def _chunk_metadata(made: Made, values: _Values) -> ChunkStorageMetadata:
 
 
 def _properties(made: Made, values: _Values) -> TensorProperties:
-    """Makes a tensor's properties: their state is a tuple; releases of torch differ in what else is in it."""
+    """Makes a tensor's properties from the tuple that is their state. Its length depends on the release of torch."""
     state = values.of(made.state)
     if type(state) is tuple:
         state = dict(zip(_PROPERTIES, state, strict=False))
@@ -209,13 +208,13 @@ def _index(made: Made, values: _Values) -> MetadataIndex:
 
 
 def _storage_info(made: Made, values: _Values) -> StorageInfo:
-    """A place in a data file, which `_check_place` looks at: there it has a key."""
+    """A place in a data file. `_check_place` checks it, where its key is known."""
     fields = values.fields(made)
     return StorageInfo(fields["relative_path"], fields["offset"], fields["length"], fields.get("transform_descriptors"))
 
 
 def _check_place(key: Any, info: StorageInfo) -> None:
-    """Checks a place in a data file, as far as a hostile one could do harm."""
+    """Checks that a place in a data file is harmless."""
     name, offset, length = info.relative_path, info.offset, info.length
     if type(name) is not str or os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
         raise MetadataError(f"names a data file {name!r} for {key!r} that is not beside it")
@@ -243,7 +242,7 @@ def _layout(made: Made, values: _Values) -> torch.layout:
 
 
 def _memory_format(made: Made) -> torch.memory_format:
-    """A member of an enumeration: by its value, or by its name."""
+    """A member of an enumeration, by its value or by its name."""
     member = made.arguments[-1]
     if type(member) not in (int, str) or member not in _FORMATS:
         raise ValueError("a memory format that torch does not have")
@@ -288,7 +287,7 @@ _MAKERS: Mapping[Named, Callable[[Made, _Values], Any]] = {
     Named("torch", "Size"): _size,
     Named("torch.serialization", "_get_layout"): _layout,
     Named("collections", "OrderedDict"): _ordered,
-    # A path is a class of another module in each release of Python.
+    # Releases of Python have the classes of paths in different modules.
     **{
         Named(module, f"{pure}{system}Path"): _path
         for module in ("pathlib", "pathlib._local")

@@ -34,18 +34,11 @@ def encode(
     entries: EntryWriter | None = None,
     record: SaveRecord | None = None,
 ) -> bytes:
-    """The contents of ``.metadata``.
+    """The contents of ``.metadata``; raises `WriteError`, naming the key, if no reader could read it.
 
-    Args:
-        metadata: DCP's. If it has ``rules``, its entries are not looked at.
-        parts: What each rank has written. Of a chunk that several have written, the last one's is used.
-        rank: Whose own it is, where each rank saves for itself.
-        cipher: The key of an encrypted checkpoint.
-        entries: Of the saves before: what did not change is not made again.
-        record: A manager's record of the save.
-
-    Raises:
-        WriteError: no reader could read it; names the key.
+    If DCP's ``metadata`` has ``rules``, its entries are not used. ``parts`` are the ranks' reports; if several ranks
+    wrote a chunk, the last one's is used. ``rank`` is set if each rank saves for itself. ``entries`` keeps the sections
+    of earlier saves, so that unchanged ones are not made again.
     """
     rules = getattr(metadata, "rules", None) or StateRules.of(metadata.state_dict_metadata)
     section = (entries or EntryWriter()).section(rules, parts)
@@ -75,7 +68,7 @@ def encode(
 
 
 def _inline(parts: Sequence[RankPlaces]) -> list[InlineItem]:
-    """The small items of all ranks, as many as the index has room for."""
+    """The small items of all ranks, as many as fit into the index."""
     items = [item for part in parts for item in part.inline]
     ends = itertools.accumulate(len(item.content) for item in items)
     return [item for item, end in zip(items, ends, strict=True) if end <= MAX_INLINE_BYTES]
@@ -86,10 +79,9 @@ def _optional_text(value: Any) -> str | Ext | None:
 
 
 def _planner_part(data: Any) -> list[Part]:
-    """Packs a planner's data: of torch's own, the path of each key; else the bytes of ``torch.save``.
+    """Packs a planner's data: the path of each key, if it is torch's own; otherwise the bytes of ``torch.save``.
 
-    Raises:
-        WriteError: no reader would load it.
+    Raises `WriteError` if no reader would load it.
     """
     if data is None:
         return []
@@ -97,7 +89,7 @@ def _planner_part(data: Any) -> list[Part]:
         try:
             return [Part("paths", None, encode_rows(data))]
         except (UnicodeEncodeError, OverflowError):
-            pass  # strings and numbers that MessagePack does not have
+            pass  # MessagePack does not have some strings and numbers
     stream = io.BytesIO()
     try:
         torch.save(data, stream)
@@ -111,10 +103,7 @@ def _planner_part(data: Any) -> list[Part]:
 
 
 def _are_paths(data: Any) -> bool:
-    """Returns whether something is what torch's own planners put into the metadata.
-
-    Paths of strings and numbers, by key.
-    """
+    """Returns whether data is what torch's own planners put into the metadata: paths of strings and numbers, by key."""
     return type(data) is dict and all(
         type(key) is str and type(path) is tuple and all(type(part) in (str, int) for part in path)
         for key, path in data.items()

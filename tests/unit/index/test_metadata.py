@@ -327,7 +327,7 @@ def test_dtypes_that_this_torch_has_not_are_named(dtype: str) -> None:
     """A newer one may have them."""
     properties = Properties(dtype, "strided", False, "contiguous_format", False)
     content = encode_rows(Entries([properties], [Layout((2,), 1, None, None)], [[(0, 0, 1)]], [W]))
-    with pytest.raises(MetadataError, match=f"dtype '{dtype}', which torch .* has not: install a newer one"):
+    with pytest.raises(MetadataError, match=f"dtype '{dtype}', which torch .* does not have: install a newer one"):
         decode(rewritten(encoded(GOOD), entries=content), "x")
 
 
